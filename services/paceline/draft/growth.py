@@ -1,0 +1,160 @@
+"""Which nodes of a speculation tree to expand next: the ways in which a draft can spend its time. Pure.
+
+A policy gives every unexpanded node a sort key; a `Frontier` keeps the nodes of one tree in that order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.speculation import SpeculationTree, TreeNode
+
+
+class Growth(Protocol):
+    """Which node of a tree to expand next. The least key comes first; None: not before the next commit.
+
+    `position` is how many tokens of the proposal in flight lie on the node's path, 0 <= position <= num_in_flight.
+    `ahead` is how many tokens follow those: 0 is a place where the proposal may be cut, 1 a next token of that
+    outcome, and the continuations of an outcome have ahead 2 to K + 1. So nodes of ahead <= K are worth expanding.
+    """
+
+    fan_out: int
+    """Children to publish below each expanded node."""
+
+    def key(
+        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
+    ) -> tuple[float, float] | None:
+        """Sort key of an unexpanded node."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BestFirst:
+    """The largest probability that the text goes through the node."""
+
+    k: int
+    fan_out: int = 4
+    min_path_prob: float = 1e-3
+
+    def key(
+        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
+    ) -> tuple[float, float] | None:
+        """Path probability, of any node near enough to serve the next proposal."""
+        if ahead > self.k or node.log_path - anchor.log_path < math.log(self.min_path_prob):
+            return None
+        return 0.0, -node.log_path
+
+
+@dataclass(frozen=True, slots=True)
+class FanOut:
+    """A fixed number of outcomes at each position, and a chain of K tokens below each, level by level (2603.03251)."""
+
+    k: int
+    fan_outs: tuple[int, ...]
+    """At positions 0 to K of the proposal in flight."""
+    bonus_fan_out: int
+    """After its last token."""
+
+    @property
+    def fan_out(self) -> int:
+        """As many as any position may want."""
+        return max(*self.fan_outs, self.bonus_fan_out)
+
+    def key(
+        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
+    ) -> tuple[float, float] | None:
+        """Level by level; below an outcome only the first child continues its chain."""
+        limit = 1
+        if ahead == 1:
+            last = position >= num_in_flight
+            limit = self.bonus_fan_out if last else self.fan_outs[min(position, len(self.fan_outs) - 1)]
+        if ahead > self.k or (ahead > 0 and node.rank >= limit):
+            return None
+        return float(ahead), -node.log_path
+
+
+def uniform(k: int, fan_out: int) -> FanOut:
+    """The same fan-out everywhere."""
+    return FanOut(k, (fan_out,) * (k + 1), fan_out)
+
+
+def geometric(k: int, fan_out: int, acceptance: float = 0.75, power: float = 1.0) -> FanOut:
+    """Fan-outs that fall geometrically with the position and rise at the bonus token, `fan_out` on average.
+
+    They maximise the hit rate sum_k w_k (1 - F_k^-r) for a given sum of F_k: F_k ~ w_k^(1 / (1 + r)), where w_k is
+    the probability of being cut at k: a^k (1 - a), and a^K at the end (2603.03251, geometric fan-out). `acceptance`
+    is a, `power` is r. Rounded, at least 1.
+    """
+    weights = [acceptance**i * (1 - acceptance) for i in range(k)] + [acceptance**k]
+    shares = [w ** (1 / (1 + power)) for w in weights]
+    scale = fan_out * (k + 1) / sum(shares)
+    fan_outs = tuple(max(1, round(share * scale)) for share in shares)
+    return FanOut(k, fan_outs[:-1] or fan_outs, fan_outs[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """Only the chain of first choices, K long, and nothing while a proposal is being verified."""
+
+    k: int
+    fan_out: int = 1
+
+    def key(
+        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
+    ) -> tuple[float, float] | None:
+        """Depth, while nothing is in flight."""
+        wanted = num_in_flight == 0 and ahead < self.k and (ahead == 0 or node.rank == 0)
+        return (float(ahead), 0.0) if wanted else None
+
+
+class Frontier:
+    """The unexpanded nodes of one tree in the order of a growth policy. O(log n) per node; O(n) per commit."""
+
+    def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
+        self._tree = tree
+        self._growth = growth
+        self._in_flight: set[int] = set()
+        self._heap: list[tuple[tuple[float, float], int, TreeNode]] = []
+        self._unwanted: list[TreeNode] = []
+        self.push(tree.anchor)
+
+    def push(self, node: TreeNode) -> None:
+        """Takes a new unexpanded node of the tree."""
+        position, ahead = 0, 0
+        at: TreeNode | None = node
+        while at is not None and at is not self._tree.anchor and at.node_id not in self._in_flight:
+            ahead += 1
+            at = at.parent
+        if at is not None:
+            position = at.position - self._tree.anchor.position
+        key = self._growth.key(node, self._tree.anchor, position, ahead, len(self._in_flight))
+        if key is None:
+            self._unwanted.append(node)
+        else:
+            heapq.heappush(self._heap, (key, node.node_id, node))
+
+    def peek(self) -> TreeNode | None:
+        """The node to expand next, None if none is worth it before the next commit."""
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> TreeNode:
+        """Takes that node out. IndexError if there is none."""
+        return heapq.heappop(self._heap)[2]
+
+    def commit(self, in_flight: Iterable[int]) -> None:
+        """To be called after every walk, with the nodes now being verified: forgets what was pruned, orders anew."""
+        self._in_flight = {i for i in in_flight if i != self._tree.anchor.node_id and self._tree.get(i)}
+        nodes = [node for _, _, node in self._heap] + self._unwanted
+        self._heap, self._unwanted = [], []
+        for node in nodes:
+            if node.alive:
+                self.push(node)
+
+    def check_integrity(self) -> None:
+        """Asserts that exactly the unexpanded nodes of the tree are here, once each."""
+        here = [node.node_id for _, _, node in self._heap] + [node.node_id for node in self._unwanted]
+        assert sorted(here) == sorted(node.node_id for node in self._tree.nodes() if not node.expanded)

@@ -1,0 +1,275 @@
+"""The speculation tree: pure data, no tensors, no clocks, no messages. How to grow one: ``draft/growth.py``.
+
+The draft grows a tree and pushes its nodes to the target; each side walks its own copy along the committed tokens.
+The draft's copy holds everything it ever sent and is never behind the target's::
+
+    context ... c  ── anchor ──▶ a ─▶ b ─▶ d        proposal: the best path below the anchor, at most K long
+                        │        └──▶ e ─▶ f        e: an alternative outcome, f: its continuation
+                        └──▶ g ─▶ h
+
+Where the walk ends is an *anchor node* and an *unresolved suffix*: committed tokens for which no node has come yet.
+A node that fits the suffix moves the anchor along, however late it is. So a miss needs no special message: the draft
+publishes a node for the missing token below its own anchor and grows on from there.
+
+Every message must arrive once and in order within an epoch, or the two copies may differ for good: a tree that stays
+`lost` after nodes with an equal context length came has missed something, and its session has to be re-opened.
+Wrong or missing nodes cost time, never correctness: the target verifies whatever is proposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.types import Cause, Node, SparseDistribution
+
+MAX_NODES = 4096
+"""Bound of a tree against a peer that never stops; a draft's own budget is far below it."""
+
+_LEAST_PROB = 1e-9
+_Q_TOLERANCE = 1e-6
+
+
+class TreeNode:
+    """A node in place: its neighbours, and the marks that the draft keeps on it."""
+
+    __slots__ = (
+        "alive", "best", "children", "expanded", "log_path", "node_id", "parent", "position", "prob", "q", "rank",
+        "sampled", "scores", "token_id",
+    )  # fmt: skip
+
+    def __init__(self, node: Node, parent: TreeNode | None, position: int) -> None:
+        self.node_id = node.node_id
+        self.token_id = node.token_id
+        self.prob = node.prob
+        self.sampled = node.sampled
+        self.q = node.q
+        self.parent = parent
+        self.position = position
+        """Index of the token in the session's context."""
+        self.log_path: float = (parent.log_path if parent else 0.0) + math.log(max(node.prob, _LEAST_PROB))
+        """Sum of log probabilities since the tree was opened: differences are path probabilities."""
+        self.rank = len(parent.children) if parent else 0
+        """Order among its siblings: they are published best first."""
+        self.children: dict[int, TreeNode] = {}
+        self.best: TreeNode | None = None
+        """The child that a proposal takes."""
+        self.alive = True
+        self.expanded = False
+        """Draft only: its children were asked for."""
+        self.scores: tuple[float, ...] = ()
+        """Draft only: by which its children were ranked, best first (for calibration)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A proposal: one path below the anchor, root side first."""
+
+    node_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    probs: tuple[float, ...] = ()
+    qs: tuple[SparseDistribution | None, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What became of the nodes of a message."""
+
+    added: int = 0
+    stale: int = 0
+    """Their parent was pruned, or they contradict what is committed: normal after a miss."""
+    invalid: int = 0
+    """A peer's fault: id, token, probability or q out of range, or a duplicate."""
+    dropped: int = 0
+    """The tree was full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What a walk found."""
+
+    node_ids: tuple[int, ...]
+    """The nodes that it went through, one for each of the first tokens."""
+    unresolved: tuple[int, ...]
+    """The other tokens."""
+    cause: Cause
+    """HIT: there is a proposal below. TOKEN: the first unresolved token was not among the children of its parent.
+    K: its parent had no children. LATE: the tree was lost before, or the outcome is there with nothing below it."""
+
+
+def expected_accepted(chain: Chain) -> float:
+    """Expected number of accepted tokens of a proposal: the sum over its positions of the path probability.
+
+    Under the rejection rule, never decide by it whether a chain is used: later probabilities depend on earlier drawn
+    tokens, and a chain cut or dropped for the sake of a token in it biases the output (2211.17192 needs the
+    proposal's length to be independent of the tokens from there on). Shortening K by earlier rounds is sound.
+    """
+    total, path = 0.0, 1.0
+    for prob in chain.probs:
+        path *= prob
+        total += path
+    return total
+
+
+class SpeculationTree:
+    """One session's tree on either side. Node 0 is the last token of the context it was opened with.
+
+    Args: the vocabulary's size; the length of that context; `rejection`: the rejection rule at temperature > 0, where
+    every sampled node needs a q that it can have been drawn from, and a parent has at most one sampled child.
+    """
+
+    def __init__(
+        self, vocab_size: int, context_len: int, *, rejection: bool = False, max_nodes: int = MAX_NODES
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._rejection = rejection
+        self._max_nodes = max_nodes
+        self._anchor = TreeNode(Node(0, -1, 0, 1.0, sampled=False), None, context_len - 1)
+        self._nodes = {0: self._anchor}
+        self._suffix: deque[int] = deque()
+
+    def __len__(self) -> int:
+        """Nodes below the anchor."""
+        return len(self._nodes) - 1
+
+    @property
+    def anchor(self) -> TreeNode:
+        """The deepest committed node."""
+        return self._anchor
+
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """Committed tokens beyond the anchor."""
+        return tuple(self._suffix)
+
+    @property
+    def lost(self) -> bool:
+        """Whether committed tokens wait for their nodes."""
+        return bool(self._suffix)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens committed in all."""
+        return self._anchor.position + 1 + len(self._suffix)
+
+    def get(self, node_id: int) -> TreeNode | None:
+        """The node if it is the anchor or below it."""
+        return self._nodes.get(node_id)
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """The anchor and everything below, parents before children."""
+        return iter(self._nodes.values())
+
+    def add(self, nodes: Iterable[Node]) -> Added:
+        """Hangs up what fits, parents before children; the rest is counted and forgotten. Never raises."""
+        added = stale = invalid = dropped = 0
+        for node in nodes:
+            parent = self._nodes.get(node.parent_id)
+            if parent is None or (self._suffix and node.token_id != self._suffix[0]):
+                stale += 1
+            elif not self._valid(node, parent):
+                invalid += 1
+            elif len(self._nodes) > self._max_nodes:
+                dropped += 1
+            else:
+                child = TreeNode(node, parent, parent.position + 1)
+                self._nodes[node.node_id] = parent.children[node.token_id] = child
+                if node.sampled and (parent.best is None or node.prob > parent.best.prob):
+                    parent.best = child
+                added += 1
+                if self._suffix:
+                    self._suffix.popleft()
+                    self._move(child)
+        return Added(added, stale, invalid, dropped)
+
+    def walk(self, token_ids: Sequence[int]) -> Walk:
+        """Follows committed tokens and prunes what is no longer below the anchor. Amortised O(1) per node."""
+        cause = Cause.LATE if self._suffix else None
+        node_ids = []
+        for token_id in token_ids:
+            child = None if self._suffix else self._anchor.children.get(token_id)
+            if child is not None:
+                node_ids.append(child.node_id)
+                self._move(child)
+                continue
+            if cause is None:
+                cause = Cause.TOKEN if self._anchor.children else Cause.K
+                self._drop_below(self._anchor.children.values())
+                self._anchor.children, self._anchor.best = {}, None
+            self._suffix.append(token_id)
+        if cause is None:
+            cause = Cause.HIT if self._anchor.best else Cause.LATE
+        return Walk(tuple(node_ids), tuple(token_ids[len(node_ids) :]), cause)
+
+    def proposal(self, k: int) -> Chain:
+        """The best path below the anchor, at most k long; empty if the tree is lost.
+
+        Coupled rule: the most probable child of each node. Rejection rule: its sampled child, whatever its token.
+        """
+        path: list[TreeNode] = []
+        node = self._anchor.best
+        while node is not None and len(path) < k:
+            path.append(node)
+            node = node.best
+        return Chain(
+            tuple(n.node_id for n in path), tuple(n.token_id for n in path),
+            tuple(n.prob for n in path), tuple(n.q for n in path),
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Asserts what must hold between calls; O(nodes)."""
+        assert self._nodes[self._anchor.node_id] is self._anchor and self._anchor.parent is None
+        assert len(self) <= self._max_nodes
+        assert not self._suffix or not self._anchor.children, "a lost tree has nothing below its anchor"
+        reached, stack = 0, [self._anchor]
+        while stack:
+            node = stack.pop()
+            reached += 1
+            assert node.alive and self._nodes[node.node_id] is node
+            sampled = [c for c in node.children.values() if c.sampled]
+            assert node.best is (max(sampled, key=lambda c: c.prob) if sampled else None)
+            assert not self._rejection or len(sampled) <= 1
+            for token_id, child in node.children.items():
+                assert child.parent is node and child.token_id == token_id and child.node_id > node.node_id
+                assert child.position == node.position + 1
+                stack.append(child)
+        assert reached == len(self._nodes), "a node is not reachable from the anchor"
+
+    def _valid(self, node: Node, parent: TreeNode) -> bool:
+        if node.node_id <= node.parent_id or node.node_id in self._nodes or node.token_id in parent.children:
+            return False
+        if not (0 <= node.token_id < self._vocab_size and 0.0 <= node.prob <= 1.0):  # False for NaN
+            return False
+        if not (self._rejection and node.sampled):
+            return True
+        return parent.best is None and node.q is not None and self._drawable(node.token_id, node.q)
+
+    def _drawable(self, token_id: int, q: SparseDistribution) -> bool:
+        """Whether q is a distribution over distinct tokens of the vocabulary that can yield the token."""
+        ids, probs = q.token_ids, q.probs
+        if token_id not in ids or len(ids) != len(probs) or len(set(ids)) != len(ids):
+            return False
+        if min(ids) < 0 or max(ids) >= self._vocab_size or not min(probs) >= 0.0:
+            return False
+        return abs(math.fsum(probs) - 1.0) <= _Q_TOLERANCE and probs[ids.index(token_id)] > 0.0
+
+    def _move(self, child: TreeNode) -> None:
+        old = self._anchor
+        del self._nodes[old.node_id]
+        old.alive = False
+        self._drop_below(c for c in old.children.values() if c is not child)
+        child.parent = None
+        self._anchor = child
+
+    def _drop_below(self, nodes: Iterable[TreeNode]) -> None:
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            node.alive, node.parent = False, None
+            del self._nodes[node.node_id]
+            stack.extend(node.children.values())
