@@ -1,0 +1,616 @@
+"""Train the embedded pair: a small target language model and a draft distilled from it.
+
+The corpus is the source of the CPython standard library of the interpreter that runs this script (or of
+`--stdlib DIR`). Each stage reads what the one before it left in `--work` and may be interrupted and repeated;
+the training stages continue from their last checkpoint:
+
+    corpus      choose the files, hold out a seeded 4 %, record the list
+    tokenizer   byte-level BPE of 4,096 on the training files; encode both parts
+    target      train the target on next-token cross-entropy
+    draft       the same for the draft (a short start; the next stage does the work)
+    distill     train the draft on the target's full distribution, on the corpus and on the target's own text
+    publish     write both checkpoints in bfloat16 to `--publish-to`
+    evaluate    measure the published pair on held-out files and print JSON
+
+Training is data-parallel over `--processes` processes of one torch thread each: a multi-threaded region
+stalls whenever anything else wants one of its cores. The schedule follows the clock (`--minutes`), so the
+learning rate reaches zero at the end whatever else the machine is doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB = 4096
+END_OF_TEXT = "<|endoftext|>"
+HELD_OUT_FRACTION = 0.04
+SEED = 20260
+# Tests are another kind of text (assertions, tables); encodings and pydoc_data are data tables.
+EXCLUDED_FOLDERS = {"site-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+EXCLUDED_PREFIXES = ("config-", "lib2to3/pgen2/data")
+MIN_FILE_BYTES = 200
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions in which the two models differ; heads are 64 wide."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+
+
+TARGET_SHAPE = Shape(hidden_size=384, num_layers=8, num_heads=6, num_kv_heads=2, intermediate_size=1024)
+DRAFT_SHAPE = Shape(hidden_size=192, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=512)
+
+SAMPLE_PROMPTS = (
+    "import os\nimport sys\n\ndef main():\n",
+    'class Queue:\n    """A first-in first-out queue."""\n\n    def __init__(self',
+    'def read_lines(path):\n    """Return the lines of the file."""\n    with open(',
+    "    def __repr__(self):\n        return",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, parsed once."""
+
+    stage: str
+    work: Path
+    stdlib: Path
+    publish_to: Path
+    minutes: float
+    processes: int
+    learning_rate: float
+    micro_tokens: int
+    accumulate: int
+    sampled_fraction: float
+
+
+# ---------------------------------------------------------------------------------------------------- corpus
+
+
+def library_files(stdlib: Path) -> list[str]:
+    """Relative paths of the library's own `.py` files, sorted."""
+    names = []
+    for path in sorted(stdlib.rglob("*.py")):
+        relative = path.relative_to(stdlib)
+        if EXCLUDED_FOLDERS.intersection(relative.parts) or str(relative).startswith(EXCLUDED_PREFIXES):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if len(text) >= MIN_FILE_BYTES:
+            names.append(relative.as_posix())
+    return names
+
+
+def corpus(options: Options) -> None:
+    """Write `corpus.json`: `train` and `held_out`, relative paths under `stdlib`."""
+    names = library_files(options.stdlib)
+    order = random.Random(SEED).sample(names, len(names))
+    num_held_out = round(HELD_OUT_FRACTION * len(names))
+    held_out, train = sorted(order[:num_held_out]), order[num_held_out:]
+    record = {
+        "source": f"CPython {sys.version.split()[0]} standard library",
+        "stdlib": str(options.stdlib),
+        "train": train,
+        "held_out": held_out,
+    }
+    (options.work / "corpus.json").write_text(json.dumps(record, indent=1))
+    print(f"{len(train)} training files, {len(held_out)} held out")
+
+
+def read_texts(options: Options, part: str) -> list[str]:
+    """Texts of one part of the corpus, `train` or `held_out`."""
+    record = json.loads((options.work / "corpus.json").read_text())
+    return [(Path(record["stdlib"]) / name).read_text(encoding="utf-8") for name in record[part]]
+
+
+def tokenizer(options: Options) -> None:
+    """Train the BPE, save it as a Hugging Face tokenizer, encode both parts to `<part>.u16`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    texts = read_texts(options, "train")
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.save_pretrained(options.work / "tokenizer")
+    for part in ("train", "held_out"):
+        ids: list[int] = []
+        for text, encoding in zip(
+            texts := read_texts(options, part), bpe.encode_batch(texts, add_special_tokens=False), strict=True
+        ):
+            assert bpe.decode(encoding.ids, skip_special_tokens=False) == text
+            ids.append(0)
+            ids.extend(encoding.ids)
+        np.array(ids, dtype=np.uint16).tofile(options.work / f"{part}.u16")
+        print(f"{part}: {len(ids)} tokens in {len(texts)} files")
+
+
+def load_tokens(work: Path, name: str) -> Tensor:
+    """All tokens of `<name>.u16`, int64 [num_tokens]."""
+    return torch.from_numpy(np.fromfile(work / f"{name}.u16", dtype=np.uint16).astype(np.int64))
+
+
+def windows(tokens: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """`count` random windows of the packed stream, [count, length + 1]."""
+    starts = torch.randint(len(tokens) - length - 1, (count, 1), generator=generator)
+    return tokens[starts + torch.arange(length + 1)]
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def build(shape: Shape) -> LlamaForCausalLM:
+    """A freshly initialised model; the projections that write to the residual stream start at zero."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        intermediate_size=shape.intermediate_size,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
+def sequence_length(progress: float) -> int:
+    """Short windows first (cheap), then long ones, so that every position up to 1,024 is trained."""
+    return 256 if progress < 0.6 else 512 if progress < 0.85 else 1024
+
+
+def learning_rate_scale(progress: float) -> float:
+    """Warm-up over the first 3 %, then a cosine to zero."""
+    warm_up = 0.03
+    if progress < warm_up:
+        return 0.05 + 0.95 * progress / warm_up
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - warm_up) / (1.0 - warm_up))))
+
+
+class Trainer:
+    """Data-parallel training of one model: `loss_of(model, window)` on random windows until the time is up.
+
+    Gradients are summed as one flat buffer. Matrices inside the layers are updated by Muon, each by one rank
+    (round robin) and then broadcast; embeddings and norms by AdamW on every rank alike.
+    """
+
+    def __init__(self, name: str, model: LlamaForCausalLM, options: Options, rank: int) -> None:
+        self.name, self.model, self.options, self.rank = name, model, options, rank
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.flat_grad = torch.zeros(sum(p.numel() for p in self.parameters))
+        offset = 0
+        for p in self.parameters:
+            p.grad = self.flat_grad[offset : offset + p.numel()].view_as(p)
+            offset += p.numel()
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
+        others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layers" in n)]
+        self.owned = [matrices[r :: options.processes] for r in range(options.processes)]
+        rate = options.learning_rate
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                self.owned[rank], lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.step, self.seconds, self.num_tokens = 0, 0.0, 0
+        self.path = options.work / f"{name}.rank{rank}.pt"
+
+    def save(self) -> None:
+        """Checkpoint this rank's state atomically; rank 0 also writes the model for others to load."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "counters": (self.step, self.seconds, self.num_tokens),
+        }
+        temporary = self.path.with_suffix(f".step{self.step}")
+        torch.save(state, temporary)
+        dist.barrier()  # both ranks hold the same step before either replaces its old file
+        temporary.replace(self.path)
+        if self.rank == 0:
+            save_model(self.model, self.options.work / self.name)
+
+    def resume(self) -> None:
+        if self.path.exists():
+            state = torch.load(self.path)
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step, self.seconds, self.num_tokens = state["counters"]
+
+    def update(self, scale: float) -> None:
+        dist.all_reduce(self.flat_grad)
+        self.flat_grad /= self.options.processes * self.options.accumulate
+        norm = self.flat_grad.norm()
+        self.flat_grad *= torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.options.learning_rate * scale
+            optimizer.step()
+        for owner, matrices in enumerate(self.owned):
+            flat = torch.cat([p.data.flatten() for p in matrices])
+            dist.broadcast(flat, src=owner)
+            for p, piece in zip(matrices, torch.split(flat, [p.numel() for p in matrices]), strict=True):
+                p.data.copy_(piece.view_as(p))
+        self.flat_grad.zero_()
+
+    def train(
+        self,
+        loss_of: Callable[[LlamaForCausalLM, Tensor], Tensor],
+        draw: Callable[[int, int, torch.Generator], Tensor],
+        evaluate: Callable[[], float],
+    ) -> None:
+        """`draw(count, length, generator)` gives windows [count, length + 1]; `evaluate()` held-out loss."""
+        options = self.options
+        self.resume()
+        limit = 60.0 * options.minutes
+        last = saved = time.monotonic()
+        losses: list[float] = []
+        self.model.train()
+        while True:
+            now = time.monotonic()
+            clock = torch.tensor([self.seconds + now - last, now - saved])
+            dist.broadcast(clock, src=0)  # rank 0's clock decides, so that all ranks take the same branch
+            self.seconds, last = float(clock[0]), now
+            progress = self.seconds / limit
+            if clock[1] > 150 or progress >= 1.0:
+                self.save()
+                saved = time.monotonic()
+            if progress >= 1.0:
+                break
+            length = sequence_length(progress)
+            count = max(1, options.micro_tokens // length)
+            seed = self.step * options.processes + self.rank
+            generator = torch.Generator().manual_seed(SEED + seed)
+            for _ in range(options.accumulate):
+                loss = loss_of(self.model, draw(count, length, generator))
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(float(loss.detach()))
+                self.num_tokens += count * length * options.processes
+            self.update(learning_rate_scale(progress))
+            self.step += 1
+            if self.rank == 0 and self.step % 10 == 0:
+                line = f"{self.name} step {self.step} {self.seconds / 60:.1f} min"
+                line += f" {self.num_tokens / 1e6:.2f} Mtok loss {statistics.mean(losses):.3f}"
+                if self.step % 100 == 0:
+                    line += f" held-out {evaluate():.3f}"
+                print(line, flush=True)
+                losses.clear()
+        if self.rank == 0:
+            print(f"{self.name} finished: held-out loss {evaluate():.4f}", flush=True)
+        dist.barrier()
+
+
+def save_model(model: LlamaForCausalLM, directory: Path) -> None:
+    """Write a bfloat16 copy with the tokenizer beside it, as `from_pretrained` reads it."""
+    shipped = copy.deepcopy(model)
+    shipped.bfloat16()
+    shipped.save_pretrained(directory)
+    for file in (directory.parent / "tokenizer").iterdir():
+        shutil.copy(file, directory / file.name)
+
+
+def logits_of(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Logits under bfloat16 autocast (twice as fast as float32 with avx512_bf16), [batch, length, vocab]."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def cross_entropy(model: LlamaForCausalLM, window: Tensor) -> Tensor:
+    """Mean next-token loss in nats on windows [batch, length + 1]."""
+    logits = logits_of(model, window[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
+
+
+def distillation_loss(
+    teacher: LlamaForCausalLM, ce_weight: float = 0.1
+) -> Callable[[LlamaForCausalLM, Tensor], Tensor]:
+    """Forward KL from the teacher's full softmax, plus a little cross-entropy on the text itself."""
+
+    def loss_of(student: LlamaForCausalLM, window: Tensor) -> Tensor:
+        with torch.no_grad():
+            target_log = F.log_softmax(logits_of(teacher, window[:, :-1]).flatten(0, 1).float(), dim=-1)
+        student_log = F.log_softmax(logits_of(student, window[:, :-1]).flatten(0, 1).float(), dim=-1)
+        divergence = F.kl_div(student_log, target_log, reduction="batchmean", log_target=True)
+        return divergence + ce_weight * F.nll_loss(student_log, window[:, 1:].flatten())
+
+    return loss_of
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, tokens: Tensor) -> float:
+    """Mean cross-entropy in nats per token on 16 fixed windows of 512 held-out tokens."""
+    model.train(False)
+    window = windows(tokens, 16, 512, torch.Generator().manual_seed(1))
+    losses = [float(cross_entropy(model, part)) for part in torch.split(window, 4)]
+    model.train()
+    return statistics.mean(losses)
+
+
+@torch.no_grad()
+def sample_continuations(
+    model: LlamaForCausalLM, prompts: Tensor, num_new: int, temperatures: Tensor
+) -> Tensor:
+    """Continue `prompts` [batch, p] by `num_new` tokens; row i at `temperatures[i]`, 0 meaning greedy."""
+    rows, cache, step = prompts, None, prompts
+    for _ in range(num_new):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = output.past_key_values, output.logits[:, -1].float()
+        hot = torch.softmax(logits / temperatures.clamp(min=1e-3)[:, None], dim=-1)
+        step = torch.where(
+            temperatures[:, None] > 0, torch.multinomial(hot, 1), logits.argmax(-1, keepdim=True)
+        )
+        rows = torch.cat([rows, step], dim=1)
+    return rows
+
+
+def sampled_windows(
+    options: Options, teacher: LlamaForCausalLM, tokens: Tensor, rank: int
+) -> Iterator[Tensor]:
+    """Batches of the teacher's own text, [64, 257], half greedy; prompts of 33 tokens from the corpus."""
+    generator = torch.Generator().manual_seed(SEED + 7919 * (rank + 1))
+    torch.manual_seed(SEED + rank)
+    temperatures = torch.tensor([0.0, 0.0, 0.7, 1.0]).repeat(16)
+    while True:
+        yield sample_continuations(teacher, windows(tokens, 64, 32, generator), 224, temperatures)
+
+
+def worker(rank: int, options: Options) -> None:
+    """One training process: one thread, low priority."""
+    os.nice(10)
+    torch.set_num_threads(1)
+    work = options.work
+    rendezvous = f"file://{work / options.stage}.rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.processes)
+    train, held_out = load_tokens(work, "train"), load_tokens(work, "held_out")
+
+    def draw(count: int, length: int, generator: torch.Generator) -> Tensor:
+        return windows(train, count, length, generator)
+
+    if options.stage in ("target", "draft"):
+        model = build(TARGET_SHAPE if options.stage == "target" else DRAFT_SHAPE)
+        trainer = Trainer(options.stage, model, options, rank)
+        trainer.train(cross_entropy, draw, lambda: held_out_loss(model, held_out))
+    else:
+        distill(rank, options, train, held_out)
+    dist.destroy_process_group()
+
+
+def distill(rank: int, options: Options, train: Tensor, held_out: Tensor) -> None:
+    """Sample text from the target, then train the draft on that and on the corpus."""
+    teacher = LlamaForCausalLM.from_pretrained(options.work / "target", dtype=torch.float32)
+    sampled_path = options.work / f"sampled.rank{rank}.pt"
+    if not sampled_path.exists():
+        batches, end = [], time.monotonic() + 60.0 * options.minutes * options.sampled_fraction
+        for batch in sampled_windows(options, teacher, train, rank):
+            batches.append(batch)
+            if time.monotonic() > end:
+                break
+        torch.save(torch.cat(batches), sampled_path)
+    sampled: Tensor = torch.load(sampled_path)
+    print(f"rank {rank}: {sampled.numel()} tokens sampled from the target", flush=True)
+
+    def draw(count: int, length: int, generator: torch.Generator) -> Tensor:
+        """Half the steps on corpus windows, half on the target's own text (always 256 long)."""
+        if torch.rand((), generator=generator) < 0.5:
+            return windows(train, count, length, generator)
+        num_rows = max(1, options.micro_tokens // 256)
+        return sampled.index_select(0, torch.randint(len(sampled), (num_rows,), generator=generator))
+
+    student = build(DRAFT_SHAPE)
+    if (options.work / "draft").exists():
+        student = LlamaForCausalLM.from_pretrained(options.work / "draft", dtype=torch.float32)
+    trainer = Trainer("distill", student, options, rank)
+    trainer.train(distillation_loss(teacher), draw, lambda: held_out_loss(student, held_out))
+
+
+def launch(options: Options) -> None:
+    """Run the training stage in `options.processes` fresh processes and wait for them."""
+    (options.work / f"{options.stage}.rendezvous").unlink(missing_ok=True)
+    spawn(worker, args=(options,), nprocs=options.processes)  # type: ignore[no-untyped-call]
+
+
+# ------------------------------------------------------------------------------------- publish and evaluate
+
+
+def publish(options: Options) -> None:
+    """Copy the trained pair and the list of held-out files into the package."""
+    draft = "distill" if (options.work / "distill").exists() else "draft"
+    for name, source in (("target", "target"), ("draft", draft)):
+        destination = options.publish_to / name
+        staging = options.publish_to / f".{name}.new"
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.copytree(options.work / source, staging)
+        for file in staging.iterdir():
+            file.chmod(0o644)
+        shutil.rmtree(destination, ignore_errors=True)
+        staging.rename(destination)
+    record = json.loads((options.work / "corpus.json").read_text())
+    held_out = {"source": record["source"], "held_out": record["held_out"]}
+    (options.publish_to / "held_out.json").write_text(json.dumps(held_out, indent=1) + "\n")
+
+
+@torch.no_grad()
+def greedy_continuations(model: LlamaForCausalLM, prompts: Tensor, num_new: int) -> Tensor:
+    """Continue `prompts` [batch, p] greedily by exactly `num_new` tokens, [batch, p + num_new]."""
+    rows, cache, step = prompts, None, prompts
+    for _ in range(num_new):
+        output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, step = output.past_key_values, output.logits[:, -1:].argmax(-1)[:, -1:]
+        rows = torch.cat([rows, step], dim=1)
+    return rows
+
+
+def accepted_per_round(agrees: Tensor, depth: int) -> float:
+    """Mean drafted tokens accepted per greedy round of `depth`, replayed on `agrees` [batch, n]."""
+    rounds = accepted = 0
+    for row in agrees.tolist():
+        position = 0
+        while position + depth < len(row):
+            run = 0
+            while run < depth and row[position + run]:
+                run += 1
+            rounds, accepted, position = rounds + 1, accepted + run, position + run + 1
+    return accepted / rounds
+
+
+@torch.no_grad()
+def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: Tensor) -> dict[str, float]:
+    """How often the pair agrees: on the held-out text itself and on the target's greedy continuations."""
+    target_losses, draft_losses, same, overlap = [], [], [], []
+    rows = tokens[: len(tokens) // 513 * 513].view(-1, 513)
+    for window in torch.split(rows, 4):
+        theirs = target(input_ids=window[:, :-1]).logits.log_softmax(-1)
+        ours = draft(input_ids=window[:, :-1]).logits.log_softmax(-1)
+        target_losses.append(F.nll_loss(theirs.flatten(0, 1), window[:, 1:].flatten(), reduction="none"))
+        draft_losses.append(F.nll_loss(ours.flatten(0, 1), window[:, 1:].flatten(), reduction="none"))
+        same.append((theirs.argmax(-1) == ours.argmax(-1)).flatten())
+        overlap.append(torch.minimum(theirs.exp(), ours.exp()).sum(-1).flatten())
+    prompts = windows(tokens, 64, 127, torch.Generator().manual_seed(2))
+    continued = greedy_continuations(target, prompts, 128)
+    guesses = torch.cat(
+        [draft(input_ids=part[:, :-1]).logits.argmax(-1) for part in torch.split(continued, 8)]
+    )
+    agrees = guesses[:, 127:] == continued[:, 128:]
+    distinct = [
+        len({row[i : i + 4] for i in range(125)}) / 125 for row in map(tuple, continued[:, 128:].tolist())
+    ]
+    return {
+        "held_out_tokens": rows.numel(),
+        "target_loss_nats_per_token": float(torch.cat(target_losses).mean()),
+        "draft_loss_nats_per_token": float(torch.cat(draft_losses).mean()),
+        "agreement_on_held_out_text": float(torch.cat(same).float().mean()),
+        "acceptance_at_temperature_1_on_held_out_text": float(torch.cat(overlap).mean()),
+        "agreement_on_greedy_continuations": float(agrees.float().mean()),
+        "agreement_on_their_first_32_tokens": float(agrees[:, :32].float().mean()),
+        "accepted_per_round_of_4": accepted_per_round(agrees, 4),
+        "accepted_per_round_of_8": accepted_per_round(agrees, 8),
+        "distinct_4_grams_of_continuations": statistics.mean(distinct),
+    }
+
+
+@torch.no_grad()
+def forward_ms(model: LlamaForCausalLM) -> float:
+    """Median milliseconds of one eager forward of one token after 256 cached ones, one thread."""
+    cache = model(input_ids=torch.zeros(1, 256, dtype=torch.long), use_cache=True).past_key_values
+    times = []
+    for _ in range(60):
+        start = time.perf_counter()
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def evaluate(options: Options) -> None:
+    """Print the figures of the model card as JSON, then a few greedy completions of held-out files."""
+    torch.set_num_threads(1)
+    figures: dict[str, float] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        pair = [
+            LlamaForCausalLM.from_pretrained(options.publish_to / name, dtype=dtype)
+            for name in ("target", "draft")
+        ]
+        target, draft = pair
+        costs = [forward_ms(model) for model in pair]
+        short = str(dtype).removeprefix("torch.")
+        figures |= {
+            f"target_forward_ms_{short}": costs[0],
+            f"draft_forward_ms_{short}": costs[1],
+            f"cost_ratio_{short}": costs[1] / costs[0],
+        }
+    figures |= {
+        "target_parameters": target.num_parameters(),
+        "draft_parameters": draft.num_parameters(),
+        "parameter_ratio": draft.num_parameters() / target.num_parameters(),
+    }
+    figures |= agreement(target, draft, load_tokens(options.work, "held_out"))
+    print(json.dumps({key: round(value, 4) for key, value in figures.items()}, indent=1), flush=True)
+    words = AutoTokenizer.from_pretrained(options.publish_to / "target")
+    for text in SAMPLE_PROMPTS:
+        ids = torch.tensor([words.encode(text)])
+        print("-" * 80, words.decode(greedy_continuations(target, ids, 120)[0]), sep="\n")
+
+
+def parse_options(arguments: list[str]) -> Options:
+    here = Path(__file__).resolve().parent
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    stages = ["corpus", "tokenizer", "target", "draft", "distill", "publish", "evaluate"]
+    parser.add_argument("stage", choices=stages)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "paceline-train")
+    parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--publish-to", type=Path, default=here.parent / "services/paceline/embedded")
+    parser.add_argument("--minutes", type=float, default=50.0, help="training time of this stage")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--micro-tokens", type=int, default=2048, help="tokens per process and backward pass")
+    parser.add_argument("--accumulate", type=int, default=2, help="backward passes per update")
+    parser.add_argument("--sampled-fraction", type=float, default=0.3, help="share of distill spent sampling")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def main() -> None:
+    options = parse_options(sys.argv[1:])
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.stage == "corpus":
+        corpus(options)
+    elif options.stage == "tokenizer":
+        tokenizer(options)
+    elif options.stage == "publish":
+        publish(options)
+    elif options.stage == "evaluate":
+        evaluate(options)
+    else:
+        launch(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tools for benchmarks: stand-ins for large weights."""

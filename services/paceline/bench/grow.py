@@ -1,0 +1,151 @@
+"""Function-preserving growth: a small Llama that costs as much as a large one and says exactly the same.
+
+A benchmark needs models of realistic cost whose draft still agrees with its target. Where no large weights
+can be downloaded, `grow` makes them from a small pair: it widens every MLP with neurons whose output weights
+are zero, and interleaves layers whose two outputs (attention and MLP) are zero. The zeros are computed like
+any other number, so time and memory are those of the larger model, while the residual stream - and so every
+logit and every acceptance - is that of the small one. The idea is Net2Net's (Chen et al. 2016).
+
+What a grown model stands in for: traffic, memory and loading time of weights, the arithmetic of the MLPs, the
+number of layers. What it does not: hidden size, heads and vocabulary stay small, so the KV cache grows with
+the number of layers only and messages between tensor-parallel ranks stay narrow. The config of a grown model
+carries `grown_from_num_parameters`; whoever reports a figure measured on one says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+SIZE_TOLERANCE = 0.05
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+
+
+def parse_size(size: str | int) -> int:
+    """Number of parameters meant by `150M`, `1.5B`, `300K` or a plain number; ValueError for the rest."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", str(size).strip().upper())
+    num_parameters = round(float(match[1]) * _SUFFIXES[match[2]]) if match else 0
+    if num_parameters <= 0:
+        raise ValueError(f"size {size!r} is not a positive number with optional suffix K, M or B, e.g. 150M")
+    return num_parameters
+
+
+def grow(model: LlamaForCausalLM, num_parameters: int, num_layers: int | None = None) -> LlamaForCausalLM:
+    """A model of about `num_parameters` (within 5 %) computing the same function as `model`, in its dtype.
+
+    In exact arithmetic the logits are equal; in floating point they differ by the order in which a longer row
+    is summed (about 1e-6 relative in float32). Depth follows what models of that size have: 32 layers at 8B,
+    scaled by the fourth root of the size; `num_layers` chooses it instead. The MLP width takes the rest.
+
+    Raises ValueError if `num_parameters` (or `num_layers`) is below the model's own, or out of reach.
+    """
+    own = model.num_parameters()
+    if num_parameters < own:
+        raise ValueError(f"cannot grow to {num_parameters} parameters: the model has {own} already")
+    config = _plan(model, num_parameters, num_layers)
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(model.dtype)
+    try:
+        with torch.device("meta"):
+            grown = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default_dtype)
+    grown = grown.to_empty(device=model.device)
+    # The rotary frequencies are no parameters, so `to_empty` left them undefined; they are the source's.
+    grown.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    grown.tie_weights()
+    generator = torch.Generator(model.device).manual_seed(0)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if not name.startswith("model.layers."):
+                for key, parameter in module.named_parameters(recurse=False):
+                    grown.get_submodule(name).get_parameter(key).copy_(parameter)
+        sources = _interleave(len(model.model.layers), config.num_hidden_layers)
+        for layer, source in zip(grown.model.layers, sources, strict=True):
+            _fill(layer, None if source is None else model.model.layers[source], config, generator)
+    grown.generation_config = copy.deepcopy(model.generation_config)
+    grown.train(model.training)
+    return grown
+
+
+def grow_checkpoint(
+    source_dir: Path,
+    destination_dir: Path,
+    num_parameters: int,
+    dtype: torch.dtype = torch.bfloat16,
+    num_layers: int | None = None,
+) -> int:
+    """Grow the checkpoint in `source_dir` and write it with its tokenizer; returns its exact size."""
+    model = LlamaForCausalLM.from_pretrained(source_dir, dtype=dtype)
+    grown = grow(model, num_parameters, num_layers)
+    grown.save_pretrained(destination_dir)
+    AutoTokenizer.from_pretrained(source_dir).save_pretrained(destination_dir)
+    return int(grown.num_parameters())
+
+
+def _plan(model: LlamaForCausalLM, num_parameters: int, num_layers: int | None) -> LlamaConfig:
+    """The grown config: number of layers first, then the MLP width that lands nearest to the size."""
+    config: LlamaConfig = copy.deepcopy(model.config)
+    own_layers, own_width = config.num_hidden_layers, config.intermediate_size
+    if num_layers is not None and num_layers < own_layers:
+        raise ValueError(f"cannot grow to {num_layers} layers: the model has {own_layers} already")
+    per_layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    per_neuron = sum(p.numel() for p in model.model.layers[0].mlp.parameters()) / own_width
+    rest = model.num_parameters() - own_layers * per_layer
+    bare_layer = per_layer - per_neuron * own_width
+
+    def width(layers: int) -> float:
+        return float((num_parameters - rest - layers * bare_layer) / (layers * per_neuron))
+
+    if num_layers is None:
+        layers = max(own_layers, round(32 * (num_parameters / 8e9) ** 0.25))
+        while layers > own_layers and width(layers) < own_width:
+            layers -= 1
+    else:
+        layers = num_layers
+    # A multiple of 64 splits evenly over tensor-parallel ranks; small models may need a finer step.
+    for step in (64, 8, 1):
+        intermediate = max(own_width, step * round(width(layers) / step))
+        size = rest + layers * (bare_layer + per_neuron * intermediate)
+        if abs(size - num_parameters) <= SIZE_TOLERANCE / 2 * num_parameters:
+            break
+    else:
+        least = f"{layers} layers need at least {round(size)}"
+        raise ValueError(f"cannot grow to {num_parameters} parameters: {least}")
+    config.num_hidden_layers, config.intermediate_size = layers, intermediate
+    config.grown_from_num_parameters = model.num_parameters()
+    return config
+
+
+def _interleave(num_own: int, num_total: int) -> list[int | None]:
+    """For each layer of the grown model the layer it copies, or None if it is an added one; spread evenly."""
+    sources: list[int | None] = [None] * num_total
+    for index in range(num_own):
+        sources[index * num_total // num_own] = index
+    return sources
+
+
+def _fill(
+    layer: nn.Module, source: nn.Module | None, config: LlamaConfig, generator: torch.Generator
+) -> None:
+    """Fill one grown layer in place: a copy of `source` with a wider MLP, or a layer that adds zero."""
+    theirs = {} if source is None else dict(source.named_parameters())
+    for name, parameter in layer.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif name.endswith("bias") or "o_proj" in name or "down_proj" in name:
+            parameter.zero_()
+        else:
+            parameter.normal_(0.0, config.initializer_range, generator=generator)
+        if name in theirs:
+            _corner(parameter, theirs[name]).copy_(theirs[name])
+
+
+def _corner(grown: Tensor, own: Tensor) -> Tensor:
+    """The leading part of `grown` that has the shape of `own`."""
+    return grown[tuple(slice(0, size) for size in own.shape)]

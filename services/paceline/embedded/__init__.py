@@ -1,0 +1,26 @@
+"""The embedded pair: a 14M-parameter target and a 1.6M-parameter draft that come with the package.
+
+With them a service, a test or a benchmark works without fetching anything. Both are Llama-shaped Hugging Face
+checkpoints in bfloat16 with one byte-level BPE of 4,096 tokens, and both complete Python source.
+
+Provenance: trained from random weights by `benchmarks/train_embedded.py` on the `.py` files of the CPython
+3.11 standard library and on nothing else; the draft was then distilled from the target. The files listed in
+`held_out.json` were not trained on: prompts and measurements are taken from those. `README.md` is the model
+card. The training text is under the PSF licence, reproduced in `LICENSE-PSF.txt`; see `NOTICE`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+TARGET_DIR = _HERE / "target"
+DRAFT_DIR = _HERE / "draft"
+
+
+def held_out_files() -> list[str]:
+    """Paths, relative to the standard library's folder, of the files that neither model was trained on."""
+    names: list[str] = json.loads((_HERE / "held_out.json").read_text(encoding="utf-8"))["held_out"]
+    return names
