@@ -1,19 +1,19 @@
 """The speculation tree: pure data, no tensors, no clocks, no messages. How to grow one: ``draft/growth.py``.
 
-The draft grows a tree and pushes its nodes to the target; each side walks its own copy along the committed tokens.
-The draft's copy holds everything it ever sent and is never behind the target's::
+The draft grows a tree and pushes its nodes to the target; each side walks its own copy along the committed
+tokens. The draft's copy has everything that the target's has::
 
     context ... c  ── anchor ──▶ a ─▶ b ─▶ d        proposal: the best path below the anchor, at most K long
                         │        └──▶ e ─▶ f        e: an alternative outcome, f: its continuation
                         └──▶ g ─▶ h
 
-Where the walk ends is an *anchor node* and an *unresolved suffix*: committed tokens for which no node has come yet.
-A node that fits the suffix moves the anchor along, however late it is. So a miss needs no special message: the draft
-publishes a node for the missing token below its own anchor and grows on from there.
+Where the walk ends is an *anchor node* and an *unresolved suffix*: committed tokens for which no node has
+come yet. A node that fits the suffix moves the anchor along, however late it is. So a miss needs no special
+message: the draft publishes a node for the missing token below its own anchor and grows on from there.
 
-Every message must arrive once and in order within an epoch, or the two copies may differ for good: a tree that stays
-`lost` after nodes with an equal context length came has missed something, and its session has to be re-opened.
-Wrong or missing nodes cost time, never correctness: the target verifies whatever is proposed.
+Within an epoch every message must arrive, in order, or the two copies may differ for good: a tree that is
+still `lost` after nodes of an equal context length have come has missed some, and its session has to be
+re-opened. Wrong or missing nodes cost time, never correctness: the target verifies whatever is proposed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TreeNode:
     """A node in place: its neighbours, and the marks that the draft keeps on it."""
 
     __slots__ = (
-        "alive", "best", "children", "expanded", "log_path", "node_id", "parent", "position", "prob", "q", "rank",
-        "sampled", "scores", "token_id",
+        "alive", "best", "children", "expanded", "log_path", "node_id", "parent", "position",
+        "prob", "q", "rank", "sampled", "scores", "token_id",
     )  # fmt: skip
 
     def __init__(self, node: Node, parent: TreeNode | None, position: int) -> None:
@@ -98,16 +98,16 @@ class Walk:
     unresolved: tuple[int, ...]
     """The other tokens."""
     cause: Cause
-    """HIT: there is a proposal below. TOKEN: the first unresolved token was not among the children of its parent.
-    K: its parent had no children. LATE: the tree was lost before, or the outcome is there with nothing below it."""
+    """HIT: there is a proposal below. TOKEN: the first unresolved token was not among its parent's children.
+    K: its parent had no children. LATE: the tree was lost before, or the outcome has nothing below it."""
 
 
 def expected_accepted(chain: Chain) -> float:
     """Expected number of accepted tokens of a proposal: the sum over its positions of the path probability.
 
-    Under the rejection rule, never decide by it whether a chain is used: later probabilities depend on earlier drawn
-    tokens, and a chain cut or dropped for the sake of a token in it biases the output (2211.17192 needs the
-    proposal's length to be independent of the tokens from there on). Shortening K by earlier rounds is sound.
+    Under the rejection rule, never decide by it whether a chain is used: later probabilities depend on
+    earlier drawn tokens, and a chain cut or dropped for the sake of a token in it biases the output. Whether
+    position i is proposed may depend on the tokens before i only. Shortening K by earlier rounds is sound.
     """
     total, path = 0.0, 1.0
     for prob in chain.probs:
@@ -119,8 +119,8 @@ def expected_accepted(chain: Chain) -> float:
 class SpeculationTree:
     """One session's tree on either side. Node 0 is the last token of the context it was opened with.
 
-    Args: the vocabulary's size; the length of that context; `rejection`: the rejection rule at temperature > 0, where
-    every sampled node needs a q that it can have been drawn from, and a parent has at most one sampled child.
+    `context_len` is the length of that context. `rejection` is the rejection rule at temperature > 0: every
+    sampled node needs a q that it can have been drawn from, and a parent has at most one sampled child.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class SpeculationTree:
     def proposal(self, k: int) -> Chain:
         """The best path below the anchor, at most k long; empty if the tree is lost.
 
-        Coupled rule: the most probable child of each node. Rejection rule: its sampled child, whatever its token.
+        Coupled rule: the most probable child of each node. Rejection rule: the sampled child.
         """
         path: list[TreeNode] = []
         node = self._anchor.best
@@ -223,19 +223,23 @@ class SpeculationTree:
 
     def check_integrity(self) -> None:
         """Asserts what must hold between calls; O(nodes)."""
-        assert self._nodes[self._anchor.node_id] is self._anchor and self._anchor.parent is None
+        assert self._nodes[self._anchor.node_id] is self._anchor
+        assert self._anchor.parent is None
         assert len(self) <= self._max_nodes
         assert not self._suffix or not self._anchor.children, "a lost tree has nothing below its anchor"
         reached, stack = 0, [self._anchor]
         while stack:
             node = stack.pop()
             reached += 1
-            assert node.alive and self._nodes[node.node_id] is node
+            assert node.alive
+            assert self._nodes[node.node_id] is node
             sampled = [c for c in node.children.values() if c.sampled]
             assert node.best is (max(sampled, key=lambda c: c.prob) if sampled else None)
             assert not self._rejection or len(sampled) <= 1
             for token_id, child in node.children.items():
-                assert child.parent is node and child.token_id == token_id and child.node_id > node.node_id
+                assert child.parent is node
+                assert child.token_id == token_id
+                assert child.node_id > node.node_id
                 assert child.position == node.position + 1
                 stack.append(child)
         assert reached == len(self._nodes), "a node is not reachable from the anchor"

@@ -1,1 +1,1 @@
-"""The draft: grows speculation trees for many sessions in one batch. Knows no target, no network and no Ray."""
+"""The draft: grows the speculation trees of many sessions in one batch. Knows no target, no network."""

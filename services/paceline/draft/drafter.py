@@ -1,7 +1,7 @@
 """What grows a speculation tree: a draft model, an n-gram index, or anything else that ranks next tokens.
 
-The engine owns the trees and decides what to expand; a drafter only turns nodes into candidates, many sessions in one
-forward, and keeps whatever makes that cheap (for a model: one KV row per expanded node).
+The engine owns the trees and decides what to expand; a drafter only turns nodes into candidates, many
+sessions in one forward, and keeps whatever makes that cheap (for a model: one KV row per expanded node).
 
 Rows, the contract that makes every node cost one row and nothing twice::
 
@@ -9,13 +9,14 @@ Rows, the contract that makes every node cost one row and nothing twice::
     ├── cached ──┤├ pending ┤       a leaf's row attends to the context and to the rows of `path` before it
                         anchor ──▶ a ──▶ b(leaf)
 
-- A committed token is *cached* if its node was expanded and *pending* otherwise; pending tokens are the last ones of
-  the context, at least none. Expanding the anchor computes all pending tokens in one forward, so a miss costs the row
-  of the token that was missed (and of an unexpanded outcome before it), nothing else.
-- A leaf other than the anchor has only expanded nodes above it, up to and including the anchor: one row per leaf.
+- A committed token is *cached* if its node was expanded and *pending* otherwise; pending tokens are the last
+  ones of the context, at least none. Expanding the anchor computes all pending tokens in one forward, so a
+  miss costs the row of the token that was missed (and of an unexpanded outcome before it), nothing else.
+- A leaf other than the anchor has only expanded nodes above it, up to and including the anchor: one row per
+  leaf.
 - No leaf of a call is above another leaf of it.
-- What is held is the drafter's own knowledge: a node for which it could not keep a row (no room) counts as pending
-  when it is committed, whatever the engine believes.
+- What is held is the drafter's own knowledge: a node for which it could not keep a row (no room) counts as
+  pending when it is committed, whatever the engine believes.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class Candidates:
     token_ids: Tensor
     """[num_leaves, m] int64, most likely first, distinct within a row."""
     log_q: Tensor
-    """[num_leaves, m] float: their log probabilities after the session's processors; -inf: no candidate. A row
-    may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
+    """[num_leaves, m] float: their log probabilities after the session's processors; -inf: no candidate. A
+    row may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
 
 
 class Drafter(Protocol):
-    """See the module's head for what the calls may rely on. One thread; no call blocks on anything but compute."""
+    """See the module's head for what the calls may rely on. One thread."""
 
     kind: str
     """As in the configuration: "model", "ngram", ..."""
@@ -72,13 +73,14 @@ class Drafter(Protocol):
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
         """Begins a session whose context is `token_ids` (not empty); node 0, the anchor, is its last token.
 
-        The anchor is pending, the rest is prefilled by `prefill`. `sampler` belongs to the engine, which appends
-        committed tokens to it before it calls `advance`. Raises PacelineError if the session cannot be taken.
+        The anchor is pending, the rest is prefilled by `prefill`. `sampler` belongs to the engine, which
+        appends committed tokens to it before it calls `advance`. Raises PacelineError if the session cannot
+        be taken.
         """
         ...
 
     def prefill(self) -> bool:
-        """Does one chunk of outstanding prefill of some sessions. False, and no work, if nothing was outstanding."""
+        """Does one chunk of outstanding prefill of some sessions. False if nothing was outstanding."""
         ...
 
     def ready(self, session_id: str) -> bool:
@@ -88,8 +90,8 @@ class Drafter(Protocol):
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """One batched forward for leaves of many ready sessions, 1 <= num_leaves <= max_leaves.
 
-        An exception must leave the sessions as they were: the engine tries again leaf by leaf of each session to
-        find the one at fault, unless it is a DrafterSessionError.
+        An exception must leave the sessions as they were: the engine tries again leaf by leaf of each session
+        to find the one at fault, unless it is a DrafterSessionError.
         """
         ...
 
@@ -98,9 +100,10 @@ class Drafter(Protocol):
     ) -> None:
         """Tokens were committed: the anchor is now the last of `node_ids`.
 
-        `node_ids` are the nodes of `token_ids`, in order. Those of them that are expanded become cached context, the
-        others pending. `kept` are the expanded nodes below the new anchor: their rows stay as they are; rows of any
-        other node are dropped. May come before the session is ready: then everything is pending.
+        `node_ids` are the nodes of `token_ids`, in order. Those of them that are expanded become cached
+        context, the others pending. `kept` are the expanded nodes below the new anchor: their rows stay as
+        they are; rows of any other node are dropped. May come before the session is ready: then everything is
+        pending.
         """
         ...
 

@@ -17,9 +17,10 @@ from paceline.speculation import SpeculationTree, TreeNode
 class Growth(Protocol):
     """Which node of a tree to expand next. The least key comes first; None: not before the next commit.
 
-    `position` is how many tokens of the proposal in flight lie on the node's path, 0 <= position <= num_in_flight.
-    `ahead` is how many tokens follow those: 0 is a place where the proposal may be cut, 1 a next token of that
-    outcome, and the continuations of an outcome have ahead 2 to K + 1. So nodes of ahead <= K are worth expanding.
+    `position` is how many tokens of the proposal in flight lie on the node's path, 0 to num_in_flight.
+    `ahead` is how many tokens follow those: 0 is a place where the proposal may be cut, 1 a next token of
+    that outcome, and the continuations of an outcome have ahead 2 to K + 1. So nodes of ahead <= K are worth
+    expanding.
     """
 
     fan_out: int
@@ -51,7 +52,7 @@ class BestFirst:
 
 @dataclass(frozen=True, slots=True)
 class FanOut:
-    """A fixed number of outcomes at each position, and a chain of K tokens below each, level by level (2603.03251)."""
+    """A fixed number of outcomes at each position, K tokens below each, level by level (2603.03251)."""
 
     k: int
     fan_outs: tuple[int, ...]
@@ -85,9 +86,9 @@ def uniform(k: int, fan_out: int) -> FanOut:
 def geometric(k: int, fan_out: int, acceptance: float = 0.75, power: float = 1.0) -> FanOut:
     """Fan-outs that fall geometrically with the position and rise at the bonus token, `fan_out` on average.
 
-    They maximise the hit rate sum_k w_k (1 - F_k^-r) for a given sum of F_k: F_k ~ w_k^(1 / (1 + r)), where w_k is
-    the probability of being cut at k: a^k (1 - a), and a^K at the end (2603.03251, geometric fan-out). `acceptance`
-    is a, `power` is r. Rounded, at least 1.
+    They maximise the hit rate sum_k w_k (1 - F_k^-r) for a given sum of F_k: F_k ~ w_k^(1 / (1 + r)), where
+    w_k is the probability of being cut at k: a^k (1 - a), and a^K at the end (2603.03251, geometric fan-out).
+    `acceptance` is a, `power` is r. Rounded, at least 1.
     """
     weights = [acceptance**i * (1 - acceptance) for i in range(k)] + [acceptance**k]
     shares = [w ** (1 / (1 + power)) for w in weights]
@@ -112,7 +113,7 @@ class Sequential:
 
 
 class Frontier:
-    """The unexpanded nodes of one tree in the order of a growth policy. O(log n) per node; O(n) per commit."""
+    """The unexpanded nodes of one tree in a policy's order. O(log n) per node, O(n) per commit."""
 
     def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
         self._tree = tree
@@ -146,7 +147,7 @@ class Frontier:
         return heapq.heappop(self._heap)[2]
 
     def commit(self, in_flight: Iterable[int]) -> None:
-        """To be called after every walk, with the nodes now being verified: forgets what was pruned, orders anew."""
+        """To be called after every walk with the nodes now being verified: forgets the pruned."""
         self._in_flight = {i for i in in_flight if i != self._tree.anchor.node_id and self._tree.get(i)}
         nodes = [node for _, _, node in self._heap] + self._unwanted
         self._heap, self._unwanted = [], []
