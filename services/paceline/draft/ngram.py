@@ -20,16 +20,15 @@ _PREFILL_TOKENS = 8192
 
 
 class NgramIndex:
-    """Which tokens followed each n-gram of a growing text, for min_ngram <= n <= max_ngram.
+    """Which tokens followed each n-gram of a growing text, for min_match <= n <= max_match.
 
-    `append` costs O(max_ngram), a look-up O(max_ngram + distinct followers): neither grows with the text.
+    `append` costs O(max_match), a look-up O(max_match + distinct followers): neither grows with the text.
     """
 
-    def __init__(self, min_ngram: int, max_ngram: int) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise ValueError(f"min_ngram {min_ngram}, max_ngram {max_ngram}: 1 <= min_ngram <= max_ngram is
-            allowed")
-        self._min, self._max = min_ngram, max_ngram
+    def __init__(self, min_match: int, max_match: int) -> None:
+        if not 1 <= min_match <= max_match:
+            raise ValueError(f"min_match {min_match}, max_match {max_match}: 1 <= min <= max is allowed")
+        self._min, self._max = min_match, max_match
         self.token_ids: list[int] = []
         self._followers: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
 
@@ -47,7 +46,7 @@ class NgramIndex:
         """The m most frequent followers in the text of the longest known n-gram at the end of text + path.
 
         Ties go to the follower seen last. Returns token ids and their frequencies, the largest first; nothing
-        if not even the last min_ngram tokens have occurred with a follower.
+        if not even the last min_match tokens have occurred with a follower.
         """
         tail = (*self.token_ids[-self._max :], *path)[-self._max :]
         for n in range(len(tail), self._min - 1, -1):
@@ -65,11 +64,11 @@ class NgramDrafter:
     kind = "ngram"
 
     def __init__(
-        self, *, min_ngram: int = 2, max_ngram: int = 4, num_candidates: int = 8, max_leaves: int = 64
+        self, *, min_match: int = 1, max_match: int = 4, num_candidates: int = 8, max_leaves: int = 64
     ) -> None:
-        NgramIndex(min_ngram, max_ngram)
+        NgramIndex(min_match, max_match)
         self.max_leaves = max_leaves
-        self._ngrams = (min_ngram, max_ngram)
+        self._ngrams = (min_match, max_match)
         self._num_candidates = num_candidates
         self._indices: dict[str, NgramIndex] = {}
         self._outstanding: dict[str, list[int]] = {}
