@@ -36,8 +36,8 @@ class TreeNode:
     """A node in place: its neighbours, and the marks that the draft keeps on it."""
 
     __slots__ = (
-        "alive", "best", "children", "expanded", "log_path", "node_id", "parent", "position",
-        "prob", "q", "rank", "sampled", "scores", "token_id",
+        "alive", "best", "children", "expanded", "gaps", "log_path", "node_id", "parent", "position",
+        "prob", "q", "rank", "sampled", "token_id",
     )  # fmt: skip
 
     def __init__(self, node: Node, parent: TreeNode | None, position: int) -> None:
@@ -59,8 +59,8 @@ class TreeNode:
         self.alive = True
         self.expanded = False
         """Draft only: its children were asked for."""
-        self.scores: tuple[float, ...] = ()
-        """Draft only: by which its children were ranked, best first (for calibration)."""
+        self.gaps: tuple[float, ...] = ()
+        """Draft only: what told its children apart when it was expanded (``draft/calibration.py``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,10 @@ class Growth(Protocol):
     expanding.
     """
 
-    fan_out: int
-    """Children to publish below each expanded node."""
+    @property
+    def fan_out(self) -> int:
+        """Children to publish below each expanded node."""
+        ...
 
     def key(
         self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int

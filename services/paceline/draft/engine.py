@@ -1,0 +1,307 @@
+"""The draft engine: grows the speculation trees of all its sessions, one batched forward at a time.
+
+    receive: open, commit, close          step: a prefill chunk, or one tree step of all sessions
+      commit: walk ─▶ advance the drafter     choose leaves ─▶ expand ─▶ rank ─▶ publish
+
+One thread calls `receive` and `step`, and `emit` is called from there. Nothing here waits, sleeps or reads a
+clock. A hit needs no answer; a miss is answered by a node for the missing token and everything below it. The
+engine's own trees are never lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.draft.calibration import Calibration
+from paceline.draft.drafter import Candidates, Drafter, DrafterSessionError, Leaf
+from paceline.draft.growth import BestFirst, Growth, Sequential, geometric, uniform
+from paceline.draft.ranking import Ranking, Rule, rank
+from paceline.draft.session import DraftSession
+from paceline.processors import SamplerState
+from paceline.speculation import TreeNode
+from paceline.types import (
+    CloseSession,
+    Commit,
+    Mode,
+    Nodes,
+    OpenSession,
+    SessionFailed,
+    SpeculationParams,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
+
+_MIN_PROB = 0.01
+"""Predicted tokens less likely than this are not worth a node. Never applied to a first choice."""
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """Counted events of the engine; rates are derived, never stored."""
+
+    nodes_published: int = 0
+    nodes_used: int = 0
+    """Committed tokens whose node had been published before."""
+    nodes_missed: int = 0
+    """Committed tokens that no node had predicted."""
+    stale_messages: int = 0
+    """Of an older epoch."""
+    unknown_messages: int = 0
+    """For a session that is not open."""
+    failed_sessions: int = 0
+    prefill_chunks: int = 0
+    tree_steps: int = 0
+    forwards: int = 0
+    """Calls of the drafter's expand: tree_steps, and retries after an error."""
+    leaves: int = 0
+    """Nodes expanded; leaves / tree_steps is the mean batch."""
+
+
+class DraftEngine:
+    """Serves the draft side of many sessions with one drafter.
+
+    `vocab_size`: token ids of both models are below it. `tree_budget`: nodes per session beyond the context.
+    `fan_out`: children published below an expanded node. `device`: where the candidates and sampler states
+    live.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        emit: Emit,
+        *,
+        vocab_size: int,
+        tree_budget: int = 64,
+        fan_out: int = 3,
+        device: str = "cpu",
+    ) -> None:
+        self.stats = DraftStats()
+        self._drafter = drafter
+        self._emit = emit
+        self._vocab_size = vocab_size
+        self._tree_budget = tree_budget
+        self._fan_out = fan_out
+        self._device = device
+        self._sessions: dict[str, DraftSession] = {}
+        self._calibrations = {rule: Calibration(16) for rule in Rule}
+        self._failures: list[SessionFailed] = []
+        self._prefill_next = True
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
+
+    def receive(self, messages: Iterable[OpenSession | Commit | CloseSession]) -> None:
+        """Takes messages in order. Those that fit no open session of their epoch are counted and dropped."""
+        for message in messages:
+            session = self._sessions.get(message.session_id)
+            if session is not None and message.epoch < session.epoch:
+                self.stats.stale_messages += 1
+            elif isinstance(message, OpenSession):
+                if session is not None and message.epoch == session.epoch:
+                    self.stats.stale_messages += 1
+                    continue
+                if session is not None:
+                    self._close(session)
+                self._open(message)
+            elif session is None or message.epoch > session.epoch:
+                self.stats.unknown_messages += 1
+            elif isinstance(message, CloseSession):
+                self._close(session)
+            else:
+                try:
+                    self._commit(session, message)
+                except Exception as error:
+                    self._fail(session, error)
+
+    def step(self) -> bool:
+        """One unit of work, prefill and growing in turn while both have some. False: nothing to do, nothing
+        sent."""
+        if self._prefill_next:
+            worked = self._prefill() or self._grow()
+        else:
+            worked = self._grow() or self._prefill()
+        self._prefill_next = not self._prefill_next
+        return self._flush() or worked
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants of every session and of the drafter; O(nodes)."""
+        for session in self._sessions.values():
+            session.tree.check_integrity()
+            session.frontier.check_integrity()
+            assert not session.tree.lost
+            assert session.tree.context_len == session.sampler.num_tokens
+            assert session.next_node_id > max(node.node_id for node in session.tree.nodes())
+            anchor = session.tree.anchor
+            assert all(n.expanded or n is anchor or not n.children for n in session.tree.nodes())
+        self._drafter.check_integrity()
+
+    def _open(self, message: OpenSession) -> None:
+        try:
+            num_prompt_tokens = message.num_prompt_tokens
+            sampler = SamplerState(
+                message.sampling, message.seed, message.token_ids[:num_prompt_tokens],
+                message.token_ids[num_prompt_tokens:],
+                eos_token_ids=message.eos_token_ids, vocab_size=self._vocab_size, device=self._device,
+            )  # fmt: skip
+            session = DraftSession(message, sampler, self._growth(message.speculation), self._calibrations)
+            self._drafter.open(message.session_id, message.token_ids, sampler)
+        except Exception as error:
+            self._report(message.session_id, message.epoch, error)
+        else:
+            self._sessions[message.session_id] = session
+
+    def _growth(self, params: SpeculationParams) -> Growth:
+        k = 0 if params.mode is Mode.PLAIN else params.max_draft_tokens
+        if params.mode is not Mode.OVERLAPPED or k == 0:
+            return Sequential(k)
+        if params.growth == "uniform":
+            return uniform(k, self._fan_out)
+        if params.growth == "geometric":
+            return geometric(k, self._fan_out)
+        return BestFirst(k, self._fan_out)
+
+    def _close(self, session: DraftSession) -> None:
+        del self._sessions[session.session_id]
+        self._drafter.close(session.session_id)
+
+    def _fail(self, session: DraftSession, error: Exception) -> None:
+        self._close(session)
+        self._report(session.session_id, session.epoch, error)
+
+    def _report(self, session_id: str, epoch: int, error: Exception) -> None:
+        log.warning("session %s failed on the draft", session_id, exc_info=error)
+        self.stats.failed_sessions += 1
+        self._failures.append(SessionFailed(session_id, epoch, f"{type(error).__name__}: {error}"))
+
+    def _commit(self, session: DraftSession, message: Commit) -> None:
+        """Moves the anchor along the committed tokens; a token without a node gets one, of probability 1."""
+        tree = session.tree
+        if message.token_ids:
+            self._observe(session, message.token_ids)
+            session.sampler.append(message.token_ids)
+            walk = tree.walk(message.token_ids)
+            node_ids = list(walk.node_ids)
+            for token_id in walk.unresolved:
+                node = session.publish(token_id, tree.anchor, 1.0, sampled=False)
+                if node is None:
+                    raise ValueError(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
+                node_ids.append(node.node_id)
+            self.stats.nodes_used += len(walk.node_ids)
+            self.stats.nodes_missed += len(walk.unresolved)
+            kept = [n.node_id for n in tree.nodes() if n.expanded and n is not tree.anchor]
+            self._drafter.advance(session.session_id, message.token_ids, node_ids, kept)
+        session.in_flight = frozenset(message.in_flight)
+        session.frontier.commit(message.in_flight)
+        if message.token_ids and walk.unresolved:
+            session.frontier.push(tree.anchor)
+        session.idle = False
+
+    def _observe(self, session: DraftSession, token_ids: Sequence[int]) -> None:
+        node = session.tree.anchor
+        for token_id in token_ids:
+            child = node.children.get(token_id)
+            if node.gaps:
+                tried = session.rule is not Rule.REJECTION or session.in_flight_below(node)
+                session.calibration.observe(node.gaps, child.rank if child else None, 0 if tried else 1)
+            if child is None:
+                return
+            node = child
+
+    def _prefill(self) -> bool:
+        try:
+            worked = self._drafter.prefill()
+        except DrafterSessionError as error:
+            self._fail(self._sessions[error.session_id], error)
+            return True
+        self.stats.prefill_chunks += worked
+        return worked
+
+    def _grow(self) -> bool:
+        chosen = self._choose()
+        if not chosen:
+            return False
+        self.stats.tree_steps += 1
+        leaves = [session.leaf(node) for session, node in chosen]
+        for indices, candidates in self._expand(leaves, range(len(leaves))):
+            self.stats.leaves += len(indices)
+            rows = [chosen[i][0].ranking_row(leaves[i]) for i in indices]
+            for i, ranking in zip(indices, rank(candidates, rows), strict=True):
+                self._publish(*chosen[i], ranking)
+        return True
+
+    def _choose(self) -> list[tuple[DraftSession, TreeNode]]:
+        """The likeliest leaves of all sessions, each session's in the order of its own policy."""
+        heap: list[tuple[float, int, DraftSession]] = []
+        planned = [0] * len(self._sessions)
+        for order, session in enumerate(self._sessions.values()):
+            session.ready = session.ready or self._drafter.ready(session.session_id)
+            if session.ready and (node := session.next_leaf(self._tree_budget)):
+                heap.append((session.tree.anchor.log_path - node.log_path, order, session))
+        heapq.heapify(heap)
+        chosen: list[tuple[DraftSession, TreeNode]] = []
+        while heap and len(chosen) < self._drafter.max_leaves:
+            _, order, session = heapq.heappop(heap)
+            chosen.append((session, session.frontier.pop()))
+            planned[order] += session.growth.fan_out
+            if node := session.next_leaf(self._tree_budget, planned[order]):
+                heapq.heappush(heap, (session.tree.anchor.log_path - node.log_path, order, session))
+        return chosen
+
+    def _expand(
+        self, leaves: Sequence[Leaf], indices: Sequence[int]
+    ) -> list[tuple[Sequence[int], Candidates]]:
+        """Candidates of the leaves at `indices`; a session for which the drafter raises fails, the others go
+        on."""
+        try:
+            self.stats.forwards += 1
+            return [(indices, self._drafter.expand([leaves[i] for i in indices]))]
+        except Exception as error:
+            at_fault = {leaves[i].session_id for i in indices}
+            if isinstance(error, DrafterSessionError) and error.session_id in at_fault:
+                at_fault = {error.session_id}
+            if len(at_fault) == 1:
+                self._fail(self._sessions[at_fault.pop()], error)
+                rest = [i for i in indices if leaves[i].session_id in self._sessions]
+                return self._expand(leaves, rest) if rest else []
+            parts = []
+            for session_id in at_fault:
+                parts += self._expand(leaves, [i for i in indices if leaves[i].session_id == session_id])
+            return parts
+
+    def _publish(self, session: DraftSession, parent: TreeNode, ranking: Ranking) -> None:
+        """Queues the children of an expanded node, all of one expansion together, whatever their tokens."""
+        parent.expanded, parent.gaps = True, ranking.evidence.gaps
+        probs = session.calibration.probabilities(ranking.evidence)
+        for r, (token_id, prob) in enumerate(zip(ranking.token_ids, probs, strict=True)):
+            if r > 0 and prob < _MIN_PROB:
+                break
+            first = r == 0
+            node = session.publish(
+                token_id, parent, prob, sampled=first or ranking.q is None, q=ranking.q if first else None
+            )
+            if node is not None:
+                session.frontier.push(node)
+                self.stats.nodes_published += 1
+
+    def _flush(self) -> bool:
+        """Sends what is queued, and says once per commit of each session that needs nothing more."""
+        messages: list[Nodes | SessionFailed] = list(self._failures)
+        self._failures.clear()
+        for session in self._sessions.values():
+            idle = session.ready and session.next_leaf(self._tree_budget) is None
+            if session.outbox or (idle and not session.idle):
+                nodes = Nodes(
+                    session.session_id, session.epoch, session.tree.context_len, tuple(session.outbox), idle
+                )
+                messages.append(nodes)
+                session.outbox, session.idle = [], idle
+        if messages:
+            self._emit(messages)
+        return bool(messages)

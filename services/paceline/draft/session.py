@@ -1,0 +1,87 @@
+"""One session on the draft's side: its tree, what it still has to send, and how it grows."""
+
+from __future__ import annotations
+
+from paceline.draft.calibration import Calibration
+from paceline.draft.drafter import Leaf
+from paceline.draft.growth import Frontier, Growth
+from paceline.draft.ranking import RankingRow, Rule
+from paceline.processors import Row, SamplerState
+from paceline.speculation import SpeculationTree, TreeNode
+from paceline.types import Node, OpenSession, SparseDistribution
+
+
+class DraftSession:
+    """A session's tree and what grows it."""
+
+    __slots__ = (
+        "calibration", "epoch", "frontier", "growth", "idle", "in_flight", "next_node_id",
+        "outbox", "ready", "rule", "saguaro", "sampler", "session_id", "tree",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        message: OpenSession,
+        sampler: SamplerState,
+        growth: Growth,
+        calibrations: dict[Rule, Calibration],
+    ) -> None:
+        self.session_id, self.epoch = message.session_id, message.epoch
+        self.sampler = sampler
+        self.rule = Rule.GREEDY if sampler.greedy else Rule(message.speculation.acceptance)
+        self.growth = growth
+        self.saguaro = message.speculation.saguaro
+        self.calibration = Calibration(growth.fan_out, calibrations[self.rule])
+        self.tree = SpeculationTree(
+            sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION
+        )
+        self.frontier = Frontier(self.tree, growth)
+        self.in_flight: frozenset[int] = frozenset()
+        self.next_node_id = 1
+        self.outbox: list[Node] = []
+        self.ready = False
+        self.idle = False
+        """Idleness was announced since the last commit."""
+
+    def next_leaf(self, tree_budget: int, planned: int = 0) -> TreeNode | None:
+        """The node to expand next. The anchor is exempt from the budget: it is being waited for."""
+        node = self.frontier.peek()
+        if node is None or (node is not self.tree.anchor and len(self.tree) + planned >= tree_budget):
+            return None
+        return node
+
+    def leaf(self, node: TreeNode) -> Leaf:
+        """The node as the drafter is asked to expand it."""
+        path = []
+        at: TreeNode | None = node
+        while at is not None and at is not self.tree.anchor:
+            path.append(at)
+            at = at.parent
+        path.reverse()
+        ids, token_ids = tuple(n.node_id for n in path), tuple(n.token_id for n in path)
+        return Leaf(self.session_id, node.node_id, ids, token_ids)
+
+    def ranking_row(self, leaf: Leaf) -> RankingRow:
+        """How the leaf's candidates are to be ranked."""
+        return RankingRow(Row(self.sampler, leaf.path), self.rule, self.growth.fan_out, self.saguaro)
+
+    def in_flight_below(self, node: TreeNode) -> bool:
+        """Whether a proposed child of the node is being verified."""
+        return node.best is not None and node.best.node_id in self.in_flight
+
+    def publish(
+        self,
+        token_id: int,
+        parent: TreeNode,
+        prob: float,
+        *,
+        sampled: bool,
+        q: SparseDistribution | None = None,
+    ) -> TreeNode | None:
+        """Hangs up a new node on the engine's side and queues it for sending; None if the tree refused it."""
+        node = Node(self.next_node_id, parent.node_id, token_id, prob, sampled, q)
+        self.next_node_id += 1
+        if not self.tree.add((node,)).added:
+            return None
+        self.outbox.append(node)
+        return self.tree.get(node.node_id)
