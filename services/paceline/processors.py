@@ -1,0 +1,248 @@
+"""What one session asks of its next token, and the processors that carry it out.
+
+They run in this order, each on the logits x that the one before left:
+
+1. logit bias           x[v] += bias[v]
+2. bad words            x[last] = -inf if the tokens before the row end with the sequence's other tokens
+3. min tokens           x[v] = -inf for end-of-sequence and stop ids while fewer tokens have been emitted
+4. repetition penalty   x[v] = x[v] / r if x[v] > 0 else x[v] * r, for v in prompt or output (1909.05858)
+5. frequency, presence  x[v] -= frequency * count[v] + presence * (count[v] > 0), counts over the output only
+6. temperature          x = (x - max x) / T
+7. top-k                keep the k largest; equal ones with the lower id first
+8. top-p                p = softmax(x); keep v if the mass ranking before it is below top_p (same ranking)
+9. min-p                keep v if p[v] >= min_p * max p
+
+A row is one position of a session. Its tokens are the committed ones and those of the proposal before it, so
+"output" and "emitted" above count these draft tokens too: a row is processed exactly as plain decoding would
+once they were committed. Nothing depends on the other rows of the batch, not even the rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidRequestError
+from paceline.noise import seed_bits
+from paceline.types import SamplingParams
+
+_MAX_BIAS = 1e4
+_MIN_TEMPERATURE = 1e-30
+_TOP_P_CANDIDATES = 256
+_UNIT_MASS = 2.0**44
+"""The most likely token's mass in top-p, which counts in integers: their sums are exact in any order."""
+
+
+class SamplerState:
+    """What one session's processors remember of its context. Owned by one engine; ``append`` on commit."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+        *,
+        eos_token_ids: Sequence[int] = (),
+        vocab_size: int,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """Starts from a prompt, and after a failure from what has been emitted since.
+
+        Raises:
+            InvalidRequestError: an id outside the vocabulary, or a bias that is NaN, +inf or beyond 1e4.
+        """
+        self.params = params
+        self.seed = seed
+        self.seed_bits = seed_bits(seed)
+        self.vocab_size = vocab_size
+        self.num_tokens = len(prompt_token_ids) + len(output_token_ids)
+        self.num_output_tokens = len(output_token_ids)
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self._check("logit_bias", params.logit_bias)
+        for words in params.bad_words:
+            self._check("bad_words", words)
+        self._check("stop_token_ids", params.stop_token_ids)
+        self._check("the prompt", prompt_token_ids)
+        for token, bias in params.logit_bias.items():
+            if not bias <= _MAX_BIAS or -math.inf < bias < -_MAX_BIAS:
+                raise InvalidRequestError(
+                    f"logit_bias[{token}] is {bias}: at most {_MAX_BIAS:g} either way, or -inf, is allowed"
+                )
+        self.greedy = params.temperature == 0
+        self.temperature = 1.0 if self.greedy else max(params.temperature, _MIN_TEMPERATURE)
+        # Greedy rows are never truncated: it would not change the argmax, only what its logprob means.
+        self.top_k = vocab_size if self.greedy or params.top_k == 0 else min(params.top_k, vocab_size)
+        self.top_p = 1.0 if self.greedy else params.top_p
+        self.min_p = 0.0 if self.greedy else params.min_p
+
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        self._stop_ids = [t for t in sorted(stop_ids) if t < vocab_size] if params.min_tokens else []
+        self._tail_len = max((len(words) - 1 for words in params.bad_words), default=0)
+        context = (*prompt_token_ids, *output_token_ids)
+        self._tail = tuple(context[max(0, len(context) - self._tail_len) :])
+        self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
+        if params.repetition_penalty != 1:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._seen[torch.tensor(context, dtype=torch.int64, device=device)] = True
+            self._repetition = torch.tensor([params.repetition_penalty], dtype=torch.float32, device=device)
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+            self._count(output_token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Counts tokens that were committed. They are the target's, hence inside the vocabulary."""
+        self.num_tokens += len(token_ids)
+        self.num_output_tokens += len(token_ids)
+        if self._tail_len:
+            self._tail = (*self._tail, *token_ids)[-self._tail_len :]
+        if self._seen is not None:
+            self._seen[torch.tensor(token_ids, dtype=torch.int64, device=self._seen.device)] = True
+        self._count(token_ids)
+
+    @property
+    def edits(self) -> bool:
+        """Whether any processor before the temperature can change logits now."""
+        return bool(
+            self.params.logit_bias
+            or self.params.bad_words
+            or (self._stop_ids and self.num_output_tokens < self.params.min_tokens)
+            or self._seen is not None
+            or self._counts is not None
+        )
+
+    def edit_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
+        """Applies the processors before the temperature, in place: [rows, vocab] float32, a suffix each."""
+        if self.params.logit_bias:
+            logits[:, self._bias_ids] += self._bias
+        forbidden = [(row, token) for row, suffix in enumerate(suffixes) for token in self._forbidden(suffix)]
+        if forbidden:
+            row_index, token_index = torch.tensor(forbidden, device=logits.device).unbind(-1)
+            logits[row_index, token_index] = -math.inf
+        if self._seen is None and self._counts is None:
+            return
+        # Draft tokens outside the vocabulary are never accepted, so the rows behind them do not matter.
+        drafted = [
+            (row, token, count)
+            for row, suffix in enumerate(suffixes)
+            for token, count in Counter(suffix).items()
+            if 0 <= token < self.vocab_size
+        ]
+        pairs = torch.tensor(drafted, dtype=torch.int64, device=logits.device).view(-1, 3)
+        row_index, token_index, count_index = pairs.unbind(-1)
+        if self._seen is not None:
+            seen = self._seen.repeat(len(suffixes), 1)
+            seen[row_index, token_index] = True
+            penalised = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
+            torch.where(seen, penalised, logits, out=logits)
+        if self._counts is not None:
+            counts = self._counts.repeat(len(suffixes), 1)
+            counts[row_index, token_index] += count_index.to(torch.float32)
+            present = (counts > 0).to(torch.float32).mul_(self.params.presence_penalty)
+            logits.sub_(counts.mul_(self.params.frequency_penalty).add_(present))
+
+    def _forbidden(self, suffix: tuple[int, ...]) -> Iterator[int]:
+        tail = (*self._tail, *suffix)
+        for words in self.params.bad_words:
+            before = words[:-1]
+            if tail[max(0, len(tail) - len(before)) :] == before or not before:
+                yield words[-1]
+        if self.num_output_tokens + len(suffix) < self.params.min_tokens:
+            yield from self._stop_ids
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        if self._counts is not None and token_ids:
+            ids = torch.tensor(token_ids, dtype=torch.int64, device=self._counts.device)
+            self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+
+    def _check(self, what: str, token_ids: Sequence[int] | dict[int, float]) -> None:
+        worst = max(token_ids, default=0)
+        if worst >= self.vocab_size or min(token_ids, default=0) < 0:
+            bad = worst if worst >= self.vocab_size else min(token_ids)
+            raise InvalidRequestError(
+                f"{what} holds token id {bad}: ids in [0, {self.vocab_size}) are allowed"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One position whose next token is wanted."""
+
+    state: SamplerState
+    suffix: tuple[int, ...] = ()
+    """The uncommitted tokens between the context and this position."""
+
+    @property
+    def position(self) -> int:
+        """The index of the wanted token in the session's text."""
+        return self.state.num_tokens + len(self.suffix)
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """[rows, 1] of the dtype and device of ``like``."""
+    return torch.tensor(values, dtype=like.dtype).to(like.device)[:, None]
+
+
+def truncate_(x: Tensor, rows: Sequence[Row]) -> None:
+    """Sets what top-k, top-p and min-p cut to -inf. x: [rows, vocab] with row maxima 0, modified in place.
+
+    Top-k and top-p both keep a prefix of one ranking (value descending, id ascending), so together they keep
+    the shorter prefix. Its length needs the largest values only: as many as top_k, or as hold the mass top_p.
+    """
+    states = [row.state for row in rows]
+    vocab_size = x.shape[-1]
+    prefixed = [i for i, state in enumerate(states) if state.top_k < vocab_size or state.top_p < 1]
+    if prefixed:
+        every = len(prefixed) == len(rows)
+        part = x if every else x[prefixed]
+        _keep_prefix_(part, [states[i].top_k for i in prefixed], [states[i].top_p for i in prefixed])
+        if not every:
+            x[prefixed] = part
+    if any(state.min_p > 0 for state in states):
+        x.masked_fill_(x < column([state.min_p for state in states], x).log_(), -math.inf)
+
+
+def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> None:
+    vocab_size = x.shape[-1]
+    k = torch.tensor(top_k, device=x.device)[:, None]
+    limit = torch.tensor(top_p, dtype=torch.float64, device=x.device)[:, None]
+    all_mass = None  # of whole rows, needed where top-p acts without top-k
+    num_values = max((value for value in top_k if value < vocab_size), default=1)
+    if any(p < 1 and value == vocab_size for p, value in zip(top_p, top_k, strict=True)):
+        all_mass = (
+            torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
+        )
+        num_values = min(vocab_size, max(num_values, _TOP_P_CANDIDATES))
+    while True:
+        values = x.topk(num_values, dim=-1).values
+        num_kept = k.clone()
+        if all(p == 1 for p in top_p):
+            break
+        in_top_k = torch.arange(num_values, device=x.device) < k
+        mass = values.to(torch.float64).exp_().mul_(_UNIT_MASS).to(torch.int64).mul_(in_top_k)
+        sums = mass.cumsum(-1)
+        total = sums[:, -1:].to(torch.float64)
+        if all_mass is not None:
+            total = torch.where(k < vocab_size, total, all_mass)
+        inside = ((sums - mass) < limit * total) & in_top_k
+        inside[:, 0] = True
+        num_kept = torch.where(limit < 1, inside.sum(-1, keepdim=True), num_kept)
+        unresolved = (num_kept == num_values) & (k > num_values) & (limit < 1)
+        if num_values == vocab_size or not bool(unresolved.any()):
+            break
+        num_values = min(vocab_size, num_values * 8)
+    last = values.gather(-1, (num_kept - 1).clamp_(max=num_values - 1))
+    last.masked_fill_(num_kept == vocab_size, -math.inf)
+    keep = x >= last
+    if bool((keep.sum(-1, keepdim=True) > num_kept).any()):
+        equal = x == last
+        room = num_kept - (keep & ~equal).sum(-1, keepdim=True)
+        keep &= ~equal | (equal.cumsum(-1) <= room)
+    x.masked_fill_(~keep, -math.inf)

@@ -1,0 +1,186 @@
+"""From logits to the next token: one pipeline for plain decoding and verification, approximated for drafting.
+
+``processors.py`` states what the processors compute. This module runs them over a ragged batch and draws
+tokens; it keeps nothing between calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from paceline.errors import EngineError, InvalidRequestError
+from paceline.noise import Stream, fast_gumbel_at, gumbel_argmax
+from paceline.processors import Row, SamplerState, column, truncate_
+
+__all__ = [
+    "ProcessedRows",
+    "Row",
+    "RowKeys",
+    "SamplerState",
+    "draft_candidates",
+    "process",
+    "rank_coupled",
+    "row_keys",
+    "sample_coupled",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """What the noise of each row depends on. All on the device of the logits."""
+
+    greedy: Tensor
+    """[rows] bool: temperature 0."""
+    seeds: Tensor
+    """[rows] int64 bit patterns."""
+    positions: Tensor
+    """[rows] int64."""
+    num_greedy: int
+    """How many rows are greedy, known without asking the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRows(RowKeys):
+    """The target's distribution of each row."""
+
+    log_probs: Tensor
+    """[rows, vocab] float32 after all processors; forbidden is -inf. Temperature-0 rows: at temperature 1."""
+
+
+def row_keys(rows: Sequence[Row], device: torch.device | str = "cpu") -> RowKeys:
+    """Seeds, positions and greediness of rows, in one transfer to the device."""
+    keys = [(row.state.greedy, row.state.seed_bits, row.position) for row in rows]
+    greedy, seeds, positions = torch.tensor(keys, dtype=torch.int64).view(-1, 3).to(device).unbind(-1)
+    return RowKeys(greedy.bool(), seeds, positions, sum(key[0] for key in keys))
+
+
+def process(logits: Tensor, rows: Sequence[Row]) -> ProcessedRows:
+    """Applies every processor.
+
+    Args:
+        logits: [rows, vocab] of any float dtype; -inf forbids a token. Not modified.
+        rows: one per row of ``logits``. Rows of one session next to each other share work.
+
+    Raises:
+        InvalidRequestError: the options of a session forbid every token.
+        EngineError: a row of ``logits`` holds NaN or +inf.
+    """
+    x = _edited(logits, rows)
+    top = x.amax(-1, keepdim=True) if len(rows) else x
+    _check_rows(top, logits, rows)
+    # Always shift by the maximum, so that a row is rounded alike in every batch and no temperature overflows.
+    x.sub_(top)
+    if any(row.state.temperature != 1 for row in rows):
+        x.div_(column([row.state.temperature for row in rows], x))
+    truncate_(x, rows)
+    keys = row_keys(rows, logits.device)
+    return ProcessedRows(
+        keys.greedy, keys.seeds, keys.positions, keys.num_greedy, log_probs=torch.log_softmax(x, -1)
+    )
+
+
+def sample_coupled(processed: ProcessedRows) -> Tensor:
+    """The target's own token of each row: argmax_v(log p[v] + g[v]), g = 0 on greedy rows. [rows] int64.
+
+    An exact sample of p (the Gumbel-max trick) that depends on p, the seed and the position only. Equal
+    scores go to the lower id.
+    """
+    log_probs = processed.log_probs
+    if processed.num_greedy == len(log_probs):
+        return log_probs.argmax(-1)
+    if not processed.num_greedy:
+        return gumbel_argmax(log_probs, processed.seeds, processed.positions, Stream.COUPLED)
+    sampled = (~processed.greedy).nonzero().squeeze(-1)
+    token_ids = log_probs.argmax(-1)
+    token_ids[sampled] = gumbel_argmax(
+        log_probs[sampled], processed.seeds[sampled], processed.positions[sampled], Stream.COUPLED
+    )
+    return token_ids
+
+
+def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
+    """Approximates ``process``: temperature, top-k, top-p and min-p act within the m most likely tokens.
+
+    Any difference to ``process`` costs acceptance, never correctness.
+
+    Args:
+        logits: [rows, vocab] of any float dtype, not modified.
+        m: candidates per row; the vocabulary size bounds it.
+
+    Returns:
+        token_ids [rows, m] int64 and log_q [rows, m] float32, sorted by log_q descending; cut candidates are
+        -inf.
+    """
+    edited = _edited(logits, rows) if any(row.state.edits for row in rows) else logits
+    top, token_ids = edited.topk(min(m, logits.shape[-1]), dim=-1)
+    x = top.float()
+    x = x - x[:, :1]
+    states = [row.state for row in rows]
+    if any(state.temperature != 1 for state in states):
+        x.div_(column([state.temperature for state in states], x))
+    rank = torch.arange(x.shape[-1], device=x.device)
+    if any(state.top_k < x.shape[-1] for state in states):
+        x.masked_fill_(rank >= column([state.top_k for state in states], rank), -math.inf)
+    if any(state.top_p < 1 for state in states):
+        probs = torch.softmax(x, -1)
+        before = probs.cumsum(-1).sub_(probs)
+        x.masked_fill_((before >= column([state.top_p for state in states], x)) & (rank > 0), -math.inf)
+    if any(state.min_p > 0 for state in states):
+        x.masked_fill_(x < column([state.min_p for state in states], x).log_(), -math.inf)
+    return token_ids, torch.log_softmax(x, -1)
+
+
+def rank_coupled(
+    token_ids: Tensor, log_q: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Ranks candidates by log q + g with the target's noise: the first is the draft's token.
+
+    Args:
+        token_ids, log_q: [rows, m]. seeds, positions, greedy: [rows] (``row_keys``).
+
+    Returns:
+        token_ids and scores, [rows, m] int64 and float64, by score descending, equal scores by id.
+    """
+    noise = fast_gumbel_at(seeds, positions, Stream.COUPLED, token_ids)
+    scores = noise.masked_fill_(greedy[:, None], 0.0).add_(log_q)
+    by_id = token_ids.argsort(-1)
+    scores, order = scores.gather(-1, by_id).sort(stable=True, dim=-1, descending=True)
+    return token_ids.gather(-1, by_id.gather(-1, order)), scores
+
+
+def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """A float32 copy of the logits after the processors before the temperature."""
+    if len(rows) != len(logits):
+        raise ValueError(f"{len(rows)} rows for {len(logits)} rows of logits")
+    x = logits.to(torch.float32, copy=True)
+    if any(row.state.edits for row in rows):
+        start = 0
+        for _, group in groupby(rows, key=lambda row: id(row.state)):
+            same = list(group)
+            if same[0].state.edits:
+                same[0].state.edit_(x[start : start + len(same)], [row.suffix for row in same])
+            start += len(same)
+    return x
+
+
+def _check_rows(top: Tensor, logits: Tensor, rows: Sequence[Row]) -> None:
+    """top: [rows, 1] maxima after the processors before the temperature, NaN where a row holds one."""
+    if bool(top.isfinite().all()):
+        return
+    for index, value in enumerate(top.squeeze(-1).tolist()):
+        params = rows[index].state.params
+        raw = logits[index].amax().item()
+        position = rows[index].position
+        if value == -math.inf and math.isfinite(raw):
+            options = [name for name in ("logit_bias", "bad_words", "min_tokens") if getattr(params, name)]
+            raise InvalidRequestError(f"{' and '.join(options)} forbid every token at position {position}")
+        if not math.isfinite(value):
+            raise EngineError(
+                f"row {index} of the logits (position {position}) has maximum {raw}: not finite"
+            )
