@@ -13,11 +13,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.draft.calibration import Evidence, ranked
+import torch
+from torch import Tensor
+
+from paceline.draft.calibration import Evidence, ranked, sampled
 from paceline.draft.drafter import Candidates
 from paceline.processors import Row
-from paceline.sampling import rank_coupled, row_keys
+from paceline.sampling import RowKeys, rank_coupled, row_keys
 from paceline.types import SparseDistribution
+from paceline.verification import sample_draft
 
 
 class Rule(enum.Enum):
@@ -38,6 +42,8 @@ class RankingRow:
     """Children wanted."""
     saguaro: float = 1.0
     """Rejection rule: q of the predicted next tokens is scaled by this before sampling."""
+    nonce: int = 0
+    """Rejection rule: differs for every node that is ever expanded at this position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +58,55 @@ class Ranking:
 
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
     """The children of each row's node. Candidates whose log q is not finite are left out."""
-    keys = row_keys([row.row for row in rows], candidates.log_q.device)
-    token_ids, scores = rank_coupled(
-        candidates.token_ids, candidates.log_q, keys.seeds, keys.positions, keys.greedy
-    )
+    log_q = candidates.log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+    keys = row_keys([row.row for row in rows], log_q.device)
+    rejecting = [i for i, row in enumerate(rows) if row.rule is Rule.REJECTION]
+    if not rejecting:
+        return _by_score(candidates.token_ids, log_q, keys, rows)
+    rankings: dict[int, Ranking] = {}
+    for indices, by_rule in (
+        (rejecting, _by_sampling),
+        ([i for i, row in enumerate(rows) if row.rule is not Rule.REJECTION], _by_score),
+    ):
+        at = torch.tensor(indices, dtype=torch.int64, device=log_q.device)
+        part = RowKeys(keys.greedy[at], keys.seeds[at], keys.positions[at], keys.num_greedy)
+        ranked_rows = by_rule(candidates.token_ids[at], log_q[at], part, [rows[i] for i in indices])
+        rankings |= dict(zip(indices, ranked_rows, strict=True))
+    return [rankings[i] for i in range(len(rows))]
+
+
+def _by_score(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:
+    token_ids, scores = rank_coupled(token_ids, log_q, keys.seeds, keys.positions, keys.greedy)
+    most = max((row.fan_out for row in rows), default=0)
     rankings = []
-    most = max(row.fan_out for row in rows)
     listed = zip(rows, token_ids[:, :most].tolist(), scores[:, :most].tolist(), strict=True)
     for row, ids, values in listed:
-        kept = [(t, value) for t, value in zip(ids, values, strict=True) if math.isfinite(value)][
-            : row.fan_out
-        ]
-        rankings.append(Ranking(tuple(t for t, _ in kept), ranked([value for _, value in kept])))
+        num = sum(value > -math.inf for value in values[: row.fan_out])
+        rankings.append(Ranking(tuple(ids[:num]), ranked(values[:num])))
+    return rankings
+
+
+def _by_sampling(
+    token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]
+) -> list[Ranking]:
+    rankings = [Ranking((), ranked(()))] * len(rows)
+    with_candidates = log_q.isfinite().any(-1).nonzero().squeeze(-1)
+    indices: list[int] = with_candidates.tolist()
+    if not indices:
+        return rankings
+    nonces = torch.tensor([rows[i].nonce for i in indices], dtype=torch.int64, device=log_q.device)
+    token_ids, log_q = token_ids[with_candidates], log_q[with_candidates]
+    samples = sample_draft(
+        token_ids, log_q, keys.seeds[with_candidates], keys.positions[with_candidates], nonces,
+        [rows[i].saguaro for i in indices], [rows[i].fan_out for i in indices],
+    )  # fmt: skip
+    top = max(rows[i].fan_out for i in indices) + 1
+    for i, sample, ids, values in zip(
+        indices, samples, token_ids[:, :top].tolist(), log_q[:, :top].tolist(), strict=True
+    ):
+        log_q_of = dict(zip(ids, values, strict=True))
+        siblings = sample.predicted[: rows[i].fan_out - 1]
+        best_two = [value for value in values[:2] if value > -math.inf]
+        evidence = sampled(best_two, [log_q_of[sibling] for sibling in siblings])
+        rankings[i] = Ranking((sample.token_id, *siblings), evidence, sample.q)
     return rankings

@@ -30,7 +30,7 @@ class DraftSession:
         self.sampler = sampler
         self.rule = Rule.GREEDY if sampler.greedy else Rule(message.speculation.acceptance)
         self.growth = growth
-        self.saguaro = message.speculation.saguaro
+        self.saguaro = message.speculation.saguaro if growth.fan_out > 1 else 1.0
         self.calibration = Calibration(growth.fan_out, calibrations[self.rule])
         self.tree = SpeculationTree(
             sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION
@@ -63,7 +63,10 @@ class DraftSession:
 
     def ranking_row(self, leaf: Leaf) -> RankingRow:
         """How the leaf's candidates are to be ranked."""
-        return RankingRow(Row(self.sampler, leaf.path), self.rule, self.growth.fan_out, self.saguaro)
+        nonce = (self.epoch << 20) ^ leaf.node_id
+        return RankingRow(
+            Row(self.sampler, leaf.path), self.rule, self.growth.fan_out, self.saguaro, nonce & 0xFFFFFFFF
+        )
 
     def in_flight_below(self, node: TreeNode) -> bool:
         """Whether a proposed child of the node is being verified."""
