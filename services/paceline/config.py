@@ -6,6 +6,7 @@ The only module that reads or sets environment variables. A misspelt key is an e
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,7 +30,7 @@ class ModelConfig(_Config):
     """Directory of a checkpoint, or an id that transformers resolves (cache, then hub)."""
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
-    """Compiled forward. ``auto``: use a compiled artifact that is already in the cache, else run eagerly."""
+    """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -70,8 +71,6 @@ class LocalConfig(_Config):
     """Longest context in tokens. None: what the target was trained for."""
     max_step_tokens: int = Field(default=256, ge=32, le=65536)
     """Tokens of one target forward, prefill chunks and proposals together."""
-    page_size: int = Field(default=64, ge=16, le=1024)
-    """Positions per KV page; context lengths are rounded up to it (bit-identical shapes, ``target/``)."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of the target. None: enough for max_sessions at 1024 positions, or one at max_model_len."""
 
@@ -83,6 +82,20 @@ class LocalConfig(_Config):
     """F, alternative next tokens prepared at a position."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)
     """Candidates of the draft's distribution that are ranked; the rest of its tail is never proposed."""
+
+
+def cache_dir() -> Path:
+    """Where compiled models are kept: PACELINE_CACHE, else the user's cache directory."""
+    own = os.environ.get("PACELINE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(own).expanduser() if own else Path(base).expanduser() / "paceline"
+
+
+def cache_dir() -> Path:
+    """Where derived artifacts are kept: PACELINE_CACHE, else ``paceline`` in the user's cache directory."""
+    if own := os.environ.get("PACELINE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
 def apply_worker_environment() -> None:

@@ -1,0 +1,40 @@
+"""What can go wrong, drawn as a tree by what the caller can do about it.
+
+    PacelineError
+    ├── InvalidRequestError      the request is at fault: change it (gRPC INVALID_ARGUMENT)
+    │   └── PromptTooLongError   shorten the prompt or lower max_tokens
+    ├── ConfigError              the deployment is at fault: change models or settings (FAILED_PRECONDITION)
+    │   └── TokenizerMismatchError   draft and target do not speak the same tokens
+    ├── ResourceExhaustedError   try again later, or elsewhere (RESOURCE_EXHAUSTED)
+    └── EngineError              an engine died or broke an invariant (UNAVAILABLE)
+
+Every message names the value that was given and what is allowed.
+"""
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises on purpose."""
+
+
+class InvalidRequestError(PacelineError, ValueError):
+    """The request cannot be served as it is; the message says what to change."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt plus requested tokens do not fit the model's context."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """Models or settings that cannot work together."""
+
+
+class TokenizerMismatchError(ConfigError):
+    """Draft and target tokenizers differ in content."""
+
+
+class ResourceExhaustedError(PacelineError, RuntimeError):
+    """No room now (queue or KV cache); a later try can succeed."""
+
+
+class EngineError(PacelineError, RuntimeError):
+    """An engine stopped or reported a broken invariant."""

@@ -1,0 +1,77 @@
+"""The attention function that transformers' unchanged model code calls, over a paged KV cache.
+
+All tokens of a step lie flat in one sequence ``[1, T]``, so that the linear layers see exactly the tokens that
+exist. Only attention needs to know which session a token belongs to: it gathers the tokens into *query rows*
+``[B, n]`` (one session each, padded), gathers each row's pages into ``[B, Tk]`` keys, and scatters the result
+back. Grouped-query heads are folded into the query rows, so keys are never repeated.
+
+Shapes are chosen such that a token's result never depends on its neighbours (``shapes.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+IMPLEMENTATION = "paceline_paged"
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, num_heads, T, key_dim]
+    key: Tensor,  # [1, num_kv_heads, T, key_dim]
+    value: Tensor,  # [1, num_kv_heads, T, value_dim]
+    attention_mask: Tensor | None,
+    *,
+    keys: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, key_dim], written in place
+    values: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, value_dim], written in place
+    write_rows: Tensor,  # [T] flat KV row (page * page_size + offset) of each token
+    page_table: Tensor,  # [B, pages]
+    gather_index: Tensor,  # [B, n] flat token of each query row entry (padding repeats some token)
+    scatter_index: Tensor,  # [T] index into B * n of each token
+    masks: list[Tensor],  # additive [B, 1, n, Tk]: full attention, then sliding if the model has it
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Writes this step's keys and values, then attends. Returns ``[1, T, num_heads, value_dim]``."""
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    key_pages, value_pages = keys[layer], values[layer]
+    _, page_size, num_kv_heads, key_dim = key_pages.shape
+    value_dim = value_pages.shape[-1]
+    num_heads = query.shape[1]
+    groups = num_heads // num_kv_heads
+    num_rows, row_len = gather_index.shape
+    num_keys = page_table.shape[1] * page_size
+
+    key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), key[0].transpose(0, 1))
+    value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), value[0].transpose(0, 1))
+
+    pages = page_table.reshape(-1)
+    k = key_pages.index_select(0, pages).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
+    v = value_pages.index_select(0, pages).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
+    q = query[0].transpose(0, 1).index_select(0, gather_index.reshape(-1))
+    q = q.view(num_rows, row_len, num_kv_heads, groups, key_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(num_rows, num_kv_heads, groups * row_len, key_dim)
+    mask = masks[0] if sliding_window is None else masks[-1]
+    mask = mask.expand(num_rows, groups, row_len, num_keys)
+    mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
+
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.matmul(q, k.transpose(2, 3)) * (scaling if scaling is not None else key_dim**-0.5)
+        scores = torch.tanh(scores / softcap) * softcap + mask
+        out = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+    out = out.view(num_rows, num_kv_heads, groups, row_len, value_dim).permute(0, 3, 1, 2, 4)
+    out = out.reshape(num_rows * row_len, num_heads, value_dim)
+    return out.index_select(0, scatter_index).unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -1,0 +1,116 @@
+"""Ahead-of-time compilation of a step on CPU (AOTInductor), cached by everything that shapes the artifact.
+
+Weights are frozen into the artifact as packed oneDNN matrices: at one token per step this reaches the memory
+bandwidth where eager bf16 reaches half of it. Autotuning is off on purpose: it picks kernels by a noisy timing,
+and the packed oneDNN kernels are the ones that were measured to be batch-invariant (``shapes.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.export import Dim
+from transformers import PreTrainedModel
+
+from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
+from paceline.model.runner import SequenceStep, StepFunction, StepInputs
+from paceline.model.step import Step
+
+_VERSION = 1  # raise when the traced signature or its lowering changes
+_log = logging.getLogger(__name__)
+
+
+def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
+    """Digest of weights, configuration, library versions and instruction set."""
+    digest = hashlib.blake2b(digest_size=16)
+    facts = {
+        "version": _VERSION,
+        "torch": torch.__version__,
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "config": model.config.to_json_string(use_diff=False),
+        "dtype": str(model.dtype),
+        "window": sliding_window,
+        "page": PAGE_SIZE,
+    }
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def compiled_step(
+    model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, cache_dir: Path
+) -> StepFunction:
+    """The compiled step of ``model``, from the cache or built now (about half a minute to two)."""
+    path = cache_dir / f"{artifact_key(model, sliding_window)}.pt2"
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_suffix(".lock")):
+        if not path.exists():
+            started = time.perf_counter()
+            _log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
+            temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
+            _compile(model, layers, sliding_window, temporary)
+            temporary.rename(path)
+            _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
+    loaded = torch._inductor.aoti_load_package(str(path))
+
+    def step(*inputs: object) -> torch.Tensor:
+        logits: torch.Tensor = loaded(*inputs)
+        return logits
+
+    return step
+
+
+def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, path: Path) -> None:
+    cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu")
+    example = [
+        SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),
+        SequenceStep(list(range(1, 6)), list(range(200, 205)), list(range(200, 205)), [3, 4, 5, 6], num_logits=4),
+    ]
+    inputs = StepInputs(example, cache, model.dtype, sliding_window).tensors
+    tokens, logits = Dim("tokens", min=1, max=1 << 16), Dim("logits", min=1, max=1 << 16)
+    rows, row_len = Dim("rows", min=1, max=1 << 12), Dim("row_len", min=1, max=1 << 14)
+    pages, pool = Dim("pages", min=1, max=1 << 14), Dim("pool", min=2, max=1 << 24)
+    shapes = (
+        {1: tokens},
+        {1: tokens},
+        {0: logits},
+        {0: tokens},
+        {0: rows, 1: pages},
+        {0: rows, 1: row_len},
+        {0: tokens},
+        [{0: rows, 2: row_len, 3: PAGE_SIZE * pages} for _ in inputs[7]],
+        [{0: pool} for _ in layers],
+        [{0: pool} for _ in layers],
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
+        exported = torch.export.export(Step(model), inputs, dynamic_shapes=shapes, strict=False)
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(path), inductor_configs={"freezing": True, "max_autotune": False}
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a file lock, so that replicas on one host compile once."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _name(model: PreTrainedModel) -> str:
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    return f"{type(model).__name__} ({millions:.0f}M parameters, {str(model.dtype).removeprefix('torch.')})"

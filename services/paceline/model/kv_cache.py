@@ -1,0 +1,178 @@
+"""Paged KV with prefix sharing: who owns which page, and the tensors behind them.
+
+Layout per layer: ``[num_pages, page_size, num_kv_heads, head_dim]``. A session's *row* r lives in page
+``pages[r // page_size]`` at offset ``r % page_size``. The last page is scratch: padded tokens write there.
+
+A page is in exactly one of three states:
+
+    free (never written, or evicted) ──allocate──▶ used (num_refs >= 1) ──release──▶ cached (hashed, num_refs 0)
+              ▲                                        ▲                                │
+              └───────── release, when not hashed ─────┴──────── match_prefix ──────────┤
+              └────────────────────────────── allocate, least recently released first ──┘
+
+Only full pages of committed tokens are hashed; the hash chains over everything before the page, so equal hashes
+mean equal prefixes and equal KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.errors import ResourceExhaustedError
+
+PAGE_SIZE = 64
+"""KV rows per page; also the key tile of the batch-invariant shapes (``shapes.py``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one attention layer keeps per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of KV per token in this layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+def pages_for(num_rows: int) -> int:
+    """Pages that hold ``num_rows`` KV rows."""
+    return -(-num_rows // PAGE_SIZE)
+
+
+class KVCache:
+    """Pages of keys and values for all sessions of one engine. Not thread-safe: the engine thread owns it."""
+
+    def __init__(
+        self, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """``num_pages`` can be allocated; one scratch page comes on top."""
+        self.num_pages = num_pages
+        shape = (num_pages + 1, PAGE_SIZE)
+        self.keys = [
+            torch.zeros(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device) for la in layers
+        ]
+        self.values = [
+            torch.zeros(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device) for la in layers
+        ]
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._refs = [0] * num_pages
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # hashed and unreferenced, oldest first
+
+    @property
+    def scratch_row(self) -> int:
+        """Flat row that padded tokens may overwrite."""
+        return self.num_pages * PAGE_SIZE
+
+    @property
+    def num_available(self) -> int:
+        """Pages that ``allocate`` can still hand out."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that some session holds."""
+        return self.num_pages - self.num_available
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes ``count`` pages, evicting unreferenced cached prefixes if it must.
+
+        Raises:
+            ResourceExhaustedError: fewer than ``count`` are available; nothing was taken.
+        """
+        if count > self.num_available:
+            raise ResourceExhaustedError(
+                f"{count} KV pages of {PAGE_SIZE} tokens were asked for, {self.num_available} of "
+                f"{self.num_pages} are available"
+            )
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._cached.popitem(last=False)
+                del self._page_of[self._hash_of.pop(page)]
+            self._refs[page] = 1
+            pages.append(page)
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives up one reference to each page; hashed pages stay as cached prefixes."""
+        for page in reversed(pages):  # the end of a prefix is evicted before its beginning
+            self._refs[page] -= 1
+            assert self._refs[page] >= 0, f"page {page} was released more often than taken"
+            if self._refs[page] == 0:
+                if page in self._hash_of:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+
+    def match_prefix(self, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
+        """The longest cached run of full pages that begins ``token_ids``; takes a reference to each.
+
+        At least one token is left over, because its logits must be computed. Returns the pages and their hashes.
+        """
+        pages: list[int] = []
+        hashes: list[bytes] = []
+        previous = b""
+        for start in range(0, len(token_ids) - PAGE_SIZE, PAGE_SIZE):
+            previous = page_hash(previous, token_ids[start : start + PAGE_SIZE])
+            page = self._page_of.get(previous)
+            if page is None:
+                break
+            if self._refs[page] == 0:
+                del self._cached[page]
+            self._refs[page] += 1
+            pages.append(page)
+            hashes.append(previous)
+        return pages, hashes
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Makes a full page of committed tokens shareable. An equal page published earlier stays the shared one."""
+        if digest not in self._page_of and page not in self._hash_of:
+            self._page_of[digest] = page
+            self._hash_of[page] = digest
+
+    def copy_rows(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Copies flat KV rows (reads all before writing any, so the ranges may overlap)."""
+        src, dst = torch.tensor(source), torch.tensor(destination)
+        for pool in (*self.keys, *self.values):
+            flat = pool.view(-1, *pool.shape[2:])
+            flat[dst.to(pool.device)] = flat[src.to(pool.device)]
+
+    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
+        """Asserts the page states against ``held``, the page list of every session."""
+        refs = [0] * self.num_pages
+        for pages in held:
+            for page in pages:
+                refs[page] += 1
+        assert refs == self._refs, "page reference counts differ from what sessions hold"
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & cached, "a page is both free and cached"
+        for page in range(self.num_pages):
+            assert (self._refs[page] == 0) == (page in free or page in cached), f"page {page} leaked"
+        assert {self._page_of[h] for h in self._page_of} == set(self._hash_of), "page hashes are not one to one"
+        assert cached <= set(self._hash_of), "a cached page has no hash"
+
+
+def page_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
+    """Chained digest of one full page of tokens (128 bit: equal digests are equal prefixes)."""
+    return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def flat_rows(pages: Sequence[int], start: int, stop: int) -> list[int]:
+    """Flat KV rows of a session's rows [start, stop)."""
+    return [pages[r // PAGE_SIZE] * PAGE_SIZE + r % PAGE_SIZE for r in range(start, stop)]
+
+

@@ -1,0 +1,124 @@
+"""From a checkpoint to a runner: what can be checked is checked first, and said in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from paceline.checkpoints import inspect_checkpoint
+from paceline.config import ModelConfig, cache_dir
+from paceline.errors import ConfigError
+from paceline.model.compile import compiled_step
+from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.runner import ModelRunner, StepFunction
+from paceline.model.step import Step, probe_layers
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run: its step, and what a KV cache for it must hold."""
+
+    step: StepFunction
+    layers: list[LayerSpec]
+    sliding_window: int | None
+    vocab_size: int
+    max_len: int
+    """Positions the model was made for."""
+    dtype: torch.dtype
+    device: torch.device
+    num_parameters: int
+
+    def runner(self, num_pages: int) -> ModelRunner:
+        """A runner over a new KV cache of ``num_pages`` pages."""
+        cache = KVCache(self.layers, num_pages, self.dtype, self.device)
+        return ModelRunner(
+            self.step, cache, dtype=self.dtype, sliding_window=self.sliding_window, vocab_size=self.vocab_size
+        )
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Loads, checks and, if configured, compiles the model.
+
+    Raises:
+        ConfigError: nothing loadable at the path, not a causal language model, or unsupported attention.
+    """
+    device = torch.device(resolve_device(config.device))
+    dtype = resolve_dtype(config.dtype, device)
+    model = load_pretrained(config.path, dtype).to(device)
+    compile = device.type == "cpu" if config.compile == "auto" else config.compile
+    return prepare(model, compile=compile)
+
+
+def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
+    """Makes a loaded transformers model runnable.
+
+    Raises:
+        ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU.
+    """
+    model = model.eval()
+    layers, window = probe_layers(model)
+    text = model.config.get_text_config()
+    step: StepFunction
+    if compile:
+        if model.device.type != "cpu":
+            raise ConfigError(f"compile is for device cpu, this model is on {model.device.type}: set compile to false")
+        step = compiled_step(model, layers, window, cache_dir() / "compiled")
+    else:
+        step = Step(model)
+    return LoadedModel(
+        step=step,
+        layers=layers,
+        sliding_window=window,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        dtype=model.dtype,
+        device=model.device,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Loads a causal language model with transformers.
+
+    Raises:
+        ConfigError: with the reason in one sentence.
+    """
+    inspect_checkpoint(path)
+    progress = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(Path(path).expanduser(), dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
+    finally:
+        if progress:
+            hf_logging.enable_progress_bar()
+    return model
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` is CUDA where there is a device, else the CPU.
+
+    Raises:
+        ConfigError: cuda was asked for and there is none.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but no CUDA device was found: use 'cpu' or 'auto'")
+    return name
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 where the device multiplies it natively, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32

@@ -1,0 +1,82 @@
+"""Start-up check: do decoding and verification give the same bits on this machine, with this model?
+
+Losslessness in bf16 rests on it (``shapes.py``). A platform that does not hold it is told so plainly; tokens can
+then differ from plain decoding where two scores are closer than the rounding of the dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.model.kv_cache import PAGE_SIZE, pages_for
+from paceline.model.runner import ModelRunner, SequenceStep
+
+_CHUNKS = (2, 5, 9, 17)
+_NUM_TOKENS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class InvarianceReport:
+    """How many rows of logits differ in any bit from decoding one token at a time."""
+
+    num_rows: int
+    num_different: int
+    num_flips: int
+    """Rows whose argmax differs."""
+    max_difference: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether every bit was equal."""
+        return self.num_different == 0
+
+    def __str__(self) -> str:
+        if self.holds:
+            return f"batch-invariant: {self.num_rows} verified rows equal decoding bit for bit"
+        return (
+            f"NOT batch-invariant here: {self.num_different} of {self.num_rows} rows differ from decoding "
+            f"(by at most {self.max_difference:.2g}; the argmax of {self.num_flips}): tokens may differ from plain "
+            "decoding at near-ties"
+        )
+
+
+def check_invariance(runner: ModelRunner) -> InvarianceReport:
+    """Decodes ``_NUM_TOKENS`` random tokens one by one, then in chunks, alone and beside other rows; compares bits.
+
+    Starts at a context that crosses the 256-key boundary. Leaves the KV cache without references.
+    """
+    start = min(3 * PAGE_SIZE, max(0, (runner.cache.num_available // 2 - 2) * PAGE_SIZE))
+    total = start + _NUM_TOKENS
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, runner.vocab_size, (total,), generator=generator).tolist()
+    pages, beside = runner.cache.allocate(pages_for(total)), runner.cache.allocate(1)
+    try:
+        for first in range(0, start, PAGE_SIZE):
+            runner.forward([_chunk(tokens, first, first + PAGE_SIZE, pages)])
+        reference = torch.cat([runner.forward([_chunk(tokens, i, i + 1, pages)]) for i in range(start, total)])
+        different = flips = rows = 0
+        largest = 0.0
+        for size in _CHUNKS:
+            chunks: list[Tensor] = []
+            for i in range(start, total, size):
+                steps = [_chunk(tokens, i, min(i + size, total), pages)]
+                if i % 2:
+                    steps.append(_chunk(tokens, 0, 3, beside))
+                chunks.append(runner.forward(steps)[: min(size, total - i)])
+            verified = torch.cat(chunks)
+            rows += len(verified)
+            different += int((verified != reference).any(-1).sum())
+            flips += int((verified.argmax(-1) != reference.argmax(-1)).sum())
+            largest = max(largest, float((verified.float() - reference.float()).abs().max()))
+        return InvarianceReport(rows, different, flips, largest)
+    finally:
+        runner.cache.release(pages)
+        runner.cache.release(beside)
+
+
+def _chunk(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:
+    span = range(start, stop)
+    return SequenceStep(tokens[start:stop], span, span, pages, num_logits=stop - start)

@@ -1,0 +1,113 @@
+"""The traced step around an unchanged transformers model, and what its layers keep in the KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from paceline.errors import ConfigError
+from paceline.model.attention import IMPLEMENTATION
+from paceline.model.kv_cache import LayerSpec
+
+_PROBE = "paceline_probe"
+_UNSUPPORTED_ROPE = ("dynamic", "longrope")
+
+
+class Step(torch.nn.Module):
+    """``(ids [1, T], positions [1, T], logits_index [R], ...) -> logits [1, R, vocab]``."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        model.set_attn_implementation(IMPLEMENTATION)
+        self.model = model
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        logits_index: Tensor,
+        write_rows: Tensor,
+        page_table: Tensor,
+        gather_index: Tensor,
+        scatter_index: Tensor,
+        masks: list[Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> Tensor:
+        """Runs the model; KV is written in place."""
+        logits: Tensor = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=logits_index,
+            keys=keys,
+            values=values,
+            write_rows=write_rows,
+            page_table=page_table,
+            gather_index=gather_index,
+            scatter_index=scatter_index,
+            masks=masks,
+        ).logits
+        return logits
+
+
+def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
+    """Runs two tokens through ``model`` to see what each attention layer keeps.
+
+    Returns the layers in order and the sliding window, if some layers have one.
+
+    Raises:
+        ConfigError: the model has layers without attention, several window sizes, attention sinks, or a rotary
+            embedding that depends on the batch.
+    """
+    config = model.config.get_text_config()
+    name = f"{type(model).__name__} ({model.name_or_path or config.model_type})"
+    _check_rope(config, name)
+    seen: dict[int, LayerSpec] = {}
+    windows: set[int] = set()
+
+    def record(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
+            raise ConfigError(f"{name} uses attention sinks, which the paged attention does not have")
+        seen[int(module.layer_idx)] = LayerSpec(key.shape[1], key.shape[3], value.shape[3])
+        if kwargs.get("sliding_window") is not None:
+            windows.add(int(kwargs["sliding_window"]))
+        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        return query.new_zeros(shape), None
+
+    AttentionInterface.register(_PROBE, record)
+    previous = config._attn_implementation
+    try:
+        model.set_attn_implementation(_PROBE)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"{name} does not support a registered attention function: {error}") from error
+    finally:
+        if previous is not None:
+            model.set_attn_implementation(previous)
+    num_layers = config.num_hidden_layers
+    if sorted(seen) != list(range(num_layers)):
+        raise ConfigError(
+            f"{name} has {num_layers} layers of which {len(seen)} keep a KV cache; only pure attention decoders work"
+        )
+    if len(windows) > 1:
+        raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
+    return [seen[i] for i in range(num_layers)], (windows.pop() if windows else None)
+
+
+def _check_rope(config: PretrainedConfig, name: str) -> None:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [r for r in rope.values() if isinstance(r, dict)] if isinstance(rope, dict) else []
+    for parameters in nested or [rope]:
+        kind = parameters.get("rope_type", "default")
+        if kind in _UNSUPPORTED_ROPE:
+            raise ConfigError(
+                f"{name} has rope_type {kind!r}, whose angles depend on the longest sequence of the batch: "
+                "its output would depend on its neighbours"
+            )

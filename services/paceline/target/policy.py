@@ -1,0 +1,100 @@
+"""Whether a session steps now or waits for its draft: the choice with more tokens per second, from measured times.
+
+Waiting is worth its time while the tokens it is expected to add exceed what the session makes elsewhere in that
+time (Dinkelbach's criterion for maximising tokens / time): wait iff ``gain > rate * cost``, with
+
+- gain: the probability that the draft token waited for is accepted, path included;
+- cost: the expected time until it arrives, from the delays measured on earlier rounds;
+- rate: the session's tokens per second so far (of all sessions until it has its own).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.target.session import TargetSession
+from paceline.types import Mode
+
+DRAFT_TIMEOUT_S = 1.0
+"""A draft that has sent nothing for so long while it was waited for does not serve the session now."""
+_GIVE_UP = 3.0
+"""Waiting ends at this multiple of the expected delay."""
+
+
+@dataclass(slots=True)
+class Average:
+    """Exponential moving average; the first value counts in full."""
+
+    weight: float = 0.1
+    value: float | None = None
+
+    def add(self, value: float) -> None:
+        """Takes a measurement."""
+        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
+
+    def get(self, default: float) -> float:
+        """The average, or ``default`` before the first measurement."""
+        return default if self.value is None else self.value
+
+
+@dataclass(slots=True)
+class WaitPolicy:
+    """Measured times of one target engine and the decision made from them. All times in seconds."""
+
+    step_s: Average = field(default_factory=Average)
+    """Target step that only decodes."""
+    first_delay_s: Average = field(default_factory=Average)
+    """From an outcome that missed to the first draft token below it."""
+    next_delay_s: Average = field(default_factory=Average)
+    """From one message of new nodes to the next, while the draft grows a session."""
+    acceptance: Average = field(default_factory=lambda: Average(0.02, 0.7))
+    """Share of draft tokens that are accepted."""
+    tokens_per_round: Average = field(default_factory=lambda: Average(0.05))
+    round_s: Average = field(default_factory=lambda: Average(0.05))
+
+    def observe_round(self, num_drafted: int, num_accepted: int, num_tokens: int, round_s: float) -> None:
+        """Takes a finished round of one session; ``round_s`` is the time since its previous outcome."""
+        reached = min(num_drafted, num_accepted + 1)
+        for i in range(reached):
+            self.acceptance.add(1.0 if i < num_accepted else 0.0)
+        self.tokens_per_round.add(float(num_tokens))
+        self.round_s.add(round_s)
+
+    def observe_nodes(self, session: TargetSession, now: float, *, resolved: bool) -> None:
+        """Takes the arrival of nodes; ``resolved``: they gave a lost or leafless session something to propose."""
+        if resolved:
+            self.first_delay_s.add(now - session.outcome_at)
+        elif session.last_nodes_at > session.outcome_at:
+            self.next_delay_s.add(now - session.last_nodes_at)
+
+    def wait_until(self, session: TargetSession, now: float, *, others_ready: bool) -> float | None:
+        """Until when ``session`` should wait for its draft; None: step now. May be asked again on every message."""
+        wanted = session.max_draft()
+        if wanted == 0 or not session.draft_available or session.idle or not session.decoding:
+            return None
+        chain = session.tree.proposal(wanted)
+        if len(chain) == wanted:
+            return None
+        if session.mode is Mode.SEQUENTIAL:
+            limit = max(session.outcome_at, session.last_nodes_at) + DRAFT_TIMEOUT_S
+            return limit if now < limit else None
+        if others_ready:  # waiting would cost a whole step of the batch
+            return None
+        step_s, rate = self.step_s.get(0.02), self._rate()
+        gain = self.acceptance.get(0.7)
+        for prob in chain.probs:
+            gain *= prob
+        if len(chain):
+            expected, since = self.next_delay_s.get(step_s / 4), max(session.last_nodes_at, session.outcome_at)
+        else:
+            expected, since = self.first_delay_s.get(step_s / 2), session.outcome_at
+        elapsed = now - since
+        if elapsed > _GIVE_UP * expected:
+            if not len(chain):
+                self.first_delay_s.add(elapsed)  # censored, but enough to stop waiting in vain
+            return None
+        cost = max(expected - elapsed, expected / 4)
+        return since + _GIVE_UP * expected + 1e-4 if gain > rate * cost else None
+
+    def _rate(self) -> float:
+        return self.tokens_per_round.get(2.0) / max(self.round_s.get(self.step_s.get(0.02)), 1e-6)

@@ -1,0 +1,130 @@
+"""What the target keeps of one session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.model.kv_cache import PAGE_SIZE, KVCache, flat_rows, page_hash, pages_for
+from paceline.sampling import SamplerState
+from paceline.speculation import Chain, SpeculationTree
+from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession
+
+
+class TargetSession:
+    """Tokens, KV pages, sampler and speculation tree of one session. Invariants, as half-open intervals of rows::
+
+        [0, num_computed)              KV is valid and belongs to committed tokens
+        [num_computed, num_tokens)     committed, KV to be computed; never empty while the session lives
+        [num_tokens, num_tokens + k)   the proposal of the running step; overwritten later where rejected
+    """
+
+    def __init__(self, message: OpenSession, *, vocab_size: int, max_len: int, device: str, now: float) -> None:
+        sampling, speculation = message.sampling, message.speculation
+        self.session_id = message.session_id
+        self.epoch = message.epoch
+        self.tokens = list(message.token_ids)
+        self.num_prompt_tokens = message.num_prompt_tokens
+        self.max_tokens = min(message.num_prompt_tokens + sampling.max_tokens, max_len)
+        """Context length at which the session ends."""
+        self.stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else frozenset(message.eos_token_ids)
+        )
+        self.mode = speculation.mode
+        self.acceptance = speculation.acceptance
+        self.k = 0 if speculation.mode is Mode.PLAIN else speculation.max_draft_tokens
+        self.sampler = SamplerState(
+            sampling,
+            message.seed,
+            message.token_ids[: message.num_prompt_tokens],
+            message.token_ids[message.num_prompt_tokens :],
+            eos_token_ids=message.eos_token_ids,
+            vocab_size=vocab_size,
+            device=device,
+        )
+        self.tree = SpeculationTree(
+            vocab_size,
+            len(self.tokens),
+            rejection=speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0,
+        )
+        self.pages: list[int] = []
+        self.num_computed = 0
+        self.cached_tokens = 0
+        self._hashes: list[bytes] = []
+        # The draft, as far as the target knows.
+        self.draft_available = self.k > 0
+        self.idle_context_len = -1
+        """The draft said that it will send nothing more for a context of this length."""
+        self.cause = Cause.START
+        """Why the coming round has the proposal that it has."""
+        self.outcome_at = now
+        """When the last outcome was known, seconds."""
+        self.last_nodes_at = now
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the context."""
+        return len(self.tokens)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the last token's KV is missing."""
+        return self.num_computed == len(self.tokens) - 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether the draft has said that nothing more will come before the next outcome."""
+        return self.idle_context_len == len(self.tokens)
+
+    def max_draft(self) -> int:
+        """Longest proposal that can still be of use: the next token comes on top."""
+        return max(0, min(self.k, self.max_tokens - len(self.tokens) - 1))
+
+    def proposal(self, limit: int) -> Chain:
+        """What to verify now, at most ``limit`` draft tokens."""
+        k = min(self.max_draft(), limit)
+        return self.tree.proposal(k) if k > 0 else Chain()
+
+    def reserve(self, cache: KVCache, num_rows: int) -> None:
+        """Holds pages for rows [0, num_rows); raises ResourceExhaustedError and changes nothing if there are too few."""
+        missing = pages_for(num_rows) - len(self.pages)
+        if missing > 0:
+            self.pages.extend(cache.allocate(missing))
+
+    def attach_prefix(self, cache: KVCache) -> None:
+        """Shares what other sessions have computed of the same prefix."""
+        assert not self.pages and self.num_computed == 0
+        self.pages, self._hashes = cache.match_prefix(self.tokens)
+        self.num_computed = len(self.pages) * PAGE_SIZE
+
+    def release(self, cache: KVCache) -> None:
+        """Gives all pages back; the context stays and can be recomputed."""
+        cache.release(self.pages)
+        self.pages, self._hashes, self.num_computed = [], [], 0
+
+    def commit_rows(self, cache: KVCache, num_computed: int) -> None:
+        """KV of rows [0, num_computed) is valid and committed from now on; shares pages that became full."""
+        self.num_computed = num_computed
+        while (len(self._hashes) + 1) * PAGE_SIZE <= num_computed:
+            index = len(self._hashes)
+            previous = self._hashes[-1] if self._hashes else b""
+            digest = page_hash(previous, self.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
+            self._hashes.append(digest)
+            cache.publish(self.pages[index], digest)
+
+    def cut(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """How many of the verified tokens are emitted, and whether the session ends with them."""
+        room = self.max_tokens - len(self.tokens)
+        for i, token_id in enumerate(token_ids[:room]):
+            if token_id in self.stop_ids:
+                return i + 1, FinishReason.STOP
+        return (room, FinishReason.LENGTH) if len(token_ids) >= room else (len(token_ids), None)
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants above."""
+        assert 0 <= self.num_computed < len(self.tokens), "computed rows must be committed tokens, but not all"
+        assert pages_for(self.num_computed) <= len(self.pages), "a computed row has no page"
+        assert len(set(self.pages)) == len(self.pages), "a session holds a page twice"
+        assert len(flat_rows(self.pages, 0, self.num_computed)) == self.num_computed
+        assert self.sampler.num_tokens == len(self.tokens), "the sampler follows the context"
+        assert self.tree.context_len == len(self.tokens), "the tree follows the context"
+        self.tree.check_integrity()

@@ -1,0 +1,284 @@
+"""The values that engines, sessions and clients exchange. Plain data: no tensors, no Ray, no protobuf.
+
+Session messages, in the direction in which they flow (the session relays them, see ``router/session.py``)::
+
+    open ──▶ target                     open ──▶ draft
+             target ── Outcome ──▶ session ── Commit ──▶ draft
+             target ◀── Nodes ─── session ◀── Nodes ─── draft
+
+Nodes are pushed ahead of the target's needs; a hit costs no message on the critical path.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_DRAFT_TOKENS = 16
+"""The longest proposal that the service accepts (K)."""
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Mode(enum.StrEnum):
+    """How a session uses its draft."""
+
+    PLAIN = "plain"
+    """No draft: one token per target step."""
+    SEQUENTIAL = "sequential"
+    """Draft, verify, wait, draft: classic speculative decoding."""
+    OVERLAPPED = "overlapped"
+    """Draft the continuations of likely outcomes while the target verifies."""
+
+
+class Acceptance(enum.StrEnum):
+    """The rule by which the target accepts draft tokens. Both are greedy matching at temperature 0."""
+
+    COUPLED = "coupled"
+    """Draft and target share position-keyed noise: accept what the target itself would have sampled."""
+    REJECTION = "rejection"
+    """Leviathan et al. 2211.17192: accept with min(1, p/q), recover from norm(max(p - q, 0))."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a session ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token id or a stop string."""
+    LENGTH = "length"
+    """max_tokens or the model's context length."""
+    ABORT = "abort"
+    """Cancelled by the client."""
+
+
+class Cause(enum.StrEnum):
+    """Where the proposal of a round came from, or why there was none."""
+
+    HIT = "hit"
+    """The tree already held a continuation of the last outcome when its step ended."""
+    TOKEN = "token"
+    """Miss: the draft had grown below this position, but not this next token."""
+    K = "k"
+    """Miss: the position that was cut at had not been grown at all."""
+    LATE = "late"
+    """Miss: the continuation arrived after the target had to decide."""
+    DRAFT_DOWN = "draft_down"
+    """Miss: no draft serves the session now."""
+    DISABLED = "disabled"
+    """Plain decoding by request, mode or controller."""
+    SEQUENTIAL = "sequential"
+    """Drafted after the last outcome, as sequential mode does: neither hit nor miss."""
+    START = "start"
+    """The first round: its context is the prompt, there was no outcome to hit."""
+
+
+class _Params(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SamplingParams(_Params):
+    """How the next token is chosen from the target's logits. Validation errors name the field and the range.
+
+    The processors run in the order of the fields (``sampling.py`` states each formula).
+    """
+
+    logit_bias: dict[TokenId, float] = Field(default_factory=dict)
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
+    """Token id sequences whose last token is forbidden wherever the others precede it."""
+    min_tokens: int = Field(default=0, ge=0)
+    """End-of-sequence and stop token ids are forbidden before this many emitted tokens."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    temperature: float = Field(default=0.0, ge=0, le=100, allow_inf_nan=False)
+    """0 is greedy: the argmax."""
+    top_k: int = Field(default=0, ge=0)
+    """0 keeps every token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+
+    max_tokens: int = Field(default=128, ge=1)
+    stop_token_ids: tuple[TokenId, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    """64-bit key of the session's noise; drawn at random by the session if absent."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens ({self.max_tokens}) is allowed")
+        for words in self.bad_words:
+            if not words:
+                raise ValueError("bad_words holds an empty sequence: each needs at least one token id")
+        return self
+
+
+class SpeculationParams(_Params):
+    """How one session speculates."""
+
+    mode: Mode = Mode.OVERLAPPED
+    acceptance: Acceptance = Acceptance.COUPLED
+    max_draft_tokens: int = Field(default=8, ge=0, le=MAX_DRAFT_TOKENS)
+    """K, the longest proposal."""
+    growth: Literal["best_first", "uniform", "geometric"] = "best_first"
+    """How the draft spends its tree budget (``speculation.py``)."""
+    saguaro: float = Field(default=1.0, gt=0, le=1)
+    """Rejection rule only: q of the predicted next tokens is scaled by this before sampling; 1 is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseDistribution:
+    """A distribution with few tokens of non-zero mass. ``probs`` sum to 1 (float64), ids are distinct."""
+
+    token_ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One token of a speculation tree.
+
+    ``node_id`` is unique within (session, epoch) and larger than ``parent_id``; 0 is the last prompt token.
+    """
+
+    node_id: int
+    parent_id: int
+    token_id: int
+    prob: float
+    """Calibrated probability that the target's text takes this token, given that it reaches the parent."""
+    sampled: bool = True
+    """May be proposed. False: a predicted next token of the rejection rule, useful as an outcome only."""
+    q: SparseDistribution | None = None
+    """Rejection rule: the distribution this token was drawn from, given its parent. None otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """Starts, or after a failure restarts, a session on an engine."""
+
+    session_id: str
+    epoch: int
+    token_ids: tuple[int, ...]
+    """The context: the prompt, and when re-opened what has been emitted since."""
+    num_prompt_tokens: int
+    """How many of ``token_ids`` are the prompt (penalties and min_tokens tell them apart)."""
+    seed: int
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """To the draft: what the target decided, and what it verifies now."""
+
+    session_id: str
+    epoch: int
+    token_ids: tuple[int, ...]
+    """The accepted tokens and the next token, in order."""
+    in_flight: tuple[int, ...] = ()
+    """Node ids of the proposal being verified now, root side first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """To the target: new nodes of a session's tree, parents before children."""
+
+    session_id: str
+    epoch: int
+    context_len: int
+    """Length of the context at the draft when it sent this."""
+    nodes: tuple[Node, ...]
+    idle: bool = False
+    """The draft will send nothing more before the next commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Ends a session on an engine and frees what it holds."""
+
+    session_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """To the target: whether a draft serves the session now."""
+
+    session_id: str
+    epoch: int
+    available: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one target step did for one session."""
+
+    num_drafted: int
+    num_accepted: int
+    cause: Cause
+    """How this round's proposal came about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """From the target, once per round and session, before its next forward starts."""
+
+    session_id: str
+    epoch: int
+    token_ids: tuple[int, ...]
+    """Accepted tokens, then the next token, cut at the end of the session if it finished."""
+    logprobs: tuple[float, ...]
+    """Of each token, under the target's distribution after all processors."""
+    round: Round
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was shared with an earlier session (first outcome only)."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """From the target: the proposal whose verification starts now (sent before the forward)."""
+
+    session_id: str
+    epoch: int
+    node_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailed:
+    """From an engine: this session cannot go on there."""
+
+    session_id: str
+    epoch: int
+    message: str
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counted events of one session; rates are derived, never stored."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    causes: dict[Cause, int] = field(default_factory=dict)
+
+    def add(self, round_: Round) -> None:
+        """Counts one round."""
+        self.rounds += 1
+        self.drafted += round_.num_drafted
+        self.accepted += round_.num_accepted
+        self.causes[round_.cause] = self.causes.get(round_.cause, 0) + 1
+
+    @property
+    def hits(self) -> int:
+        """Rounds whose proposal was there when the previous step ended."""
+        return self.causes.get(Cause.HIT, 0)
+
+    @property
+    def misses(self) -> int:
+        """Rounds that found no continuation of the previous outcome."""
+        return sum(self.causes.get(c, 0) for c in (Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN))
