@@ -1,0 +1,288 @@
+"""The command line. Whatever the user can get wrong ends in one sentence on stderr and exit status 2.
+
+Exit status: 0 done, 1 an engine failed, 2 usage, configuration or request at fault, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from pydantic import ValidationError
+
+from paceline import __version__
+from paceline.config import (
+    DrafterConfig,
+    DraftModelConfig,
+    LocalConfig,
+    ModelConfig,
+    NgramConfig,
+    wants_colour,
+)
+from paceline.errors import ConfigError, InvalidRequestError, PacelineError
+from paceline.local import Generation, LocalPipeline, embedded_paths
+from paceline.router.session import Result
+from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
+
+EXIT_ENGINE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+
+_FLAGS = {
+    "max_draft_tokens": "--draft-tokens",
+    "path": "--target",
+}
+"""Flags whose name is not that of the field they set."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake as one sentence."""
+
+    def error(self, message: str) -> Any:
+        """Exits with status 2."""
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands. The benchmarks' modules are imported only if they are asked for."""
+    parser = Parser(prog="paceline", description="Lossless speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    generate = commands.add_parser("generate", help="continue a prompt", description="Continue a prompt.")
+    generate.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    _add_model_flags(generate)
+    _add_sampling_flags(generate)
+    generate.set_defaults(run=run_generate)
+
+    demo = commands.add_parser(
+        "demo",
+        help="overlapped against plain decoding",
+        description="Decodes one prompt plain, then overlapped.",
+    )
+    _add_model_flags(demo)
+    demo.add_argument("--max-tokens", type=int, default=256, metavar="N")
+    demo.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    demo.add_argument("--seed", type=int, default=1, metavar="S")
+    demo.set_defaults(run=_run_demo)
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument("--local", action="store_true", help="run both engines on this machine (the default)")
+    group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
+    group.add_argument("--draft", metavar="ID_OR_PATH", help="draft model (default: the embedded one)")
+    group.add_argument("--drafter", choices=["model", "ngram"], default="model", help="what proposes tokens")
+    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="default 128")
+    group.add_argument("--min-tokens", type=int, metavar="N", help="no end of sequence before as many")
+    group.add_argument("--temperature", type=float, metavar="T", help="default 0: greedy")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="N", help="default 0: every token")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, metavar="R")
+    group.add_argument("--presence-penalty", type=float, metavar="A")
+    group.add_argument("--frequency-penalty", type=float, metavar="A")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after end of sequence")
+    group.add_argument("--seed", type=int, metavar="S", help="default: drawn at random")
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.OVERLAPPED.value)
+    group.add_argument("--acceptance", choices=[rule.value for rule in Acceptance])
+    group.add_argument("--draft-tokens", type=int, dest="max_draft_tokens", metavar="K")
+
+
+def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConfig:
+    """The pipeline that the model flags describe. Raises ConfigError."""
+    embedded_target, embedded_draft = embedded_paths()
+    if args.target is not None and args.draft is None and args.drafter == "model" and with_draft:
+        raise ConfigError(
+            "--target is given without --draft: name one, or use --drafter ngram or --mode plain"
+        )
+    if args.drafter == "ngram" and args.draft is not None:
+        raise ConfigError(f"--draft {args.draft} is given with --drafter ngram, which needs no model")
+    draft: DrafterConfig | None = None
+    if with_draft and args.drafter == "ngram":
+        draft = NgramConfig()
+    elif with_draft:
+        draft = DraftModelConfig(path=_path("--draft", args.draft, str(embedded_draft)), dtype=args.dtype)
+    target = ModelConfig(path=_path("--target", args.target, str(embedded_target)), dtype=args.dtype)
+    return LocalConfig(target=target, draft=draft)
+
+
+def _path(flag: str, value: str | None, default: str) -> str:
+    if value == "":
+        raise ConfigError(f"{flag} is empty: a model id or a directory is needed")
+    return default if value is None else value
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What the sampling flags say. Raises pydantic's ValidationError."""
+    return SamplingParams(**_given(args, list(SamplingParams.model_fields)))
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """``paceline generate``."""
+    sampling = sampling_params(args)
+    speculation = SpeculationParams(**_given(args, list(SpeculationParams.model_fields)))
+    stop = tuple(args.stop or ())
+    if "" in stop:
+        raise InvalidRequestError("--stop is empty: it needs at least one character")
+    prompt = _read_stdin() if args.prompt == "-" else args.prompt
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty: at least one character is needed")
+    config = local_config(args, with_draft=speculation.mode is not Mode.PLAIN)
+    with LocalPipeline(config) as pipeline:
+        generation = pipeline.generate(prompt, sampling, speculation, stop)
+        if args.json:
+            print(json.dumps(as_json(generation.result), ensure_ascii=False))
+        else:
+            write_text(generation, sys.stdout)
+            print(summary(generation.result), file=sys.stderr)
+    return 0
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is not valid text: {error}") from error
+
+
+def write_text(generation: Generation, stream: TextIO) -> None:
+    """Writes the text as it is produced; on a terminal accepted draft tokens are green."""
+    colour = wants_colour(stream)
+    for chunk in generation:
+        for text, drafted in chunk.segments:
+            stream.write(f"{_GREEN}{text}{_PLAIN}" if colour and drafted else text)
+        stream.flush()
+    stream.write("\n")
+    stream.flush()
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    stats, timing = result.speculation, result.timing
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason.value,
+        "usage": {
+            "prompt_tokens": result.usage.prompt_tokens,
+            "completion_tokens": result.usage.completion_tokens,
+        },
+        "speculation": {
+            "rounds": stats.rounds,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "hits": stats.hits,
+            "misses": stats.misses,
+        },
+        "timing": {
+            "prefill_s": round(timing.prefill_s, 6),
+            "decode_s": round(timing.decode_s, 6),
+            "tokens_per_s": round(timing.tokens_per_s, 3),
+        },
+    }
+
+
+def summary(result: Result) -> str:
+    """One line: speed, tokens per verification, acceptance and hit rate."""
+    stats, num_tokens = result.speculation, result.usage.completion_tokens
+    parts = [f"{num_tokens} tokens", f"{result.timing.tokens_per_s:.1f} tokens/s"]
+    parts.append(f"{num_tokens / max(stats.rounds, 1):.2f} tokens per verification")
+    if stats.drafted:
+        parts.append(f"acceptance {stats.accepted / stats.drafted:.0%}")
+    if stats.hits + stats.misses:
+        parts.append(f"hit rate {stats.hits / (stats.hits + stats.misses):.0%}")
+    parts.append(f"prefill {result.timing.prefill_s:.3f} s")
+    return ", ".join(parts)
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from paceline.demo import run_demo
+
+    return run_demo(args)
+
+
+def describe(error: ValidationError) -> str:
+    """One sentence for the first mistake: the flag, the value and what is allowed."""
+    detail = error.errors()[0]
+    field = str(detail["loc"][0]) if detail["loc"] else ""
+    flag = _FLAGS.get(field, "--" + field.replace("_", "-"))
+    context = detail.get("ctx", {})
+    signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    if not field:
+        return str(context.get("error", detail["msg"]))
+    bounds = _bounds(error.title, field, signs)
+    allowed = " and ".join(bounds) if bounds else detail["msg"]
+    return f"{flag} is {detail['input']!r}: it must be {allowed}"
+
+
+def _bounds(model: str, field: str, signs: dict[str, str]) -> list[str]:
+    kinds = {kind.__name__: kind for kind in (SamplingParams, SpeculationParams)}
+    info = kinds[model].model_fields.get(field) if model in kinds else None
+    found: list[str] = []
+    for constraint in info.metadata if info is not None else []:
+        for name, sign in signs.items():
+            bound = getattr(constraint, name, None)
+            if bound is not None:
+                found.append(f"{sign} {bound}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit status."""
+    logging.basicConfig(format="paceline: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    if arguments[:1] == ["bench"] or "-h" in arguments[:1] or "--help" in arguments[:1]:
+        _add_bench(parser)
+    args = parser.parse_args(arguments)
+    try:
+        status: int = args.run(args)
+        return status
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ENGINE
+    except ValidationError as error:
+        return _complain(describe(error), EXIT_USAGE)
+    except (ConfigError, InvalidRequestError) as error:
+        return _complain(str(error), EXIT_USAGE)
+    except PacelineError as error:
+        return _complain(str(error), EXIT_ENGINE)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    try:
+        bench = importlib.import_module("paceline.bench.cli")
+    except ModuleNotFoundError as error:
+        if error.name != "paceline.bench.cli":
+            raise
+        return
+    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    bench.add_parser(subparsers)
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"paceline: {' '.join(message.split())}", file=sys.stderr)
+    return status

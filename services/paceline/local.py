@@ -1,0 +1,374 @@
+"""One target and one draft on this machine, behind an iterator of text: the one-process wiring.
+
+    client ── submit ──▶ Session ◀── messages ──▶ target worker
+           ◀─ chunks ──          ◀── messages ──▶ draft worker
+
+The sessions relay between the workers in the reader threads; one lock orders all that touches a session.
+The draft is expendable: without it sessions go on by plain decoding. Without the target they fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from paceline.checkpoints import Checkpoint, inspect_checkpoint, require_path
+from paceline.config import DraftModelConfig, LocalConfig
+from paceline.errors import EngineError, InvalidRequestError, PacelineError, PromptTooLongError
+from paceline.router.session import Actions, Chunk, Result, Session, ToDraft, ToTarget
+from paceline.tokenization import Tokenizer, load_tokenizer, require_same_tokens
+from paceline.types import Commit, SamplingParams, SpeculationParams
+from paceline.workers import Emit, Engine, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFactory:
+    """Builds the target engine in its worker."""
+
+    config: LocalConfig
+
+    def __call__(self, emit: Emit) -> Engine:
+        """See EngineFactory."""
+        from paceline.target.build import build_target_engine
+
+        return build_target_engine(self.config, emit)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFactory:
+    """Builds the draft engine in its worker."""
+
+    config: LocalConfig
+
+    def __call__(self, emit: Emit) -> Engine:
+        """See EngineFactory."""
+        from paceline.draft.build import build_draft_engine
+
+        return build_draft_engine(self.config, emit)
+
+
+class Generation:
+    """A request in progress: iterate over its chunks, then read ``result``. One consumer."""
+
+    def __init__(self, session: Session, cancel: Callable[[Generation], None]) -> None:
+        self.session = session
+        self._cancel = cancel
+        self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self._done = threading.Event()
+        self._error: PacelineError | None = None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        """The next chunk, waiting for it. Raises EngineError if the target is lost."""
+        chunk = self._chunks.get()
+        if chunk is not None:
+            return chunk
+        self._chunks.put(None)  # every later call ends, too
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    @property
+    def result(self) -> Result:
+        """The finished session, waiting for it. Raises EngineError if the target was lost."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        assert self.session.result is not None
+        return self.session.result
+
+    @property
+    def done(self) -> bool:
+        """Whether ``result`` returns at once."""
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        """Ends the request now; what has arrived is its result, finish_reason ``abort``."""
+        self._cancel(self)
+
+    def deliver(self, actions: Actions) -> bool:
+        """For the pipeline: passes chunks on; True if the session is finished."""
+        for chunk in actions.chunks:
+            self._chunks.put(chunk)
+        if actions.result is not None:
+            self._finish()
+        return actions.result is not None
+
+    def fail(self, error: PacelineError) -> None:
+        """For the pipeline: ends the request with an error."""
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done.set()
+        self._chunks.put(None)
+
+
+class LocalPipeline:
+    """Target worker, draft worker and the sessions between them. A context manager; thread-safe."""
+
+    def __init__(
+        self,
+        config: LocalConfig,
+        *,
+        target_factory: EngineFactory | None = None,
+        draft_factory: EngineFactory | None = None,
+        tokenizer: Tokenizer | None = None,
+        checkpoint: Checkpoint | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """The factories, ``tokenizer`` and ``checkpoint`` default to what ``config`` names."""
+        self.config = config
+        self._clock = clock
+        self._given = (tokenizer, checkpoint)
+        self._lock = threading.RLock()
+        self._live: dict[str, Generation] = {}
+        self._waiting: deque[Generation] = deque()
+        self._num_submitted = 0
+        self._failure: EngineError | None = None
+        self.num_unknown = 0
+        """Engine messages for sessions that had ended."""
+
+        cores = available_cores() if config.pin_cores else []
+        pinned = cores[:2] if len(cores) >= 2 else [None, None]
+        make: Any = ProcessWorker if config.worker == "process" else ThreadWorker
+        self._target: Worker = make(
+            "target",
+            target_factory or TargetFactory(config),
+            self._from_target,
+            self._on_target_death,
+            pinned[0],
+        )
+        self._draft: Worker | None = None
+        if config.draft is not None or draft_factory is not None:
+            self._draft = make(
+                "draft",
+                draft_factory or DraftFactory(config),
+                self._from_draft,
+                self._on_draft_death,
+                pinned[1],
+            )
+        self._draft_up = self._draft is not None
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the workers and checks the models meanwhile. Raises ConfigError or EngineError."""
+        tokenizer, checkpoint = self._given
+        if checkpoint is None:
+            require_path(self.config.target.path)
+            if isinstance(self.config.draft, DraftModelConfig):
+                require_path(self.config.draft.path)
+        workers = [worker for worker in (self._target, self._draft) if worker is not None]
+        try:
+            for worker in workers:
+                worker.spawn()
+            self.checkpoint = checkpoint or inspect_checkpoint(self.config.target.path)
+            self.tokenizer = tokenizer or load_tokenizer(self.config.target.path)
+            if tokenizer is None and isinstance(self.config.draft, DraftModelConfig):
+                inspect_checkpoint(self.config.draft.path)
+                require_same_tokens(self.tokenizer, load_tokenizer(self.config.draft.path))
+            for worker in workers:
+                worker.wait_ready()
+        except BaseException:
+            self.stop(timeout_s=0.2)
+            raise
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Cancels what is in progress and ends the workers. Idempotent."""
+        with self._lock:
+            self._failure = self._failure or EngineError("the pipeline has been stopped")
+            for generation in [*self._live.values(), *self._waiting]:
+                self.cancel(generation)
+        for worker in (self._draft, self._target):
+            if worker is not None:
+                worker.stop(timeout_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # an interrupted caller does not wait for the step in progress
+        self.stop(timeout_s=5.0 if kind is None else 0.5)
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens."""
+        limit = self.config.max_model_len
+        return self.checkpoint.max_model_len if limit is None else min(limit, self.checkpoint.max_model_len)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """Starts a request; it waits its turn if ``max_sessions`` are in progress.
+
+        Raises InvalidRequestError for a prompt that is empty or too long, EngineError if the target is gone.
+        """
+        sampling, speculation = sampling or SamplingParams(), speculation or SpeculationParams()
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        for token_id in token_ids:
+            if not 0 <= token_id < self.tokenizer.vocab_size:
+                allowed = f"0 to {self.tokenizer.vocab_size - 1} are allowed"
+                raise InvalidRequestError(f"the prompt holds token id {token_id}: {allowed}")
+        if len(token_ids) + sampling.max_tokens > self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens and max_tokens is {sampling.max_tokens}: "
+                f"together at most {self.max_model_len} fit the model's context"
+            )
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            session = Session(
+                f"local-{self._num_submitted}",
+                token_ids,
+                sampling,
+                speculation,
+                decode=self.tokenizer.decode,
+                stop=stop,
+                eos_token_ids=self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids,
+                clock=self._clock,
+            )
+            self._num_submitted += 1
+            generation = Generation(session, self.cancel)
+            self._waiting.append(generation)
+            self._admit()
+        return generation
+
+    generate = submit
+    """The same: a Generation is the iterator of chunks."""
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends a request now and frees it on both engines. A finished one is left as it is."""
+        with self._lock:
+            if generation.done:
+                return
+            opened = generation.session.session_id in self._live
+            if not opened:
+                self._waiting.remove(generation)
+            actions = generation.session.cancel()
+            if opened:
+                self._send(actions.to_target, actions.to_draft)
+            self._deliver(generation, actions)
+
+    # -- the relay -----------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._live) < self.config.max_sessions:
+            generation = self._waiting.popleft()
+            self._live[generation.session.session_id] = generation
+            actions = generation.session.open(draft_available=self._draft_up)
+            self._send(actions.to_target, actions.to_draft)
+
+    def _from_target(self, messages: Sequence[Any]) -> None:
+        with self._lock:
+            to_target: list[ToTarget] = []
+            to_draft: list[ToDraft] = []
+            touched: dict[str, Generation] = {}
+            for message in messages:
+                generation = self._live.get(message.session_id)
+                if generation is None:
+                    self.num_unknown += 1
+                    continue
+                actions = generation.session.on_target(message)
+                to_target += actions.to_target
+                _append_commits(to_draft, actions.to_draft)
+                touched[message.session_id] = generation
+                if actions.target_lost is not None:
+                    self._fail(
+                        generation, EngineError(f"the target failed the session: {actions.target_lost}")
+                    )
+            self._send(to_target, to_draft)
+            for generation in touched.values():  # text, after the engines have what they need
+                if not generation.done:
+                    actions = generation.session.digest()
+                    self._send(actions.to_target, actions.to_draft)
+                    self._deliver(generation, actions)
+
+    def _from_draft(self, messages: Sequence[Any]) -> None:
+        with self._lock:
+            to_target: list[ToTarget] = []
+            for message in messages:
+                generation = self._live.get(message.session_id)
+                if generation is None:
+                    self.num_unknown += 1
+                    continue
+                to_target += generation.session.on_draft(message).to_target
+            self._send(to_target, [])
+
+    def _on_draft_death(self, reason: str) -> None:
+        log.warning("%s; sessions continue by plain decoding", reason)
+        with self._lock:
+            self._draft_up = False
+            for generation in self._live.values():
+                self._send(generation.session.on_draft_down().to_target, [])
+
+    def _on_target_death(self, reason: str) -> None:
+        with self._lock:
+            self._failure = EngineError(reason)
+            for generation in [*self._live.values(), *self._waiting]:
+                self._fail(generation, EngineError(reason))
+
+    def _fail(self, generation: Generation, error: EngineError) -> None:
+        actions = generation.session.cancel()
+        self._send([], actions.to_draft)
+        generation.deliver(Actions(chunks=actions.chunks))
+        generation.fail(error)
+        self._forget(generation)
+
+    def _deliver(self, generation: Generation, actions: Actions) -> None:
+        if generation.deliver(actions):
+            self._forget(generation)
+
+    def _forget(self, generation: Generation) -> None:
+        self._live.pop(generation.session.session_id, None)
+        if self._failure is None:
+            self._admit()
+
+    def _send(self, to_target: Sequence[ToTarget], to_draft: Sequence[ToDraft]) -> None:
+        if to_draft and self._draft is not None and self._draft_up:
+            self._draft.send(list(to_draft))
+        if to_target:
+            self._target.send(list(to_target))
+
+
+def _append_commits(to_draft: list[ToDraft], new: Sequence[ToDraft]) -> None:
+    """Appends, merging "what is in flight now" into the commit just before it: one message per step."""
+    for message in new:
+        last = to_draft[-1] if to_draft else None
+        if (
+            isinstance(message, Commit)
+            and isinstance(last, Commit)
+            and not message.token_ids
+            and (last.session_id, last.epoch) == (message.session_id, message.epoch)
+        ):
+            to_draft[-1] = Commit(last.session_id, last.epoch, last.token_ids, message.in_flight)
+        else:
+            to_draft.append(message)
+
+
+def embedded_paths() -> tuple[Path, Path]:
+    """Directories of the embedded target and draft."""
+    from paceline.embedded import DRAFT_DIR, TARGET_DIR
+
+    return TARGET_DIR, DRAFT_DIR

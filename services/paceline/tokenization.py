@@ -1,0 +1,129 @@
+"""Text to tokens and back: loading, comparing tokenizers by content, incremental detokenisation.
+
+Knows nothing of models or sessions. transformers is imported when a tokenizer is loaded, not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.errors import ConfigError, TokenizerMismatchError
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens left out."""
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_PROMPT_TAIL_TOKENS = 6
+_MAX_UNDECIDED_TOKENS = 16
+
+
+class Tokenizer:
+    """A tokenizer and the name it was loaded by."""
+
+    def __init__(self, name: str, hf_tokenizer: Any) -> None:
+        self.name = name
+        self._tokenizer = hf_tokenizer
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of ``text``, with whatever special tokens the tokenizer puts around a prompt."""
+        return tuple(self._tokenizer.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``: special tokens left out, spaces as they are."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return str(backend.decode(list(token_ids), skip_special_tokens=True))
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added ones included."""
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence token of the tokenizer, if it has one."""
+        token_id = self._tokenizer.eos_token_id
+        return () if token_id is None else (int(token_id),)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of vocabulary, merges and added tokens, 16 hex digits; not of roles such as "eos" or "pad"."""
+        vocab = sorted(self._tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        merges: Any = []
+        if backend is not None:
+            merges = json.loads(backend.to_str())["model"].get("merges", [])
+            merges = [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in merges]
+        added = sorted((int(i), str(token)) for i, token in self._tokenizer.added_tokens_decoder.items())
+        content = json.dumps([vocab, merges, added], ensure_ascii=False, separators=(",", ":"))
+        return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint directory or hub id. Raises ConfigError, naming ``path``."""
+    from transformers import AutoTokenizer
+
+    try:
+        return Tokenizer(path, AutoTokenizer.from_pretrained(path))
+    except Exception as error:  # transformers raises whatever its parsers raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"no tokenizer could be loaded from {path!r}: {reason[0]}") from error
+
+
+def require_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises TokenizerMismatchError unless both tokenizers have the same content."""
+    if target.fingerprint != draft.fingerprint:
+        raise TokenizerMismatchError(
+            f"the draft's tokenizer differs in content from the target's: draft {draft.name!r} has "
+            f"fingerprint {draft.fingerprint} ({draft.vocab_size} tokens), target {target.name!r} has "
+            f"{target.fingerprint} ({target.vocab_size} tokens); choose a draft that was trained with the target's tokenizer"
+        )
+
+
+class Detokenizer:
+    """Incremental text of a growing token sequence: what is returned is decided and never changes.
+
+    Windows, half open, over prompt tail and tokens::
+
+        [prefix, read)   text already returned; decoded again because neighbours influence each other
+        [read, end)      tokens whose text is undecided: their bytes end inside a character
+
+    A character that never becomes complete is withheld for at most 16 tokens, and dropped at the end.
+    """
+
+    def __init__(self, decode: Decode, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
+        self._read = len(self._ids)
+        self._prefix_text = decode(self._ids) if self._ids else ""
+
+    def add(self, token_id: int) -> str:
+        """Appends a token; returns the text that is decided now, possibly none."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        undecided = len(self._ids) - self._read
+        if text.endswith(_INCOMPLETE) and undecided <= _MAX_UNDECIDED_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        """The text of what is still undecided, without an incomplete last character."""
+        if self._read == len(self._ids):
+            return ""
+        return self._advance(self._decode(self._ids)).rstrip(_INCOMPLETE)
+
+    def _advance(self, text: str) -> str:
+        new_text = text[len(self._prefix_text) :]
+        del self._ids[: self._read]
+        self._read = len(self._ids)
+        self._prefix_text = self._decode(self._ids)
+        return new_text
