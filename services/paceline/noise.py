@@ -214,7 +214,7 @@ def _dense_words(
     """[rows, vocab] int64 output words."""
     lanes = torch.arange((vocab_size + 3) // 4, device=seeds.device)[None]
     words = philox(_counter(lanes, positions[:, None], stream, _column(nonces)), _key(seeds[:, None]))
-    return torch.stack(words, dim=-1).view(len(seeds), -1)[:, :vocab_size]
+    return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
 
 
 def _words_at(

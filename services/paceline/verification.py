@@ -317,7 +317,7 @@ def sample_draft(
     saguaro: Sequence[float],
     num_predicted: Sequence[int],
 ) -> list[DraftSample]:
-    """Draws a draft token per row under the rejection rule (at temperature 0 ``rank_coupled`` does, without q).
+    """Draws a draft token per row under the rejection rule (temperature 0: ``rank_coupled``, without q).
 
     Args:
         token_ids, log_q: [rows, m] from ``draft_candidates``.
