@@ -1,0 +1,127 @@
+"""Calibration learns true hit probabilities, and best-first growth gains from them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.draft.calibration import Calibration, Evidence, ranked, sampled
+
+RANKS = 3
+
+
+def truth(gaps: Sequence[float]) -> list[float]:
+    """An over-confident draft: its gaps mean a third of what they say."""
+    weights = [math.exp(-gap / 3) for gap in (0.0, *gaps[1:])]
+    return [0.9 * weight / sum(weights) for weight in weights]
+
+
+def evidence(rng: random.Random) -> Evidence:
+    first = rng.expovariate(0.5)
+    return ranked([0.0, -first, -first - rng.expovariate(0.5)])
+
+
+def draw(rng: random.Random, probs: Sequence[float]) -> int | None:
+    u = rng.random()
+    for rank, prob in enumerate(probs):
+        u -= prob
+        if u < 0:
+            return rank
+    return None
+
+
+def trained(seed: int, count: int, parent: Calibration | None = None) -> Calibration:
+    rng, calibration = random.Random(seed), Calibration(RANKS, parent, horizon=4000)
+    for _ in range(count):
+        seen = evidence(rng)
+        calibration.observe(seen.gaps, draw(rng, truth(seen.gaps)))
+    return calibration
+
+
+def mean_error(calibration: Calibration) -> float:
+    rng = random.Random(99)
+    errors = []
+    for _ in range(500):
+        seen = evidence(rng)
+        pairs = zip(calibration.probabilities(seen), truth(seen.gaps), strict=True)
+        errors += [abs(a - b) for a, b in pairs]
+    return sum(errors) / len(errors)
+
+
+def test_converges_to_the_truth() -> None:
+    errors = [mean_error(trained(1, count)) for count in (0, 200, 20_000)]
+    assert errors[0] > 0.12
+    assert errors[1] < 0.7 * errors[0]
+    assert errors[2] < 0.03  # what is left is the width of a bin
+
+
+def test_a_new_session_starts_from_what_the_others_taught() -> None:
+    engine_wide = Calibration(RANKS, horizon=4000)
+    trained(1, 20_000, engine_wide)
+    assert mean_error(Calibration(RANKS, engine_wide)) < 0.03
+
+
+def captured(estimate: Callable[[Evidence], Sequence[float]], budget: int) -> float:
+    """Expected number of true tokens in a best-first tree of `budget` nodes, mean over 200 random trees."""
+    total = 0.0
+    for seed in range(200):
+        heap = [(-1.0, seed, 1.0)]
+        for _ in range(budget):
+            believed, name, true_prob = heapq.heappop(heap)
+            total += true_prob
+            seen = evidence(random.Random(name))
+            for rank, (p, t) in enumerate(zip(estimate(seen), truth(seen.gaps), strict=True)):
+                heapq.heappush(heap, (believed * p, name * 4 + rank + 1, true_prob * t))
+    return total / 200
+
+
+def test_best_first_finds_more_with_it() -> None:
+    prior = captured(lambda seen: seen.priors, 16)
+    learned = captured(trained(1, 20_000).probabilities, 16)
+    best = captured(lambda seen: truth(seen.gaps), 16)
+    assert prior < learned <= best * 1.001
+    assert learned - prior > 0.8 * (best - prior)
+
+
+@given(st.lists(st.floats(0, 20), min_size=1, max_size=5), st.lists(st.integers(0, 5), max_size=60))
+def test_probabilities_are_ordered_and_of_sum_at_most_one(drops: list[float], seen: list[int]) -> None:
+    scores = [-sum(drops[:i]) for i in range(len(drops) + 1)]
+    engine_wide = Calibration(8, horizon=16)
+    calibration = Calibration(8, engine_wide, horizon=16)
+    found = ranked(scores)
+    for rank in seen:
+        calibration.observe(found.gaps, rank if rank < len(scores) else None)
+    probs = calibration.probabilities(found)
+    assert len(probs) == len(scores)
+    assert all(0 <= p <= 1 for p in probs)
+    assert probs == sorted(probs, reverse=True)
+    assert sum(probs) <= 1 + 1e-9
+
+
+def test_nothing_to_rank() -> None:
+    assert Calibration(4).probabilities(ranked(())) == []
+    assert Calibration(4).probabilities(ranked((0.3,))) == pytest.approx([0.95])
+
+
+def test_the_sampled_token_has_no_part_in_its_own_probability() -> None:
+    """Whatever was drawn and so is missing among the siblings, the first probability depends on q alone."""
+    calibration = Calibration(RANKS)
+    rng = random.Random(3)
+    log_q = [-0.2, -1.5, -3.0, -4.0]
+    for _ in range(500):
+        drawn = rng.randrange(4)
+        siblings = [value for i, value in enumerate(log_q) if i != drawn][: RANKS - 1]
+        calibration.observe(
+            sampled(log_q[:2], siblings).gaps, rng.choice([0, 0, 1, 2, None]), rng.randrange(2)
+        )
+    first = {
+        calibration.probabilities(sampled(log_q[:2], [v for i, v in enumerate(log_q) if i != drawn][:2]))[0]
+        for drawn in range(4)
+    }
+    assert len(first) == 1

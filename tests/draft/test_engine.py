@@ -1,0 +1,255 @@
+"""The draft engine against targets that know their own text: whatever happens, it only ever costs time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.draft.engine import DraftEngine
+from paceline.draft.ngram import NgramDrafter
+from paceline.types import Cause, CloseSession, Commit, Nodes, SessionFailed
+
+from .fakes import VOCAB, Harness, TableDrafter, open_session, plain
+
+GROWTHS = ["best_first", "uniform", "geometric"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.parametrize("draft_steps", [0, 1, 2, 8])
+def test_text_is_that_of_plain_decoding(temperature: float, growth: str, draft_steps: int) -> None:
+    harness = Harness()
+    session = open_session(temperature=temperature, growth=growth)
+    harness.open(session)
+    for _ in range(20):
+        harness.round(draft_steps)
+    target = harness.targets["s"]
+    assert target.text == plain(session, len(target.text) - 3)
+    accepted = len(target.text) - 3 - 20
+    if draft_steps == 0:
+        assert accepted == 0
+    if draft_steps == 8:
+        assert accepted > 15, "the draft is good enough for more than this"
+        assert target.causes.count(Cause.HIT) > 12
+    assert harness.engine.stats.nodes_used + harness.engine.stats.nodes_missed == len(target.text) - 3
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_what_survives_is_never_computed_again(growth: str) -> None:
+    """`TableDrafter` fails if a node is expanded twice; and a miss costs the rows that were missing."""
+    harness = Harness()
+    harness.open(open_session(growth=growth))
+    for _ in range(30):
+        harness.round(4)
+    stats = harness.engine.stats
+    assert sum(harness.drafter.rows_computed.values()) <= stats.leaves + stats.nodes_missed
+    assert max(harness.drafter.anchor_rows) <= 2
+    assert stats.tree_steps == stats.forwards
+
+
+def test_sequential_mode_publishes_one_chain_and_waits() -> None:
+    harness = Harness()
+    session = open_session(mode="sequential")
+    harness.open(session)
+    for _ in range(20):
+        harness.steps(20)  # until idle
+        target = harness.targets["s"]
+        assert target.idle
+        assert len(target.tree) == len(target.begin()) == target.k
+        before = harness.engine.stats.leaves
+        harness.round(5)
+        assert harness.engine.stats.leaves == before, "nothing is drafted while a proposal is verified"
+    assert target.text == plain(session, len(target.text) - 3)
+    parents = [node.parent_id for message in harness.sent for node in message.nodes]  # type: ignore[union-attr]
+    forced = [m.nodes[0] for m in harness.sent if isinstance(m, Nodes) and m.nodes and not m.nodes[0].sampled]
+    assert len(parents) - len(set(parents)) <= len(forced), "siblings come from misses only"
+
+
+def test_sessions_share_steps_and_forwards() -> None:
+    harness = Harness(TableDrafter(max_leaves=6))
+    for i in range(5):
+        harness.open(open_session(f"s{i}", seed=i, text=[1] * (2 + 3 * i), temperature=i % 2))
+    harness.steps(8)
+    for _ in range(12):
+        harness.round(4)
+    stats = harness.engine.stats
+    assert stats.leaves / stats.tree_steps > 4
+    assert harness.emits <= stats.tree_steps + stats.prefill_chunks + 60, "one emission a step"
+    for i in range(5):
+        target = harness.targets[f"s{i}"]
+        assert target.text == plain(target.open, len(target.text) - len(target.open.token_ids))
+        assert len(target.text) > len(target.open.token_ids) + 15
+        harness.close(f"s{i}")
+    assert harness.engine.num_sessions == 0
+    assert not harness.engine.step()
+    harness.engine.check_integrity()
+
+
+def test_an_unexpanded_anchor_comes_first() -> None:
+    harness = Harness(TableDrafter(max_leaves=1))
+    harness.open(open_session("a"))
+    harness.steps(6)
+    harness.open(open_session("b", seed=3))
+    harness.sent.clear()
+    harness.steps(2)  # a prefill chunk, then a tree step; or the other way round, and then the tree step
+    harness.steps(1)
+    assert any(m.session_id == "b" and isinstance(m, Nodes) and m.nodes for m in harness.sent)
+
+
+def test_tree_budget_holds_and_idleness_is_said_once_per_commit() -> None:
+    harness = Harness(tree_budget=10, fan_out=3)
+    harness.open(open_session(max_draft_tokens=8))
+    harness.steps(50)
+    target = harness.targets["s"]
+    assert target.idle
+    assert 8 <= len(target.tree) <= 12
+    assert [m.idle for m in harness.sent if isinstance(m, Nodes)].count(True) == 1
+    harness.engine.receive([Commit("s", 0, (), target.tree.proposal(8).node_ids)])
+    harness.steps(5)
+    assert [m.idle for m in harness.sent if isinstance(m, Nodes)].count(True) == 2
+    assert harness.steps(5) == 0
+
+
+@pytest.mark.parametrize("options", [{"max_draft_tokens": 0}, {"mode": "plain"}])
+def test_nothing_is_drafted_for_a_session_that_wants_nothing(options: dict[str, object]) -> None:
+    harness = Harness()
+    harness.open(open_session(**options))
+    for _ in range(5):
+        harness.round(5)
+    assert harness.engine.stats.leaves == 0
+    assert harness.sent[-1].idle  # type: ignore[union-attr]
+
+
+def test_a_drafter_without_candidates_is_idle() -> None:
+    harness = Harness()
+    harness.drafter.silent = True
+    harness.open(open_session())
+    for _ in range(5):
+        harness.round(5)
+        assert harness.sent[-1].idle  # type: ignore[union-attr]
+    assert harness.engine.stats.nodes_published == 0
+    assert harness.engine.stats.leaves == 5, "one look at every anchor"
+
+
+@pytest.mark.parametrize("anonymous", [False, True])
+def test_an_error_in_one_session_ends_that_session_only(anonymous: bool) -> None:
+    harness = Harness()
+    for name in "abc":
+        harness.open(open_session(name, seed=ord(name)))
+    harness.round(6)
+    harness.drafter.broken, harness.drafter.anonymous_errors = {"b"}, anonymous
+    for _ in range(10):
+        harness.round(4)
+    failures = [m for m in harness.sent if isinstance(m, SessionFailed)]
+    assert [(f.session_id, f.epoch) for f in failures] == [("b", 0)]
+    assert "boom" in failures[0].message
+    assert harness.engine.num_sessions == 2
+    for name in "ac":
+        target = harness.targets[name]
+        assert target.text == plain(target.open, len(target.text) - 3)
+        assert target.causes.count(Cause.HIT) >= 6
+    assert harness.engine.stats.unknown_messages == 20 - harness.engine.stats.failed_sessions
+    # Its target went on plainly; the session is opened again from its text.
+    harness.drafter.broken = set()
+    harness.open(open_session("b", epoch=1, text=harness.targets["b"].text))
+    harness.steps(60)
+    assert len(harness.targets["b"].tree.proposal(4)) > 0
+
+
+def test_errors_at_opening_and_in_commits_are_reported() -> None:
+    harness = Harness()
+    harness.engine.receive([open_session("bad", text=(VOCAB,))])
+    harness.engine.receive([open_session("s"), Commit("s", 0, (VOCAB,))])
+    assert harness.engine.step()
+    failures = [m for m in harness.sent if isinstance(m, SessionFailed)]
+    assert [f.session_id for f in failures] == ["bad", "s"]
+    assert all(str(VOCAB) in f.message for f in failures)
+    assert harness.engine.num_sessions == 0
+    harness.engine.check_integrity()
+
+
+def test_messages_of_another_epoch_or_session_are_counted_and_dropped() -> None:
+    harness = Harness()
+    harness.open(open_session(epoch=3))
+    harness.round(5)
+    harness.engine.receive([Commit("s", 2, (0,)), CloseSession("s", 2), open_session(epoch=2)])
+    harness.engine.receive([open_session(epoch=3)])
+    harness.engine.receive([Commit("s", 4, (0,)), Commit("nobody", 0, (0,)), CloseSession("nobody", 0)])
+    assert harness.engine.stats.stale_messages == 4
+    assert harness.engine.stats.unknown_messages == 3
+    for _ in range(5):
+        harness.round(5)
+    target = harness.targets["s"]
+    assert target.text == plain(target.open, len(target.text) - 3)
+    harness.open(open_session(epoch=4, text=target.text))
+    for _ in range(5):
+        harness.round(5)
+    assert harness.engine.num_sessions == 1
+    assert harness.targets["s"].tree.context_len == len(harness.targets["s"].text)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_order_of_late_messages_keeps_text_and_invariants(data: st.DataObject) -> None:
+    """Both directions are delayed at will, in order; every now and then a session is opened again."""
+    harness = Harness(TableDrafter(max_leaves=4), tree_budget=16)
+    session = open_session(temperature=data.draw(st.sampled_from([0.0, 1.0])))
+    harness.open(session)
+    target = harness.targets["s"]
+    held: list[Commit] = []
+    delivered = 0
+    late: list[Nodes] = []
+    epoch = 0
+    harness.targets.clear()  # nodes are held back below
+    actions = st.sampled_from(["step", "step", "target", "nodes", "commit", "reopen"])
+    for action in data.draw(st.lists(actions, max_size=60)):
+        if action == "step":
+            harness.engine.step()
+            late += [m for m in harness.sent[delivered:] if isinstance(m, Nodes)]
+            delivered = len(harness.sent)
+        elif action == "target":
+            chain = target.begin()
+            held.append(Commit("s", epoch, (), chain.node_ids))
+            held.append(Commit("s", epoch, target.end(chain)))
+        elif action == "nodes" and late:
+            message = late.pop(0)
+            if message.epoch == epoch:
+                target.receive(message)
+        elif action == "commit" and held:
+            harness.engine.receive([held.pop(0)])
+        elif action == "reopen" and target.tree.lost:
+            epoch += 1
+            again = open_session(
+                epoch=epoch, text=target.text, temperature=session.sampling.temperature, seed=session.seed
+            )
+            target = type(target)(again)
+            harness.engine.receive([again])
+        harness.engine.check_integrity()
+    assert target.text == plain(session, len(target.text) - 3)
+    harness.engine.receive(held)
+    while harness.engine.step():
+        pass
+    for message in [*late, *(m for m in harness.sent[delivered:] if isinstance(m, Nodes))]:
+        if message.epoch == epoch:
+            target.receive(message)
+    assert not target.tree.lost
+    assert len(target.tree.proposal(4)) > 0
+
+
+def test_an_ngram_drafter_serves_repetitive_text() -> None:
+    sent: list[Nodes | SessionFailed] = []
+    engine = DraftEngine(NgramDrafter(min_match=2, max_match=4), sent.extend, vocab_size=VOCAB)
+    engine.receive([open_session(text=[1, 2, 3, 4, 5] * 3, temperature=0.0)])
+    while engine.step():
+        engine.check_integrity()
+    tree_tokens = [node.token_id for m in sent if isinstance(m, Nodes) for node in m.nodes]
+    assert tree_tokens[:5] == [1, 2, 3, 4, 5]
+    engine.receive([Commit("s", 0, (7, 8))])
+    sent.clear()
+    while engine.step():
+        engine.check_integrity()
+    last = sent[-1]
+    assert isinstance(last, Nodes)
+    assert last.idle
+    assert [(n.token_id, n.sampled) for n in last.nodes] == [(7, False), (8, False)]

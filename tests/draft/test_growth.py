@@ -1,0 +1,170 @@
+"""Each policy expands exactly what its definition says, in its order."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from paceline.draft.growth import BestFirst, FanOut, Frontier, Growth, Sequential, geometric, uniform
+from paceline.speculation import SpeculationTree, TreeNode
+from paceline.types import Node
+
+VOCAB = 8
+
+
+class Grower:
+    """Expands everything a frontier offers, with `fan_out` children of random falling probabilities."""
+
+    def __init__(self, growth: Growth, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.growth = growth
+        self.tree = SpeculationTree(VOCAB, 1)
+        self.frontier = Frontier(self.tree, growth)
+        self.next_id = 1
+
+    def expand_one(self) -> TreeNode | None:
+        node = self.frontier.peek()
+        if node is None:
+            return None
+        assert self.frontier.pop() is node
+        node.expanded = True
+        probs = sorted((self.rng.random() for _ in range(self.growth.fan_out)), reverse=True)
+        for token, prob in enumerate(probs):
+            child = Node(self.next_id, node.node_id, token, prob / sum(probs))
+            assert self.tree.add([child]).added == 1
+            added = self.tree.get(self.next_id)
+            assert added is not None
+            self.frontier.push(added)
+            self.next_id += 1
+        self.frontier.check_integrity()
+        return node
+
+    def expand_all(self, limit: int = 10_000) -> list[TreeNode]:
+        done: list[TreeNode] = []
+        while len(done) < limit and (node := self.expand_one()) is not None:
+            done.append(node)
+        return done
+
+    def path(self, node: TreeNode) -> tuple[int, ...]:
+        tokens: list[int] = []
+        while node.parent is not None:
+            tokens.append(node.token_id)
+            node = node.parent
+        return tuple(reversed(tokens))
+
+    def fly(self, k: int) -> None:
+        self.frontier.commit(self.tree.proposal(k).node_ids)
+
+
+def test_best_first_takes_the_likeliest_leaf_each_time() -> None:
+    grower = Grower(BestFirst(k=3, fan_out=3, min_path_prob=1e-6))
+    for _ in range(60):
+        leaves = [
+            n for n in grower.tree.nodes()
+            if not n.expanded and n.position - grower.tree.anchor.position <= 3
+        ]  # fmt: skip
+        node = grower.expand_one()
+        if node is None:
+            assert not leaves
+            break
+        assert node.log_path == max(leaf.log_path for leaf in leaves)
+
+
+def test_best_first_stops_where_no_proposal_can_reach_and_goes_on_after_a_commit() -> None:
+    grower = Grower(BestFirst(k=2, fan_out=2, min_path_prob=1e-9))
+    assert len(grower.expand_all()) == 1 + 2 + 4  # the anchor, next tokens, and one more: proposals of 2
+    grower.fly(2)
+    # Each place to be cut (anchor, 1st, 2nd in flight) now has outcomes with binary trees of depth 2 below.
+    expected = {path for path in _all_paths(4) if _ahead(path, (0, 0)) <= 2}
+    grower.expand_all()
+    assert {grower.path(n) for n in grower.tree.nodes() if n.expanded} == expected
+    kept = [n for n in grower.tree.nodes() if n.expanded and grower.path(n)[:2] == (0, 1)]
+    grower.tree.walk((0, 1))
+    grower.frontier.commit(())
+    grower.frontier.check_integrity()
+    assert all(n.alive for n in kept)
+    assert all(not n.expanded or n in kept for n in grower.tree.nodes())
+    assert len(grower.expand_all()) == 4, "nodes at depth 0 and 1 had been expanded, those at depth 2 follow"
+
+
+def _all_paths(depth: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        paths += [(*p, t) for p in paths for t in (0, 1) if (*p, t) not in paths]
+    return paths
+
+
+def _ahead(path: tuple[int, ...], in_flight: tuple[int, ...]) -> int:
+    same = 0
+    while same < min(len(path), len(in_flight)) and path[same] == in_flight[same]:
+        same += 1
+    return len(path) - same
+
+
+def test_best_first_leaves_out_what_hardly_happens() -> None:
+    grower = Grower(BestFirst(k=8, fan_out=3, min_path_prob=0.05))
+    expanded = grower.expand_all()
+    assert all(math.exp(n.log_path) >= 0.05 for n in expanded)
+    assert grower.frontier.peek() is None
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1, 3])
+def test_fan_out_policies_expand_a_chain_below_each_outcome(num_in_flight: int) -> None:
+    k, growth = 3, FanOut(3, (3, 1, 2, 1), 2)
+    grower = Grower(growth)
+    order = grower.expand_all()
+    grower.fly(num_in_flight)
+    order = grower.expand_all()
+    flight = (0,) * num_in_flight
+    expected = set()
+    for position in range(num_in_flight + 1):
+        expected.add(flight[:position])
+        fan_out = growth.bonus_fan_out if position == num_in_flight else growth.fan_outs[position]
+        for token in range(fan_out):
+            if flight[position : position + 1] == (token,):
+                continue
+            for length in range(k):
+                expected.add((*flight[:position], token, *(0,) * length))
+    found = {grower.path(n) for n in grower.tree.nodes() if n.expanded}
+    before = {(0,) * d for d in range(k + 1)} | {(t, *(0,) * d) for t in range(2) for d in range(k)}
+    assert expected <= found
+    assert found <= expected | before
+    levels = [_ahead(grower.path(n), flight) for n in order]
+    assert levels == sorted(levels), "level by level"
+
+
+def test_geometric_fan_outs_beat_uniform_ones_of_the_same_sum() -> None:
+    k, acceptance, power = 6, 0.7, 1.0
+    growth = geometric(k, 4, acceptance, power)
+    fan_outs = [*growth.fan_outs, growth.bonus_fan_out]
+    weights = [acceptance**i * (1 - acceptance) for i in range(k)] + [acceptance**k]
+    assert sum(weights) == pytest.approx(1)
+    assert abs(sum(fan_outs) - 4 * (k + 1)) <= 2
+    assert fan_outs[:-1] == sorted(fan_outs[:-1], reverse=True)
+
+    def hit_rate(outs: list[int]) -> float:
+        return sum(w * (1 - f**-power) for w, f in zip(weights, outs, strict=True))
+
+    assert hit_rate(fan_outs) > hit_rate([4] * (k + 1))
+    for i in range(k + 1):
+        for j in range(k + 1):
+            other = fan_outs.copy()
+            other[i], other[j] = other[i] + 1, other[j] - 1
+            if i != j and other[j] >= 1:
+                assert hit_rate(other) < hit_rate(fan_outs) + 0.002, "near the optimum: only rounding is left"
+    assert geometric(0, 3).fan_out == 3
+    assert uniform(2, 3) == FanOut(2, (3, 3, 3), 3)
+
+
+def test_sequential_grows_one_chain_and_waits() -> None:
+    grower = Grower(Sequential(4))
+    assert [grower.path(n) for n in grower.expand_all()] == [(0,) * d for d in range(4)]
+    assert len(grower.tree.proposal(9)) == 4
+    grower.tree.walk((0,))
+    grower.frontier.commit(grower.tree.proposal(9).node_ids)
+    assert grower.frontier.peek() is None, "a proposal is in flight"
+    grower.frontier.commit(())
+    assert len(grower.expand_all()) == 1
+    assert Grower(Sequential(0)).expand_all() == []
