@@ -23,6 +23,8 @@ from paceline.sampling import RowKeys, rank_coupled, row_keys
 from paceline.types import SparseDistribution
 from paceline.verification import sample_draft
 
+_GREEDY_TIES = 4
+
 
 class Rule(enum.Enum):
     """How a session's children are ranked; what is learned of one rule says nothing about another."""
@@ -58,21 +60,32 @@ class Ranking:
 
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
     """The children of each row's node. Candidates whose log q is not finite are left out."""
+    token_ids = candidates.token_ids
     log_q = candidates.log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
     keys = row_keys([row.row for row in rows], log_q.device)
-    rejecting = [i for i, row in enumerate(rows) if row.rule is Rule.REJECTION]
-    if not rejecting:
-        return _by_score(candidates.token_ids, log_q, keys, rows)
+    by_rule: dict[Rule, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_rule.setdefault(row.rule, []).append(i)
+    if len(by_rule) == 1:
+        return _rank_alike(token_ids, log_q, keys, rows)
     rankings: dict[int, Ranking] = {}
-    for indices, by_rule in (
-        (rejecting, _by_sampling),
-        ([i for i, row in enumerate(rows) if row.rule is not Rule.REJECTION], _by_score),
-    ):
+    for indices in by_rule.values():
         at = torch.tensor(indices, dtype=torch.int64, device=log_q.device)
         part = RowKeys(keys.greedy[at], keys.seeds[at], keys.positions[at], keys.num_greedy)
-        ranked_rows = by_rule(candidates.token_ids[at], log_q[at], part, [rows[i] for i in indices])
-        rankings |= dict(zip(indices, ranked_rows, strict=True))
+        of_rule = _rank_alike(token_ids[at], log_q[at], part, [rows[i] for i in indices])
+        rankings |= dict(zip(indices, of_rule, strict=True))
     return [rankings[i] for i in range(len(rows))]
+
+
+def _rank_alike(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:
+    """Rows of one rule."""
+    if rows[0].rule is Rule.REJECTION:
+        return _by_sampling(token_ids, log_q, keys, rows)
+    if rows[0].rule is Rule.GREEDY:
+        # Without noise the first candidates stay the first; a few more, so that equal ones are put in order.
+        few = max(row.fan_out for row in rows) + _GREEDY_TIES
+        token_ids, log_q = token_ids[:, :few], log_q[:, :few]
+    return _by_score(token_ids, log_q, keys, rows)
 
 
 def _by_score(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:

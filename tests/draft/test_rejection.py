@@ -1,0 +1,138 @@
+"""Under the rejection rule the draft's tree, its predicted outcomes and its growth leave the law alone.
+
+The whole path is run many times with fresh seeds: engine, tree, `verification.verify`, two rounds and more.
+The joint law of the first three tokens is compared with the target's by a chi-square test at a false-alarm
+rate of 1e-6 each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from paceline.draft.drafter import Candidates, Leaf
+from paceline.draft.engine import DraftEngine
+from paceline.processors import Row, SamplerState
+from paceline.sampling import process
+from paceline.speculation import Chain, SpeculationTree
+from paceline.types import Acceptance, Commit, Nodes, SamplingParams, SessionFailed
+from paceline.verification import Proposal, verify
+
+from .fakes import TableDrafter, open_session
+
+VOCAB = 3
+RUNS = 1500
+FALSE_ALARM = 1e-6
+
+
+def table(text: Sequence[int], salt: int) -> list[float]:
+    """[VOCAB] logits after the last token; target (0) and draft (1) differ much."""
+    x = 10 * salt + 3 * (text[-1] + 1)
+    return [1.3 * math.sin(x + 2.1 * v + salt) for v in range(VOCAB)]
+
+
+class SmallDrafter(TableDrafter):
+    """Three tokens, a draft far from the target."""
+
+    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
+        texts = [[*self._texts[leaf.session_id], *leaf.path] for leaf in leaves]
+        super().expand(leaves)
+        log_q, token_ids = (
+            torch.tensor([table(text, 1) for text in texts]).log_softmax(-1).sort(descending=True)
+        )
+        return Candidates(token_ids, log_q)
+
+
+def run(
+    seeds: range, propose: Callable[[SpeculationTree, int], Chain], num_tokens: int = 3, **options: object
+) -> tuple[Counter[tuple[int, ...]], int]:
+    """The first tokens of one session for each seed, and how many draft tokens were accepted in all."""
+    sent: list[Nodes | SessionFailed] = []
+    engine = DraftEngine(SmallDrafter(max_leaves=256, m=VOCAB), sent.extend, vocab_size=VOCAB, tree_budget=24)
+    opened = [
+        open_session(f"s{seed}", seed=seed, text=[0], acceptance="rejection", max_draft_tokens=2, **options)
+        for seed in seeds
+    ]
+    engine.receive(opened)
+    trees = {o.session_id: SpeculationTree(VOCAB, 1, rejection=True) for o in opened}
+    texts: dict[str, list[int]] = {o.session_id: [0] for o in opened}
+    states = {
+        o.session_id: SamplerState(SamplingParams(temperature=1.0), o.seed, (0,), vocab_size=VOCAB)
+        for o in opened
+    }
+    accepted = 0
+    while any(len(text) <= num_tokens for text in texts.values()):
+        for _ in range(12):
+            engine.step()
+        for message in sent:
+            assert isinstance(message, Nodes)
+            assert not trees[message.session_id].add(message.nodes).invalid
+        sent.clear()
+        names = [name for name, text in texts.items() if len(text) <= num_tokens]
+        chains = [propose(trees[name], 2) for name in names]
+        engine.receive([Commit(n, 0, (), c.node_ids) for n, c in zip(names, chains, strict=True)])
+        rows, logits = [], []
+        for name, chain in zip(names, chains, strict=True):
+            for i in range(len(chain) + 1):
+                rows.append(Row(states[name], chain.token_ids[:i]))
+                logits.append(table([*texts[name], *chain.token_ids[:i]], 0))
+        proposals = [Proposal(c.token_ids, tuple(q for q in c.qs if q)) for c in chains]
+        verdicts = verify(process(torch.tensor(logits), rows), proposals, [Acceptance.REJECTION] * len(names))
+        for name, verdict in zip(names, verdicts, strict=True):
+            texts[name] += verdict.token_ids
+            states[name].append(verdict.token_ids)
+            trees[name].walk(verdict.token_ids)
+            accepted += verdict.num_accepted
+            assert not verdict.num_invalid
+        engine.receive([Commit(n, 0, v.token_ids) for n, v in zip(names, verdicts, strict=True)])
+    engine.check_integrity()
+    return Counter(tuple(text[1 : num_tokens + 1]) for text in texts.values()), accepted
+
+
+def chi_square(counts: Counter[tuple[int, ...]]) -> float:
+    """Against the target's own law of as many tokens."""
+    total, statistic = sum(counts.values()), 0.0
+    cells: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        cells = {
+            (*text, v): prob * p
+            for text, prob in cells.items()
+            for v, p in enumerate(torch.tensor(table([0, *text], 0)).softmax(-1).tolist())
+        }
+    for text, prob in cells.items():
+        statistic += (counts[text] - total * prob) ** 2 / (total * prob)
+    return statistic
+
+
+LIMIT = float(chi2.isf(FALSE_ALARM, VOCAB**3 - 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"growth": "uniform"}, {"mode": "sequential"}, {"saguaro": 0.3}],
+    ids=["best_first", "uniform", "sequential", "saguaro"],
+)
+def test_the_law_is_the_targets(options: dict[str, object]) -> None:
+    counts, accepted = run(range(RUNS), SpeculationTree.proposal, **options)
+    assert accepted > RUNS / 4, "proposals are really used"
+    assert chi_square(counts) < LIMIT
+
+
+def cut_by_own_probability(tree: SpeculationTree, k: int) -> Chain:
+    """Mutant: leaves out drawn tokens that were unlikely to be drawn."""
+    chain, end = tree.proposal(k), 0
+    for token, q in zip(chain.token_ids, chain.qs, strict=True):
+        if q is None or q.probs[q.token_ids.index(token)] < 0.4:
+            break
+        end += 1
+    return Chain(chain.node_ids[:end], chain.token_ids[:end], chain.probs[:end], chain.qs[:end])
+
+
+def test_a_cut_by_the_drawn_token_is_caught() -> None:
+    counts, _ = run(range(RUNS), cut_by_own_probability)
+    assert chi_square(counts) > 2 * LIMIT
