@@ -130,6 +130,10 @@ class DraftEngine:
         self._prefill_next = not self._prefill_next
         return self._flush() or worked
 
+    def wait_s(self) -> float | None:
+        """How long the engine may sleep after `step` returned False: until a message comes."""
+        return None
+
     def check_integrity(self) -> None:
         """Asserts the invariants of every session and of the drafter; O(nodes)."""
         for session in self._sessions.values():
