@@ -91,13 +91,6 @@ def cache_dir() -> Path:
     return Path(own).expanduser() if own else Path(base).expanduser() / "paceline"
 
 
-def cache_dir() -> Path:
-    """Where derived artifacts are kept: PACELINE_CACHE, else ``paceline`` in the user's cache directory."""
-    if own := os.environ.get("PACELINE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-
-
 def apply_worker_environment() -> None:
     """Sets ``WORKER_ENVIRONMENT`` for this process. Must run before torch is imported to take full effect."""
     os.environ.update(WORKER_ENVIRONMENT)

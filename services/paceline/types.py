@@ -211,6 +211,10 @@ class DraftState:
     session_id: str
     epoch: int
     available: bool
+    draft_epoch: int = 0
+    """available: the epoch under which the session was opened on the draft; its nodes carry it."""
+    context_len: int = 0
+    """available: length of the context that it was opened with; node 0 is its last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,7 @@ from paceline.types import Nodes, SessionFailed
 _DEFAULT_LEN = 1024
 
 
-def build_draft_engine(
-    config: LocalConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None]
-) -> DraftEngine:
+def build_draft_engine(config: LocalConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None]) -> DraftEngine:
     """Loads the drafter that ``config.draft`` describes.
 
     Raises:
@@ -47,6 +45,4 @@ def build_draft_engine(
             max_prefill_tokens=config.max_step_tokens,
             top_m=config.draft_top_m,
         )
-    return DraftEngine(
-        drafter, emit, vocab_size=vocab_size, tree_budget=config.tree_budget, fan_out=config.fan_out
-    )
+    return DraftEngine(drafter, emit, vocab_size=vocab_size, tree_budget=config.tree_budget, fan_out=config.fan_out)

@@ -51,12 +51,8 @@ class _Session:
         if missing > 0:
             self.pages.extend(cache.allocate(missing))
             grown = len(self.pages) * PAGE_SIZE
-            self.committed = torch.cat(
-                [self.committed, torch.zeros(grown - len(self.committed), dtype=torch.bool)]
-            )
-            self.positions = torch.cat(
-                [self.positions, torch.zeros(grown - len(self.positions), dtype=torch.long)]
-            )
+            self.committed = torch.cat([self.committed, torch.zeros(grown - len(self.committed), dtype=torch.bool)])
+            self.positions = torch.cat([self.positions, torch.zeros(grown - len(self.positions), dtype=torch.long)])
         rows = [self.free_rows.pop() for _ in range(min(count, len(self.free_rows)))]
         rows.extend(range(self.num_rows, self.num_rows + count - len(rows)))
         self.num_rows = max(self.num_rows, max(rows) + 1)
@@ -147,13 +143,11 @@ class ModelDrafter:
             raise
         for session, rows, indices in taken:
             self._keep(session, rows, [leaves[i] for i in indices])
-        index = torch.tensor(order)
-        token_ids[index], log_q[index] = ids.cpu(), scores.cpu()
+        at = torch.tensor(order)
+        token_ids[at], log_q[at] = ids.cpu(), scores.cpu()
         return Candidates(token_ids, log_q)
 
-    def advance(
-        self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]
-    ) -> None:
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """See ``Drafter``."""
         session = self._session(session_id)
         for token_id, node_id in zip(token_ids, node_ids, strict=True):

@@ -57,12 +57,8 @@ class KVCache:
         """``num_pages`` can be allocated; one scratch page comes on top."""
         self.num_pages = num_pages
         shape = (num_pages + 1, PAGE_SIZE)
-        self.keys = [
-            torch.zeros(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device) for la in layers
-        ]
-        self.values = [
-            torch.zeros(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device) for la in layers
-        ]
+        self.keys = [torch.zeros(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device) for la in layers]
+        self.values = [torch.zeros(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device) for la in layers]
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
@@ -174,5 +170,3 @@ def page_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
 def flat_rows(pages: Sequence[int], start: int, stop: int) -> list[int]:
     """Flat KV rows of a session's rows [start, stop)."""
     return [pages[r // PAGE_SIZE] * PAGE_SIZE + r % PAGE_SIZE for r in range(start, stop)]
-
-

@@ -83,9 +83,7 @@ class StepInputs:
         seen = key <= torch.tensor(query_rows)[:, :, None]  # [B, n, Tk]
         query_pos: Tensor | None = None
         if window is not None:
-            query_pos = torch.tensor(
-                [[s.positions[f + min(j, c - 1)] for j in range(row_len)] for s, f, c, _ in rows]
-            )
+            query_pos = torch.tensor([[s.positions[f + min(j, c - 1)] for j in range(row_len)] for s, f, c, _ in rows])
         key_pos = key.expand(len(rows), -1)
         if any(s.visible is not None for s in steps):
             key_pos = key_pos.clone()
@@ -99,7 +97,7 @@ class StepInputs:
                 if step.key_positions is not None:
                     key_pos[i, :width] = step.key_positions
         masks = [_additive(seen, dtype)]
-        if query_pos is not None:
+        if window is not None and query_pos is not None:
             masks.append(_additive(seen & (query_pos[:, :, None] - key_pos[:, None, :] < window), dtype))
 
         device = cache.keys[0].device
@@ -121,7 +119,13 @@ class ModelRunner:
     """Runs steps of one model against one KV cache on one device. Owned by one engine thread."""
 
     def __init__(
-        self, step: StepFunction, cache: KVCache, *, dtype: torch.dtype, sliding_window: int | None, vocab_size: int
+        self,
+        step: StepFunction,
+        cache: KVCache,
+        *,
+        dtype: torch.dtype,
+        sliding_window: int | None,
+        vocab_size: int,
     ) -> None:
         self.cache = cache
         self.dtype = dtype

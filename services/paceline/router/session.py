@@ -227,7 +227,9 @@ class Session:
         self._draft_epoch = self._epoch
         self.draft_available = True
         actions.to_draft.append(self._open_message())
-        actions.to_target.append(DraftState(self.session_id, self._target_epoch, available=True))
+        actions.to_target.append(
+            DraftState(self.session_id, self._target_epoch, True, self._draft_epoch, len(self._history))
+        )
         return actions
 
     def reopen_target(self) -> Actions:

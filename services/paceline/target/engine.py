@@ -97,12 +97,14 @@ class TargetEngine:
                     self._open(message)
                 else:
                     self.stats.messages_stale += 1
-            elif session is None or message.epoch != session.epoch:
+            elif session is None or message.epoch != (
+                session.draft_epoch if isinstance(message, Nodes) else session.epoch
+            ):
                 self.stats.messages_stale += 1
             elif isinstance(message, Nodes):
                 self._add_nodes(session, message)
             elif isinstance(message, DraftState):
-                session.draft_available = message.available and session.k > 0
+                self._set_draft(session, message)
             else:
                 self._close(session)
 
@@ -182,6 +184,14 @@ class TargetEngine:
         del self._sessions[session.session_id]
         self._scheduler.remove(session)
 
+    def _set_draft(self, session: TargetSession, message: DraftState) -> None:
+        if message.available:
+            if not session.draft_epoch < message.draft_epoch or not 0 < message.context_len <= session.num_tokens:
+                self.stats.messages_stale += 1
+                return
+            session.follow_draft(message.draft_epoch, message.context_len)
+        session.draft_available = message.available and session.k > 0
+
     def _add_nodes(self, session: TargetSession, message: Nodes) -> None:
         had_proposal = session.tree.anchor.best is not None
         added = session.tree.add(message.nodes)
@@ -194,6 +204,7 @@ class TargetEngine:
             resolved = not had_proposal and session.tree.anchor.best is not None
             self.policy.observe_nodes(session, now, resolved=resolved)
         session.last_nodes_at = now
+        session.draft_silent = False
         if message.idle:
             session.idle_context_len = message.context_len
 
@@ -215,9 +226,7 @@ class TargetEngine:
         if in_flight:
             self._emit(in_flight)
 
-    def _verify(
-        self, logits: Tensor, parts: Sequence[Scheduled]
-    ) -> tuple[list[Verdict | None], list[SessionFailed]]:
+    def _verify(self, logits: Tensor, parts: Sequence[Scheduled]) -> tuple[list[Verdict | None], list[SessionFailed]]:
         """Verdicts of the batch; where that fails, of each session alone, so that one cannot harm the others."""
         if not parts:
             return [], []

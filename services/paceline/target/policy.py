@@ -70,14 +70,17 @@ class WaitPolicy:
     def wait_until(self, session: TargetSession, now: float, *, others_ready: bool) -> float | None:
         """Until when ``session`` should wait for its draft; None: step now. May be asked again on every message."""
         wanted = session.max_draft()
-        if wanted == 0 or not session.draft_available or session.idle or not session.decoding:
+        if wanted == 0 or not session.draft_available or session.draft_silent:
+            return None
+        if session.idle or not session.decoding:
             return None
         chain = session.tree.proposal(wanted)
         if len(chain) == wanted:
             return None
         if session.mode is Mode.SEQUENTIAL:
             limit = max(session.outcome_at, session.last_nodes_at) + DRAFT_TIMEOUT_S
-            return limit if now < limit else None
+            session.draft_silent = now >= limit
+            return None if session.draft_silent else limit
         if others_ready:  # waiting would cost a whole step of the batch
             return None
         step_s, rate = self.step_s.get(0.02), self._rate()
@@ -85,7 +88,10 @@ class WaitPolicy:
         for prob in chain.probs:
             gain *= prob
         if len(chain):
-            expected, since = self.next_delay_s.get(step_s / 4), max(session.last_nodes_at, session.outcome_at)
+            expected, since = (
+                self.next_delay_s.get(step_s / 4),
+                max(session.last_nodes_at, session.outcome_at),
+            )
         else:
             expected, since = self.first_delay_s.get(step_s / 2), session.outcome_at
         elapsed = now - since

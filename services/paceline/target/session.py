@@ -13,9 +13,9 @@ from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession
 class TargetSession:
     """Tokens, KV pages, sampler and speculation tree of one session. Invariants, as half-open intervals of rows::
 
-        [0, num_computed)              KV is valid and belongs to committed tokens
-        [num_computed, num_tokens)     committed, KV to be computed; never empty while the session lives
-        [num_tokens, num_tokens + k)   the proposal of the running step; overwritten later where rejected
+    [0, num_computed)              KV is valid and belongs to committed tokens
+    [num_computed, num_tokens)     committed, KV to be computed; never empty while the session lives
+    [num_tokens, num_tokens + k)   the proposal of the running step; overwritten later where rejected
     """
 
     def __init__(self, message: OpenSession, *, vocab_size: int, max_len: int, device: str, now: float) -> None:
@@ -41,17 +41,18 @@ class TargetSession:
             vocab_size=vocab_size,
             device=device,
         )
-        self.tree = SpeculationTree(
-            vocab_size,
-            len(self.tokens),
-            rejection=speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0,
-        )
+        self._rejection = speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0
+        self._vocab_size = vocab_size
+        self.draft_epoch = message.epoch
+        self.tree = SpeculationTree(vocab_size, len(self.tokens), rejection=self._rejection)
         self.pages: list[int] = []
         self.num_computed = 0
         self.cached_tokens = 0
         self._hashes: list[bytes] = []
         # The draft, as far as the target knows.
         self.draft_available = self.k > 0
+        self.draft_silent = False
+        """The draft was waited for in vain; until it sends nodes again."""
         self.idle_context_len = -1
         """The draft said that it will send nothing more for a context of this length."""
         self.cause = Cause.START
@@ -83,6 +84,13 @@ class TargetSession:
         """What to verify now, at most ``limit`` draft tokens."""
         k = min(self.max_draft(), limit)
         return self.tree.proposal(k) if k > 0 else Chain()
+
+    def follow_draft(self, draft_epoch: int, context_len: int) -> None:
+        """Starts a new tree for a draft that was opened with the first ``context_len`` tokens."""
+        self.draft_epoch = draft_epoch
+        self.tree = SpeculationTree(self._vocab_size, context_len, rejection=self._rejection)
+        self.tree.walk(self.tokens[context_len:])
+        self.idle_context_len = -1
 
     def reserve(self, cache: KVCache, num_rows: int) -> None:
         """Holds pages for rows [0, num_rows); raises ResourceExhaustedError and changes nothing if there are too few."""

@@ -1,0 +1,95 @@
+"""What the batch-invariant shapes are worth and what they cost, on the embedded target.
+
+Verifies held-out Python in chunks of several sizes with each rule of ``paceline.model.shapes`` on and off, against
+decoding one token at a time, and counts rows whose bits or whose argmax differ. Then times a decoding step with and
+without the rules, interleaved.
+
+    python benchmarks/batch_invariance.py [--dtype bfloat16] [--tokens 768] [--no-compile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from transformers import AutoTokenizer
+
+from paceline.bench.prompts import held_out_text
+from paceline.embedded import TARGET_DIR
+from paceline.model import runner as runner_module
+from paceline.model.kv_cache import pages_for
+from paceline.model.loading import load_pretrained, prepare
+from paceline.model.runner import ModelRunner, SequenceStep
+
+CHUNKS = (2, 3, 5, 6, 9, 13, 17)
+RULES: dict[str, dict[str, Callable[[int], int] | int]] = {
+    "all rules": {},
+    "any number of tokens": {"MIN_TOKENS": 1},
+    "any query row length": {"padded_row_len": lambda n: n},
+    "any multiple of 64 keys": {"padded_pages": lambda n: n},
+    "no rule": {"MIN_TOKENS": 1, "padded_row_len": lambda n: n, "padded_pages": lambda n: n},
+}
+
+
+def logits_of(runner: ModelRunner, tokens: list[int], pages: list[int], chunk: int) -> torch.Tensor:
+    """Logits [len(tokens), vocab] with ``chunk`` tokens per step."""
+    rows = []
+    for start in range(0, len(tokens), chunk):
+        span = range(start, min(start + chunk, len(tokens)))
+        rows.append(runner.forward([SequenceStep(tokens[span.start : span.stop], span, span, pages, len(span))]))
+    return torch.cat(rows)
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=768)
+    parser.add_argument("--no-compile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = prepare(load_pretrained(str(TARGET_DIR), getattr(torch, args.dtype)), compile=not args.no_compile)
+    runner = model.runner(pages_for(args.tokens) + 1)
+    pages = runner.cache.allocate(pages_for(args.tokens))
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+    tokens = tokenizer(held_out_text(8 * args.tokens)).input_ids[: args.tokens]
+    if len(tokens) < args.tokens:
+        raise SystemExit(f"--tokens {args.tokens}: the held-out text has {len(tokens)}")
+
+    print(f"{args.dtype}, {'eager' if args.no_compile else 'compiled'}, {len(tokens)} positions, chunks {CHUNKS}")
+    print(f"{'shapes':26} {'rows that differ':>18} {'argmax flips':>14} {'largest difference':>20}")
+    for name, patch in RULES.items():
+        with mock.patch.multiple(runner_module, **patch):
+            reference = logits_of(runner, tokens, pages, 1)
+            different = flips = 0
+            largest = 0.0
+            for chunk in CHUNKS:
+                logits = logits_of(runner, tokens, pages, chunk)
+                different += int((logits != reference).any(-1).sum())
+                flips += int((logits.argmax(-1) != reference.argmax(-1)).sum())
+                largest = max(largest, float((logits.float() - reference.float()).abs().max()))
+        total = len(CHUNKS) * len(tokens)
+        print(f"{name:26} {different:>9} of {total:<6} {flips:>6} ({100 * flips / total:.2f} %) {largest:>12.3g}")
+
+    print("\none decoding step at 200, 260 and 700 tokens of context, median ms")
+    for context in (200, 260, 700):
+        if context >= len(tokens):
+            continue
+        step = [SequenceStep(tokens[context : context + 1], [context], [context], pages, 1)]
+        times: dict[str, list[float]] = {"all rules": [], "no rule": []}
+        for _ in range(200):
+            for name, measured in times.items():
+                with mock.patch.multiple(runner_module, **RULES[name]):
+                    started = time.perf_counter()
+                    runner.forward(step)
+                    measured.append(time.perf_counter() - started)
+        with_rules, without = (1e3 * statistics.median(times[name]) for name in ("all rules", "no rule"))
+        print(f"{context:5}: {with_rules:.3f} with, {without:.3f} without ({100 * (with_rules / without - 1):+.1f} %)")
+
+
+if __name__ == "__main__":
+    main()
