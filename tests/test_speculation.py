@@ -85,9 +85,7 @@ nodes_ = st.builds(
     prob=st.sampled_from([0.0, 0.1, 0.5, 0.5, 1.0, -0.1, 1.5, math.nan]),
     sampled=st.booleans(),
 )
-operations = st.one_of(
-    st.lists(nodes_, max_size=6), st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple)
-)
+operations = st.one_of(st.lists(nodes_, max_size=6), st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple))
 
 
 @given(st.lists(operations, max_size=40), st.integers(1, 6))
@@ -132,9 +130,7 @@ def test_both_sides_agree_once_everything_has_arrived(data: st.DataObject) -> No
         for token in draft.walk([to_draft.popleft()]).unresolved:
             publish(Node(next_id, draft.anchor.node_id, token, 1.0, sampled=False))
 
-    for action in data.draw(
-        st.lists(st.sampled_from(["grow", "grow", "deliver", "commit", "learn"]), max_size=60)
-    ):
+    for action in data.draw(st.lists(st.sampled_from(["grow", "grow", "deliver", "commit", "learn"]), max_size=60)):
         if action == "grow":
             parent = data.draw(st.sampled_from(list(draft.nodes())))
             token = data.draw(st.integers(0, VOCAB - 1))
@@ -181,9 +177,7 @@ def grown() -> SpeculationTree:
         ((), Cause.HIT, 0),
     ],
 )
-def test_a_walk_says_where_the_next_proposal_comes_from(
-    tokens: tuple[int, ...], cause: Cause, num_found: int
-) -> None:
+def test_a_walk_says_where_the_next_proposal_comes_from(tokens: tuple[int, ...], cause: Cause, num_found: int) -> None:
     tree = grown()
     walk = tree.walk(tokens)
     assert walk.cause is cause
@@ -314,15 +308,11 @@ def trees(extend: Callable[[int, int], bool]) -> Iterator[tuple[Fraction, Specul
         yield weight, tree
 
 
-def law_of_two_tokens(
-    extend: Callable[[int, int], bool], propose: Callable[[SpeculationTree, int], Chain]
-) -> Law:
+def law_of_two_tokens(extend: Callable[[int, int], bool], propose: Callable[[SpeculationTree, int], Chain]) -> Law:
     """Two tokens of output through one or two rounds, each with the proposal that the tree offers."""
     total: Law = {}
     for weight, tree in trees(extend):
-        for tokens, prob in verify(
-            lambda done: P[done[:1]] if len(done) < 2 else F(1, 1, 1), propose(tree, 2)
-        ).items():
+        for tokens, prob in verify(lambda done: P[done[:1]] if len(done) < 2 else F(1, 1, 1), propose(tree, 2)).items():
             if len(tokens) >= 2:
                 total[tokens[:2]] = total.get(tokens[:2], Fraction(0)) + weight * prob
                 continue
@@ -331,20 +321,14 @@ def law_of_two_tokens(
             below.add(_nodes_of(tree))
             below.walk(tokens)
             chain = propose(below, 1)
-            for second, then in verify(
-                lambda done, at=tokens: P[at] if not done else F(1, 1, 1), chain
-            ).items():
+            for second, then in verify(lambda done, at=tokens: P[at] if not done else F(1, 1, 1), chain).items():
                 key = (tokens[0], second[0])
                 total[key] = total.get(key, Fraction(0)) + weight * prob * then
     return total
 
 
 def _nodes_of(tree: SpeculationTree) -> list[Node]:
-    return [
-        Node(n.node_id, n.parent.node_id, n.token_id, n.prob, n.sampled, n.q)
-        for n in tree.nodes()
-        if n.parent
-    ]
+    return [Node(n.node_id, n.parent.node_id, n.token_id, n.prob, n.sampled, n.q) for n in tree.nodes() if n.parent]
 
 
 EXACT = {(a, b): P[()][a] * P[(a,)][b] for a in range(VOCAB) for b in range(VOCAB)}
@@ -356,9 +340,7 @@ EXACT = {(a, b): P[()][a] * P[(a,)][b] for a in range(VOCAB) for b in range(VOCA
         lambda v, first: False,
         lambda v, first: True,
         lambda v, first: v == first,
-        lambda v, first: (
-            Q[()][v] > Fraction(3, 10)
-        ),  # by the token itself: a deeper position may depend on it
+        lambda v, first: Q[()][v] > Fraction(3, 10),  # by the token itself: a deeper position may depend on it
         lambda v, first: v == (first + 1) % VOCAB,
     ],
 )

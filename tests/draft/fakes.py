@@ -122,9 +122,7 @@ class TableDrafter:
         log_q, token_ids = torch.tensor(rows).log_softmax(-1).topk(self.m)
         return Candidates(token_ids, torch.full_like(log_q, -math.inf) if self.silent else log_q)
 
-    def advance(
-        self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]
-    ) -> None:
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         text, held = self._texts[session_id], self._rows[session_id]
         assert len(token_ids) == len(node_ids) >= 1
         assert list(node_ids) == sorted(node_ids)

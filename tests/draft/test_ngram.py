@@ -32,9 +32,7 @@ def scan(text: list[int], path: list[int], lo: int, hi: int, m: int) -> tuple[li
     return [], []
 
 
-@given(
-    tokens, st.lists(st.integers(0, 2), max_size=6), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3)
-)
+@given(tokens, st.lists(st.integers(0, 2), max_size=6), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3))
 @settings(max_examples=300, deadline=None)
 def test_equals_a_scan(text: list[int], path: list[int], lo: int, more: int, m: int) -> None:
     index = NgramIndex(lo, lo + more)

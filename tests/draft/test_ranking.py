@@ -28,9 +28,7 @@ def batch(rules: list[Rule]) -> tuple[Candidates, list[RankingRow]]:
     return Candidates(token_ids, log_q), rows
 
 
-@pytest.mark.parametrize(
-    "rules", [[Rule.COUPLED] * 3, [Rule.GREEDY] * 3, [Rule.REJECTION] * 3, list(Rule) * 3]
-)
+@pytest.mark.parametrize("rules", [[Rule.COUPLED] * 3, [Rule.GREEDY] * 3, [Rule.REJECTION] * 3, list(Rule) * 3])
 def test_batch_equals_single_rows_and_the_definition(rules: list[Rule]) -> None:
     candidates, rows = batch(rules)
     together = rank(candidates, rows)

