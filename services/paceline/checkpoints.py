@@ -28,9 +28,7 @@ def require_path(path: str) -> None:
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ConfigError(
-                f"{path!r} holds no config.json: a directory with a transformers checkpoint is needed"
-            )
+            raise ConfigError(f"{path!r} holds no config.json: a directory with a transformers checkpoint is needed")
     elif directory.exists():
         raise ConfigError(f"{path!r} is a file: the directory of a transformers checkpoint is needed")
     elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:

@@ -107,10 +107,9 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConfig:
     """The pipeline that the model flags describe. Raises ConfigError."""
     embedded_target, embedded_draft = embedded_paths()
+    target = ModelConfig(path=_path("--target", args.target, str(embedded_target)), dtype=args.dtype)
     if args.target is not None and args.draft is None and args.drafter == "model" and with_draft:
-        raise ConfigError(
-            "--target is given without --draft: name one, or use --drafter ngram or --mode plain"
-        )
+        raise ConfigError("--target is given without --draft: name one, or use --drafter ngram or --mode plain")
     if args.drafter == "ngram" and args.draft is not None:
         raise ConfigError(f"--draft {args.draft} is given with --drafter ngram, which needs no model")
     draft: DrafterConfig | None = None
@@ -118,7 +117,6 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
         draft = NgramConfig()
     elif with_draft:
         draft = DraftModelConfig(path=_path("--draft", args.draft, str(embedded_draft)), dtype=args.dtype)
-    target = ModelConfig(path=_path("--target", args.target, str(embedded_target)), dtype=args.dtype)
     return LocalConfig(target=target, draft=draft)
 
 

@@ -295,9 +295,7 @@ class LocalPipeline:
                 _append_commits(to_draft, actions.to_draft)
                 touched[message.session_id] = generation
                 if actions.target_lost is not None:
-                    self._fail(
-                        generation, EngineError(f"the target failed the session: {actions.target_lost}")
-                    )
+                    self._fail(generation, EngineError(f"the target failed the session: {actions.target_lost}"))
             self._send(to_target, to_draft)
             for generation in touched.values():  # text, after the engines have what they need
                 if not generation.done:

@@ -38,9 +38,7 @@ class Tokenizer:
         if backend is not None:
             return str(backend.decode(list(token_ids), skip_special_tokens=True))
         return str(
-            self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     @property
@@ -85,7 +83,8 @@ def require_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
         raise TokenizerMismatchError(
             f"the draft's tokenizer differs in content from the target's: draft {draft.name!r} has "
             f"fingerprint {draft.fingerprint} ({draft.vocab_size} tokens), target {target.name!r} has "
-            f"{target.fingerprint} ({target.vocab_size} tokens); choose a draft that was trained with the target's tokenizer"
+            f"{target.fingerprint} ({target.vocab_size} tokens); choose a draft that was trained "
+            "with the target's tokenizer"
         )
 
 

@@ -26,6 +26,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from paceline import errors
@@ -282,30 +283,32 @@ class ProcessWorker:
     ) -> None:
         self.name = name
         self._on_messages, self._on_death = on_messages, on_death
-        self._sock, self._child_sock = socket.socketpair()
-        self._channel = Channel(self._sock)
+        self._factory, self._core = factory, core
+        self._sock: socket.socket | None = None
+        self._process: BaseProcess | None = None
         self._built = threading.Event()
         self._stopping = False
         self._failure: _Failed | None = None
         self._send_lock = threading.Lock()
         self._backlog: deque[bytes] = deque()  # frames that the socket had no room for, in order
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_process_main,
-            args=(self._child_sock, pickle.dumps(factory), core),
-            name=f"paceline-{name}",
-            daemon=True,
-        )
         self._reader = threading.Thread(target=self._read, name=f"paceline-{name}-reader", daemon=True)
 
     @property
     def pid(self) -> int | None:
         """Process id, None before ``spawn``."""
-        return self._process.pid
+        return None if self._process is None else self._process.pid
 
     def spawn(self) -> None:
         """See Worker."""
-        self._process.start()
-        self._child_sock.close()
+        self._sock, child_sock = socket.socketpair()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_process_main,
+            args=(child_sock, pickle.dumps(self._factory), self._core),
+            name=f"paceline-{self.name}",
+            daemon=True,
+        )
+        with child_sock:
+            self._process.start()
         self._reader.start()
 
     def wait_ready(self) -> None:
@@ -332,7 +335,7 @@ class ProcessWorker:
     def stop(self, timeout_s: float = 5.0) -> None:
         """See Worker."""
         self._stopping = True
-        if self._process.pid is not None:
+        if self._process is not None and self._process.pid is not None:
             self._send_frame(Channel.frame(_Stop()))
             self._process.join(timeout_s)
             if self._process.is_alive():
@@ -340,10 +343,11 @@ class ProcessWorker:
                 self._process.join()
             if self._reader is not threading.current_thread():
                 self._reader.join(timeout_s)
-        self._child_sock.close()
-        self._sock.close()
+        if self._sock is not None:
+            self._sock.close()
 
     def _send_frame(self, frame: bytes) -> None:
+        assert self._sock is not None, "send comes after spawn"
         with self._send_lock:
             if self._backlog:
                 self._backlog.append(frame)
@@ -356,11 +360,10 @@ class ProcessWorker:
                 return
             if sent < len(frame):
                 self._backlog.append(frame[sent:])
-                threading.Thread(
-                    target=self._write_backlog, name=f"paceline-{self.name}-writer", daemon=True
-                ).start()
+                threading.Thread(target=self._write_backlog, name=f"paceline-{self.name}-writer", daemon=True).start()
 
     def _write_backlog(self) -> None:
+        assert self._sock is not None
         while True:
             try:
                 self._sock.sendall(self._backlog[0])
@@ -374,10 +377,12 @@ class ProcessWorker:
                     return
 
     def _read(self) -> None:
+        assert self._sock is not None
+        channel = Channel(self._sock)
         failure: _Failed | None = None
         try:
             while failure is None:
-                for frame in self._channel.receive(None):
+                for frame in channel.receive(None):
                     if isinstance(frame, list):
                         self._on_messages(frame)
                     elif isinstance(frame, _Ready):
@@ -393,9 +398,7 @@ class ProcessWorker:
         elif not self._stopping:
             if failure is not None:
                 log.debug("engine %s failed:\n%s", self.name, failure.trace)
-            self._on_death(
-                f"{self.name} engine failed: {failure.message if failure else 'its process ended'}"
-            )
+            self._on_death(f"{self.name} engine failed: {failure.message if failure else 'its process ended'}")
 
 
 def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None) -> None:
