@@ -175,8 +175,8 @@ class ModelDrafter:
             committed = set(session.committed.nonzero().flatten().tolist())
             assert len(tree) == len(session.node_rows), "two nodes share a row"
             assert len(free) == len(session.free_rows), "a row is free twice"
-            assert not tree & free and not tree & committed and not free & committed, "a row has two uses"
-            assert tree | free | committed == set(range(session.num_rows)), "a row leaked"
+            rows = sorted([*tree, *free, *committed])
+            assert rows == list(range(session.num_rows)), "a row leaked or has two uses"
             assert len(committed) == session.num_cached <= len(session.tokens)
 
     def _session(self, session_id: str) -> _Session:

@@ -3,7 +3,8 @@
 Speculation is lossless in bf16 only if verifying K+1 tokens gives the same bits as decoding them one by one. On
 CPU (torch 2.13, oneDNN and MKL, AVX512 without AMX) this was measured to hold, over thousands of rows, when
 
-1. a step has at least ``MIN_TOKENS`` tokens and rows of logits: unpacked fp32 matrix products fall into the classes {1}, {2, 3}, {4..};
+1. a step has at least ``MIN_TOKENS`` tokens and rows of logits: unpacked fp32 matrix products fall into the classes
+   {1}, {2, 3}, {4..};
 2. query rows come in multiples of ``QUERY_MULTIPLE``: the attention kernel works on blocks of 32 query rows and
    treats a remainder of 1 to 3 differently;
 3. the key length of every step is one of ``KEY_PAGES`` pages (modulo 8): within each 512-key block the kernel

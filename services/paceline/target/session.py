@@ -93,14 +93,15 @@ class TargetSession:
         self.idle_context_len = -1
 
     def reserve(self, cache: KVCache, num_rows: int) -> None:
-        """Holds pages for rows [0, num_rows); raises ResourceExhaustedError and changes nothing if there are too few."""
+        """Holds pages for rows [0, num_rows); raises ResourceExhaustedError and changes nothing on failure."""
         missing = pages_for(num_rows) - len(self.pages)
         if missing > 0:
             self.pages.extend(cache.allocate(missing))
 
     def attach_prefix(self, cache: KVCache) -> None:
         """Shares what other sessions have computed of the same prefix."""
-        assert not self.pages and self.num_computed == 0
+        assert not self.pages
+        assert self.num_computed == 0
         self.pages, self._hashes = cache.match_prefix(self.tokens)
         self.num_computed = len(self.pages) * PAGE_SIZE
 
