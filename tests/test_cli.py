@@ -116,33 +116,9 @@ def test_version_and_help(capsys):
 
 
 def test_every_sampling_flag_reaches_its_field():
-    args = build_parser().parse_args(
-        [
-            "generate",
-            "x",
-            "--max-tokens",
-            "9",
-            "--min-tokens",
-            "2",
-            "--temperature",
-            "0.5",
-            "--top-p",
-            "0.9",
-            "--top-k",
-            "4",
-            "--min-p",
-            "0.1",
-            "--seed",
-            "3",
-            "--repetition-penalty",
-            "1.1",
-            "--presence-penalty",
-            "0.2",
-            "--frequency-penalty",
-            "0.3",
-            "--ignore-eos",
-        ]
-    )
+    flags = "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --ignore-eos"
+    penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
+    args = build_parser().parse_args(f"generate x {flags} {penalties}".split(" "))
     assert sampling_params(args).model_dump(exclude={"logit_bias", "bad_words", "stop_token_ids"}) == {
         "max_tokens": 9,
         "min_tokens": 2,

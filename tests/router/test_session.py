@@ -123,7 +123,7 @@ def test_draft_failure_means_plain_decoding_at_once_and_once():
     (reopened,) = up.to_draft
     assert isinstance(reopened, OpenSession)
     assert (reopened.epoch, reopened.token_ids) == (1, (*PROMPT, 65))
-    assert up.to_target == [DraftState("s", 0, True)]
+    assert up.to_target == [DraftState("s", 0, True, draft_epoch=1, context_len=4)]
     assert session.on_draft_up() == Actions()
     assert session.on_draft(Nodes("s", 0, 3, ())).to_target == []  # of the lost draft
     assert session.on_target(outcome(session, [66], epoch=0)).to_draft == [Commit("s", 1, (66,))]
