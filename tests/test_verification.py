@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.errors import InvalidRequestError
 from paceline.noise import Stream, uniform
 from paceline.sampling import (
     ProcessedRows,
@@ -48,8 +49,7 @@ def random_rows(n, seed=0, greedy=False):
 
 def join(*parts):
     columns = [
-        torch.cat([getattr(part, name) for part in parts])
-        for name in ("greedy", "seeds", "positions", "log_probs")
+        torch.cat([getattr(part, name) for part in parts]) for name in ("greedy", "seeds", "positions", "log_probs")
     ]
     return ProcessedRows(*columns[:3], sum(part.num_greedy for part in parts), log_probs=columns[3])
 
@@ -90,9 +90,7 @@ def test_matching_accepts_up_to_the_first_difference(greedy, wrong_at):
         (verdict,) = verify(processed, [Proposal(tuple(drafted))], [rule])
         assert verdict.num_accepted == num_accepted
         assert verdict.token_ids == tuple(own[: num_accepted + 1])
-        assert verdict.logprobs == tuple(
-            processed.log_probs[j, own[j]].item() for j in range(num_accepted + 1)
-        )
+        assert verdict.logprobs == tuple(processed.log_probs[j, own[j]].item() for j in range(num_accepted + 1))
 
 
 def test_tokens_outside_the_vocabulary_are_never_accepted():
@@ -151,9 +149,7 @@ def test_a_proposal_is_cut_before_a_q_that_cannot_be_trusted(name, at):
     assert verdict.num_invalid == 3 - at
     assert verdict.num_accepted == at
     # The next token is what an honest proposal of that length would have got.
-    (shorter,) = verify(
-        rows_of(processed.log_probs[: at + 1]), [Proposal((0,) * at, (one_hot(0),) * at)], [REJECTION]
-    )
+    (shorter,) = verify(rows_of(processed.log_probs[: at + 1]), [Proposal((0,) * at, (one_hot(0),) * at)], [REJECTION])
     assert verdict.token_ids == shorter.token_ids
 
 
@@ -195,9 +191,7 @@ def test_decisions_use_the_stated_uniforms():
     processed = join(*(rows_of(torch.tensor([[0.3, 0.7]] * 2).log(), seed) for seed in range(n)))
     verdicts = verify(processed, [Proposal((0,), (one_hot(0),))] * n, [REJECTION] * n)
     u = uniform(processed.seeds, processed.positions, Stream.ACCEPT)[::2]
-    assert [verdict.num_accepted == 1 for verdict in verdicts] == (
-        u < processed.log_probs[0, 0].exp()
-    ).tolist()
+    assert [verdict.num_accepted == 1 for verdict in verdicts] == (u < processed.log_probs[0, 0].exp()).tolist()
 
 
 def draft_inputs(n, m, seed=0):
@@ -213,9 +207,7 @@ def draft_inputs(n, m, seed=0):
 def test_sample_draft_reports_what_it_drew_from():
     token_ids, log_q, seeds, positions = draft_inputs(4, 5)
     log_q[2, 3:] = -math.inf
-    samples = sample_draft(
-        token_ids, log_q, seeds, positions, torch.arange(4), [1.0, 0.25, 1.0, 0.25], [0, 2, 3, 5]
-    )
+    samples = sample_draft(token_ids, log_q, seeds, positions, torch.arange(4), [1.0, 0.25, 1.0, 0.25], [0, 2, 3, 5])
     for i, (sample, scale, top) in enumerate(zip(samples, [1.0, 0.25, 1.0, 0.25], [0, 2, 3, 5], strict=True)):
         weights = log_q[i].double().exp()
         weights[:top] *= scale
@@ -258,9 +250,7 @@ PARAMS = st.sampled_from(
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=0.6, top_k=5, top_p=0.9),
         SamplingParams(temperature=1.3, min_p=0.05, presence_penalty=0.7, frequency_penalty=0.3),
-        SamplingParams(
-            temperature=1.0, repetition_penalty=1.4, bad_words=((3,), (1, 2), (2, 4, 5)), min_tokens=6
-        ),
+        SamplingParams(temperature=1.0, repetition_penalty=1.4, bad_words=((3,), (1, 2), (2, 4, 5)), min_tokens=6),
         SamplingParams(repetition_penalty=1.4, logit_bias={2: 3.0}, min_tokens=4),
     ]
 )
@@ -285,9 +275,7 @@ def decode(params, seed, num_tokens, proposals, *, reopen_at=None, position_shif
     return output[:num_tokens], logprobs[:num_tokens]
 
 
-@given(
-    PARAMS, st.integers(0, 2**64 - 1), st.randoms(use_true_random=False), st.integers(0, 8), st.integers(0, 9)
-)
+@given(PARAMS, st.integers(0, 2**64 - 1), st.randoms(use_true_random=False), st.integers(0, 8), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_coupled_text_and_logprobs_do_not_depend_on_the_proposals(params, seed, random, k, reopen_at):
     plain = decode(params, seed, 10, lambda _: ())
@@ -305,9 +293,7 @@ def test_a_position_key_off_by_one_after_preemption_is_caught():
     params = SamplingParams(temperature=1.5)
     plain = [decode(params, seed, 10, lambda _: ()) for seed in range(5)]
     assert [decode(params, seed, 10, lambda _: (), reopen_at=4) for seed in range(5)] == plain
-    assert [
-        decode(params, seed, 10, lambda _: (), reopen_at=4, position_shift=1) for seed in range(5)
-    ] != plain
+    assert [decode(params, seed, 10, lambda _: (), reopen_at=4, position_shift=1) for seed in range(5)] != plain
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
@@ -333,3 +319,36 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(temperature):
         lengths: list[int] = []
         decode(params, seed, 24, self_draft(seed))
         assert lengths == [0, 6, 12, 18]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", list(Acceptance))
+def test_a_dead_end_is_met_only_where_the_text_reaches_it(rule, temperature):
+    """After token 1 every token is forbidden. Proposals that run into it do no harm; the text that does, ends there."""
+    params = SamplingParams(
+        temperature=temperature,
+        logit_bias={v: -math.inf for v in range(12) if v not in (1, 2)} | {2: 2.0},
+        bad_words=((1, 1), (1, 2)),
+    )
+    failures = []
+    for seed in range(12):
+        texts = []
+        for drafted in ((), (1, 2), (2, 1, 2), (2, 2, 2, 1)):
+            q = tuple(SparseDistribution((v,), (1.0,)) for v in drafted)
+            state, output = SamplerState(params, seed, (3,), vocab_size=12), []
+            try:
+                while len(output) < 12:
+                    rows = [Row(state, drafted[:j]) for j in range(len(drafted) + 1)]
+                    logits = torch.stack([model((*output, *row.suffix)) / 8 for row in rows])
+                    (verdict,) = verify(process(logits, rows), [Proposal(drafted, q)], [rule])
+                    assert len(verdict.token_ids) == len(verdict.logprobs) == verdict.num_accepted + 1
+                    state.append(verdict.token_ids)
+                    output += verdict.token_ids
+            except InvalidRequestError as error:
+                failures.append((str(error), output[-1]))
+            assert 1 not in output[:-1]
+            texts.append(output[:12])
+        if rule is COUPLED or temperature == 0:
+            assert texts == texts[:1] * 4
+    assert failures or temperature == 0
+    assert all("logit_bias and bad_words" in message and last == 1 for message, last in failures)

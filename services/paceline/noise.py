@@ -93,9 +93,7 @@ def _xor_(a: Tensor, b: Tensor) -> Tensor:
     return out.bitwise_and_(_MASK)
 
 
-def gumbel(
-    seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, nonces: Tensor | None = None
-) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, nonces: Tensor | None = None) -> Tensor:
     """Gumbel noise of whole vocabulary rows.
 
     Args:
@@ -154,9 +152,7 @@ def gumbel_argmax(
         parts = [slice(i, i + rows_at_once) for i in range(0, rows, rows_at_once)]
         return torch.cat(
             [
-                gumbel_argmax(
-                    log_weights[at], seeds[at], positions[at], stream, None if nonces is None else nonces[at]
-                )
+                gumbel_argmax(log_weights[at], seeds[at], positions[at], stream, None if nonces is None else nonces[at])
                 for at in parts
             ]
         )
@@ -208,18 +204,14 @@ def _column(values: Tensor | None) -> Tensor | None:
     return None if values is None else values[:, None]
 
 
-def _dense_words(
-    seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, nonces: Tensor | None
-) -> Tensor:
+def _dense_words(seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, nonces: Tensor | None) -> Tensor:
     """[rows, vocab] int64 output words."""
     lanes = torch.arange((vocab_size + 3) // 4, device=seeds.device)[None]
     words = philox(_counter(lanes, positions[:, None], stream, _column(nonces)), _key(seeds[:, None]))
     return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
 
 
-def _words_at(
-    seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None
-) -> Tensor:
+def _words_at(seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None) -> Tensor:
     """Output words of single tokens; the other arguments broadcast against ``token_ids``."""
     words = philox(_counter(token_ids >> 2, positions, stream, nonces), _key(seeds))
     return torch.stack(words, dim=-1).gather(-1, (token_ids & 3)[..., None]).squeeze(-1)

@@ -166,9 +166,7 @@ class SamplerState:
         worst = max(token_ids, default=0)
         if worst >= self.vocab_size or min(token_ids, default=0) < 0:
             bad = worst if worst >= self.vocab_size else min(token_ids)
-            raise InvalidRequestError(
-                f"{what} holds token id {bad}: ids in [0, {self.vocab_size}) are allowed"
-            )
+            raise InvalidRequestError(f"{what} holds token id {bad}: ids in [0, {self.vocab_size}) are allowed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +214,7 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> No
     all_mass = None  # of whole rows, needed where top-p acts without top-k
     num_values = max((value for value in top_k if value < vocab_size), default=1)
     if any(p < 1 and value == vocab_size for p, value in zip(top_p, top_k, strict=True)):
-        all_mass = (
-            torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
-        )
+        all_mass = torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
         num_values = min(vocab_size, max(num_values, _TOP_P_CANDIDATES))
     while True:
         values = x.topk(num_values, dim=-1).values

@@ -51,6 +51,8 @@ class ProcessedRows(RowKeys):
 
     log_probs: Tensor
     """[rows, vocab] float32 after all processors; forbidden is -inf. Temperature-0 rows: at temperature 1."""
+    undecidable: tuple[int, ...] = ()
+    """Rows inside proposals that have no distribution, uniform above: no token may be drawn there (``verify``)."""
 
 
 def row_keys(rows: Sequence[Row], device: torch.device | str = "cpu") -> RowKeys:
@@ -70,10 +72,14 @@ def process(logits: Tensor, rows: Sequence[Row]) -> ProcessedRows:
     Raises:
         InvalidRequestError: the options of a session forbid every token.
         EngineError: a row of ``logits`` holds NaN or +inf.
+        Both only for rows without a suffix, which plain decoding would reach too. A draft must not be able to
+        make a session fail: other such rows become ``undecidable``.
     """
     x = _edited(logits, rows)
     top = x.amax(-1, keepdim=True) if len(rows) else x
-    _check_rows(top, logits, rows)
+    undecidable = _check_rows(top, logits, rows)
+    if undecidable:
+        x[undecidable], top[undecidable] = 0.0, 0.0
     # Always shift by the maximum, so that a row is rounded alike in every batch and no temperature overflows.
     x.sub_(top)
     if any(row.state.temperature != 1 for row in rows):
@@ -81,7 +87,12 @@ def process(logits: Tensor, rows: Sequence[Row]) -> ProcessedRows:
     truncate_(x, rows)
     keys = row_keys(rows, logits.device)
     return ProcessedRows(
-        keys.greedy, keys.seeds, keys.positions, keys.num_greedy, log_probs=torch.log_softmax(x, -1)
+        keys.greedy,
+        keys.seeds,
+        keys.positions,
+        keys.num_greedy,
+        log_probs=torch.log_softmax(x, -1),
+        undecidable=tuple(undecidable),
     )
 
 
@@ -169,18 +180,22 @@ def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return x
 
 
-def _check_rows(top: Tensor, logits: Tensor, rows: Sequence[Row]) -> None:
-    """top: [rows, 1] maxima after the processors before the temperature, NaN where a row holds one."""
+def _check_rows(top: Tensor, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """The undecidable rows. top: [rows, 1] maxima before the temperature, NaN where a row holds one."""
     if bool(top.isfinite().all()):
-        return
+        return []
+    undecidable = []
     for index, value in enumerate(top.squeeze(-1).tolist()):
+        if math.isfinite(value):
+            continue
+        if rows[index].suffix:
+            undecidable.append(index)
+            continue
         params = rows[index].state.params
         raw = logits[index].amax().item()
         position = rows[index].position
         if value == -math.inf and math.isfinite(raw):
             options = [name for name in ("logit_bias", "bad_words", "min_tokens") if getattr(params, name)]
             raise InvalidRequestError(f"{' and '.join(options)} forbid every token at position {position}")
-        if not math.isfinite(value):
-            raise EngineError(
-                f"row {index} of the logits (position {position}) has maximum {raw}: not finite"
-            )
+        raise EngineError(f"row {index} of the logits (position {position}) has maximum {raw}: not finite")
+    return undecidable

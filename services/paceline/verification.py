@@ -103,8 +103,7 @@ def verify(
 
     Args:
         processed: session i owns ``len(proposals[i].token_ids) + 1`` consecutive rows: one for each draft
-        token, in
-            the context of those before it, and the bonus row.
+            token, in the context of those before it, and the bonus row.
         proposals, rules: one per session.
         choices: the random choices of the rejection rule; position-keyed noise by default.
 
@@ -115,12 +114,37 @@ def verify(
     an exact sample of p_j. Where it is not cut, theorem 1 needs x_j ~ q_j given that. q_j was fixed before
     x_j was drawn, so its own validity says nothing about x_j, and a token without mass has probability zero
     under q_j.
+
+    Where a verdict reaches an undecidable row it ends with the token before: the next round meets the dead end
+    as plain decoding would.
     """
     sizes = [len(proposal.token_ids) + 1 for proposal in proposals]
     starts = [0, *accumulate(sizes)]
     assert starts[-1] == len(processed.log_probs), (
         f"{len(processed.log_probs)} rows for proposals that need {starts[-1]}"
     )
+    verdicts = _decide(processed, proposals, rules, choices, starts)
+    if not processed.undecidable:
+        return verdicts
+    ends = [
+        min((row - start for row in processed.undecidable if start < row < start + size), default=size)
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+    return [
+        verdict
+        if verdict.num_accepted < end
+        else Verdict(end - 1, verdict.token_ids[:end], verdict.logprobs[:end], verdict.num_invalid)
+        for verdict, end in zip(verdicts, ends, strict=True)
+    ]
+
+
+def _decide(
+    processed: ProcessedRows,
+    proposals: Sequence[Proposal],
+    rules: Sequence[Acceptance],
+    choices: Choices | None,
+    starts: Sequence[int],
+) -> list[Verdict]:
     ratio = [rule is Acceptance.REJECTION for rule in rules]
     if any(ratio) and processed.num_greedy:
         greedy = processed.greedy.tolist()
@@ -128,17 +152,15 @@ def verify(
     if not any(ratio):
         own, logprobs = _sample_own(processed)
         return [
-            _match(proposal, own[start : start + size], logprobs[start : start + size])
-            for proposal, start, size in zip(proposals, starts, sizes, strict=False)
+            _match(proposal, own[start:end], logprobs[start:end])
+            for proposal, start, end in zip(proposals, starts, starts[1:], strict=False)
         ]
     verdicts: dict[int, Verdict] = {}
     matched = [i for i, by_ratio in enumerate(ratio) if not by_ratio]
     if matched:
         part = _take(processed, [row for i in matched for row in range(starts[i], starts[i + 1])])
         matched_rules = [Acceptance.COUPLED] * len(matched)
-        verdicts |= dict(
-            zip(matched, verify(part, [proposals[i] for i in matched], matched_rules), strict=True)
-        )
+        verdicts |= dict(zip(matched, verify(part, [proposals[i] for i in matched], matched_rules), strict=True))
     rejecting = [i for i, by_ratio in enumerate(ratio) if by_ratio]
     decided = _reject(
         processed,
@@ -154,9 +176,7 @@ def _sample_own(processed: ProcessedRows) -> tuple[list[int], list[float]]:
     """The target's own token of every row and its logprob."""
     token_ids = sample_coupled(processed)
     logprobs = processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
-    own, values = torch.stack(
-        (token_ids.to(torch.float64), logprobs.to(torch.float64))
-    ).tolist()  # one transfer
+    own, values = torch.stack((token_ids.to(torch.float64), logprobs.to(torch.float64))).tolist()  # one transfer
     return [int(token) for token in own], values
 
 
@@ -172,9 +192,7 @@ def _reject(
 ) -> list[Verdict]:
     """The rejection rule; ``starts`` are the first rows. Accepts on the host, draws in one batch."""
     log_probs = processed.log_probs
-    drafted = [
-        (start + j, x) for p, start in zip(proposals, starts, strict=True) for j, x in enumerate(p.token_ids)
-    ]
+    drafted = [(start + j, x) for p, start in zip(proposals, starts, strict=True) for j, x in enumerate(p.token_ids)]
     log_p = _gather(log_probs, [(row, x if 0 <= x < log_probs.shape[-1] else 0) for row, x in drafted])
     log_p_by_row = {row: value for (row, _), value in zip(drafted, log_p, strict=True)}
 
@@ -297,14 +315,10 @@ def draft_distribution(
     """
     weights = [math.exp(value) * (saguaro if i < num_predicted else 1.0) for i, value in enumerate(log_q)]
     total = math.fsum(weights)
-    support = [
-        (token, weight / total) for token, weight in zip(token_ids, weights, strict=True) if weight > 0
-    ]
+    support = [(token, weight / total) for token, weight in zip(token_ids, weights, strict=True) if weight > 0]
     q = SparseDistribution(tuple(token for token, _ in support), tuple(prob for _, prob in support))
     return q, tuple(
-        token
-        for token, value in list(zip(token_ids, log_q, strict=True))[:num_predicted]
-        if value > -math.inf
+        token for token, value in list(zip(token_ids, log_q, strict=True))[:num_predicted] if value > -math.inf
     )
 
 
@@ -326,14 +340,11 @@ def sample_draft(
         twice. saguaro, num_predicted: per row, see ``draft_distribution``.
     """
     samples: list[tuple[SparseDistribution, tuple[int, ...]]] = [
-        draft_distribution(*row)
-        for row in zip(token_ids.tolist(), log_q.tolist(), saguaro, num_predicted, strict=True)
+        draft_distribution(*row) for row in zip(token_ids.tolist(), log_q.tolist(), saguaro, num_predicted, strict=True)
     ]
     width = max((len(q.probs) for q, _ in samples), default=0)
     padded = [(*q.probs, *(0.0,) * (width - len(q.probs))) for q, _ in samples]
-    log_weights = (
-        torch.tensor(padded, dtype=torch.float64, device=seeds.device).view(len(samples), width).log_()
-    )
+    log_weights = torch.tensor(padded, dtype=torch.float64, device=seeds.device).view(len(samples), width).log_()
     # The noise is keyed by rank here, not by token: a choice among the support is all that is wanted.
     drawn = gumbel_argmax(log_weights, seeds, positions, Stream.DRAFT, nonces).tolist()
     return [
