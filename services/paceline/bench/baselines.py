@@ -120,9 +120,11 @@ def _main(connection: Connection, target: str, draft: str | None, dtype: DType, 
             os.sched_setaffinity(0, {core})
     try:
         import torch
+        from transformers.utils import logging as hf_logging
 
         from paceline.model.loading import load_pretrained, resolve_dtype
 
+        hf_logging.set_verbosity_error()
         torch.set_num_threads(1)
         kind = resolve_dtype(dtype, torch.device("cpu"))
         models: list[Any] = [load_pretrained(path, kind).eval() for path in (target, draft) if path]

@@ -90,9 +90,7 @@ class TimedTargetFactory:
             if engine.num_sessions == 0:
                 cache.release(cache.allocate(cache.num_available))
 
-        return TimedEngine(
-            engine, lambda: (engine.stats.steps, engine.stats.tokens_computed), self.path, forget
-        )
+        return TimedEngine(engine, lambda: (engine.stats.steps, engine.stats.tokens_computed), self.path, forget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,307 @@
+"""``paceline bench local``: the modes and transformers' own ``generate`` on the same prompts, in one run.
+
+One pair of engines serves all modes, since the mode is a property of the request. Methods take turns prompt by
+prompt, in an order that rotates, so that a machine that drifts does so for all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.bench.baselines import GenerateProcess, GenerateRequest
+from paceline.bench.prompts import Prompt, file_prompts, held_out_prompts
+from paceline.bench.records import RequestRecord, RoundRecord
+from paceline.bench.steps import StepRecord, TimedDraftFactory, TimedTargetFactory, read_steps
+from paceline.config import DraftModelConfig, DType, LocalConfig, ModelConfig, cache_dir
+from paceline.errors import ConfigError
+from paceline.local import LocalPipeline
+from paceline.router.session import Chunk, Result
+from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
+from paceline.workers import available_cores
+
+_WARM_UP_TOKENS = 24
+FIFTH = -1
+"""A draft of a fifth of the target's parameters: its one-token step costs about a fifth of the target's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run of the benchmark."""
+
+    target: str
+    draft: str
+    grow_target: int | None = None
+    """Parameters."""
+    grow_draft: int | None = None
+    """Parameters, or FIFTH."""
+    modes: tuple[Mode, ...] = tuple(Mode)
+    baselines: tuple[str, ...] = ("transformers", "assisted")
+    num_prompts: int | None = None
+    prompts_file: Path | None = None
+    max_tokens: int = 128
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    repeats: int = 1
+    draft_tokens: tuple[int, ...] = (8,)
+    sequential_draft_tokens: tuple[int, ...] = (2, 3, 4, 6)
+    sessions: int = 1
+    seed: int = 0
+    dtype: DType = "bfloat16"
+    acceptance: Acceptance = Acceptance.COUPLED
+    growth: str = "best_first"
+    tree_step_tokens: int = 16
+    compile: bool = True
+    worker: str = "process"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to decode."""
+
+    name: str
+    mode: str
+    """A ``Mode``, ``transformers`` or ``assisted``."""
+    draft_tokens: int = 0
+
+
+def methods(settings: Settings) -> list[Method]:
+    """What is compared, in the order of the report; sequential and overlapped once for each K."""
+    listed = []
+    for mode in settings.modes:
+        if mode is Mode.PLAIN:
+            listed.append(Method("plain", mode.value))
+        else:
+            ks = settings.draft_tokens if mode is Mode.OVERLAPPED else settings.sequential_draft_tokens
+            listed += [Method(f"{mode.value} K={k}", mode.value, k) for k in ks]
+    return listed + [Method(f"{name} generate", name) for name in settings.baselines]
+
+
+def grown(path: str, size: int, dtype: str) -> str:
+    """Directory of ``path`` grown to ``size`` parameters, from the cache or made now. Raises ConfigError."""
+    source = Path(path).expanduser()
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"{path!r} cannot be grown: a directory with a checkpoint is needed")
+    digest = hashlib.blake2b(f"1 {size} {dtype}".encode(), digest_size=8)
+    for file in sorted([source / "config.json", *source.glob("*.safetensors")]):
+        digest.update(file.read_bytes())
+    destination = cache_dir() / "grown" / f"{source.name}-{size}-{dtype}-{digest.hexdigest()}"
+    if destination.is_dir():
+        return str(destination)
+    import torch
+
+    from paceline.bench.grow import grow_checkpoint
+
+    torch.set_num_threads(1)
+    print(f"growing {source.name} to {size / 1e6:.0f} M parameters (once)", file=sys.stderr)
+    temporary = destination.with_name(f"{destination.name}.{os.getpid()}")
+    try:
+        grow_checkpoint(source, temporary, size, getattr(torch, dtype))
+        with contextlib.suppress(OSError):  # another process was faster
+            temporary.rename(destination)
+    except ValueError as error:
+        raise ConfigError(f"{source.name}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return str(destination)
+
+
+def with_grown_models(settings: Settings) -> Settings:
+    """The same settings with paths to the grown checkpoints. Raises ConfigError."""
+    from paceline.bench.report import model_facts
+
+    kind = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    target, draft, size = settings.target, settings.draft, settings.grow_draft
+    if settings.grow_target is not None:
+        target = grown(target, settings.grow_target, kind)
+    if size == FIFTH:
+        num_parameters = model_facts(target).num_parameters
+        if num_parameters is None:
+            raise ConfigError("--grow-draft fifth needs a target that is a directory with a checkpoint")
+        size = num_parameters // 5
+    if size is not None:
+        draft = grown(draft, size, kind)
+    return replace(settings, target=target, draft=draft)
+
+
+class Bench:
+    """The running engines, the baseline's process and the records so far. A context manager."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.records: list[RequestRecord] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Bench:
+        with contextlib.ExitStack() as stack:
+            settings = self.settings
+            steps = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+            self._target_log, self._draft_log = steps / "target", steps / "draft"
+            config = LocalConfig.model_validate(
+                {
+                    "target": self._model(settings.target),
+                    "draft": DraftModelConfig(**self._model(settings.draft)),
+                    "worker": settings.worker,
+                    "max_sessions": max(settings.sessions, 1),
+                    "tree_step_tokens": settings.tree_step_tokens,
+                }
+            )
+            self._pipeline = stack.enter_context(
+                LocalPipeline(
+                    config,
+                    target_factory=TimedTargetFactory(config, self._target_log),
+                    draft_factory=TimedDraftFactory(config, self._draft_log),
+                )
+            )
+            if settings.baselines:
+                cores = available_cores()
+                draft = settings.draft if "assisted" in settings.baselines else None
+                core = cores[0] if len(cores) >= 2 else None
+                self._generate = stack.enter_context(GenerateProcess(settings.target, draft, settings.dtype, core))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _model(self, path: str) -> dict[str, object]:
+        config = ModelConfig(path=path, dtype=self.settings.dtype, compile=self.settings.compile)
+        return config.model_dump()
+
+    def prompts(self) -> list[Prompt]:
+        """Prompts of the run, as many as fill whole units. Raises ConfigError."""
+        settings, tokenizer = self.settings, self._pipeline.tokenizer
+        if settings.prompts_file is not None:
+            prompts = file_prompts(tokenizer, settings.prompts_file, settings.num_prompts)
+        else:
+            prompts = held_out_prompts(tokenizer, settings.num_prompts or 8, settings.seed)
+        if len(prompts) % settings.sessions:
+            raise ConfigError(
+                f"{len(prompts)} prompts cannot be run {settings.sessions} at once: a multiple of --sessions is needed"
+            )
+        return prompts
+
+    def run(self) -> list[RequestRecord]:
+        """Warms up, measures, and returns a record per request. Raises ConfigError or EngineError."""
+        settings, listed, prompts = self.settings, methods(self.settings), self.prompts()
+        for method in listed:
+            self._run_unit(method, prompts[: settings.sessions], 0.0, 0, -1, _WARM_UP_TOKENS)
+        units = [prompts[i : i + settings.sessions] for i in range(0, len(prompts), settings.sessions)]
+        for repeat in range(settings.repeats):
+            for unit, chosen in enumerate(units):
+                for temperature in settings.temperatures:
+                    turn = (repeat + unit) % len(listed)
+                    for method in [*listed[turn:], *listed[:turn]]:
+                        self.records += self._run_unit(method, chosen, temperature, unit, repeat, settings.max_tokens)
+        order = {method.name: i for i, method in enumerate(listed)}
+        self.records = list(_with_identity(self.records, settings))
+        self.records.sort(key=lambda r: (r.temperature, order[r.method], r.repeat, r.unit))
+        return self.records
+
+    def _run_unit(
+        self, method: Method, prompts: Sequence[Prompt], temperature: float, unit: int, repeat: int, max_tokens: int
+    ) -> list[RequestRecord]:
+        run = self._run_generate if method.mode in ("transformers", "assisted") else self._run_engines
+        started = time.perf_counter()
+        records = run(
+            prompts,
+            RequestRecord(
+                method.name, method.mode, method.draft_tokens, temperature, unit, repeat, "", 0, (), 0.0, 0.0, ()
+            ),
+            max_tokens,
+        )
+        begin = started + min(r.prefill_s for r in records)
+        end = started + max(r.prefill_s + r.decode_s for r in records)
+        target = _between(read_steps(self._target_log), begin, end)
+        draft = _between(read_steps(self._draft_log), begin, end)
+        for log in (self._target_log, self._draft_log):
+            if log.exists():
+                os.truncate(log, 0)  # the engines append
+        return [replace(record, target_steps=target, draft_steps=draft) for record in records]
+
+    def _run_engines(self, prompts: Sequence[Prompt], blank: RequestRecord, max_tokens: int) -> list[RequestRecord]:
+        speculation = SpeculationParams.model_validate(
+            {
+                "mode": blank.mode,
+                "acceptance": self.settings.acceptance,
+                "max_draft_tokens": blank.draft_tokens,
+                "growth": self.settings.growth,
+            }
+        )
+        started = time.perf_counter()
+        runs = []
+        for i, prompt in enumerate(prompts):
+            seed = self.settings.seed * 100_003 + blank.unit * len(prompts) + i
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=blank.temperature, ignore_eos=True, seed=seed)
+            generation = self._pipeline.submit(prompt.token_ids, sampling, speculation)
+            chunks: list[tuple[Chunk, float]] = []
+
+            def collect(generation: Iterator[Chunk], chunks: list[tuple[Chunk, float]]) -> None:
+                for chunk in generation:
+                    chunks.append((chunk, time.perf_counter() - started))
+
+            reader = threading.Thread(target=collect, args=(generation, chunks), daemon=True)
+            reader.start()
+            runs.append((prompt, generation, chunks, reader))
+        records = []
+        for prompt, generation, chunks, reader in runs:
+            result = generation.result
+            reader.join()
+            records.append(_engine_record(blank, prompt, result, chunks))
+        return records
+
+    def _run_generate(self, prompts: Sequence[Prompt], blank: RequestRecord, max_tokens: int) -> list[RequestRecord]:
+        (prompt,) = prompts  # batches of transformers are another thing: excluded with the arguments
+        reply = self._generate.generate(
+            GenerateRequest(
+                prompt.token_ids,
+                max_tokens,
+                blank.temperature,
+                self.settings.seed * 100_003 + blank.unit,
+                assisted=blank.mode == "assisted",
+            )
+        )
+        times = [at - reply.started_s for at in reply.times_s]
+        rounds = tuple(RoundRecord(0, 0, size, "", at) for at, size in zip(times, reply.sizes, strict=True))
+        return [
+            replace(
+                blank, prompt=prompt.source, prompt_tokens=len(prompt.token_ids), token_ids=reply.token_ids,
+                prefill_s=times[0], decode_s=times[-1] - times[0], rounds=rounds,
+            )
+        ]  # fmt: skip
+
+
+def _engine_record(
+    blank: RequestRecord, prompt: Prompt, result: Result, chunks: Sequence[tuple[Chunk, float]]
+) -> RequestRecord:
+    rounds = tuple(
+        RoundRecord(c.round.num_drafted, c.round.num_accepted, len(c.token_ids), c.round.cause.value, at)
+        for c, at in chunks
+        if c.round is not None
+    )
+    return replace(
+        blank, prompt=prompt.source, prompt_tokens=len(prompt.token_ids), token_ids=result.token_ids,
+        prefill_s=result.timing.prefill_s, decode_s=result.timing.decode_s, rounds=rounds,
+    )  # fmt: skip
+
+
+def _between(steps: Sequence[StepRecord], begin: float, end: float) -> tuple[tuple[int, float], ...]:
+    return tuple((s.width, s.duration_s) for s in steps if begin <= s.started_s + s.duration_s / 2 <= end)
+
+
+def _with_identity(records: Sequence[RequestRecord], settings: Settings) -> Iterator[RequestRecord]:
+    """Compares each request with plain decoding where the same tokens are claimed: greedy, or coupled."""
+    plain = {(r.temperature, r.unit, r.prompt): r.token_ids for r in records if r.mode == "plain"}
+    for record in records:
+        own = record.mode in {mode.value for mode in Mode}
+        claimed = record.temperature == 0 or (own and settings.acceptance is Acceptance.COUPLED)
+        theirs = plain.get((record.temperature, record.unit, record.prompt))
+        yield replace(record, identical=record.token_ids == theirs if claimed and theirs is not None else None)
