@@ -124,7 +124,7 @@ class SpeculationParams(_Params):
     max_draft_tokens: int = Field(default=8, ge=0, le=MAX_DRAFT_TOKENS)
     """K, the longest proposal."""
     growth: Literal["best_first", "uniform", "geometric"] = "best_first"
-    """How the draft spends its tree budget (``speculation.py``)."""
+    """How the draft spends its tree budget (``draft/growth.py``)."""
     saguaro: float = Field(default=1.0, gt=0, le=1)
     """Rejection rule only: q of the predicted next tokens is scaled by this before sampling; 1 is off."""
 
@@ -194,6 +194,8 @@ class Nodes:
     nodes: tuple[Node, ...]
     idle: bool = False
     """The draft will send nothing more before the next commit."""
+    step_s: float = 0.0
+    """Seconds that the draft's tree step took; 0 if these nodes came without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
     receive: open, commit, close          step: a prefill chunk, or one tree step of all sessions
       commit: walk ─▶ advance the drafter     choose leaves ─▶ expand ─▶ rank ─▶ publish
 
-One thread calls `receive` and `step`, and `emit` is called from there. Nothing here waits, sleeps or reads a
-clock. A hit needs no answer; a miss is answered by a node for the missing token and everything below it. The
+One thread calls `receive` and `step`, and `emit` is called from there. Nothing here waits or sleeps. A hit needs no answer; a miss is answered by a node for the missing token and everything below it. The
 engine's own trees are never lost.
 """
 
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,6 +79,7 @@ class DraftEngine:
         tree_budget: int = 64,
         fan_out: int = 3,
         device: str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.stats = DraftStats()
         self._drafter = drafter
@@ -87,6 +88,8 @@ class DraftEngine:
         self._tree_budget = tree_budget
         self._fan_out = fan_out
         self._device = device
+        self._clock = clock
+        self._step_s = 0.0
         self._sessions: dict[str, DraftSession] = {}
         self._calibrations = {rule: Calibration(16) for rule in Rule}
         self._failures: list[SessionFailed] = []
@@ -123,11 +126,13 @@ class DraftEngine:
     def step(self) -> bool:
         """One unit of work, prefill and growing in turn while both have some. False: nothing to do, nothing
         sent."""
+        started, tree_steps = self._clock(), self.stats.tree_steps
         if self._prefill_next:
             worked = self._prefill() or self._grow()
         else:
             worked = self._grow() or self._prefill()
         self._prefill_next = not self._prefill_next
+        self._step_s = self._clock() - started if self.stats.tree_steps > tree_steps else 0.0
         return self._flush() or worked
 
     def wait_s(self) -> float | None:
@@ -299,7 +304,14 @@ class DraftEngine:
         for session in self._sessions.values():
             idle = session.ready and session.next_leaf(self._tree_budget) is None
             if session.outbox or (idle and not session.idle):
-                nodes = Nodes(session.session_id, session.epoch, session.tree.context_len, tuple(session.outbox), idle)
+                nodes = Nodes(
+                    session.session_id,
+                    session.epoch,
+                    session.tree.context_len,
+                    tuple(session.outbox),
+                    idle,
+                    self._step_s,
+                )
                 messages.append(nodes)
                 session.outbox, session.idle = [], idle
         if messages:

@@ -200,9 +200,8 @@ class TargetEngine:
         self.stats.nodes_invalid += added.invalid
         self.stats.nodes_dropped += added.dropped
         now = self._clock()
-        if message.nodes and message.context_len == session.num_tokens:
-            resolved = not had_proposal and session.tree.anchor.best is not None
-            self.policy.observe_nodes(session, now, resolved=resolved)
+        resolved = not had_proposal and session.tree.anchor.best is not None
+        self.policy.observe_nodes(session, message, now, resolved=resolved)
         session.last_nodes_at = now
         session.draft_silent = False
         if message.idle:

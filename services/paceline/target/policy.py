@@ -10,10 +10,11 @@ time (Dinkelbach's criterion for maximising tokens / time): wait iff ``gain > ra
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from paceline.target.session import TargetSession
-from paceline.types import Mode
+from paceline.types import Mode, Nodes
 
 DRAFT_TIMEOUT_S = 1.0
 """A draft that has sent nothing for so long while it was waited for does not serve the session now."""
@@ -43,29 +44,34 @@ class WaitPolicy:
 
     step_s: Average = field(default_factory=Average)
     """Target step that only decodes."""
-    first_delay_s: Average = field(default_factory=Average)
-    """From an outcome that missed to the first draft token below it."""
-    next_delay_s: Average = field(default_factory=Average)
-    """From one message of new nodes to the next, while the draft grows a session."""
+    draft_step_s: Average = field(default_factory=Average)
+    """Tree step of the draft, as the draft reports it."""
+    link_s: Average = field(default_factory=lambda: Average(0.1, 0.0))
+    """What a first answer takes beyond the draft's own steps: both ways of the link, queueing at the draft."""
+    first_acceptance: Average = field(default_factory=lambda: Average(0.02, 0.7))
+    """Share of first draft tokens of a proposal that are accepted."""
     acceptance: Average = field(default_factory=lambda: Average(0.02, 0.7))
-    """Share of draft tokens that are accepted."""
+    """The same of any draft token whose predecessor was accepted."""
     tokens_per_round: Average = field(default_factory=lambda: Average(0.05))
     round_s: Average = field(default_factory=lambda: Average(0.05))
 
     def observe_round(self, num_drafted: int, num_accepted: int, num_tokens: int, round_s: float) -> None:
         """Takes a finished round of one session; ``round_s`` is the time since its previous outcome."""
-        reached = min(num_drafted, num_accepted + 1)
-        for i in range(reached):
+        if num_drafted:
+            self.first_acceptance.add(1.0 if num_accepted else 0.0)
+        for i in range(min(num_drafted, num_accepted + 1)):
             self.acceptance.add(1.0 if i < num_accepted else 0.0)
         self.tokens_per_round.add(float(num_tokens))
         self.round_s.add(round_s)
+        if not num_drafted:
+            self.link_s.value = 0.98 * self.link_s.get(0.0)  # so that a slow spell does not end waiting for good
 
-    def observe_nodes(self, session: TargetSession, now: float, *, resolved: bool) -> None:
+    def observe_nodes(self, session: TargetSession, message: Nodes, now: float, *, resolved: bool) -> None:
         """Takes the arrival of nodes; ``resolved``: they gave a lost or leafless session something to propose."""
-        if resolved:
-            self.first_delay_s.add(now - session.outcome_at)
-        elif session.last_nodes_at > session.outcome_at:
-            self.next_delay_s.add(now - session.last_nodes_at)
+        if message.step_s > 0:
+            self.draft_step_s.add(message.step_s)
+        if resolved and message.context_len == session.num_tokens:
+            self.link_s.add(max(0.0, now - session.outcome_at - self._answer_s()))
 
     def wait_until(self, session: TargetSession, now: float, *, others_ready: bool) -> float | None:
         """Until when ``session`` should wait for its draft; None: step now. May be asked again on every message."""
@@ -83,24 +89,28 @@ class WaitPolicy:
             return None if session.draft_silent else limit
         if others_ready:  # waiting would cost a whole step of the batch
             return None
-        step_s, rate = self.step_s.get(0.02), self._rate()
-        gain = self.acceptance.get(0.7)
-        for prob in chain.probs:
-            gain *= prob
         if len(chain):
-            expected, since = (
-                self.next_delay_s.get(step_s / 4),
-                max(session.last_nodes_at, session.outcome_at),
-            )
+            gain = self.acceptance.get(0.7) * math.prod(chain.probs)
+            expected, since = self._next_s(), max(session.last_nodes_at, session.outcome_at)
         else:
-            expected, since = self.first_delay_s.get(step_s / 2), session.outcome_at
+            gain = self.first_acceptance.get(0.7)
+            expected, since = self._answer_s() + self.link_s.get(0.0), session.outcome_at
         elapsed = now - since
-        if elapsed > _GIVE_UP * expected:
+        limit_s = _GIVE_UP * expected
+        if elapsed >= limit_s:
             if not len(chain):
-                self.first_delay_s.add(elapsed)  # censored, but enough to stop waiting in vain
+                self.link_s.add(elapsed)  # at least; enough to stop waiting in vain
             return None
         cost = max(expected - elapsed, expected / 4)
-        return since + _GIVE_UP * expected + 1e-4 if gain > rate * cost else None
+        return since + limit_s if gain > self._rate() * cost else None
+
+    def _next_s(self) -> float:
+        """Expected time between two messages of a draft that grows a session."""
+        return self.draft_step_s.get(self.step_s.get(0.02) / 4)
+
+    def _answer_s(self) -> float:
+        """Expected time of the draft's own steps after a miss: half of the one it is in, and one for the answer."""
+        return 1.5 * self._next_s()
 
     def _rate(self) -> float:
         return self.tokens_per_round.get(2.0) / max(self.round_s.get(self.step_s.get(0.02)), 1e-6)
