@@ -1,7 +1,9 @@
 """How often a target's next token was foreseen, by rule and temperature: `python benchmarks/hit_rates.py`.
 
-Teacher-forced on held-out text with the embedded pair: at every position both models see the same true context,
-so positions are independent of what any rule would have generated. With F alternatives per position:
+Teacher-forced with the embedded pair: at every position both models see the same context, so positions do not
+depend on what any rule would have generated. Contexts are continuations of held-out prompts that the target sampled
+at the same temperature (with other random numbers than those of the rules), which is what serving sees; or, with
+`--text held-out`, files that neither model was trained on. With F alternatives per position:
 
 acceptance       the draft's token x is accepted by the target at this position.
 after rejection  given that x was rejected: the recovered token is among F alternatives other than x (Saguaro:
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +65,8 @@ class Counts:
         )
 
 
-def windows(num_positions: int) -> list[tuple[int, ...]]:
-    """Windows of whole held-out files in turn, until the positions suffice."""
+def windows(num_positions: int) -> Tensor:
+    """[windows, WINDOW]: parts of held-out files in turn, as many as the positions need."""
     tokenizer = load_tokenizer(str(TARGET_DIR))
     texts = [tokenizer.encode(text) for _, text in sorted(held_out_texts().items())]
     found: list[tuple[int, ...]] = []
@@ -71,8 +74,24 @@ def windows(num_positions: int) -> list[tuple[int, ...]]:
         found += [ids[start : start + WINDOW] for ids in texts if len(ids) >= start + WINDOW]
     needed = -(-num_positions // (WINDOW - SKIPPED))
     if len(found) < needed:
-        raise SystemExit(f"--positions is {num_positions}: the held-out text has {len(found) * (WINDOW - SKIPPED)}")
-    return found[:needed]
+        available = len(found) * (WINDOW - SKIPPED)
+        raise SystemExit(f"--positions is {num_positions}: the held-out text has {available}")
+    return torch.tensor(found[:needed])
+
+
+def continued(model: Any, held_out: Tensor, temperature: float) -> Tensor:
+    """[windows, WINDOW]: the target's own continuations of the first SKIPPED tokens."""
+    options: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    torch.manual_seed(0)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    prompt = held_out[:, :SKIPPED]
+    ids: Tensor = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=WINDOW - SKIPPED, **options
+    )
+    return ids
 
 
 def count(
@@ -111,6 +130,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4608)
     parser.add_argument("--fan-out", type=int, default=3, help="F (default 3)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser.add_argument("--text", choices=["generated", "held-out"], default="generated")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
 
@@ -122,13 +142,14 @@ def main() -> None:
         ("rejection, saguaro 0.25", Acceptance.REJECTION, 0.25),
     ]
     cells = {(t, name): Counts() for t in options.temperatures for name, _, _ in rules}
-    for index, window in enumerate(windows(options.positions)):
-        with torch.no_grad():
-            logits = [m(torch.tensor([window])).logits[0, SKIPPED - 1 : -1].float() for m in models]
-        for temperature in options.temperatures:
-            state = SamplerState(
-                SamplingParams(temperature=temperature), index, window[:SKIPPED], vocab_size=logits[0].shape[-1]
-            )
+    held_out = windows(options.positions)
+    for temperature in options.temperatures:
+        text = continued(models[0], held_out, temperature) if options.text == "generated" else held_out
+        for index, window in enumerate(tuple(ids) for ids in text.tolist()):
+            with torch.no_grad():
+                logits = [m(torch.tensor([window])).logits[0, SKIPPED - 1 : -1].float() for m in models]
+            params = SamplingParams(temperature=temperature)
+            state = SamplerState(params, index, window[:SKIPPED], vocab_size=logits[0].shape[-1])
             rows = [Row(state, window[SKIPPED:end]) for end in range(SKIPPED, WINDOW)]
             for name, rule, saguaro in rules:
                 count(cells[temperature, name], logits[0], logits[1], rows, rule, saguaro, options.fan_out)
@@ -138,7 +159,7 @@ def main() -> None:
             name = "greedy" if temperature == 0 else name
             table_rows.append((f"{temperature:g} {name}", *counts.row()))
     positions = next(iter(cells.values())).positions
-    print(f"embedded pair, {options.dtype}, F = {options.fan_out}, {positions} positions of held-out text")
+    print(f"embedded pair, {options.dtype}, F = {options.fan_out}, {positions} positions of {options.text} text")
     print("\n".join(table(table_rows)))
 
 

@@ -30,6 +30,7 @@ from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
 from paceline.workers import available_cores
 
 _WARM_UP_TOKENS = 24
+_LOG_TIMEOUT_S = 0.5
 FIFTH = -1
 """A draft of a fifth of the target's parameters: its one-token step costs about a fifth of the target's."""
 
@@ -220,7 +221,11 @@ class Bench:
         )
         begin = started + min(r.prefill_s for r in records)
         end = started + max(r.prefill_s + r.decode_s for r in records)
+        expected = 0 if run == self._run_generate else max(len(r.rounds) for r in records) - 1
         target = _between(read_steps(self._target_log), begin, end)
+        while len(target) < expected and time.perf_counter() < end + _LOG_TIMEOUT_S:  # written after the outcome
+            time.sleep(1e-3)
+            target = _between(read_steps(self._target_log), begin, end)
         draft = _between(read_steps(self._draft_log), begin, end)
         for log in (self._target_log, self._draft_log):
             if log.exists():

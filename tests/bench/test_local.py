@@ -1,0 +1,205 @@
+"""`paceline bench local`: arguments, the arithmetic of the report, and one tiny run of everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.records import (
+    Amount,
+    RequestRecord,
+    RoundRecord,
+    Share,
+    best_of,
+    decode_amount,
+    end_to_end_amount,
+    hit_shares,
+    one_token_steps,
+    rate,
+    ratio,
+    summarise,
+)
+from paceline.bench.report import ModelFacts, model_facts, render
+from paceline.cli import main
+from paceline.embedded import TARGET_DIR
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--modes", "plain,fast"], "'fast'"),
+        (["--modes", ""], "--modes"),
+        (["--baselines", "vllm"], "'vllm'"),
+        (["--baselines", "none,assisted"], "'none'"),
+        (["--temperatures", "0,warm"], "'warm'"),
+        (["--temperatures", "-1"], "'-1'"),
+        (["--draft-tokens", "17"], "1 to 16"),
+        (["--sequential-draft-tokens", "2,x"], "'x'"),
+        (["--prompts", "0"], "at least 1"),
+        (["--repeats", "1.5"], "'1.5'"),
+        (["--max-tokens", "1"], "--max-tokens"),
+        (["--grow-target", "big"], "'big'"),
+        (["--grow-draft=-3M"], "'-3M'"),
+        (["--acceptance", "greedy"], "--acceptance"),
+        (["--growth", "tall"], "--growth"),
+        (["--tree-step-tokens", "0"], "--tree-step-tokens"),
+        (["--sessions", "2", "--baselines", "transformers"], "--baselines none"),
+        (["--sessions", "3", "--prompts", "4"], "multiple of --sessions"),
+        (["--json", "/nonexistent/out.json"], "--json"),
+        (["--grow-target", "1K"], "1000"),
+        (["--target", "/nonexistent", "--grow-target", "20M"], "/nonexistent"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["bench", "local", *arguments])
+    except SystemExit as stopped:  # argparse's own
+        status = int(str(stopped.code))
+    output = capsys.readouterr()
+    assert status == 2
+    assert output.out == ""
+    message = output.err.strip().splitlines()[-1]
+    assert named in message
+    assert message.startswith("paceline")
+
+
+def _round(drafted: int, accepted: int, cause: str, at_s: float = 0.0) -> RoundRecord:
+    return RoundRecord(drafted, accepted, accepted + 1, cause, at_s)
+
+
+def _record(method: str = "plain", **fields: Any) -> RequestRecord:
+    values: dict[str, Any] = {
+        "mode": method.split()[0], "draft_tokens": 0, "temperature": 0.0, "unit": 0, "repeat": 0,
+        "prompt": "a", "prompt_tokens": 3, "token_ids": (1, 2, 3, 4, 5), "prefill_s": 1.0, "decode_s": 2.0,
+        "rounds": (_round(0, 0, "start"), *[_round(0, 0, "disabled")] * 4),
+    }  # fmt: skip
+    return RequestRecord(method=method, **values | fields)
+
+
+def test_decode_leaves_out_the_first_outcome_and_prefill() -> None:
+    record = _record()
+    assert decode_amount([record]) == Amount(4, 2.0)
+    assert end_to_end_amount([record]) == Amount(5, 3.0)
+
+
+def test_requests_at_once_share_their_time() -> None:
+    early, late = _record(prefill_s=1.0, decode_s=2.0), _record(prefill_s=1.5, decode_s=2.5)
+    # From 1.0, the first outcome of either, to 4.0; only that outcome's token is left out.
+    assert decode_amount([late, early]) == Amount(9, 3.0)
+    assert end_to_end_amount([late, early]) == Amount(10, 4.0)
+
+
+def test_rates_are_totals_not_means() -> None:
+    assert rate([Amount(10, 1.0), Amount(10, 4.0)]) == 4.0
+    assert rate([]) == 0.0
+    assert rate([Amount(3, 0.0)]) == 0.0
+
+
+def test_ratio_and_its_spread() -> None:
+    own, plain = [Amount(10, 1.0), Amount(10, 4.0)], [Amount(10, 2.0), Amount(10, 4.0)]
+    found = ratio(own, plain)
+    assert found is not None
+    assert found.value == pytest.approx(6 / 5)
+    assert (found.least, found.most) == (1.0, 2.0)
+    assert (found.low, found.high) == (1.0, 2.0)  # of two pairs a quarter of the resamples is twice the same
+    assert ratio(own, plain) == found, "the bootstrap is seeded"
+    assert ratio([], []) is None
+    assert ratio([Amount(0, 0.0)], [Amount(4, 2.0)]) is None
+
+
+def test_hits_are_told_apart_by_how_the_round_before_ended() -> None:
+    rounds = (
+        _round(0, 0, "start"),
+        _round(2, 2, "k"),  # after no proposal: miss
+        _round(3, 1, "hit"),  # after full acceptance: hit
+        _round(2, 0, "hit"),  # after a rejection: hit
+        _round(0, 0, "token"),  # after a rejection: miss
+        _round(1, 1, "late"),  # after no proposal: miss
+        _round(1, 0, "draft_down"),  # after full acceptance: miss
+        _round(0, 0, "disabled"),  # could not hit: not counted
+    )
+    assert hit_shares([_record("overlapped K=8", rounds=rounds)]) == (Share(1, 2), Share(1, 2), Share(0, 2))
+
+
+def test_summary_of_synthetic_records() -> None:
+    plain = _record(identical=True, target_steps=((1, 0.5), (1, 0.25), (1, 0.75)))
+    rounds = (_round(0, 0, "start"), _round(4, 2, "hit"), _round(2, 0, "token"))
+    fast = _record(
+        "overlapped K=8", decode_s=0.5, rounds=rounds, identical=True, target_steps=((5, 0.2),),
+        draft_steps=((4, 0.1), (8, 0.3), (6, 0.2)),
+    )  # fmt: skip
+    one, two = summarise([plain, fast])
+    assert (one.method, one.decode_tokens_per_s, one.tokens_per_step) == ("plain", 2.0, 1.0)
+    assert (one.acceptance, one.target_step_s, one.draft_step_s) == (None, 0.5, None)
+    assert two.decode_tokens_per_s == 8.0
+    assert two.ratio is not None
+    assert (two.ratio.value, two.ratio.low, two.ratio.high) == (4.0, 4.0, 4.0)
+    assert two.end_to_end_tokens_per_s == pytest.approx(5 / 1.5)
+    assert two.tokens_per_step == 2.0
+    assert two.acceptance == pytest.approx(2 / 6)
+    assert (two.after_rejection, two.after_no_proposal) == (Share(0, 1), Share(1, 1))
+    assert two.causes == {"hit": 1, "token": 1}
+    assert (two.draft_step_s, two.draft_step_nodes) == (0.2, 6.0)
+    assert two.identical == Share(1, 1)
+    assert best_of([one, two], "overlapped", 0.0) is two
+    assert best_of([one, two], "sequential", 0.0) is None
+
+
+def test_sequential_is_compared_at_its_best() -> None:
+    records = [
+        _record(),
+        _record("sequential K=2", decode_s=1.0, draft_steps=((1, 0.1), (3, 9.0))),
+        _record("sequential K=4", decode_s=1.6),
+        _record("overlapped K=8", decode_s=0.8),
+    ]
+    best = best_of(summarise(records), "sequential", 0.0)
+    assert best is not None
+    assert best.method == "sequential K=2"
+    assert one_token_steps(records) == (None, 0.1)
+    text = render({"target": ModelFacts("t", 100, 10)}, "float32", records, "title")
+    assert "overlapped K=8 against sequential K=2, the best of its mode: 1.25" in text
+    assert "grown from the embedded pair, stands in for large weights" in text
+
+
+def test_facts_of_a_checkpoint() -> None:
+    facts = model_facts(str(TARGET_DIR))
+    assert facts.num_parameters is not None
+    assert 10e6 < facts.num_parameters < 20e6
+    assert facts.grown_from is None
+    assert model_facts("some/hub-id") == ModelFacts("some/hub-id", None, None)
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    arguments = [
+        "bench", "local", "--no-compile", "--prompts", "1", "--max-tokens", "16",
+        "--temperatures", "0,1", "--sequential-draft-tokens", "3", "--dtype", "float32", "--json", str(file),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert set(data) == {"environment", "settings", "models", "one_token_step_s", "summaries", "requests"}
+    assert {"cpu", "cores", "python", "torch", "transformers", "threads_per_engine"} <= set(data["environment"])
+    own = ["plain", "sequential K=3", "overlapped K=8"]
+    methods = [*own, "transformers generate", "assisted generate"]
+    for temperature in (0, 1):
+        records = [r for r in data["requests"] if r["temperature"] == temperature]
+        assert [r["method"] for r in records] == methods
+        for record in records:
+            assert len(record["token_ids"]) == 16
+            assert sum(r["tokens"] for r in record["rounds"]) == 16
+            assert record["prefill_s"] > 0
+            assert record["decode_s"] > 0
+            if record["method"] in own:
+                assert record["identical"] is True
+                assert len(record["target_steps"]) == len(record["rounds"]) - 1
+        assert records[1]["draft_steps"]
+        assert records[2]["draft_steps"]
+    for method in methods:
+        assert method in text
+    assert data["one_token_step_s"]["target"] > 0
