@@ -100,7 +100,15 @@ class KVCache:
                 del self._page_of[self._hash_of.pop(page)]
             self._refs[page] = 1
             pages.append(page)
+        self._clear(pages)
         return pages
+
+    def _clear(self, pages: list[int]) -> None:
+        """Zeroes pages for a new owner: masked rows weigh exactly zero, but 0 * NaN is NaN."""
+        if pages:
+            index = torch.tensor(pages, device=self.keys[0].device)
+            for pool in (*self.keys, *self.values):
+                pool.index_fill_(0, index, 0)
 
     def release(self, pages: Sequence[int]) -> None:
         """Gives up one reference to each page; hashed pages stay as cached prefixes."""

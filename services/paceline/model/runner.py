@@ -66,7 +66,6 @@ class StepInputs:
         write_rows.extend(range(cache.scratch_row, cache.scratch_row + padding))
 
         num_pages = padded_pages(max(pages_for(_num_rows(s)) for s in steps))
-        scratch_page = cache.scratch_row // PAGE_SIZE
         gather: list[list[int]] = []
         scatter = [0] * len(tokens)
         page_table: list[list[int]] = []
@@ -76,7 +75,8 @@ class StepInputs:
             for j in range(count):
                 scatter[flat + j] = i * row_len + j
             table = list(step.pages[:num_pages])
-            page_table.append(table + [scratch_page] * (num_pages - len(table)))
+            # Masked keys weigh exactly zero, but 0 * NaN is NaN: what pads a table must be the session's own.
+            page_table.append(table + table[:1] * (num_pages - len(table)))
             query_rows.append([step.rows[first + min(j, count - 1)] for j in range(row_len)])
 
         key = torch.arange(num_pages * PAGE_SIZE)

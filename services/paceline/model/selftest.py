@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.errors import ConfigError
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.runner import ModelRunner, SequenceStep
 
@@ -43,13 +44,25 @@ class InvarianceReport:
         )
 
 
-def check_invariance(runner: ModelRunner) -> InvarianceReport:
-    """Decodes ``_NUM_TOKENS`` random tokens one by one, then in chunks, alone and beside other rows; compares bits.
+def check_invariance(runner: ModelRunner, max_len: int | None = None) -> InvarianceReport:
+    """Decodes up to ``_NUM_TOKENS`` random tokens one by one, then in chunks, alone and beside others; compares bits.
 
-    Starts at a context that crosses the 256-key boundary. Leaves the KV cache without references.
+    Starts at a context that crosses the 256-key boundary, if the cache and ``max_len`` positions have room for it.
+    Leaves the KV cache without references.
+
+    Raises:
+        ConfigError: the cache has fewer than two pages.
     """
-    start = min(3 * PAGE_SIZE, max(0, (runner.cache.num_available // 2 - 2) * PAGE_SIZE))
-    total = start + _NUM_TOKENS
+    available = runner.cache.num_available
+    if available < 2:
+        raise ConfigError(
+            f"the KV cache has room for {available} KV pages of {PAGE_SIZE} tokens: at least 2 are needed"
+        )
+    limit = min(max_len or 1 << 20, (available - 1) * PAGE_SIZE)
+    start = min(
+        3 * PAGE_SIZE, max(0, available // 2 - 2) * PAGE_SIZE, max(0, limit - _NUM_TOKENS) // PAGE_SIZE * PAGE_SIZE
+    )
+    total = min(start + _NUM_TOKENS, limit)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, runner.vocab_size, (total,), generator=generator).tolist()
     pages, beside = runner.cache.allocate(pages_for(total)), runner.cache.allocate(1)
@@ -64,7 +77,7 @@ def check_invariance(runner: ModelRunner) -> InvarianceReport:
             for i in range(start, total, size):
                 steps = [_chunk(tokens, i, min(i + size, total), pages)]
                 if i % 2:
-                    steps.append(_chunk(tokens, 0, 3, beside))
+                    steps.append(_chunk(tokens, 0, min(3, total), beside))
                 chunks.append(runner.forward(steps)[: min(size, total - i)])
             verified = torch.cat(chunks)
             rows += len(verified)

@@ -34,7 +34,7 @@ def build_target_engine(config: LocalConfig, emit: Callable[[Sequence[FromTarget
         per_session, config.max_sessions * pages_for(min(max_len, _DEFAULT_LEN) + MAX_DRAFT_TOKENS)
     )
     runner = model.runner(num_pages)
-    report = check_invariance(runner)
+    report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
     return TargetEngine(
         runner,

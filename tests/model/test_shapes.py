@@ -1,0 +1,251 @@
+"""Batch invariance, bit for bit: one token's logits whatever chunk, batch and key length it is computed in.
+
+The recipe (``shapes.py``) was measured, not derived: a platform may break it. There the self-test must say so, and
+that it can say so is tested with runners that are made to differ.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError, PacelineError
+from paceline.model import runner as runner_module
+from paceline.model import shapes
+from paceline.model.kv_cache import PAGE_SIZE, pages_for
+from paceline.model.loading import prepare
+from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.selftest import check_invariance
+
+from ..support import prompt, random_model
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def make(dtype: torch.dtype, pages: int = 40, family: str = "llama") -> ModelRunner:
+    return prepare(random_model(family, dtype=dtype), compile=False).runner(pages)
+
+
+def steps_of(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:
+    span = range(start, stop)
+    return SequenceStep(tokens[start:stop], span, span, pages, num_logits=stop - start)
+
+
+def in_chunks(
+    runner: ModelRunner, tokens: list[int], start: int, sizes: list[int], pages: list[int], beside=None
+) -> Tensor:
+    """Logits of tokens[start:], in chunks of the given sizes (the last repeats)."""
+    out, at, i = [], start, 0
+    while at < len(tokens):
+        stop = min(len(tokens), at + sizes[min(i, len(sizes) - 1)])
+        steps = [steps_of(tokens, at, stop, pages), *(beside(i) if beside else [])]
+        out.append(runner.forward(steps)[: stop - at].clone())
+        at, i = stop, i + 1
+    return torch.cat(out)
+
+
+def different(a: Tensor, b: Tensor) -> int:
+    return int((a != b).any(-1).sum())
+
+
+def held_here(runner: ModelRunner) -> bool:
+    """Whether this platform holds the recipe; if not, the report must say so."""
+    report = check_invariance(runner)
+    assert report.holds == ("NOT batch-invariant" not in str(report))
+    return report.holds
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunk_sizes_1_to_40(dtype: torch.dtype, family: str) -> None:
+    """Verifying n tokens gives the bits of decoding them one by one, n = 1..40, across the 64-key boundary."""
+    runner = make(dtype, family=family)
+    if not held_here(runner):
+        return
+    tokens = prompt(1, 100)
+    pages = runner.cache.allocate(pages_for(100))
+    runner.forward([steps_of(tokens, 0, 40, pages)])
+    want = in_chunks(runner, tokens, 40, [1], pages)
+    for size in range(2, 41):
+        assert different(in_chunks(runner, tokens, 40, [size], pages), want) == 0, size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_key_lengths_across_tiles(dtype: torch.dtype) -> None:
+    """Around 256, 320, 512 and 1024 keys, where the attention kernel changes how it splits its sums."""
+    runner = make(dtype)
+    if not held_here(runner):
+        return
+    tokens = prompt(2, 1100)
+    pages = runner.cache.allocate(pages_for(1100))
+    for boundary in (192, 256, 320, 384, 512, 576, 768, 832, 1024):
+        start, stop = boundary - 6, boundary + 6
+        runner.forward([steps_of(tokens[:start], max(0, start - 64), start, pages)])
+        want = in_chunks(runner, tokens[:stop], start, [1], pages)
+        for sizes in ([2], [5], [12], [7, 5], [1, 11]):
+            assert different(in_chunks(runner, tokens[:stop], start, sizes, pages), want) == 0, (boundary, sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_in_any_chunks(dtype: torch.dtype) -> None:
+    """The chunks of a prompt depend on who shares the step: logits and later decoding do not."""
+    runner = make(dtype)
+    if not held_here(runner):
+        return
+    tokens = prompt(3, 300)
+    results = []
+    for sizes in ([300], [256, 44], [64], [33], [17, 200, 83], [1, 31, 100]):
+        pages = runner.cache.allocate(pages_for(300))
+        results.append(in_chunks(runner, tokens, 0, sizes, pages))
+        runner.cache.release(pages)
+    for other in results[1:]:
+        assert different(other, results[0]) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_compositions(dtype: torch.dtype) -> None:
+    """Random neighbours, short and long, near and far, before and after: the bits of being alone."""
+    runner = make(dtype)
+    if not held_here(runner):
+        return
+    rng = random.Random(0)
+    tokens = prompt(4, 90)
+    pages = runner.cache.allocate(2)
+    runner.forward([steps_of(tokens, 0, 50, pages)])
+    want = in_chunks(runner, tokens, 50, [1], pages)
+    others = [prompt(10 + i, 400) for i in range(4)]
+    their_pages = [runner.cache.allocate(pages_for(400)) for _ in others]
+    for other, held in zip(others, their_pages, strict=True):
+        runner.forward([steps_of(other, 0, 350, held)])
+
+    for _ in range(12):
+        at = 50
+        while at < 90:
+            size = min(rng.randint(1, 9), 90 - at)
+            steps = [(steps_of(tokens, at, at + size, pages), True)]
+            for other, held in rng.sample(list(zip(others, their_pages, strict=True)), rng.randint(0, 4)):
+                start = rng.choice((0, 10, 250, 349))
+                stop = start + rng.choice((1, 3, 16, 40))
+                steps.append((steps_of(other, start, stop, held), False))
+            rng.shuffle(steps)
+            out = runner.forward([s for s, _ in steps]).split([s.num_logits for s, _ in steps])
+            got = next(rows for rows, (_, ours) in zip(out, steps, strict=True) if ours)
+            assert different(got, want[at - 50 : at - 50 + size]) == 0
+            at += size
+
+
+# -- the self-test itself -------------------------------------------------------------------------------------------
+
+
+def perturbed(runner: ModelRunner, differs) -> ModelRunner:
+    """The runner with its logits changed by one unit in the last place for some shapes of a step."""
+    step = runner._step
+
+    def changed(*inputs):
+        logits = step(*inputs)
+        return torch.nextafter(logits, torch.full_like(logits, 1e9)) if differs(*inputs) else logits
+
+    return ModelRunner(changed, runner.cache, dtype=runner.dtype, sliding_window=None, vocab_size=runner.vocab_size)
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        lambda ids, *_: ids.shape[1] >= 17,
+        lambda ids, *_: 4 < ids.shape[1] <= 8,
+        lambda *inputs: inputs[4].shape[0] > 1,  # a neighbour
+    ],
+    ids=["many_tokens", "few_tokens", "neighbours"],
+)
+def test_the_self_test_notices_a_runner_that_differs(differs) -> None:
+    """One unit in the last place for some shapes is enough: the report says NOT, with counts."""
+    runner = make(torch.float32)
+    report = check_invariance(perturbed(runner, differs))
+    assert not report.holds
+    assert report.num_different > 0
+    assert str(report).startswith("NOT batch-invariant here: ")
+    assert f"{report.num_different} of {report.num_rows} rows differ" in str(report)
+    assert runner.cache.num_used == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_self_test_says_when_it_holds(dtype: torch.dtype) -> None:
+    """Its own words, either way, and no page is kept."""
+    runner = make(dtype, pages=8)
+    report = check_invariance(runner)
+    word = "batch-invariant: " if report.holds else "NOT batch-invariant here: "
+    assert str(report).startswith(word)
+    assert report.num_rows == 4 * 96
+    assert runner.cache.num_used == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["MIN_TOKENS", "QUERY_MULTIPLE", "KEY_PAGES"])
+def test_each_rule_without_it(monkeypatch: pytest.MonkeyPatch, rule: str, dtype: torch.dtype) -> None:
+    """A rule switched off: either the bits differ and the report says so, or this platform does not need the rule.
+
+    What must never happen is a report that holds although decoding and verification differ here.
+    """
+    if rule == "KEY_PAGES":
+        monkeypatch.setattr(shapes, "KEY_PAGES", {r: r for r in range(8)})
+    elif rule == "QUERY_MULTIPLE":
+        monkeypatch.setattr(shapes, "QUERY_MULTIPLE", 1)
+    else:
+        monkeypatch.setattr(runner_module, "MIN_TOKENS", 1)
+    runner = make(dtype, pages=8)
+    report = check_invariance(runner)
+    assert report.holds == ("NOT batch-invariant" not in str(report))
+    tokens = prompt(1, 290)
+    pages = runner.cache.allocate(pages_for(290))
+    runner.forward([steps_of(tokens, 0, 190, pages)])
+    want = in_chunks(runner, tokens, 190, [1], pages)
+    differ = sum(different(in_chunks(runner, tokens, 190, [n], pages), want) for n in (2, 5, 9, 17))
+    assert (differ > 0) == (not report.holds)
+
+
+def test_at_least_one_rule_is_needed_in_fp32_where_mkl_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of all of the above: without any rule fp32 differs, if its products come from MKL."""
+    if not torch.backends.mkl.is_available():
+        assert not torch.backends.mkl.is_available()
+        return
+    monkeypatch.setattr(shapes, "KEY_PAGES", {r: r for r in range(8)})
+    monkeypatch.setattr(shapes, "QUERY_MULTIPLE", 1)
+    monkeypatch.setattr(runner_module, "MIN_TOKENS", 1)
+    report = check_invariance(make(torch.float32, pages=8))
+    assert not report.holds
+    assert "NOT batch-invariant" in str(report)
+
+
+def test_padded_pages_cover_and_are_stable() -> None:
+    """Hand-computed: 4 and 5 pages of a 512-key block become 6; padding never shrinks and is idempotent."""
+    assert [shapes.padded_pages(n) for n in range(1, 18)] == [
+        1, 2, 3, 6, 6, 6, 7, 8, 9, 10, 11, 14, 14, 14, 15, 16, 17,
+    ]  # fmt: skip
+    assert [shapes.padded_row_len(n) for n in (1, 4, 5, 8, 9)] == [4, 4, 8, 8, 12]
+    for n in range(1, 100):
+        assert shapes.padded_pages(n) >= n
+        assert shapes.padded_pages(shapes.padded_pages(n)) == shapes.padded_pages(n)
+
+
+def test_a_small_cache_or_a_short_model_is_checked_within_its_bounds() -> None:
+    """The self-test adapts to what there is; too little is a configuration error, not a crash."""
+    runner = make(torch.float32, pages=3)
+    assert check_invariance(runner, max_len=64).num_rows > 0
+    gpt2 = prepare(_short_gpt2(), compile=False)
+    assert gpt2.max_len == 48
+    assert check_invariance(gpt2.runner(8), max_len=gpt2.max_len).num_rows > 0
+    with pytest.raises(ConfigError, match="KV pages"):
+        check_invariance(make(torch.float32, pages=1))
+    assert issubclass(ConfigError, PacelineError)
+    assert PAGE_SIZE == 64
+
+
+def _short_gpt2():
+    from transformers import GPT2Config
+
+    return random_model(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=48, tie_word_embeddings=False)
+    )
