@@ -98,9 +98,11 @@ def grown(path: str, size: int, dtype: str) -> str:
     if destination.is_dir():
         return str(destination)
     import torch
+    from transformers.utils import logging as hf_logging
 
     from paceline.bench.grow import grow_checkpoint
 
+    hf_logging.disable_progress_bar()
     torch.set_num_threads(1)
     print(f"growing {source.name} to {size / 1e6:.0f} M parameters (once)", file=sys.stderr)
     temporary = destination.with_name(f"{destination.name}.{os.getpid()}")
