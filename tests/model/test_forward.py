@@ -6,13 +6,12 @@ import random
 
 import pytest
 import torch
+from tests.support import FAMILIES, SLIDING_WINDOW, noisy_copy, prompt, random_model
 from torch import Tensor
 
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner, SequenceStep
-
-from ..support import FAMILIES, SLIDING_WINDOW, noisy_copy, prompt, random_model
 
 
 def reference(family: str, token_ids: list[int]) -> Tensor:

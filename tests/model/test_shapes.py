@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from tests.support import prompt, random_model
 from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError
@@ -19,8 +20,6 @@ from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import prepare
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.model.selftest import check_invariance
-
-from ..support import prompt, random_model
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -1,0 +1,456 @@
+"""The target engine under random load and under faults: what one session meets never changes another's text."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.support import (
+    VOCAB,
+    Clock,
+    Pump,
+    Request,
+    assert_same,
+    in_mode,
+    pair,
+    plain_reference,
+    prompt,
+    random_model,
+)
+
+from paceline.model.loading import prepare
+from paceline.target.engine import TargetEngine
+from paceline.types import (
+    Cause,
+    CloseSession,
+    DraftState,
+    FinishReason,
+    Mode,
+    Node,
+    Nodes,
+    OpenSession,
+    Outcome,
+    SamplingParams,
+    SessionFailed,
+    SparseDistribution,
+    SpeculationParams,
+)
+
+
+def greedy(n: int, max_tokens: int = 16, **options) -> Request:
+    return Request(prompt(n, n), SamplingParams(max_tokens=max_tokens, **options))
+
+
+class Direct:
+    """The engine alone, its messages in a list."""
+
+    def __init__(self, *, pages: int = 16, max_sessions: int = 8, budget: int = 64, max_len: int = 512) -> None:
+        self.sent: list = []
+        self.clock = Clock()
+        self.engine = TargetEngine(
+            pair("llama")[0].runner(pages),
+            self.sent.extend,
+            max_sessions=max_sessions,
+            max_step_tokens=budget,
+            max_model_len=max_len,
+            clock=self.clock,
+        )
+
+    def open(self, name: str, request: Request, epoch: int = 1) -> None:
+        self.engine.receive([message(name, request, epoch)])
+
+    def drain(self) -> dict[str, list[Outcome]]:
+        """Steps until nothing is left to do without waiting."""
+        while self.engine.step():
+            self.engine.check_integrity()
+            self.clock.now += 1e-3
+        return self.outcomes()
+
+    def outcomes(self) -> dict[str, list[Outcome]]:
+        out: dict[str, list[Outcome]] = {}
+        for m in self.sent:
+            if isinstance(m, Outcome):
+                out.setdefault(m.session_id, []).append(m)
+        return out
+
+    def failures(self) -> dict[str, str]:
+        return {m.session_id: m.message for m in self.sent if isinstance(m, SessionFailed)}
+
+
+def message(name: str, request: Request, epoch: int = 1) -> OpenSession:
+    return OpenSession(
+        name, epoch, tuple(request.prompt), len(request.prompt), request.sampling.seed or 0,
+        request.sampling, request.speculation, request.eos_token_ids,
+    )  # fmt: skip
+
+
+def plain(request: Request) -> Request:
+    return in_mode({"s": request}, Mode.PLAIN)["s"]
+
+
+def tokens_of(outcomes: list[Outcome]) -> list[int]:
+    return [t for o in outcomes for t in o.token_ids]
+
+
+def proposal_of(tokens: list[int], first_id: int = 1, parent: int = 0) -> tuple[Node, ...]:
+    ids = range(first_id, first_id + len(tokens))
+    return tuple(Node(i, parent if i == first_id else i - 1, t, 0.9) for i, t in zip(ids, tokens, strict=True))
+
+
+# -- scheduling -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_load_keeps_every_invariant(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budget never exceeded, integrity after each step, everything finishes with plain's tokens, no page kept."""
+    rng = random.Random(seed)
+    target, draft = pair("llama")
+    budget, pages = rng.choice(((32, 7), (48, 9), (200, 12)))
+    requests = {
+        f"s{i}": Request(
+            [*prompt(999, rng.choice((0, 64, 80))), *prompt(i, rng.randint(1, 90))],
+            SamplingParams(temperature=rng.choice((0, 1)), max_tokens=rng.randint(1, 25), seed=i),
+            SpeculationParams(mode=rng.choice(list(Mode)), max_draft_tokens=rng.randint(0, 16)),
+        )
+        for i in range(14)
+    }
+    reference = plain_reference(target, requests)
+    pump = Pump(target, draft, seed=seed, pages=pages, max_step_tokens=budget, max_sessions=rng.randint(3, 10))
+    forward = pump.target.runner.forward
+    sizes = []
+
+    def counted(steps):
+        sizes.append(sum(len(s.token_ids) for s in steps))
+        assert len(steps) <= pump.target._scheduler._max_sessions
+        return forward(steps)
+
+    monkeypatch.setattr(pump.target.runner, "forward", counted)
+    assert_same(pump.run(requests), reference)
+    assert max(sizes) <= budget
+    stats = pump.target.stats
+    assert stats.tokens_computed == sum(sizes)
+    assert stats.steps == len(sizes)
+    assert stats.tokens_emitted == sum(len(r.token_ids) for r in reference.values())
+    assert stats.nodes_invalid == 0
+
+
+def test_preemption_recomputes_the_same_tokens() -> None:
+    """Four sessions that grow to three pages each in six pages."""
+    target, draft = pair("llama")
+    requests = {f"s{i}": Request(prompt(i, 60), SamplingParams(temperature=1, seed=i, max_tokens=90)) for i in range(4)}
+    reference = plain_reference(target, requests)
+    for mode in (Mode.PLAIN, Mode.OVERLAPPED):
+        pump = Pump(target, draft, pages=6)
+        assert_same(pump.run(in_mode(requests, mode), arrivals=1.0), reference)
+        assert pump.target.stats.preemptions > 0
+
+
+def test_prefix_sharing_gives_the_same_tokens_for_less_work() -> None:
+    """The second session with a prompt of 150 tokens computes only what lies past the shared pages."""
+    target, _ = pair("gemma3")
+    requests = {f"s{i}": Request([*prompt(0, 140), *prompt(i, 10)], SamplingParams(max_tokens=12)) for i in range(3)}
+    reference = plain_reference(target, requests)
+    pump = Pump(target, None)
+    for name, request in in_mode(requests, Mode.PLAIN).items():
+        pump.run({name: request})
+    assert_same(pump.results, reference)
+    assert [r.usage.cached_tokens for r in pump.results.values()] == [0, 128, 128]
+    assert pump.target.stats.cached_tokens == 256
+    assert pump.target.stats.tokens_computed == 150 + 2 * 22 + 3 * 11
+
+
+def test_sessions_beyond_the_limit_wait_their_turn() -> None:
+    """max_sessions bounds what runs, not what is accepted."""
+    direct = Direct(max_sessions=2)
+    for i in range(5):
+        direct.open(f"s{i}", plain(greedy(5 + i, 4)))
+    direct.engine.step()
+    assert len(direct.engine._scheduler.running) == 2
+    outcomes = direct.drain()
+    assert {k: len(tokens_of(v)) for k, v in outcomes.items()} == {f"s{i}": 4 for i in range(5)}
+
+
+# -- how a session ends ---------------------------------------------------------------------------------------------
+
+
+def reference_tokens(n: int, count: int) -> list[int]:
+    request = greedy(n, count)
+    return list(plain_reference(pair("llama")[0], {"s": request})["s"].token_ids)
+
+
+def run_with_proposal(request: Request, draft_tokens: list[int]) -> tuple[Direct, list[Outcome]]:
+    """The first round proposes ``draft_tokens`` after the first token; nobody drafts later."""
+    direct = Direct()
+    direct.open("s", request)
+    direct.engine.receive([Nodes("s", 1, len(request.prompt), proposal_of(draft_tokens), idle=True)])
+    direct.engine.step()
+    direct.engine.receive([DraftState("s", 1, available=False)])
+    return direct, direct.drain()["s"]
+
+
+def test_an_accepted_run_is_emitted_at_once() -> None:
+    """The right tokens as proposal: all accepted with the bonus token on top."""
+    want = reference_tokens(9, 12)
+    _, outcomes = run_with_proposal(greedy(9, 12), want[:6])
+    assert outcomes[0].token_ids == tuple(want[:7])
+    assert outcomes[0].round.num_accepted == 6
+    assert outcomes[0].round.cause is Cause.START
+    assert tokens_of(outcomes) == want
+
+
+@pytest.mark.parametrize("kind", ["eos", "stop_id", "ignored"])
+def test_eos_and_stop_ids_inside_an_accepted_run_cut_it_exactly(kind: str) -> None:
+    """Nothing after the stop is emitted or counted; an ignored end-of-sequence token does not stop."""
+    want = reference_tokens(9, 12)
+    stop = next(t for i, t in enumerate(want[:6]) if t not in want[:i] and i >= 2)
+    at = want.index(stop)
+    options = {"eos": {}, "stop_id": {"stop_token_ids": (stop,)}, "ignored": {"ignore_eos": True}}[kind]
+    request = replace(greedy(9, 12, **options), eos_token_ids=() if kind == "stop_id" else (stop,))
+    direct, outcomes = run_with_proposal(request, want[:6])
+    if kind == "ignored":
+        assert tokens_of(outcomes) == want
+        assert outcomes[-1].finish_reason is FinishReason.LENGTH
+        return
+    assert len(outcomes) == 1
+    assert outcomes[0].token_ids == tuple(want[: at + 1])
+    assert len(outcomes[0].logprobs) == at + 1
+    assert outcomes[0].round.num_accepted == at + 1
+    assert outcomes[0].finish_reason is FinishReason.STOP
+    assert direct.engine.stats.tokens_emitted == at + 1
+    assert direct.engine.runner.cache.num_used == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 4, 7])
+def test_max_tokens_inside_an_accepted_run(max_tokens: int) -> None:
+    """Never more, and no draft token is verified that could not be emitted."""
+    want = reference_tokens(9, 12)
+    _, outcomes = run_with_proposal(greedy(9, max_tokens), want[:6])
+    assert tokens_of(outcomes) == want[:max_tokens]
+    assert outcomes[-1].finish_reason is FinishReason.LENGTH
+    assert outcomes[0].round.num_drafted <= max(0, max_tokens - 1)
+
+
+def test_max_model_len_ends_a_session_and_refuses_a_prompt() -> None:
+    """A context of max_model_len tokens is the end; a prompt of that length is refused with both numbers."""
+    direct = Direct(max_len=40)
+    direct.open("short", plain(greedy(33, 100)))
+    direct.open("long", plain(greedy(40, 1)))
+    direct.open("empty", Request([], SamplingParams()))
+    outcomes = direct.drain()
+    assert len(tokens_of(outcomes["short"])) == 7
+    assert outcomes["short"][-1].finish_reason is FinishReason.LENGTH
+    assert "40 tokens: fewer than 40" in direct.failures()["long"]
+    assert "empty" in direct.failures()["empty"]
+    assert direct.engine.num_sessions == 0
+
+
+def test_a_request_that_can_never_fit_is_refused_when_it_is_opened() -> None:
+    """With what it needs and what there is."""
+    direct = Direct(pages=2)
+    direct.open("s", plain(greedy(100, 100)))
+    assert "need 201 tokens of KV, the cache holds 128" in direct.failures()["s"]
+    direct.open("t", plain(greedy(100, 20)))
+    assert len(tokens_of(direct.drain()["t"])) == 20
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_options_that_forbid_every_token_fail_only_their_session() -> None:
+    """By bad words from the start, or by a bias that bad words complete later."""
+    target, draft = pair("llama")
+    everything = tuple((t,) for t in range(VOCAB))
+    # After any first token that is not 50, every token is forbidden.
+    later = tuple((a, b) for a in range(VOCAB) for b in (50, 51))
+    requests = {f"s{i}": greedy(5 + i) for i in range(4)}
+    bad = {
+        "now": greedy(20, bad_words=everything),
+        "later": greedy(
+            21,
+            bad_words=later,
+            logit_bias={t: -float("inf") for t in range(VOCAB) if t not in (50, 51)},
+        ),
+    }
+    for mode in Mode:
+        pump = Pump(target, draft, seed=1)
+        results = pump.run(in_mode(requests | bad, mode))
+        assert_same(results, plain_reference(target, requests))
+        assert pump.failures.keys() == bad.keys()
+        assert "forbid every token" in pump.failures["now"]
+
+
+def test_logits_that_are_not_finite_fail_only_their_session() -> None:
+    """A token whose embedding is NaN: its session fails with a reason; those beside and after it are unharmed."""
+    model = random_model("llama")
+    poisoned = random_model("llama")
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[299] = float("nan")
+    target, sick = prepare(model, compile=False), prepare(poisoned, compile=False)
+    requests = {
+        f"s{i}": Request(
+            [t for t in prompt(i, 20 + 30 * i) if t != 299], SamplingParams(max_tokens=30, bad_words=((299,),))
+        )
+        for i in range(4)
+    }
+    pump = Pump(sick, None, pages=8, max_step_tokens=32)
+    bad = {f"bad{i}": Request([*prompt(50 + i, 40 * i), 299], SamplingParams(max_tokens=5)) for i in range(3)}
+    first = dict(list(requests.items())[:2])
+    results = pump.run(in_mode(first | bad, Mode.PLAIN))
+    results |= pump.run(in_mode(dict(list(requests.items())[2:]), Mode.PLAIN))  # in pages that held NaN
+    assert_same(results, plain_reference(target, requests))
+    assert pump.failures.keys() == bad.keys()
+    assert all("not finite" in reason for reason in pump.failures.values())
+
+
+def _garbage(rng: random.Random, rate: float):
+    """Damages what goes to the target: wrong ids, tokens, probabilities, parents, q; duplicates; late nodes."""
+
+    def tamper(message):
+        if not isinstance(message, Nodes):
+            return [message]
+        nodes = []
+        for node in message.nodes:
+            nan = float("nan")
+            changes = rng.choice(
+                (
+                    {"token_id": rng.choice((-1, VOCAB, 10**9, rng.randrange(VOCAB)))},
+                    {"prob": rng.choice((nan, -1.0, 2.0, float("inf"), 0.0, 1.0))},
+                    {"parent_id": rng.choice((-5, 0, node.node_id, node.node_id + 3, 10**6))},
+                    {"node_id": rng.choice((-1, 0, node.node_id + 1))},
+                    {"q": SparseDistribution((0, 0), (nan, 2.0))},
+                    {"sampled": False},
+                )
+            )
+            nodes.append(replace(node, **changes) if rng.random() < rate else node)
+        changed = replace(message, nodes=tuple(nodes), context_len=message.context_len + rng.randint(-1, 1))
+        if rng.random() < rate / 4:
+            return []
+        return [changed, changed] if rng.random() < rate else [changed]
+
+    return tamper
+
+
+@pytest.mark.parametrize("rate", [0.03, 0.5])
+def test_garbage_from_the_draft_never_changes_the_output(rate: float) -> None:
+    """Coupled: the same tokens; what was wrong with the nodes is counted."""
+    target, draft = pair("llama")
+    requests = {
+        f"s{i}": Request(prompt(i, 8 + 9 * i), SamplingParams(temperature=i % 2, seed=i, max_tokens=24))
+        for i in range(8)
+    }
+    pump = Pump(target, draft, tamper=_garbage(random.Random(0), rate))
+    assert_same(pump.run(requests), plain_reference(target, requests))
+    assert pump.target.stats.nodes_invalid > 2
+    assert pump.target.stats.nodes_stale > 20
+    assert sum(r.speculation.drafted for r in pump.results.values()) > 5
+
+
+def test_stale_unknown_and_duplicate_messages_are_counted_and_dropped() -> None:
+    """Other epochs, sessions that are not open, a second open of the same epoch."""
+    direct = Direct()
+    request = plain(greedy(9, 6))
+    engine = direct.engine
+    direct.open("s", request, epoch=3)
+    direct.open("s", request, epoch=3)
+    direct.open("s", request, epoch=2)
+    engine.receive([Nodes("s", 2, 9, ()), CloseSession("s", 4), DraftState("s", 2, False), CloseSession("t", 1)])
+    assert engine.stats.messages_stale == 6
+    assert engine.num_sessions == 1
+    assert tokens_of(direct.drain()["s"]) == reference_tokens(9, 6)
+
+
+def test_a_newer_open_replaces_the_session() -> None:
+    """Re-opened from the token history: the text goes on where it was, under the new epoch."""
+    want = reference_tokens(9, 12)
+    direct = Direct()
+    request = plain(greedy(9, 12))
+    direct.open("s", request)
+    for _ in range(4):
+        direct.engine.step()
+    history = (*request.prompt, *tokens_of(direct.outcomes()["s"]))
+    direct.engine.receive([replace(message("s", request, 2), token_ids=history)])
+    assert direct.engine.num_sessions == 1
+    direct.engine.check_integrity()
+    outcomes = direct.drain()["s"]
+    assert tokens_of(outcomes) == want
+    assert {o.epoch for o in outcomes} == {1, 2}
+
+
+def test_closing_frees_everything_at_any_time() -> None:
+    """While it waits, while it is prefilled, while it decodes."""
+    direct = Direct(max_sessions=2, budget=32)
+    for i in range(4):
+        direct.open(f"s{i}", plain(greedy(50 + i, 50)))
+    for i, steps in ((3, 1), (0, 6), (1, 1), (2, 0)):
+        for _ in range(steps):
+            direct.engine.step()
+        direct.engine.receive([CloseSession(f"s{i}", 1)])
+        direct.engine.check_integrity()
+    assert direct.engine.num_sessions == 0
+    assert direct.engine.runner.cache.num_used == 0
+    assert direct.engine.step() is False
+    assert direct.engine.wait_s() is None
+
+
+# -- waiting for a draft --------------------------------------------------------------------------------------------
+
+
+def test_sequential_mode_recovers_from_a_silent_draft() -> None:
+    """It waits a second of the (virtual) clock, once; the tokens are the same, and then it steps without waiting."""
+    want = reference_tokens(9, 12)
+    direct = Direct()
+    request = replace(greedy(9, 12), speculation=SpeculationParams(mode=Mode.SEQUENTIAL))
+    direct.open("s", request)
+    direct.drain()
+    waited = direct.engine.wait_s()
+    assert waited is not None
+    assert 0.9 < waited <= 1.0
+    direct.clock.now += waited / 2
+    assert direct.engine.step() is False
+    direct.clock.now += waited / 2 + 1e-6
+    before = direct.clock.now
+    assert tokens_of(direct.drain()["s"]) == want
+    assert direct.clock.now - before < 0.1
+
+
+def test_a_draft_that_dies_in_the_middle_never_changes_the_text() -> None:
+    """Engine silent or declared down: plain decoding goes on with the same tokens."""
+    target, draft = pair("llama")
+    requests = {f"s{i}": Request(prompt(i, 30), SamplingParams(temperature=1, seed=i, max_tokens=30)) for i in range(4)}
+    reference = plain_reference(target, requests)
+    for mode in (Mode.SEQUENTIAL, Mode.OVERLAPPED):
+        for declared in (False, True):
+            pump = Pump(target, draft, seed=3)
+            for name, request in in_mode(requests, mode).items():
+                pump.submit(name, request)
+            for _ in range(12):
+                pump.tick()
+            pump.draft_dead = True
+            if declared:
+                for session in pump.sessions.values():
+                    pump._send(session.on_draft_down())
+            assert_same(pump.run({}), reference)
+            if declared:
+                causes = {c for r in pump.results.values() for c in r.speculation.causes}
+                assert Cause.DRAFT_DOWN in causes
+
+
+def test_a_draft_that_comes_back_is_used_again() -> None:
+    """Down and up again under a new epoch: the same tokens, and proposals again."""
+    target, draft = pair("llama")
+    requests = {"s": Request(prompt(1, 30), SamplingParams(temperature=1, seed=5, max_tokens=60))}
+    reference = plain_reference(target, requests)
+    pump = Pump(target, draft, seed=3, late=0.0)
+    pump.submit("s", requests["s"])
+    for _ in range(10):
+        pump.tick()
+    session = pump.sessions["s"]
+    pump._send(session.on_draft_down())
+    for _ in range(6):
+        pump.tick()
+    accepted = session.stats.accepted
+    pump._send(session.on_draft_up())
+    assert_same(pump.run({}), reference)
+    assert session.stats.accepted > accepted + 5
