@@ -3,8 +3,9 @@
     receive: open, commit, close          step: a prefill chunk, or one tree step of all sessions
       commit: walk ─▶ advance the drafter     choose leaves ─▶ expand ─▶ rank ─▶ publish
 
-One thread calls `receive` and `step`, and `emit` is called from there. Nothing here waits or sleeps. A hit needs no answer; a miss is answered by a node for the missing token and everything below it. The
-engine's own trees are never lost.
+One thread calls `receive` and `step`, and `emit` is called from there. Nothing here waits or sleeps. A hit needs no
+answer; a miss is answered by a node for the missing token and everything below it. The engine's own trees are never
+lost.
 """
 
 from __future__ import annotations

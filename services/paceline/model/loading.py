@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.runner import ModelRunner, StepFunction
 from paceline.model.step import Step, probe_layers
+
+_FROM_PRETRAINED = threading.Lock()
+"""transformers builds models under a process-wide default device: two threads must not load at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
     progress = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(Path(path).expanduser(), dtype=dtype)
+        with _FROM_PRETRAINED:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(Path(path).expanduser(), dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error

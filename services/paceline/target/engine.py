@@ -110,6 +110,8 @@ class TargetEngine:
 
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
+        for session in self._sessions.values():
+            session.settle()
         started = self._clock()
         parts = self._scheduler.schedule(started)
         if not parts:
@@ -200,7 +202,7 @@ class TargetEngine:
         self.stats.nodes_invalid += added.invalid
         self.stats.nodes_dropped += added.dropped
         now = self._clock()
-        resolved = not had_proposal and session.tree.anchor.best is not None
+        resolved = session.settled and not had_proposal and session.tree.anchor.best is not None
         self.policy.observe_nodes(session, message, now, resolved=resolved)
         session.last_nodes_at = now
         session.draft_silent = False
@@ -273,11 +275,8 @@ class TargetEngine:
         if finish_reason is not None:
             self._close(session)
             return outcome
-        session.tokens.extend(token_ids)
-        session.sampler.append(token_ids)
+        session.commit_outcome(token_ids, now)
         session.commit_rows(self.runner.cache, part.stop + num_accepted)
-        session.cause = session.tree.walk(token_ids).cause
-        session.outcome_at = now
         return outcome
 
 

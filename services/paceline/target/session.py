@@ -55,6 +55,8 @@ class TargetSession:
         """The draft was waited for in vain; until it sends nodes again."""
         self.idle_context_len = -1
         """The draft said that it will send nothing more for a context of this length."""
+        self._outcome: tuple[int, ...] = ()
+        """Committed tokens that the tree has not been walked along yet."""
         self.cause = Cause.START
         """Why the coming round has the proposal that it has."""
         self.outcome_at = now
@@ -80,6 +82,24 @@ class TargetSession:
         """Longest proposal that can still be of use: the next token comes on top."""
         return max(0, min(self.k, self.max_tokens - len(self.tokens) - 1))
 
+    def commit_outcome(self, token_ids: tuple[int, ...], now: float) -> None:
+        """Extends the context by what the target decided."""
+        self.tokens.extend(token_ids)
+        self.sampler.append(token_ids)
+        self._outcome = token_ids
+        self.outcome_at = now
+
+    def settle(self) -> None:
+        """Walks the tree along the last outcome, with the nodes that arrived while its step ran; sets ``cause``."""
+        if self._outcome:
+            self.cause = self.tree.walk(self._outcome).cause
+            self._outcome = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the tree stands at the end of the context."""
+        return not self._outcome
+
     def proposal(self, limit: int) -> Chain:
         """What to verify now, at most ``limit`` draft tokens."""
         k = min(self.max_draft(), limit)
@@ -90,6 +110,7 @@ class TargetSession:
         self.draft_epoch = draft_epoch
         self.tree = SpeculationTree(self._vocab_size, context_len, rejection=self._rejection)
         self.tree.walk(self.tokens[context_len:])
+        self._outcome = ()
         self.idle_context_len = -1
 
     def reserve(self, cache: KVCache, num_rows: int) -> None:
@@ -135,5 +156,5 @@ class TargetSession:
         assert len(set(self.pages)) == len(self.pages), "a session holds a page twice"
         assert len(flat_rows(self.pages, 0, self.num_computed)) == self.num_computed
         assert self.sampler.num_tokens == len(self.tokens), "the sampler follows the context"
-        assert self.tree.context_len == len(self.tokens), "the tree follows the context"
+        assert self.tree.context_len + len(self._outcome) == len(self.tokens), "the tree follows the context"
         self.tree.check_integrity()
