@@ -223,7 +223,7 @@ def test_without_room_there_are_no_candidates_and_later_there_are() -> None:
 def test_random_growth(family: str, seed: int) -> None:
     """Trees that grow, advance and miss at random in a tight cache: every candidate row equals a plain forward."""
     rng = random.Random(seed)
-    twin = Twin(family, pages=5)
+    twin = Twin(family, pages=3 + 2 * (seed % 2))
     names = ["a", "b", "c"]
     opened = 0
     for turn in range(60):
@@ -259,7 +259,7 @@ def test_random_growth(family: str, seed: int) -> None:
             twin.drafter.close("a")
             names.remove("a")
             opened -= 1
-    assert twin.rows_checked > 60
+    assert twin.rows_checked > 50
     for name in names:
         twin.drafter.close(name)
     twin.drafter.check_integrity()

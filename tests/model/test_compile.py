@@ -1,0 +1,102 @@
+"""Compiled steps: the tokens of eager, built once per weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support import FAMILIES, Pump, Request, in_mode, noisy_copy, plain_reference, prompt, random_model
+from transformers import LlamaConfig, PreTrainedModel
+
+from paceline.model import compile as compile_module
+from paceline.model.compile import artifact_key
+from paceline.model.loading import LoadedModel, prepare
+from paceline.model.selftest import check_invariance
+from paceline.types import Mode, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+
+
+def smallest() -> PreTrainedModel:
+    return random_model(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            intermediate_size=32, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def requests(vocab_size: int) -> dict[str, Request]:
+    return {
+        f"s{i}": Request(
+            prompt(i, 3 + 40 * i, vocab_size), SamplingParams(temperature=(0, 1)[i % 2], seed=i, max_tokens=16)
+        )
+        for i in range(4)
+    }
+
+
+def same_tokens(compiled: LoadedModel, eager: LoadedModel) -> None:
+    asked = requests(eager.vocab_size)
+    want = {n: r.token_ids for n, r in plain_reference(eager, asked).items()}
+    for mode in Mode:
+        results = Pump(compiled, compiled).run(in_mode(asked, mode))
+        assert {n: r.token_ids for n, r in results.items()} == want
+
+
+def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All modes through the engines; the second time nothing is compiled; other weights are another artifact."""
+    first = prepare(smallest(), compile=True)
+    same_tokens(first, prepare(smallest(), compile=False))
+    artifacts = list((tmp_path / "compiled").glob("*.pt2"))
+    assert len(artifacts) == 1
+    report = check_invariance(first.runner(8))
+    assert report.holds == ("NOT batch-invariant" not in str(report))
+
+    def unexpected(*args: object) -> None:
+        raise AssertionError("compiled a second time")
+
+    monkeypatch.setattr(compile_module, "_compile", unexpected)
+    same_tokens(prepare(smallest(), compile=True), prepare(smallest(), compile=False))
+    with pytest.raises(AssertionError, match="a second time"):
+        prepare(noisy_copy(smallest(), 0.01), compile=True)
+    assert list((tmp_path / "compiled").glob("*.pt2")) == artifacts
+
+
+def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
+    """Weights, dtype, window and configuration; equal models have equal keys."""
+    base = artifact_key(smallest(), None)
+    assert artifact_key(smallest(), None) == base
+    changed = smallest()
+    with torch.no_grad():
+        next(changed.parameters())[0, 0] += 1e-3
+    renormed = smallest()
+    renormed.config.rms_norm_eps = 1e-3
+    others = {
+        artifact_key(changed, None),
+        artifact_key(smallest().to(torch.bfloat16), None),
+        artifact_key(smallest(), 128),
+        artifact_key(renormed, None),
+    }
+    assert len(others | {base}) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3_moe"])
+def test_compiled_families(family: str, dtype: torch.dtype) -> None:
+    """fp32: eager's tokens. bf16 (which rounds differently when fused): the same in every mode, if invariant."""
+    compiled = prepare(random_model(family, dtype=dtype), compile=True)
+    if dtype is torch.float32:
+        same_tokens(compiled, prepare(random_model(family), compile=False))
+        return
+    report = check_invariance(compiled.runner(8))
+    if report.holds:
+        same_tokens(compiled, compiled)
+    else:
+        assert "NOT batch-invariant" in str(report)

@@ -1,0 +1,118 @@
+"""What cannot run is refused with the reason; what can is described correctly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support import FAMILIES, SLIDING_WINDOW, VOCAB, random_model
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, MambaConfig, PreTrainedModel
+
+from paceline.config import ModelConfig
+from paceline.errors import ConfigError
+from paceline.model.kv_cache import LayerSpec
+from paceline.model.loading import load_model, load_pretrained, prepare, resolve_device, resolve_dtype
+
+
+def saved(model: PreTrainedModel, path: Path) -> str:
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_loaded_model_says_of_itself(family: str, tmp_path: Path) -> None:
+    """Layers, window, vocabulary and positions, from a checkpoint on disk."""
+    model = load_model(ModelConfig(path=saved(random_model(family), tmp_path), dtype="float32", compile=False))
+    heads, dim = {"phi3": (4, 16), "gpt2": (4, 16), "llama": (2, 16), "mistral": (2, 16)}.get(family, (2, 32))
+    assert model.layers == [LayerSpec(heads, dim, dim)] * (3 if family == "gemma3" else 2)
+    assert model.sliding_window == (SLIDING_WINDOW if family in ("gemma3", "gemma2", "mistral") else None)
+    assert (model.vocab_size, model.max_len, model.dtype) == (VOCAB, 2048, torch.float32)
+    assert model.num_parameters > 10_000
+    assert model.layers[0].kv_bytes(torch.bfloat16) == 2 * heads * 2 * dim
+
+
+def test_a_missing_path_is_named() -> None:
+    """Nothing there, or no checkpoint in it."""
+    with pytest.raises(ConfigError, match=r"'/nowhere/at/all' does not exist"):
+        load_pretrained("/nowhere/at/all", torch.float32)
+
+
+def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
+    """config.json is asked for by name; weights that are missing are too."""
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_pretrained(str(tmp_path), torch.float32)
+    random_model("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        load_pretrained(str(tmp_path), torch.float32)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    """A weight file instead of its directory."""
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        load_pretrained(str(tmp_path / "model.safetensors"), torch.float32)
+
+
+def test_an_encoder_is_no_causal_language_model(tmp_path: Path) -> None:
+    """With its architecture."""
+    bert = BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16))
+    with pytest.raises(ConfigError, match=r"no causal language model: its architecture is BertModel"):
+        load_pretrained(saved(bert, tmp_path), torch.float32)
+
+
+def test_layers_without_attention_are_refused() -> None:
+    """A state-space model keeps no KV."""
+    config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*(attention|layers)"):
+        prepare(AutoModelForCausalLM.from_config(config), compile=False)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused(rope: dict) -> None:
+    """Their output would depend on the neighbours."""
+    config = FAMILIES["llama"]()
+    config.rope_parameters = {"rope_theta": 10000.0, "original_max_position_embeddings": 512, **rope}
+    with pytest.raises(ConfigError, match=f"rope_type '{rope['rope_type']}'"):
+        prepare(AutoModelForCausalLM.from_config(config), compile=False)
+
+
+def test_attention_sinks_are_refused() -> None:
+    """The paged attention has none."""
+    from transformers import GptOssConfig
+
+    config = GptOssConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, intermediate_size=16, num_local_experts=2, num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="attention sinks"):
+        prepare(AutoModelForCausalLM.from_config(config), compile=False)
+
+
+def test_a_refused_model_is_left_as_it_was() -> None:
+    """The probe puts the attention back, and a loaded model still runs by itself if it was only probed."""
+    from paceline.model.step import probe_layers
+
+    model = random_model("qwen3")
+    before = model(torch.tensor([[1, 2, 3]]), use_cache=False).logits
+    probe_layers(model)
+    assert torch.equal(model(torch.tensor([[1, 2, 3]]), use_cache=False).logits, before)
+
+
+def test_devices_and_dtypes() -> None:
+    """What auto means, and a device that is not there."""
+    cuda = torch.cuda.is_available()
+    assert resolve_device("auto") == ("cuda" if cuda else "cpu")
+    assert resolve_dtype("float32", torch.device("cpu")) is torch.float32
+    assert resolve_dtype("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
+    if not cuda:
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            resolve_device("cuda")
