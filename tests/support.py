@@ -224,7 +224,11 @@ class Pump:
         self.draft = None
         if drafter is not None:
             self.draft = DraftEngine(
-                drafter, self.from_draft.extend, vocab_size=target.vocab_size, tree_budget=tree_budget
+                drafter,
+                self.from_draft.extend,
+                vocab_size=target.vocab_size,
+                tree_budget=tree_budget,
+                clock=self.clock,
             )
 
     def run(self, requests: dict[str, Request], *, arrivals: float = 0.5) -> dict[str, Result]:
