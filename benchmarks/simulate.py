@@ -45,6 +45,17 @@ class Clock:
         return self.now_s
 
 
+class DraftClock:
+    """What the draft engine reads: at the end of a step, its second reading, the step's duration has passed."""
+
+    def __init__(self, clock: Clock, step_s: float) -> None:
+        self._clock, self._step_s, self._readings = clock, step_s, 0
+
+    def __call__(self) -> float:
+        self._readings += 1
+        return self._clock.now_s + (self._step_s if self._readings % 2 == 0 else 0.0)
+
+
 @dataclass
 class Mailbox:
     """Messages on their way to one engine, with the time of their arrival."""
@@ -99,7 +110,12 @@ class Simulation:
         )
         drafter = ModelDrafter(draft.runner(64), max_leaves=max_leaves, max_prefill_tokens=256, top_m=256)
         self._draft = DraftEngine(
-            drafter, self._nodes.extend, vocab_size=target.vocab_size, tree_budget=tree_budget, fan_out=3
+            drafter,
+            self._nodes.extend,
+            vocab_size=target.vocab_size,
+            tree_budget=tree_budget,
+            fan_out=3,
+            clock=DraftClock(self._clock, self._draft_step_s),
         )
 
     def run(self, session: Session) -> tuple[list[int], int, float]:
@@ -161,11 +177,11 @@ def ways(options: argparse.Namespace) -> list[Way]:
     k = options.draft_tokens
     sequential = [SpeculationParams(mode=Mode.SEQUENTIAL, max_draft_tokens=n) for n in options.sequential_draft_tokens]
     best = SpeculationParams(max_draft_tokens=k)
-    uniform = SpeculationParams(max_draft_tokens=k, growth="uniform")
+    uniform = SpeculationParams(max_draft_tokens=min(k, 4), growth="uniform")
     return [
         *(Way(f"lock step K={s.max_draft_tokens}", s) for s in sequential),
-        Way(f"uniform F=3 K={k}, 16 branches", uniform, 16, 4 * options.tree_budget),
-        Way(f"uniform F=3 K={k}, 32 branches", uniform, 32, 4 * options.tree_budget),
+        Way(f"uniform F=3 K={min(k, 4)}, 16 branches", uniform, 16, 4 * options.tree_budget),
+        Way(f"uniform F=3 K={min(k, 4)}, 32 branches", uniform, 32, 4 * options.tree_budget),
         Way(f"best first K={k}, 16 branches", best, 16, options.tree_budget),
         Way(f"best first K={k}, 32 branches", best, 32, 2 * options.tree_budget),
     ]

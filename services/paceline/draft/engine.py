@@ -133,7 +133,8 @@ class DraftEngine:
         else:
             worked = self._grow() or self._prefill()
         self._prefill_next = not self._prefill_next
-        self._step_s = self._clock() - started if self.stats.tree_steps > tree_steps else 0.0
+        elapsed_s = self._clock() - started
+        self._step_s = elapsed_s if self.stats.tree_steps > tree_steps else 0.0
         return self._flush() or worked
 
     def wait_s(self) -> float | None:
