@@ -17,10 +17,16 @@ from scipy import stats
 from transformers import LlamaConfig
 
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.model import kv_cache
+from paceline.model.kv_cache import PAGE_SIZE
 from paceline.model.loading import load_pretrained, prepare
 from paceline.model.selftest import check_invariance
 from paceline.router.session import Result
 from paceline.sampling import Row, SamplerState, process, sample_coupled
+from paceline.target import engine as target_engine
+from paceline.target import session as target_session
+from paceline.target.engine import _verdicts
+from paceline.target.session import TargetSession
 from paceline.tokenization import load_tokenizer
 from paceline.types import (
     Acceptance,
@@ -240,6 +246,65 @@ def test_hits_and_misses_both_occur() -> None:
     assert causes[Cause.HIT] > 20
     assert causes[Cause.TOKEN] + causes[Cause.K] > 5
     assert causes[Cause.LATE] > 5
+
+
+# -- mutants: each must be caught by the identity above -------------------------------------------------------------
+
+
+def _frozen_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties and positions do not see the draft tokens before their row."""
+    monkeypatch.setattr(target_engine, "Row", lambda state, suffix: Row(state, ()))
+
+
+def _skips_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prefill chunk claims the KV of one token more than it computed."""
+    commit = TargetSession.commit_rows
+
+    def wrong(self, cache, num_computed):
+        commit(self, cache, min(num_computed + 1, len(self.tokens) - 1, len(self.pages) * PAGE_SIZE))
+
+    monkeypatch.setattr(TargetSession, "commit_rows", wrong)
+
+
+def _accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rejected token is emitted as if it had been accepted."""
+
+    def wrong(logits, parts):
+        verdicts = _verdicts(logits, parts)
+        return [
+            replace(v, token_ids=(*v.token_ids[:-1], p.chain.token_ids[v.num_accepted]))
+            if v.num_accepted < len(p.chain)
+            else v
+            for v, p in zip(verdicts, parts, strict=True)
+        ]
+
+    monkeypatch.setattr(target_engine, "_verdicts", wrong)
+
+
+def _noise_forgets_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The position of the noise starts anew in every round."""
+    monkeypatch.setattr(Row, "position", property(lambda row: len(row.suffix)))
+
+
+def _stale_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are matched by their number, not by their content."""
+    for module in (kv_cache, target_session):
+        monkeypatch.setattr(module, "page_hash", lambda previous, tokens: previous + b"x")
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [_frozen_processors, _skips_a_row, _accepts_one_more, _noise_forgets_the_history, _stale_pages],
+    ids=lambda mutant: mutant.__name__.strip("_"),
+)
+def test_mutants_of_the_target_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of modes can fail: each of these faults makes it do so."""
+    target, draft = pair("llama")
+    requests = mixed_batch(1.0)
+    reference = plain_reference(target, requests)
+    mutant(monkeypatch)
+    results = Pump(target, draft, late=0.1, pages=16).run(requests)
+    assert any(results[name].token_ids != r.token_ids for name, r in reference.items())
 
 
 # -- bf16 ---------------------------------------------------------------------------------------------------------

@@ -454,3 +454,16 @@ def test_a_draft_that_comes_back_is_used_again() -> None:
     pump._send(session.on_draft_up())
     assert_same(pump.run({}), reference)
     assert session.stats.accepted > accepted + 5
+
+
+def test_a_draft_token_into_a_dead_end_never_fails_its_session() -> None:
+    """After token 60 every token is forbidden, and the draft proposes it: the text is plain's."""
+    options = {"bad_words": tuple((60, b) for b in range(VOCAB)), "logit_bias": {60: -100.0}}
+    request = greedy(9, 12, **options)
+    want = list(plain_reference(pair("llama")[0], {"s": request})["s"].token_ids)
+    assert 60 not in want
+    for at in (0, 2):
+        direct, outcomes = run_with_proposal(request, [*want[:at], 60, 61, 62])
+        assert not direct.failures()
+        assert tokens_of(outcomes) == want
+        assert outcomes[0].round.num_accepted == at
