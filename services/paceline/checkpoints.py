@@ -1,7 +1,12 @@
-"""What can be known of a checkpoint without loading its weights. Raises ConfigError in one clear sentence."""
+"""What can be known of a checkpoint without loading its weights. Raises ConfigError in one clear sentence.
+
+Two readers of the same facts. ``read_checkpoint`` takes them from the JSON files where those say everything, so
+that a process which runs no model starts without torch and transformers; ``inspect_checkpoint`` asks transformers.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +14,7 @@ from typing import Any
 from paceline.errors import ConfigError
 
 _DEFAULT_MAX_MODEL_LEN = 2048
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +41,47 @@ def require_path(path: str) -> None:
         raise ConfigError(f"model path {path!r} does not exist")
 
 
+def read_json(path: str, name: str) -> dict[str, Any]:
+    """A JSON object of a checkpoint directory; {} if ``path`` is none, or the file is missing or malformed."""
+    try:
+        value = json.loads((Path(path).expanduser() / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """The facts from the files alone, else what ``inspect_checkpoint`` says.
+
+    The architecture is judged by its name; whether transformers knows it shows when the model is loaded.
+    """
+    require_path(path)
+    config = read_json(path, "config.json")
+    architectures = config.get("architectures")
+    max_model_len, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
+    eos = read_json(path, "generation_config.json").get("eos_token_id")
+    if (
+        isinstance(architectures, list)
+        and any(str(name).endswith(_CAUSAL_SUFFIXES) for name in architectures)
+        and isinstance(max_model_len, int)
+        and isinstance(vocab_size, int)
+        and (eos is not None or "eos_token_id" in config)
+        and "text_config" not in config
+    ):
+        return Checkpoint(path, max_model_len, _as_ids(config["eos_token_id"] if eos is None else eos), vocab_size)
+    return inspect_checkpoint(path)
+
+
 def inspect_checkpoint(path: str) -> Checkpoint:
     """Reads configuration and generation configuration. Raises ConfigError if it is no causal LM."""
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     require_path(path)
+    location = Path(path).expanduser()
+    source = str(location) if location.is_dir() else path
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(source)
     except Exception as error:  # transformers raises whatever its parsers raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {path!r} could not be resolved: {reason}") from error
@@ -62,7 +101,7 @@ def inspect_checkpoint(path: str) -> Checkpoint:
         )
     text_config = config.get_text_config()
     try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
+        eos = GenerationConfig.from_pretrained(source).eos_token_id
     except Exception:  # optional file
         eos = None
     if eos is None:

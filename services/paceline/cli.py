@@ -6,7 +6,7 @@ Exit status: 0 done, 1 an engine failed, 2 usage, configuration or request at fa
 from __future__ import annotations
 
 import argparse
-import importlib
+import io
 import json
 import logging
 import os
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from paceline import __version__
+from paceline import __version__, logs
 from paceline.config import (
     DrafterConfig,
     DraftModelConfig,
@@ -26,7 +26,8 @@ from paceline.config import (
     wants_colour,
 )
 from paceline.errors import ConfigError, InvalidRequestError, PacelineError
-from paceline.local import Generation, LocalPipeline, embedded_paths
+from paceline.generation import Generation
+from paceline.local import LocalPipeline, embedded_paths
 from paceline.router.session import Result
 from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
 
@@ -50,7 +51,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands. The benchmarks' modules are imported only if they are asked for."""
+    """All commands."""
+    from paceline.bench.cli import add_parser as add_bench
+
     parser = Parser(prog="paceline", description="Lossless speculative decoding.")
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -65,13 +68,15 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="overlapped against plain decoding",
-        description="Decodes one prompt plain, then overlapped.",
+        description="Decodes one prompt plain and overlapped, in turn, and compares tokens and speed.",
     )
     _add_model_flags(demo)
-    demo.add_argument("--max-tokens", type=int, default=256, metavar="N")
-    demo.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    demo.add_argument("--seed", type=int, default=1, metavar="S")
+    demo.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
+    demo.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
+    demo.add_argument("--seed", type=int, default=1, metavar="S", help="default 1")
+    demo.add_argument("--repeats", type=int, default=3, metavar="R", help="runs of each mode (default 3)")
     demo.set_defaults(run=_run_demo)
+    add_bench(commands)
     return parser
 
 
@@ -82,6 +87,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft", metavar="ID_OR_PATH", help="draft model (default: the embedded one)")
     group.add_argument("--drafter", choices=["model", "ngram"], default="model", help="what proposes tokens")
     group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    group.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile both models, once per machine and checkpoint (default: on the CPU)",
+    )
+    group.add_argument("--verbose", action="store_true", help="say how the engines run and what their self-test found")
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +118,8 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConfig:
     """The pipeline that the model flags describe. Raises ConfigError."""
     embedded_target, embedded_draft = embedded_paths()
-    target = ModelConfig(path=_path("--target", args.target, str(embedded_target)), dtype=args.dtype)
+    compile = "auto" if args.compile is None else args.compile
+    target = ModelConfig(path=_path("--target", args.target, str(embedded_target)), dtype=args.dtype, compile=compile)
     if args.target is not None and args.draft is None and args.drafter == "model" and with_draft:
         raise ConfigError("--target is given without --draft: name one, or use --drafter ngram or --mode plain")
     if args.drafter == "ngram" and args.draft is not None:
@@ -116,7 +128,9 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
     if with_draft and args.drafter == "ngram":
         draft = NgramConfig()
     elif with_draft:
-        draft = DraftModelConfig(path=_path("--draft", args.draft, str(embedded_draft)), dtype=args.dtype)
+        draft = DraftModelConfig(
+            path=_path("--draft", args.draft, str(embedded_draft)), dtype=args.dtype, compile=compile
+        )
     return LocalConfig(target=target, draft=draft)
 
 
@@ -145,11 +159,14 @@ def run_generate(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     if not prompt:
         raise InvalidRequestError("the prompt is empty: at least one character is needed")
-    config = local_config(args, with_draft=speculation.mode is not Mode.PLAIN)
-    with LocalPipeline(config) as pipeline:
-        generation = pipeline.generate(prompt, sampling, speculation, stop)
+    pipeline = LocalPipeline(local_config(args, with_draft=speculation.mode is not Mode.PLAIN))
+    pipeline.load()
+    token_ids = pipeline.encode(prompt, sampling)  # refuses what cannot be served before a model is loaded
+    with pipeline:
+        generation = pipeline.generate(token_ids, sampling, speculation, stop)
         if args.json:
-            print(json.dumps(as_json(generation.result), ensure_ascii=False))
+            unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+            print(json.dumps(as_json(generation.result), ensure_ascii=not unicode))
         else:
             write_text(generation, sys.stdout)
             print(summary(generation.result), file=sys.stderr)
@@ -158,9 +175,9 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def _read_stdin() -> str:
     try:
-        return sys.stdin.read()
+        return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"standard input is not valid text: {error}") from error
+        raise InvalidRequestError(f"standard input is not UTF-8 text: {error}") from error
 
 
 def write_text(generation: Generation, stream: TextIO) -> None:
@@ -247,12 +264,10 @@ def _bounds(model: str, field: str, signs: dict[str, str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit status."""
-    logging.basicConfig(format="paceline: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
-    if arguments[:1] == ["bench"] or "-h" in arguments[:1] or "--help" in arguments[:1]:
-        _add_bench(parser)
-    args = parser.parse_args(arguments)
+    args = build_parser().parse_args(argv)
+    logs.configure(logging.INFO if getattr(args, "verbose", False) else logging.WARNING)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest
     try:
         status: int = args.run(args)
         return status
@@ -268,17 +283,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), EXIT_USAGE)
     except PacelineError as error:
         return _complain(str(error), EXIT_ENGINE)
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    try:
-        bench = importlib.import_module("paceline.bench.cli")
-    except ModuleNotFoundError as error:
-        if error.name != "paceline.bench.cli":
-            raise
-        return
-    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    bench.add_parser(subparsers)
 
 
 def _complain(message: str, status: int) -> int:

@@ -4,31 +4,35 @@
            ◀─ chunks ──          ◀── messages ──▶ draft worker
 
 The sessions relay between the workers in the reader threads; one lock orders all that touches a session.
-The draft is expendable: without it sessions go on by plain decoding. Without the target they fail.
+The draft is expendable: without it sessions go on by plain decoding, and it is started again. Without the target
+they fail.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.checkpoints import Checkpoint, inspect_checkpoint, require_path
-from paceline.config import DraftModelConfig, LocalConfig
+from paceline.checkpoints import Checkpoint, read_checkpoint, require_path
+from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, cache_dir
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, PromptTooLongError
-from paceline.router.session import Actions, Chunk, Result, Session, ToDraft, ToTarget
+from paceline.generation import Generation
+from paceline.router.session import Actions, Session, ToDraft, ToTarget
 from paceline.tokenization import Tokenizer, load_tokenizer, require_same_tokens
 from paceline.types import Commit, SamplingParams, SpeculationParams
 from paceline.workers import Emit, Engine, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
 
 log = logging.getLogger(__name__)
+
+_RESTART_S, _LONGEST_RESTART_S = 0.5, 60.0
+"""Pause before a dead draft is started again, doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class TargetFactory:
         """See EngineFactory."""
         from paceline.target.build import build_target_engine
 
+        _log_model("target", self.config.target)
         return build_target_engine(self.config, emit)
 
 
@@ -54,66 +59,9 @@ class DraftFactory:
         """See EngineFactory."""
         from paceline.draft.build import build_draft_engine
 
+        if isinstance(self.config.draft, DraftModelConfig):
+            _log_model("draft", self.config.draft)
         return build_draft_engine(self.config, emit)
-
-
-class Generation:
-    """A request in progress: iterate over its chunks, then read ``result``. One consumer."""
-
-    def __init__(self, session: Session, cancel: Callable[[Generation], None]) -> None:
-        self.session = session
-        self._cancel = cancel
-        self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._done = threading.Event()
-        self._error: PacelineError | None = None
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return self
-
-    def __next__(self) -> Chunk:
-        """The next chunk, waiting for it. Raises EngineError if the target is lost."""
-        chunk = self._chunks.get()
-        if chunk is not None:
-            return chunk
-        self._chunks.put(None)  # every later call ends, too
-        if self._error is not None:
-            raise self._error
-        raise StopIteration
-
-    @property
-    def result(self) -> Result:
-        """The finished session, waiting for it. Raises EngineError if the target was lost."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        assert self.session.result is not None
-        return self.session.result
-
-    @property
-    def done(self) -> bool:
-        """Whether ``result`` returns at once."""
-        return self._done.is_set()
-
-    def cancel(self) -> None:
-        """Ends the request now; what has arrived is its result, finish_reason ``abort``."""
-        self._cancel(self)
-
-    def deliver(self, actions: Actions) -> bool:
-        """For the pipeline: passes chunks on; True if the session is finished."""
-        for chunk in actions.chunks:
-            self._chunks.put(chunk)
-        if actions.result is not None:
-            self._finish()
-        return actions.result is not None
-
-    def fail(self, error: PacelineError) -> None:
-        """For the pipeline: ends the request with an error."""
-        self._error = error
-        self._finish()
-
-    def _finish(self) -> None:
-        self._done.set()
-        self._chunks.put(None)
 
 
 class LocalPipeline:
@@ -133,6 +81,7 @@ class LocalPipeline:
         self.config = config
         self._clock = clock
         self._given = (tokenizer, checkpoint)
+        self._loaded = False
         self._lock = threading.RLock()
         self._live: dict[str, Generation] = {}
         self._waiting: deque[Generation] = deque()
@@ -140,46 +89,59 @@ class LocalPipeline:
         self._failure: EngineError | None = None
         self.num_unknown = 0
         """Engine messages for sessions that had ended."""
+        self.num_draft_restarts = 0
+        """How often a dead draft was started again."""
 
         cores = available_cores() if config.pin_cores else []
         pinned = cores[:2] if len(cores) >= 2 else [None, None]
         make: Any = ProcessWorker if config.worker == "process" else ThreadWorker
-        self._target: Worker = make(
-            "target",
-            target_factory or TargetFactory(config),
-            self._from_target,
-            self._on_target_death,
-            pinned[0],
-        )
-        self._draft: Worker | None = None
-        if config.draft is not None or draft_factory is not None:
-            self._draft = make(
-                "draft",
-                draft_factory or DraftFactory(config),
-                self._from_draft,
-                self._on_draft_death,
-                pinned[1],
-            )
+
+        def make_target() -> Worker:
+            factory = target_factory or TargetFactory(config)
+            worker: Worker = make("target", factory, self._from_target, self._on_target_death, pinned[0])
+            return worker
+
+        def make_draft() -> Worker:
+            factory = draft_factory or DraftFactory(config)
+            worker: Worker = make("draft", factory, self._from_draft, self._on_draft_death, pinned[1])
+            return worker
+
+        self._make_draft = make_draft
+        self._target = make_target()
+        self._draft = make_draft() if config.draft is not None or draft_factory is not None else None
         self._draft_up = self._draft is not None
+        self._stopping = threading.Event()
+        self._restart: threading.Thread | None = None
 
     # -- life ----------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Starts the workers and checks the models meanwhile. Raises ConfigError or EngineError."""
+    def load(self) -> None:
+        """Reads tokenizers and configurations: finds what is wrong with the models before they are loaded.
+
+        Raises ConfigError. ``start`` does this too; after it, ``encode`` works.
+        """
+        if self._loaded:
+            return
         tokenizer, checkpoint = self._given
+        target, draft = self.config.target, self.config.draft
         if checkpoint is None:
-            require_path(self.config.target.path)
-            if isinstance(self.config.draft, DraftModelConfig):
-                require_path(self.config.draft.path)
+            require_path(target.path)
+            if isinstance(draft, DraftModelConfig):
+                require_path(draft.path)
+        self.checkpoint = checkpoint or read_checkpoint(target.path)
+        self.tokenizer = tokenizer or load_tokenizer(target.path)
+        if tokenizer is None and isinstance(draft, DraftModelConfig):
+            read_checkpoint(draft.path)
+            require_same_tokens(self.tokenizer, load_tokenizer(draft.path))
+        self._loaded = True
+
+    def start(self) -> None:
+        """Starts the workers. Raises ConfigError or EngineError."""
+        self.load()
         workers = [worker for worker in (self._target, self._draft) if worker is not None]
         try:
             for worker in workers:
                 worker.spawn()
-            self.checkpoint = checkpoint or inspect_checkpoint(self.config.target.path)
-            self.tokenizer = tokenizer or load_tokenizer(self.config.target.path)
-            if tokenizer is None and isinstance(self.config.draft, DraftModelConfig):
-                inspect_checkpoint(self.config.draft.path)
-                require_same_tokens(self.tokenizer, load_tokenizer(self.config.draft.path))
             for worker in workers:
                 worker.wait_ready()
         except BaseException:
@@ -188,6 +150,7 @@ class LocalPipeline:
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Cancels what is in progress and ends the workers. Idempotent."""
+        self._stopping.set()
         with self._lock:
             self._failure = self._failure or EngineError("the pipeline has been stopped")
             for generation in [*self._live.values(), *self._waiting]:
@@ -195,6 +158,8 @@ class LocalPipeline:
         for worker in (self._draft, self._target):
             if worker is not None:
                 worker.stop(timeout_s)
+        if self._restart is not None:
+            self._restart.join(timeout_s)
 
     def __enter__(self) -> Self:
         self.start()
@@ -214,6 +179,25 @@ class LocalPipeline:
         limit = self.config.max_model_len
         return self.checkpoint.max_model_len if limit is None else min(limit, self.checkpoint.max_model_len)
 
+    def encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
+        try:
+            token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the prompt is not valid text: {error}") from error
+        if not token_ids:
+            raise InvalidRequestError("the prompt holds no token: at least one is needed")
+        for token_id in token_ids:
+            if not 0 <= token_id < self.tokenizer.vocab_size:
+                allowed = f"0 to {self.tokenizer.vocab_size - 1} are allowed"
+                raise InvalidRequestError(f"the prompt holds token id {token_id}: {allowed}")
+        if len(token_ids) + sampling.max_tokens > self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens and max_tokens is {sampling.max_tokens}: "
+                f"together at most {self.max_model_len} fit the model's context"
+            )
+        return token_ids
+
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -226,16 +210,7 @@ class LocalPipeline:
         Raises InvalidRequestError for a prompt that is empty or too long, EngineError if the target is gone.
         """
         sampling, speculation = sampling or SamplingParams(), speculation or SpeculationParams()
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        for token_id in token_ids:
-            if not 0 <= token_id < self.tokenizer.vocab_size:
-                allowed = f"0 to {self.tokenizer.vocab_size - 1} are allowed"
-                raise InvalidRequestError(f"the prompt holds token id {token_id}: {allowed}")
-        if len(token_ids) + sampling.max_tokens > self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens and max_tokens is {sampling.max_tokens}: "
-                f"together at most {self.max_model_len} fit the model's context"
-            )
+        token_ids = self.encode(prompt, sampling)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -315,11 +290,39 @@ class LocalPipeline:
             self._send(to_target, [])
 
     def _on_draft_death(self, reason: str) -> None:
-        log.warning("%s; sessions continue by plain decoding", reason)
+        log.warning("%s; sessions continue by plain decoding until it is back", reason)
         with self._lock:
             self._draft_up = False
             for generation in self._live.values():
                 self._send(generation.session.on_draft_down().to_target, [])
+            if self._failure is None:
+                self._restart = threading.Thread(target=self._restart_draft, name="paceline-restart", daemon=True)
+                self._restart.start()
+
+    def _restart_draft(self) -> None:
+        """Tries until a draft is up again, then re-opens every session on it from its token history."""
+        while not self._stopping.wait(min(_RESTART_S * 2**self.num_draft_restarts, _LONGEST_RESTART_S)):
+            assert self._draft is not None
+            self._draft.stop(timeout_s=0.5)
+            with self._lock:  # ``stop`` ends every worker that was spawned before it took the lock
+                if self._failure is not None:
+                    return
+                self.num_draft_restarts += 1
+                self._draft = draft = self._make_draft()
+                draft.spawn()
+            try:
+                draft.wait_ready()
+            except PacelineError as error:
+                log.info("the draft could not be started again: %s", error)
+                continue
+            with self._lock:
+                if self._restart is not threading.current_thread():  # it has died again already
+                    return
+                self._draft_up = True
+                for generation in self._live.values():
+                    actions = generation.session.on_draft_up()
+                    self._send(actions.to_target, actions.to_draft)
+            return
 
     def _on_target_death(self, reason: str) -> None:
         with self._lock:
@@ -363,6 +366,11 @@ def _append_commits(to_draft: list[ToDraft], new: Sequence[ToDraft]) -> None:
             to_draft[-1] = Commit(last.session_id, last.epoch, last.token_ids, message.in_flight)
         else:
             to_draft.append(message)
+
+
+def _log_model(name: str, config: ModelConfig) -> None:
+    facts = f"dtype {config.dtype}, device {config.device}, compile {config.compile}"
+    log.info("%s %s: %s; compiled models are kept in %s", name, config.path, facts, cache_dir() / "compiled")
 
 
 def embedded_paths() -> tuple[Path, Path]:

@@ -1,6 +1,7 @@
 """Text to tokens and back: loading, comparing tokenizers by content, incremental detokenisation.
 
-Knows nothing of models or sessions. transformers is imported when a tokenizer is loaded, not before.
+Knows nothing of models or sessions. transformers is imported only for a tokenizer that needs more than its
+``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints import read_json
 from paceline.errors import ConfigError, TokenizerMismatchError
 
 Decode = Callable[[Sequence[int]], str]
@@ -19,6 +22,42 @@ Decode = Callable[[Sequence[int]], str]
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _PROMPT_TAIL_TOKENS = 6
 _MAX_UNDECIDED_TOKENS = 16
+
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_OWN_CLASS_TYPES = ("qwen", "mistral", "ministral", "pixtral", "voxtral", "siglip", "hyperclovax")
+"""Model types for which transformers replaces or patches a generic tokenizer."""
+_CHANGING_KEYS = (
+    "add_bos_token", "add_eos_token", "auto_map", "split_special_tokens",
+    "extra_special_tokens", "additional_special_tokens",
+)  # fmt: skip
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class JsonTokenizer:
+    """The part of a transformers tokenizer that ``Tokenizer`` uses, over a ``tokenizer.json`` alone."""
+
+    def __init__(self, backend: Any, eos_token: str | None) -> None:
+        self.backend_tokenizer = backend
+        self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """Added tokens by id."""
+        added: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+        return added
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with whatever special tokens belong around a prompt."""
+        token_ids: list[int] = self.backend_tokenizer.encode(text).ids
+        return token_ids
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token, added ones included."""
+        vocab: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
 
 
 class Tokenizer:
@@ -68,13 +107,45 @@ class Tokenizer:
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Loads the tokenizer of a checkpoint directory or hub id. Raises ConfigError, naming ``path``."""
-    from transformers import AutoTokenizer
-
     try:
-        return Tokenizer(path, AutoTokenizer.from_pretrained(path))
+        if (tokenizer := read_json_tokenizer(path)) is not None:
+            return Tokenizer(path, tokenizer)
+        from transformers import AutoTokenizer
+
+        directory = Path(path).expanduser()
+        return Tokenizer(path, AutoTokenizer.from_pretrained(directory if directory.is_dir() else path))
     except Exception as error:  # transformers raises whatever its parsers raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"no tokenizer could be loaded from {path!r}: {reason[0]}") from error
+
+
+def read_json_tokenizer(path: str) -> JsonTokenizer | None:
+    """The tokenizer that ``tokenizer.json`` describes, if it is all there is to it; None if transformers must judge.
+
+    It must name the generic fast class and bring its own post-processor, and neither it nor the settings beside it
+    may add tokens, truncate or pad.
+    """
+    data, settings = read_json(path, "tokenizer.json"), read_json(path, "tokenizer_config.json")
+    model_type = str(read_json(path, "config.json").get("model_type", ""))
+    special = {token.get("content") for token in data.get("added_tokens") or [] if token.get("special")}
+    roles = [settings.get(role) for role in _ROLES]
+    names = [role.get("content") if isinstance(role, dict) else role for role in roles if role is not None]
+    if (
+        settings.get("tokenizer_class") not in _GENERIC_CLASSES
+        or any(settings.get(key, []) not in ([], {}) for key in _CHANGING_KEYS)
+        or model_type.startswith(_OWN_CLASS_TYPES)
+        or not data.get("post_processor")
+        or data.get("truncation")
+        or data.get("padding")
+        or not set(names) <= special
+        or any(t.get("content") not in special for t in settings.get("added_tokens_decoder", {}).values())
+    ):
+        return None
+    from tokenizers import Tokenizer as FromFile
+
+    eos = settings.get("eos_token")
+    backend = FromFile.from_file(str(Path(path).expanduser() / "tokenizer.json"))
+    return JsonTokenizer(backend, eos.get("content") if isinstance(eos, dict) else eos)
 
 
 def require_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:

@@ -16,10 +16,8 @@ import multiprocessing
 import os
 import pickle
 import queue
-import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
@@ -29,7 +27,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from paceline import errors
+from paceline import errors, logs
+from paceline.channel import Channel
 from paceline.config import apply_worker_environment
 from paceline.errors import EngineError, PacelineError
 
@@ -38,8 +37,6 @@ log = logging.getLogger(__name__)
 Emit = Callable[[Sequence[Any]], None]
 
 _SWITCH_INTERVAL_S = 1e-4
-_READ_BYTES = 1 << 18
-_HEADER = struct.Struct("<Q")
 
 
 class Engine(Protocol):
@@ -144,51 +141,6 @@ def _run(engine: Engine, drain: Callable[[float | None], list[Any] | None]) -> N
         if messages:
             engine.receive(messages)
         wait_s = 0.0 if engine.step() else engine.wait_s()
-
-
-class Channel:
-    """Pickled frames over a stream socket. One reading thread; ``send`` blocks until the peer takes it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._buffer = bytearray()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-
-    @staticmethod
-    def frame(value: Any) -> bytes:
-        """Length and pickle of ``value``."""
-        payload = pickle.dumps(value, protocol=5)
-        return _HEADER.pack(len(payload)) + payload
-
-    def send(self, value: Any) -> None:
-        """Sends one frame. Raises OSError if the peer is gone."""
-        self._sock.sendall(self.frame(value))
-
-    def receive(self, timeout_s: float | None) -> list[Any]:
-        """All complete frames; waits for one at most ``timeout_s`` (None: for ever). EOFError at the end."""
-        frames = self._parse()
-        while not frames:
-            if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
-                break
-            data = self._sock.recv(_READ_BYTES)
-            if not data:
-                raise EOFError
-            self._buffer += data
-            frames = self._parse()
-        return frames
-
-    def _parse(self) -> list[Any]:
-        frames, at = [], 0
-        while len(self._buffer) - at >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._buffer, at)
-            if len(self._buffer) - at - _HEADER.size < length:
-                break
-            start = at + _HEADER.size
-            frames.append(pickle.loads(memoryview(self._buffer)[start : start + length].tobytes()))
-            at = start + length
-        del self._buffer[:at]
-        return frames
 
 
 class ThreadWorker:
@@ -303,7 +255,7 @@ class ProcessWorker:
         self._sock, child_sock = socket.socketpair()
         self._process = multiprocessing.get_context("spawn").Process(
             target=_process_main,
-            args=(child_sock, pickle.dumps(self._factory), self._core),
+            args=(child_sock, pickle.dumps(self._factory), self._core, logs.level()),
             name=f"paceline-{self.name}",
             daemon=True,
         )
@@ -401,10 +353,11 @@ class ProcessWorker:
             self._on_death(f"{self.name} engine failed: {failure.message if failure else 'its process ended'}")
 
 
-def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None) -> None:
+def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, log_level: int) -> None:
     """Entry point of a worker process. The factory, and with it torch, is loaded only after set-up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     apply_worker_environment()
+    logs.configure(log_level)
     threading.Thread(target=_end_with_parent, name="paceline-parent-watch", daemon=True).start()
     _pin(core)
     channel = Channel(sock)
