@@ -181,10 +181,7 @@ class LocalPipeline:
 
     def encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
         """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
-        try:
-            token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the prompt is not valid text: {error}") from error
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         if not token_ids:
             raise InvalidRequestError("the prompt holds no token: at least one is needed")
         for token_id in token_ids:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints import read_json
-from paceline.errors import ConfigError, TokenizerMismatchError
+from paceline.errors import ConfigError, InvalidRequestError, TokenizerMismatchError
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
@@ -68,7 +68,14 @@ class Tokenizer:
         self._tokenizer = hf_tokenizer
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of ``text``, with whatever special tokens the tokenizer puts around a prompt."""
+        """Token ids of ``text``, with whatever special tokens the tokenizer puts around a prompt.
+
+        Raises InvalidRequestError for a lone surrogate, which stands for a byte that was no text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
         return tuple(self._tokenizer.encode(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
