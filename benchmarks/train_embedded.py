@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -67,6 +68,11 @@ class Shape:
 TARGET_SHAPE = Shape(hidden_size=384, num_layers=8, num_heads=6, num_kv_heads=2, intermediate_size=1024)
 DRAFT_SHAPE = Shape(hidden_size=192, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=512)
 
+TOP = 128
+CE_WEIGHT = 0.1
+SAMPLED_SHARE = 0.2
+PLAIN_SHARE = 0.3
+
 SAMPLE_PROMPTS = (
     "import os\nimport sys\n\ndef main():\n",
     'class Queue:\n    """A first-in first-out queue."""\n\n    def __init__(self',
@@ -89,6 +95,7 @@ class Options:
     micro_tokens: int
     accumulate: int
     sampled_fraction: float
+    scored_fraction: float
 
 
 # ---------------------------------------------------------------------------------------------------- corpus
@@ -216,6 +223,9 @@ def learning_rate_scale(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - warm_up) / (1.0 - warm_up))))
 
 
+Batch = TypeVar("Batch")
+
+
 class Trainer:
     """Data-parallel training of one model: `loss_of(model, window)` on random windows until the time is up.
 
@@ -284,11 +294,11 @@ class Trainer:
 
     def train(
         self,
-        loss_of: Callable[[LlamaForCausalLM, Tensor], Tensor],
-        draw: Callable[[int, int, torch.Generator], Tensor],
+        loss_of: Callable[[LlamaForCausalLM, Batch], Tensor],
+        draw: Callable[[int, int, torch.Generator], Batch],
         evaluate: Callable[[], float],
     ) -> None:
-        """`draw(count, length, generator)` gives windows [count, length + 1]; `evaluate()` held-out loss."""
+        """`draw(count, length, generator)` gives `count` windows of text; `evaluate()` the held-out loss."""
         options = self.options
         self.resume()
         limit = 60.0 * options.minutes
@@ -350,19 +360,62 @@ def cross_entropy(model: LlamaForCausalLM, window: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
 
 
-def distillation_loss(
-    teacher: LlamaForCausalLM, ce_weight: float = 0.1
-) -> Callable[[LlamaForCausalLM, Tensor], Tensor]:
-    """Forward KL from the teacher's full softmax, plus a little cross-entropy on the text itself."""
+class Scored(NamedTuple):
+    """Text with the target's next-token distribution at every position: the likeliest tokens and the rest.
 
-    def loss_of(student: LlamaForCausalLM, window: Tensor) -> Tensor:
-        with torch.no_grad():
-            target_log = F.log_softmax(logits_of(teacher, window[:, :-1]).flatten(0, 1).float(), dim=-1)
-        student_log = F.log_softmax(logits_of(student, window[:, :-1]).flatten(0, 1).float(), dim=-1)
-        divergence = F.kl_div(student_log, target_log, reduction="batchmean", log_target=True)
-        return divergence + ce_weight * F.nll_loss(student_log, window[:, 1:].flatten())
+    Scoring once lets the draft pass over the text several times at a quarter of the cost of asking the target
+    each time. `TOP` tokens hold nearly all probability; what is left is matched as one event.
+    """
 
-    return loss_of
+    ids: Tensor  # [rows, length + 1], int64
+    top_ids: Tensor  # [rows, length, TOP], int16
+    top_log: Tensor  # [rows, length, TOP], float16 log-probabilities
+
+    def draw(self, num_tokens: int, length: int, generator: torch.Generator) -> Scored:
+        """Random rows, about `num_tokens` in all, each cropped at random to `length` if it is longer."""
+        length = min(length, self.top_ids.shape[1])
+        rows = torch.randint(len(self.ids), (max(1, num_tokens // length),), generator=generator)
+        start = int(torch.randint(self.top_ids.shape[1] - length + 1, (), generator=generator))
+        end = start + length
+        parts = (
+            self.ids[rows, start : end + 1],
+            self.top_ids[rows, start:end],
+            self.top_log[rows, start:end],
+        )
+        return Scored(*parts)
+
+
+@torch.no_grad()
+def score(teacher: LlamaForCausalLM, rows: Tensor, seconds: float) -> Scored:
+    """Score `rows` [n, length + 1] for at most `seconds`; the rows that were not reached are left out."""
+    end = time.monotonic() + seconds
+    per_pass = max(1, 2048 // rows.shape[1])
+    top_ids, top_log = [], []
+    for part in torch.split(rows, per_pass):
+        top = logits_of(teacher, part[:, :-1]).float().log_softmax(-1).topk(TOP, dim=-1)
+        top_ids.append(top.indices.to(torch.int16))
+        top_log.append(top.values.to(torch.float16))
+        if time.monotonic() > end:
+            break
+    scored = torch.cat(top_ids)
+    return Scored(rows[: len(scored)].contiguous(), scored, torch.cat(top_log))
+
+
+def plain(window: Tensor) -> Scored:
+    """Text that the target has not scored: all probability on the token that follows, [batch, length + 1]."""
+    top_ids = window[:, 1:, None].to(torch.int16)
+    return Scored(window, top_ids, torch.zeros_like(top_ids, dtype=torch.float16))
+
+
+def distillation_loss(student: LlamaForCausalLM, batch: Scored) -> Tensor:
+    """Forward KL from the target's distribution, plus a little cross-entropy on the text itself, in nats."""
+    log_q = F.log_softmax(logits_of(student, batch.ids[:, :-1]).float(), dim=-1)
+    log_p = batch.top_log.float()
+    p, top_log_q = log_p.exp(), log_q.gather(-1, batch.top_ids.long())
+    rest_p = (1.0 - p.sum(-1)).clamp(min=1e-6)
+    rest_q = (1.0 - top_log_q.exp().sum(-1)).clamp(min=1e-6)
+    divergence = (p * (log_p - top_log_q)).sum(-1) + rest_p * (rest_p / rest_q).log()
+    return divergence.mean() + CE_WEIGHT * F.nll_loss(log_q.flatten(0, 1), batch.ids[:, 1:].flatten())
 
 
 @torch.no_grad()
@@ -376,32 +429,28 @@ def held_out_loss(model: LlamaForCausalLM, tokens: Tensor) -> float:
 
 
 @torch.no_grad()
-def sample_continuations(
-    model: LlamaForCausalLM, prompts: Tensor, num_new: int, temperatures: Tensor
-) -> Tensor:
+def sample_continuations(model: LlamaForCausalLM, prompts: Tensor, num_new: int, temperatures: Tensor) -> Tensor:
     """Continue `prompts` [batch, p] by `num_new` tokens; row i at `temperatures[i]`, 0 meaning greedy."""
     rows, cache, step = prompts, None, prompts
     for _ in range(num_new):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache, logits = output.past_key_values, output.logits[:, -1].float()
         hot = torch.softmax(logits / temperatures.clamp(min=1e-3)[:, None], dim=-1)
-        step = torch.where(
-            temperatures[:, None] > 0, torch.multinomial(hot, 1), logits.argmax(-1, keepdim=True)
-        )
+        sampled = torch.multinomial(hot, 1)
+        step = torch.where(temperatures[:, None] > 0, sampled, logits.argmax(-1, keepdim=True))
         rows = torch.cat([rows, step], dim=1)
     return rows
 
 
-def sampled_windows(
-    options: Options, teacher: LlamaForCausalLM, tokens: Tensor, rank: int
-) -> Iterator[Tensor]:
-    """Batches of the teacher's own text, [64, 257], half greedy; prompts of 33 tokens from the corpus."""
+def sampled_windows(teacher: LlamaForCausalLM, tokens: Tensor, rank: int) -> Iterator[Tensor]:
+    """Batches of the teacher's own text, [64, 257], half of it greedy, after 64 tokens of the corpus."""
     generator = torch.Generator().manual_seed(SEED + 7919 * (rank + 1))
     torch.manual_seed(SEED + rank)
     temperatures = torch.tensor([0.0, 0.0, 0.7, 1.0]).repeat(16)
+    quick = copy.deepcopy(teacher)
+    quick.bfloat16()
     while True:
-        yield sample_continuations(teacher, windows(tokens, 64, 32, generator), 224, temperatures)
+        yield sample_continuations(quick, windows(tokens, 64, 63, generator), 193, temperatures)
 
 
 def worker(rank: int, options: Options) -> None:
@@ -426,31 +475,40 @@ def worker(rank: int, options: Options) -> None:
 
 
 def distill(rank: int, options: Options, train: Tensor, held_out: Tensor) -> None:
-    """Sample text from the target, then train the draft on that and on the corpus."""
+    """Sample text from the target, score that and the corpus, then train the draft on both.
+
+    Sampling and scoring come before the training and take their fractions of `minutes` in addition.
+    """
     teacher = LlamaForCausalLM.from_pretrained(options.work / "target", dtype=torch.float32)
-    sampled_path = options.work / f"sampled.rank{rank}.pt"
-    if not sampled_path.exists():
+    path = options.work / f"scored.rank{rank}.pt"
+    if not path.exists():
         batches, end = [], time.monotonic() + 60.0 * options.minutes * options.sampled_fraction
-        for batch in sampled_windows(options, teacher, train, rank):
+        for batch in sampled_windows(teacher, train, rank):
             batches.append(batch)
             if time.monotonic() > end:
                 break
-        torch.save(torch.cat(batches), sampled_path)
-    sampled: Tensor = torch.load(sampled_path)
-    print(f"rank {rank}: {sampled.numel()} tokens sampled from the target", flush=True)
+        limit = 60.0 * options.minutes * options.scored_fraction
+        own = score(teacher, torch.cat(batches), limit)
+        rows = train.unfold(0, 1025, 1024)
+        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
+        text = score(teacher, rows[rank :: options.processes], limit)
+        torch.save((tuple(own), tuple(text)), path)
+    own, text = (Scored(*parts) for parts in torch.load(path))
+    print(f"rank {rank}: {own.ids.numel()} sampled, {text.ids.numel()} corpus tokens", flush=True)
 
-    def draw(count: int, length: int, generator: torch.Generator) -> Tensor:
-        """Half the steps on corpus windows, half on the target's own text (always 256 long)."""
-        if torch.rand((), generator=generator) < 0.5:
-            return windows(train, count, length, generator)
-        num_rows = max(1, options.micro_tokens // 256)
-        return sampled.index_select(0, torch.randint(len(sampled), (num_rows,), generator=generator))
+    def draw(count: int, length: int, generator: torch.Generator) -> Scored:
+        """The target's own text, the scored part of the corpus, or all of the corpus with its plain tokens."""
+        kind = float(torch.rand((), generator=generator))
+        if kind < PLAIN_SHARE:
+            return plain(windows(train, options.micro_tokens // 512, 512, generator))
+        source = own if kind < PLAIN_SHARE + SAMPLED_SHARE else text
+        return source.draw(options.micro_tokens, max(512, length), generator)
 
     student = build(DRAFT_SHAPE)
     if (options.work / "draft").exists():
         student = LlamaForCausalLM.from_pretrained(options.work / "draft", dtype=torch.float32)
     trainer = Trainer("distill", student, options, rank)
-    trainer.train(distillation_loss(teacher), draw, lambda: held_out_loss(student, held_out))
+    trainer.train(distillation_loss, draw, lambda: held_out_loss(student, held_out))
 
 
 def launch(options: Options) -> None:
@@ -479,15 +537,9 @@ def publish(options: Options) -> None:
     (options.publish_to / "held_out.json").write_text(json.dumps(held_out, indent=1) + "\n")
 
 
-@torch.no_grad()
 def greedy_continuations(model: LlamaForCausalLM, prompts: Tensor, num_new: int) -> Tensor:
     """Continue `prompts` [batch, p] greedily by exactly `num_new` tokens, [batch, p + num_new]."""
-    rows, cache, step = prompts, None, prompts
-    for _ in range(num_new):
-        output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, step = output.past_key_values, output.logits[:, -1:].argmax(-1)[:, -1:]
-        rows = torch.cat([rows, step], dim=1)
-    return rows
+    return sample_continuations(model, prompts, num_new, torch.zeros(len(prompts)))
 
 
 def accepted_per_round(agrees: Tensor, depth: int) -> float:
@@ -517,13 +569,9 @@ def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: Tensor)
         overlap.append(torch.minimum(theirs.exp(), ours.exp()).sum(-1).flatten())
     prompts = windows(tokens, 64, 127, torch.Generator().manual_seed(2))
     continued = greedy_continuations(target, prompts, 128)
-    guesses = torch.cat(
-        [draft(input_ids=part[:, :-1]).logits.argmax(-1) for part in torch.split(continued, 8)]
-    )
+    guesses = torch.cat([draft(input_ids=part[:, :-1]).logits.argmax(-1) for part in torch.split(continued, 8)])
     agrees = guesses[:, 127:] == continued[:, 128:]
-    distinct = [
-        len({row[i : i + 4] for i in range(125)}) / 125 for row in map(tuple, continued[:, 128:].tolist())
-    ]
+    distinct = [len({row[i : i + 4] for i in range(125)}) / 125 for row in map(tuple, continued[:, 128:].tolist())]
     return {
         "held_out_tokens": rows.numel(),
         "target_loss_nats_per_token": float(torch.cat(target_losses).mean()),
@@ -539,28 +587,33 @@ def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: Tensor)
 
 
 @torch.no_grad()
-def forward_ms(model: LlamaForCausalLM) -> float:
-    """Median milliseconds of one eager forward of one token after 256 cached ones, one thread."""
-    cache = model(input_ids=torch.zeros(1, 256, dtype=torch.long), use_cache=True).past_key_values
-    times = []
-    for _ in range(60):
+def forward_ms(models: list[LlamaForCausalLM]) -> list[float]:
+    """Median milliseconds of each model's eager one-token forward after 256 cached tokens, one thread.
+
+    The models take turns in runs of 8 - a draft proposes several tokens in a row - so that whatever else the
+    machine does meets them alike.
+    """
+    prompt, one = torch.zeros(1, 256, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long)
+    caches = [model(input_ids=prompt, use_cache=True).past_key_values for model in models]
+    times: list[list[float]] = [[] for _ in models]
+    for index in range(8 * 15 * len(models)):
+        chosen = index // 8 % len(models)
         start = time.perf_counter()
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+        models[chosen](input_ids=one, past_key_values=caches[chosen], use_cache=True)
+        times[chosen].append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(own) for own in times]
 
 
 def evaluate(options: Options) -> None:
-    """Print the figures of the model card as JSON, then a few greedy completions of held-out files."""
+    """Print the figures of the model card as JSON, then completions, greedy and at temperature 0.6."""
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for dtype in (torch.bfloat16, torch.float32):
         pair = [
-            LlamaForCausalLM.from_pretrained(options.publish_to / name, dtype=dtype)
-            for name in ("target", "draft")
+            LlamaForCausalLM.from_pretrained(options.publish_to / name, dtype=dtype) for name in ("target", "draft")
         ]
         target, draft = pair
-        costs = [forward_ms(model) for model in pair]
+        costs = forward_ms(pair)
         short = str(dtype).removeprefix("torch.")
         figures |= {
             f"target_forward_ms_{short}": costs[0],
@@ -577,7 +630,10 @@ def evaluate(options: Options) -> None:
     words = AutoTokenizer.from_pretrained(options.publish_to / "target")
     for text in SAMPLE_PROMPTS:
         ids = torch.tensor([words.encode(text)])
-        print("-" * 80, words.decode(greedy_continuations(target, ids, 120)[0]), sep="\n")
+        for temperature in (0.0, 0.6):
+            torch.manual_seed(0)
+            rows = sample_continuations(target, ids, 100, torch.tensor([temperature]))
+            print(f"---- temperature {temperature}", words.decode(rows[0]), sep="\n")
 
 
 def parse_options(arguments: list[str]) -> Options:
@@ -593,7 +649,8 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--micro-tokens", type=int, default=2048, help="tokens per process and backward pass")
     parser.add_argument("--accumulate", type=int, default=2, help="backward passes per update")
-    parser.add_argument("--sampled-fraction", type=float, default=0.3, help="share of distill spent sampling")
+    parser.add_argument("--sampled-fraction", type=float, default=0.3, help="of --minutes, before distill")
+    parser.add_argument("--scored-fraction", type=float, default=0.5, help="of --minutes, before distill")
     return Options(**vars(parser.parse_args(arguments)))
 
 
