@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from transformers import BertConfig, BertForMaskedLM
 
 from paceline import __version__
 from paceline.cli import build_parser, main, sampling_params, summary, write_text
@@ -18,10 +23,15 @@ from paceline.types import Cause, FinishReason, Round, SpeculationStats
 PROMPT = "def read_file(path):\n"
 
 
+EAGER = ["--dtype", "float32", "--no-compile"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "paceline", *arguments]
+
+
 def run(*arguments, stdin=None):
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments], capture_output=True, text=True, input=stdin, timeout=570
-    )
+    return subprocess.run(command(*arguments), capture_output=True, text=True, input=stdin, timeout=300)
 
 
 def refused(capsys, *arguments):
@@ -64,6 +74,13 @@ def refused(capsys, *arguments):
         (["--target", ""], ["--target is empty"]),
         (["--target", "x"], ["--target is given without --draft"]),
         (["--drafter", "ngram", "--draft", "x"], ["--drafter ngram"]),
+        (["--top-p", "nan"], ["--top-p is nan"]),
+        (["--max-tokens", "many"], ["--max-tokens", "many"]),
+        (["--seed", str(2**64)], [f"--seed is {2**64}", f"less than {2**64}"]),
+        (["--repetition-penalty", "inf"], ["--repetition-penalty is inf"]),
+        (["--temperature", "101"], ["--temperature is 101.0", "at most 100"]),
+        (["--draft-tokens", "-1"], ["--draft-tokens is -1", "at least 0"]),
+        (["--drafter", "magic"], ["--drafter", "magic", "ngram"]),
         (["--no-such-flag"], ["--no-such-flag"]),
     ],
 )
@@ -85,12 +102,14 @@ def test_a_folder_that_holds_no_model(capsys, tmp_path):
     assert "is a file" in refused(capsys, "generate", PROMPT, "--draft", str(file))
 
 
-def test_a_model_that_is_no_causal_language_model(capsys, tmp_path):
-    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    sentence = refused(capsys, "generate", PROMPT, "--target", str(tmp_path), "--mode", "plain")
-    assert "no causal language model" in sentence
-    assert "BertForMaskedLM" in sentence
+def test_a_model_that_is_no_causal_language_model(capfd, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertForMaskedLM(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path)
+    capfd.readouterr()
+    for flags in (["--target", str(tmp_path), "--mode", "plain"], ["--draft", str(tmp_path)]):
+        sentence = refused(capfd, "generate", PROMPT, *flags)
+        assert "no causal language model" in sentence
+        assert "BertForMaskedLM" in sentence
 
 
 def test_a_draft_of_another_tokenizer(capsys, tmp_path):
@@ -105,6 +124,41 @@ def test_a_draft_of_another_tokenizer(capsys, tmp_path):
     assert "tokenizer differs in content" in sentence
     assert str(tmp_path) in sentence
     assert str(TARGET_DIR) in sentence
+
+
+def test_standard_input_that_is_empty_or_no_text():
+    for data, part in ((b"caf\xe9", "not UTF-8"), (b"", "prompt is empty")):
+        done = subprocess.run(command("generate", "-"), input=data, capture_output=True, timeout=60)
+        assert done.returncode == 2
+        assert part in done.stderr.decode()
+        assert done.stderr.count(b"\n") == 1
+        assert done.stdout == b""
+
+
+def test_a_prompt_argument_that_is_no_text(capsys):
+    assert "not valid Unicode" in refused(capsys, "generate", "caf\udce9")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--repeats", "0"], "--repeats is 0"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--max-tokens", "5000"], "fit the model's context"),
+        (["--draft", "/no/such/draft"], "does not exist"),
+    ],
+)
+def test_mistakes_with_the_demo(capsys, flags, part):
+    assert part in refused(capsys, "demo", *flags)
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for name in ("generate", "demo", "bench"):
+        assert f"\n    {name} " in text
+    assert "'bench'" in refused(capsys, "no-such-command").replace("bench)", "'bench')")
 
 
 def test_version_and_help(capsys):
@@ -170,7 +224,7 @@ def test_the_parent_loads_no_torch_to_parse_its_arguments():
 
 @pytest.fixture(scope="module")
 def plain_json():
-    done = run("generate", PROMPT, "--max-tokens", "24", "--mode", "plain", "--dtype", "float32", "--json")
+    done = run("generate", PROMPT, "--max-tokens", "24", "--mode", "plain", "--json", *EAGER)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -183,21 +237,98 @@ def test_json_has_its_documented_form(plain_json):
     assert plain_json["finish_reason"] == "length"
 
 
+def test_overlapped_from_standard_input_gives_the_same_text_and_says_how_it_ran(plain_json):
+    done = run("generate", "-", "--max-tokens", "24", "--verbose", *EAGER, stdin=PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain_json["text"] + "\n"
+    *log, last = done.stderr.splitlines()
+    assert "24 tokens, " in last
+    assert "tokens/s" in last
+    assert all(line.startswith("paceline: ") for line in log)
+    assert any("batch-invariant" in line for line in log)
+    assert any("compile False" in line for line in log)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--mode", "overlapped"], ["--mode", "sequential"], ["--drafter", "ngram"]])
-def test_any_mode_gives_the_same_tokens_from_standard_input(plain_json, flags):
-    done = run("generate", "-", "--max-tokens", "24", "--dtype", "float32", "--json", *flags, stdin=PROMPT)
+def test_any_mode_gives_the_same_tokens(plain_json, flags):
+    done = run("generate", PROMPT, "--max-tokens", "24", "--json", *EAGER, *flags)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["token_ids"] == plain_json["token_ids"]
 
 
-def test_an_over_long_prompt_is_refused(capsys):
-    sentence = refused(capsys, "generate", PROMPT * 400, "--mode", "plain")
+@pytest.mark.slow
+def test_compiling_says_so_once_and_leaves_standard_output_alone(tmp_path):
+    arguments = command("generate", PROMPT, "--mode", "plain", "--max-tokens", "8", "--json")
+    lines = []
+    for _ in range(2):
+        environment = {**os.environ, "PACELINE_CACHE": str(tmp_path)}
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=500, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["token_ids"]) == 8
+        lines.append(done.stderr.splitlines())
+    assert "compiling" in lines[0][0]
+    assert len(lines[0]) == 2
+    assert lines[1] == []
+
+
+@pytest.mark.slow
+def test_a_model_id_that_nothing_resolves(capfd):
+    sentence = refused(capfd, "generate", PROMPT, "--target", "no-such-model-anywhere", "--mode", "plain")
+    assert "'no-such-model-anywhere' could not be resolved" in sentence
+
+
+@pytest.mark.slow
+def test_the_demo_compares_both_modes():
+    done = run("demo", "--max-tokens", "24", "--repeats", "2", *EAGER)
+    assert done.returncode == 0, done.stderr
+    assert "identical in all 4 runs (24 tokens each)" in done.stdout
+    assert done.stderr == ""
+
+
+def test_an_over_long_prompt_is_refused(capfd):
+    sentence = refused(capfd, "generate", PROMPT * 400, "--mode", "plain")
     assert "fit the model's context" in sentence
 
 
-def test_text_goes_to_stdout_and_the_summary_to_stderr():
-    done = run("generate", PROMPT, "--max-tokens", "8", "--mode", "plain")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert "tokens/s" in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize("when", ["starting", "streaming", pytest.param("compiling", marks=pytest.mark.slow)])
+def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
+    """A real SIGINT to the whole process group, as a terminal sends it."""
+    flags = [] if when == "compiling" else EAGER
+    arguments = command("generate", PROMPT, "--max-tokens", "900", "--ignore-eos", *flags)
+    environment = {**os.environ, "PACELINE_CACHE": str(tmp_path)}
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if when == "streaming":
+            assert process.stdout.read(1)
+        elif when == "compiling":
+            assert b"compiling" in process.stderr.read(200)
+            time.sleep(10)
+        else:
+            while len(_processes_with(tmp_path)) < 3:
+                time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        process.stdout.read()
+        errors = process.stderr.read()
+        assert process.wait(60) == 130
+    assert b"Traceback" not in errors
+    assert errors.endswith(b"\n")
+    deadline = time.monotonic() + 10  # the interpreter's own helper process ends when it sees its pipe closed
+    while _processes_with(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _processes_with(path):
+    """Processes that have ``path`` as their cache directory."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"PACELINE_CACHE={path}\0".encode() in environment.read_bytes():
+                found.append(int(environment.parent.name))
+        except OSError:
+            continue
+    return found

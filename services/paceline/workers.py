@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -259,7 +259,7 @@ class ProcessWorker:
             name=f"paceline-{self.name}",
             daemon=True,
         )
-        with child_sock:
+        with child_sock, _sigint_blocked():  # until the child ignores it
             self._process.start()
         self._reader.start()
 
@@ -291,12 +291,19 @@ class ProcessWorker:
             self._send_frame(Channel.frame(_Stop()))
             self._process.join(timeout_s)
             if self._process.is_alive():
-                self._process.kill()
+                self._kill(self._process.pid)
                 self._process.join()
             if self._reader is not threading.current_thread():
                 self._reader.join(timeout_s)
         if self._sock is not None:
             self._sock.close()
+
+    def _kill(self, pid: int) -> None:
+        try:
+            os.killpg(pid, signal.SIGKILL)  # with a compiler that it may be running
+        except ProcessLookupError:  # it has no group of its own yet
+            assert self._process is not None
+            self._process.kill()
 
     def _send_frame(self, frame: bytes) -> None:
         assert self._sock is not None, "send comes after spawn"
@@ -353,9 +360,21 @@ class ProcessWorker:
             self._on_death(f"{self.name} engine failed: {failure.message if failure else 'its process ended'}")
 
 
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Holds SIGINT back from this thread and from what it starts meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, log_level: int) -> None:
     """Entry point of a worker process. The factory, and with it torch, is loaded only after set-up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    os.setpgid(0, 0)  # Ctrl-C is for the parent, which decides; what this process starts can be ended with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     apply_worker_environment()
     logs.configure(log_level)
     threading.Thread(target=_end_with_parent, name="paceline-parent-watch", daemon=True).start()
@@ -388,4 +407,4 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
