@@ -125,9 +125,7 @@ def law_error(
             drafted, qs = (*drafted, token), (*qs, q)
         n = num_drafted + 1
         rows = torch.stack([log_p(drafted[:j]) for j in range(n)])
-        processed = ProcessedRows(
-            torch.zeros(n).bool(), torch.zeros(n).long(), torch.arange(n), 0, log_probs=rows
-        )
+        processed = ProcessedRows(torch.zeros(n).bool(), torch.zeros(n).long(), torch.arange(n), 0, log_probs=rows)
         return verify(processed, [Proposal(drafted, qs)], [REJECTION], Enumerated(choose))[0].token_ids
 
     expected = plain_law(log_p, num_drafted + 1, vocab_size)
@@ -140,9 +138,7 @@ def law_error(
     return distance(law, expected)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "num_drafted"), [(3, 0), (3, 1), (3, 2), (3, 3), (4, 2), (5, 1), (5, 2)]
-)
+@pytest.mark.parametrize(("vocab_size", "num_drafted"), [(3, 0), (3, 1), (3, 2), (3, 3), (4, 2), (5, 1), (5, 2)])
 def test_the_joint_law_of_a_round_is_that_of_p(vocab_size, num_drafted):
     assert law_error(vocab_size, num_drafted) < FLOAT64
 
@@ -188,9 +184,7 @@ def test_the_theorem_in_rationals():
             [Fraction(int(n), int(counts.sum())) for n in counts]
             for counts in torch.randint(0, 9, (2, 5), generator=generator) + torch.tensor([1, 0, 0, 0, 0])
         )
-        accepted = [
-            q[v] * verification.acceptance_probability(p[v], q[v]) if q[v] else Fraction(0) for v in range(5)
-        ]
+        accepted = [q[v] * verification.acceptance_probability(p[v], q[v]) if q[v] else Fraction(0) for v in range(5)]
         # Fractions with min(1.0, .) mix exactly only through Fraction(1.0).
         accepted = [Fraction(value) for value in accepted]
         left = [max(p[v] - q[v], Fraction(0)) for v in range(5)]
@@ -257,9 +251,7 @@ def session_error(params, *, frozen=False, greedy_misses=False, report_temperatu
             if greedy_misses and not drafted:
                 emitted = (int(processed.log_probs[0].argmax()),)
             else:
-                emitted = verify(processed, [Proposal(drafted, qs)], [REJECTION], Enumerated(choose))[
-                    0
-                ].token_ids
+                emitted = verify(processed, [Proposal(drafted, qs)], [REJECTION], Enumerated(choose))[0].token_ids
             state.append(emitted)
             output = (*output, *emitted)
             k = 1 if len(emitted) == 1 else 2  # adaptive: looks at outcomes only

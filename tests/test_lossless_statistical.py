@@ -77,11 +77,7 @@ def simulate(
                 tokens, q = (draft or draft_rejection)(log_q[last], keys, length + j, nonces, saguaro)
                 qs = [(*old, new) for old, new in zip(qs, q, strict=True)]
             drafted = [(*d, token) for d, token in zip(drafted, tokens, strict=True)]
-        rows = [
-            (texts[i] + d[:j])[-1]
-            for i, d in zip(active, drafted, strict=True)
-            for j in range(num_drafted + 1)
-        ]
+        rows = [(texts[i] + d[:j])[-1] for i, d in zip(active, drafted, strict=True) for j in range(num_drafted + 1)]
         n = num_drafted + 1
         processed = ProcessedRows(
             torch.zeros(len(rows), dtype=torch.bool),
@@ -145,9 +141,7 @@ def test_the_law_of_a_large_vocabulary_in_its_sparse_and_dense_form():
         positions = torch.arange(n) + 2**32 - n // 2
         counts = Counter()
         for part in positions.split(5000):
-            drawn = gumbel_argmax(
-                log_p.expand(len(part), -1), torch.full_like(part, -5), part, Stream.COUPLED
-            )
+            drawn = gumbel_argmax(log_p.expand(len(part), -1), torch.full_like(part, -5), part, Stream.COUPLED)
             counts.update(drawn.tolist())
         assert p_value(counts, {v: n * float(log_p[v].double().exp()) for v in range(size)}) > ALPHA
 
@@ -197,24 +191,18 @@ def test_mutant_one_uniform_for_proposal_and_acceptance(monkeypatch):
     def inverse(log_q, seeds, positions, nonces, saguaro):
         u = original(seeds, positions, Stream.ACCEPT)
         tokens = (log_q.double().exp().cumsum(-1) < u[:, None]).sum(-1).clamp(max=V - 1).tolist()
-        return tokens, [
-            SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()
-        ]
+        return tokens, [SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
 
     assert law_p_value(REJECTION, P, Q, 1, draft=inverse) < ALPHA
     # With a uniform of its own the same draft is lawful.
-    monkeypatch.setattr(
-        verification, "uniform", lambda seeds, positions, stream: original(seeds, positions, stream, 7)
-    )
+    monkeypatch.setattr(verification, "uniform", lambda seeds, positions, stream: original(seeds, positions, stream, 7))
     assert law_p_value(REJECTION, P, Q, 1, draft=inverse) > ALPHA
 
 
 def test_mutant_one_noise_for_proposal_and_recovery():
     def shared(log_q, seeds, positions, nonces, saguaro):
         tokens = gumbel_argmax(log_q, seeds, positions, Stream.RECOVER).tolist()
-        return tokens, [
-            SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()
-        ]
+        return tokens, [SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
 
     assert law_p_value(REJECTION, P, OPPOSITE, 1, draft=shared) < ALPHA
 
@@ -260,9 +248,7 @@ def test_mutant_less_or_equal(monkeypatch):
     forbids = forbids.log_softmax(-1)
     texts, _ = simulate(REJECTION, forbids, OPPOSITE, 1, sessions=3000)
     assert all(3 not in text for text in texts)
-    monkeypatch.setattr(
-        KeyedChoices, "accept", lambda self, row, probability: self._uniforms[row] <= probability
-    )
+    monkeypatch.setattr(KeyedChoices, "accept", lambda self, row, probability: self._uniforms[row] <= probability)
     texts, _ = simulate(REJECTION, forbids, OPPOSITE, 1, sessions=3000)
     assert any(3 in text for text in texts)
 

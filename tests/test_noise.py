@@ -75,9 +75,7 @@ def test_gumbel_equals_the_definition_for_every_key_part():
             [slow_gumbel(seed, n, stream, v, nonce) for v in range(11)]
             for (seed, n), nonce in zip(cases, nonces.tolist(), strict=True)
         ]
-        torch.testing.assert_close(
-            dense.double(), torch.tensor(expected, dtype=torch.float64), rtol=6e-8, atol=1e-15
-        )
+        torch.testing.assert_close(dense.double(), torch.tensor(expected, dtype=torch.float64), rtol=6e-8, atol=1e-15)
         ids = torch.tensor([[10, 0, 3]]).expand(4, 3)
         assert torch.equal(gumbel_at(seeds, positions, stream, ids, nonces), dense.gather(1, ids))
         torch.testing.assert_close(

@@ -219,9 +219,7 @@ def test_options_outside_the_vocabulary_are_refused(params):
 
 def test_options_that_forbid_every_token_are_named():
     session = state(SamplingParams(logit_bias=dict.fromkeys(range(11), -INF), bad_words=((11,),)))
-    with pytest.raises(
-        InvalidRequestError, match="logit_bias and bad_words forbid every token at position 2"
-    ):
+    with pytest.raises(InvalidRequestError, match="logit_bias and bad_words forbid every token at position 2"):
         process(torch.zeros(1, 12), [Row(session)])
 
 
@@ -236,9 +234,7 @@ def test_logits_that_are_not_numbers_are_reported_with_their_row(value):
 
 def test_extreme_temperatures_and_logits_are_harmless():
     logits = torch.tensor([[3e38, 1.0, -3e38, 0.0]]).expand(3, 4)
-    rows = [
-        Row(SamplerState(SamplingParams(temperature=t), 1, [0], vocab_size=4)) for t in (1e-300, 1e-30, 100)
-    ]
+    rows = [Row(SamplerState(SamplingParams(temperature=t), 1, [0], vocab_size=4)) for t in (1e-300, 1e-30, 100)]
     assert process(logits, rows).log_probs[:, 0].tolist() == [0.0, 0.0, 0.0]
 
 
@@ -270,9 +266,7 @@ def test_sample_coupled_is_the_argmax_with_noise_and_without_it_on_greedy_rows()
 
 @given(st.integers(0, 2**32 - 1), PARAMS, st.lists(TOKEN, max_size=3), st.sampled_from([3, 8, 12, 99]))
 @settings(max_examples=60, deadline=None)
-def test_draft_candidates_approximate_the_target_and_equal_it_with_the_whole_vocabulary(
-    seed, params, suffix, m
-):
+def test_draft_candidates_approximate_the_target_and_equal_it_with_the_whole_vocabulary(seed, params, suffix, m):
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed)) * 3
     logits[0, 11] = 7.0
     rows = [Row(state(params, (1, 2), (3,), eos=(0,)), tuple(suffix))]

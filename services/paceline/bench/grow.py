@@ -130,9 +130,7 @@ def _interleave(num_own: int, num_total: int) -> list[int | None]:
     return sources
 
 
-def _fill(
-    layer: nn.Module, source: nn.Module | None, config: LlamaConfig, generator: torch.Generator
-) -> None:
+def _fill(layer: nn.Module, source: nn.Module | None, config: LlamaConfig, generator: torch.Generator) -> None:
     """Fill one grown layer in place: a copy of `source` with a wider MLP, or a layer that adds zero."""
     theirs = {} if source is None else dict(source.named_parameters())
     for name, parameter in layer.named_parameters():
