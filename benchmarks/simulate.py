@@ -93,7 +93,14 @@ class Simulation:
     """One target and one draft; sessions one after another, so that calibration and policy learn."""
 
     def __init__(
-        self, target: LoadedModel, draft: LoadedModel, *, draft_step: float, max_leaves: int, tree_budget: int
+        self,
+        target: LoadedModel,
+        draft: LoadedModel,
+        *,
+        draft_step: float,
+        max_leaves: int,
+        tree_budget: int,
+        fan_out: int,
     ) -> None:
         self._draft_step_s = draft_step * UNIT_S
         self._clock = Clock()
@@ -114,7 +121,7 @@ class Simulation:
             self._nodes.extend,
             vocab_size=target.vocab_size,
             tree_budget=tree_budget,
-            fan_out=3,
+            fan_out=fan_out,
             clock=DraftClock(self._clock, self._draft_step_s),
         )
 
@@ -170,7 +177,8 @@ class Way:
     name: str
     speculation: SpeculationParams
     max_leaves: int = 16
-    tree_budget: int = 64
+    tree_budget: int = 256
+    fan_out: int = 3
 
 
 def ways(options: argparse.Namespace) -> list[Way]:
@@ -180,10 +188,10 @@ def ways(options: argparse.Namespace) -> list[Way]:
     uniform = SpeculationParams(max_draft_tokens=min(k, 4), growth="uniform")
     return [
         *(Way(f"lock step K={s.max_draft_tokens}", s) for s in sequential),
-        Way(f"uniform F=3 K={min(k, 4)}, 16 branches", uniform, 16, 4 * options.tree_budget),
-        Way(f"uniform F=3 K={min(k, 4)}, 32 branches", uniform, 32, 4 * options.tree_budget),
-        Way(f"best first K={k}, 16 branches", best, 16, options.tree_budget),
-        Way(f"best first K={k}, 32 branches", best, 32, 2 * options.tree_budget),
+        Way(f"uniform F=3 K={min(k, 4)}, 16 branches", uniform, 16, options.tree_budget),
+        Way(f"uniform F=3 K={min(k, 4)}, 32 branches", uniform, 32, options.tree_budget),
+        Way(f"best first F=6 K={k}, 16 branches", best, 16, options.tree_budget, 6),
+        Way(f"best first F=6 K={k}, 32 branches", best, 32, options.tree_budget, 6),
     ]
 
 
@@ -195,7 +203,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--draft-tokens", type=int, default=8, help="K of the overlapped ways")
     parser.add_argument("--sequential-draft-tokens", type=int, nargs="+", default=[2, 3, 4, 6])
-    parser.add_argument("--tree-budget", type=int, default=64)
+    parser.add_argument("--tree-budget", type=int, default=256)
     parser.add_argument("--compile", action="store_true", help="faster; compiles once per machine")
     options = parser.parse_args()
 
@@ -214,7 +222,7 @@ def main() -> None:
             started = time.perf_counter()
             simulation = Simulation(
                 models[0], models[1], draft_step=options.draft_step, max_leaves=way.max_leaves,
-                tree_budget=way.tree_budget,
+                tree_budget=way.tree_budget, fan_out=way.fan_out,
             )  # fmt: skip
             num_tokens, units, steps, same = 0, 0.0, 0, 0
             for index, prompt in enumerate(prompts):

@@ -74,11 +74,11 @@ class LocalConfig(_Config):
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of the target. None: enough for max_sessions at 1024 positions, or one at max_model_len."""
 
-    tree_budget: int = Field(default=64, ge=1, le=4096)
+    tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes that the draft keeps per session beyond the context."""
     tree_step_tokens: int = Field(default=16, ge=1, le=1024)
     """Tree nodes that the draft evaluates in one forward, all sessions together."""
-    fan_out: int = Field(default=3, ge=1, le=32)
+    fan_out: int = Field(default=6, ge=1, le=32)
     """F, alternative next tokens prepared at a position."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)
     """Candidates of the draft's distribution that are ranked; the rest of its tail is never proposed."""
