@@ -161,6 +161,16 @@ def test_help_names_every_command(capsys):
     assert "'bench'" in refused(capsys, "no-such-command").replace("bench)", "'bench')")
 
 
+def test_weights_that_cannot_be_read(capfd, tmp_path):
+    for file in DRAFT_DIR.iterdir():
+        most = 100_000 if file.suffix == ".safetensors" else None
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:most])
+    assert main(["generate", PROMPT, "--draft", str(tmp_path), "--no-compile"]) == 1
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert f"the draft could not be built from {str(tmp_path)!r}" in error
+
+
 def test_version_and_help(capsys):
     for flag, text in (("--version", __version__), ("--help", "generate")):
         with pytest.raises(SystemExit) as caught:
@@ -291,7 +301,16 @@ def test_an_over_long_prompt_is_refused(capfd):
     assert "fit the model's context" in sentence
 
 
+@pytest.fixture
+def interruptible():
+    """What is started from here does not inherit that SIGINT is ignored, as it is in background jobs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("when", ["starting", "streaming", pytest.param("compiling", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
     """A real SIGINT to the whole process group, as a terminal sends it."""
     flags = [] if when == "compiling" else EAGER
@@ -313,7 +332,7 @@ def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         process.stdout.read()
         errors = process.stderr.read()
-        assert process.wait(60) == 130
+        assert process.wait(60) == 130, errors
     assert b"Traceback" not in errors
     assert errors.endswith(b"\n")
     deadline = time.monotonic() + 10  # the interpreter's own helper process ends when it sees its pipe closed

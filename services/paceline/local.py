@@ -10,18 +10,19 @@ they fail.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from paceline.checkpoints import Checkpoint, read_checkpoint, require_path
-from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, cache_dir
+from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, cache_dir
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, PromptTooLongError
 from paceline.generation import Generation
 from paceline.router.session import Actions, Session, ToDraft, ToTarget
@@ -45,8 +46,8 @@ class TargetFactory:
         """See EngineFactory."""
         from paceline.target.build import build_target_engine
 
-        _log_model("target", self.config.target)
-        return build_target_engine(self.config, emit)
+        with _building("target", self.config.target):
+            return build_target_engine(self.config, emit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,8 @@ class DraftFactory:
         """See EngineFactory."""
         from paceline.draft.build import build_draft_engine
 
-        if isinstance(self.config.draft, DraftModelConfig):
-            _log_model("draft", self.config.draft)
-        return build_draft_engine(self.config, emit)
+        with _building("draft", self.config.draft):
+            return build_draft_engine(self.config, emit)
 
 
 class LocalPipeline:
@@ -365,9 +365,21 @@ def _append_commits(to_draft: list[ToDraft], new: Sequence[ToDraft]) -> None:
             to_draft.append(message)
 
 
-def _log_model(name: str, config: ModelConfig) -> None:
+@contextlib.contextmanager
+def _building(name: str, config: ModelConfig | NgramConfig | None) -> Iterator[None]:
+    """Says how a model is run, and whose it was if building the engine fails in an unforeseen way."""
+    if not isinstance(config, ModelConfig):
+        yield
+        return
     facts = f"dtype {config.dtype}, device {config.device}, compile {config.compile}"
     log.info("%s %s: %s; compiled models are kept in %s", name, config.path, facts, cache_dir() / "compiled")
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise EngineError(f"the {name} could not be built from {config.path!r}: {reason}") from error
 
 
 def embedded_paths() -> tuple[Path, Path]:

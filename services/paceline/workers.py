@@ -259,9 +259,9 @@ class ProcessWorker:
             name=f"paceline-{self.name}",
             daemon=True,
         )
-        with child_sock, _sigint_blocked():  # until the child ignores it
+        with _sigint_deferred(), child_sock:  # the child ignores it from its first line on
             self._process.start()
-        self._reader.start()
+            self._reader.start()
 
     def wait_ready(self) -> None:
         """See Worker."""
@@ -293,7 +293,7 @@ class ProcessWorker:
             if self._process.is_alive():
                 self._kill(self._process.pid)
                 self._process.join()
-            if self._reader is not threading.current_thread():
+            if self._reader.ident is not None and self._reader is not threading.current_thread():
                 self._reader.join(timeout_s)
         if self._sock is not None:
             self._sock.close()
@@ -361,13 +361,25 @@ class ProcessWorker:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Holds SIGINT back from this thread and from what it starts meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _sigint_deferred() -> Iterator[None]:
+    """Holds SIGINT back from what is started meanwhile, and from this thread until that is done.
+
+    The mask is inherited by the child. It does not suffice for this process: another thread may take the signal,
+    and Python runs the handler in the main thread.
+    """
+    arrived: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if handler is not None:
+        signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        if arrived:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, log_level: int) -> None:
