@@ -33,6 +33,9 @@ tokens/s    median of the runs, fastest and slowest in brackets; the tokens of t
 per step    tokens that one forward of the target yields: 1 without a draft
 accepted    share of the drafted tokens that the target took
 hit rate    how often the next proposal was there when the target's step ended"""
+_SMALL_PAIR = """\
+A step of the embedded target takes a few milliseconds, hardly more than a step of its draft or a message between
+them: there is little to win here. At the cost of a larger target: paceline bench local --grow-target 150M"""
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -59,6 +62,8 @@ def run_demo(args: argparse.Namespace) -> int:
                 results[mode].append(generation.result)
     print("-" * 73)
     print(table(results))
+    if args.target is None and args.draft is None:
+        print(f"\n{_SMALL_PAIR}\n")
     return _compare([result for mode in _MODES for result in results[mode]])
 
 
