@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError, TokenizerMismatchError
-from paceline.tokenization import Detokenizer, Tokenizer, load_tokenizer, require_same_tokens
+from paceline.tokenization import Detokenizer, Tokenizer, load_tokenizer, read_json_tokenizer, require_same_tokens
 
 CORPUS = ["def read(path): return open(path).read()", "naïve café 中文 🙂🙂 end", "中 文 🙂 é"]
 
@@ -123,3 +127,41 @@ def test_a_folder_without_tokenizer_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer could be loaded from") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+DIRECT = load_tokenizer(str(TARGET_DIR))
+TRANSFORMERS = Tokenizer("transformers", AutoTokenizer.from_pretrained(TARGET_DIR))
+
+
+@given(text=st.text() | st.text(alphabet="def <|endoftext|>\n中é"))
+def test_the_json_tokenizer_equals_that_of_transformers(text):
+    assert read_json_tokenizer(str(TARGET_DIR)) is not None
+    assert DIRECT.encode(text) == TRANSFORMERS.encode(text)
+    assert DIRECT.decode(DIRECT.encode(text)) == TRANSFORMERS.decode(TRANSFORMERS.encode(text))
+
+
+def test_the_json_tokenizer_has_the_facts_of_transformers():
+    require_same_tokens(DIRECT, TRANSFORMERS)
+    assert DIRECT.vocab_size == TRANSFORMERS.vocab_size
+    assert DIRECT.eos_token_ids == TRANSFORMERS.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}),
+        ("tokenizer_config.json", {"add_bos_token": False}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["<|x|>"]}),
+        ("tokenizer_config.json", {"pad_token": "<|pad|>"}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<|x|>"}}}),
+        ("tokenizer.json", {"post_processor": None}),
+        ("tokenizer.json", {"truncation": {"max_length": 5}}),
+        ("config.json", {"model_type": "qwen2"}),
+    ],
+)
+def test_a_tokenizer_that_needs_more_than_its_json_is_left_to_transformers(tmp_path, file, change):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET_DIR / name, tmp_path)
+    assert read_json_tokenizer(str(tmp_path)) is not None
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | change))
+    assert read_json_tokenizer(str(tmp_path)) is None
