@@ -76,8 +76,9 @@ class LocalConfig(_Config):
 
     tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes that the draft keeps per session beyond the context."""
-    tree_step_tokens: int = Field(default=16, ge=1, le=1024)
-    """Tree nodes that the draft evaluates in one forward, all sessions together."""
+    tree_step_tokens: int | None = Field(default=None, ge=1, le=1024)
+    """Tree nodes that the draft evaluates in one forward, all sessions together. None: as many as cost a draft
+    model little more than one, measured at start-up."""
     fan_out: int = Field(default=6, ge=1, le=32)
     """F, alternative next tokens prepared at a position."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)

@@ -158,8 +158,11 @@ def rank_coupled(
     Returns:
         token_ids and scores, [rows, m] int64 and float64, by score descending, equal scores by id.
     """
-    noise = fast_gumbel_at(seeds, positions, Stream.COUPLED, token_ids)
-    scores = noise.masked_fill_(greedy[:, None], 0.0).add_(log_q)
+    if bool(greedy.all()):
+        scores = log_q.double()
+    else:
+        noise = fast_gumbel_at(seeds, positions, Stream.COUPLED, token_ids)
+        scores = noise.masked_fill_(greedy[:, None], 0.0).add_(log_q)
     by_id = token_ids.argsort(-1)
     scores, order = scores.gather(-1, by_id).sort(stable=True, dim=-1, descending=True)
     return token_ids.gather(-1, by_id.gather(-1, order)), scores

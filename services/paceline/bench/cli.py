@@ -59,7 +59,7 @@ def add_local_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--acceptance", choices=[a.value for a in Acceptance], default=Acceptance.COUPLED.value)
     group.add_argument("--growth", choices=["best_first", "uniform", "geometric"], default="best_first")
-    group.add_argument("--tree-step-tokens", type=_positive(1024), default=16, metavar="N")
+    group.add_argument("--tree-step-tokens", type=_positive(1024), metavar="N")
     group = parser.add_argument_group("load")
     group.add_argument("--prompts", type=_positive(), metavar="N", help="default 8, or all of --prompts-file")
     group.add_argument("--prompts-file", type=Path, metavar="FILE", help='JSONL with a field "prompt"')
@@ -107,7 +107,7 @@ def run_local(args: argparse.Namespace) -> int:
     title = (
         f"{len({r.prompt for r in records})} prompts x {settings.repeats}, {settings.max_tokens} tokens each, "
         f"{settings.sessions} at once; {settings.acceptance.value} acceptance, {settings.growth} growth, "
-        f"{settings.tree_step_tokens} nodes per draft step"
+        f"{settings.tree_step_tokens or 'as many as cost little more than one'} nodes per draft step"
     )
     print(render(facts, settings.dtype, records, title))
     if args.json is not None:

@@ -59,7 +59,7 @@ class Settings:
     dtype: DType = "bfloat16"
     acceptance: Acceptance = Acceptance.COUPLED
     growth: str = "best_first"
-    tree_step_tokens: int = 16
+    tree_step_tokens: int | None = None
     compile: bool = True
     worker: str = "process"
 

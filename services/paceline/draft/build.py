@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 
 from paceline.checkpoints import inspect_checkpoint
@@ -13,9 +15,42 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.model.kv_cache import pages_for
 from paceline.model.loading import load_model
+from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.types import Nodes, SessionFailed
 
 _DEFAULT_LEN = 1024
+_NGRAM_WIDTH = 64
+_WIDTHS = (4, 6, 8, 12, 16, 24, 32)
+_AFFORDABLE = 1.25
+_TIMED_FORWARDS = 5
+_log = logging.getLogger(__name__)
+
+
+def affordable_width(runner: ModelRunner) -> int:
+    """The largest number of tree nodes whose forward takes at most 1.25 times as long as that of one.
+
+    A forward of few tokens waits for the weights, so several cost as much as one, until arithmetic takes over: past
+    AMX tiles or GPU cores late, on plain AVX512 at four to eight. Also warms the draft up.
+    """
+    pages = runner.cache.allocate(1)
+
+    def seconds(num_tokens: int) -> float:
+        span = range(num_tokens)
+        times = []
+        for _ in range(_TIMED_FORWARDS):
+            started = time.perf_counter()
+            runner.forward([SequenceStep([0] * num_tokens, span, span, pages, num_logits=num_tokens)]).sum().item()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    try:
+        seconds(1)
+        limit = _AFFORDABLE * seconds(1)
+        width = max((n for n in _WIDTHS if seconds(n) <= limit), default=_WIDTHS[0])
+    finally:
+        runner.cache.release(pages)
+    _log.info("draft: %d tree nodes per forward cost at most %.2f times one", width, _AFFORDABLE)
+    return width
 
 
 def build_draft_engine(config: LocalConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None]) -> DraftEngine:
@@ -32,16 +67,17 @@ def build_draft_engine(config: LocalConfig, emit: Callable[[Sequence[Nodes | Ses
         drafter = NgramDrafter(
             min_match=config.draft.min_match,
             max_match=config.draft.max_match,
-            max_leaves=config.tree_step_tokens,
+            max_leaves=config.tree_step_tokens or _NGRAM_WIDTH,
         )
     else:
         model = load_model(config.draft)
         max_len = min(config.max_model_len or model.max_len, model.max_len)
         rows = config.tree_budget + min(max_len, _DEFAULT_LEN)
         num_pages = config.max_sessions * (pages_for(rows) + 1)
+        runner = model.runner(num_pages)
         drafter = ModelDrafter(
-            model.runner(num_pages),
-            max_leaves=config.tree_step_tokens,
+            runner,
+            max_leaves=config.tree_step_tokens or affordable_width(runner),
             max_prefill_tokens=config.max_step_tokens,
             top_m=config.draft_top_m,
         )

@@ -8,7 +8,7 @@ that survives is computed again. Only whole prompt pages, written in order, are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,9 @@ from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, page_hash
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.sampling import Row, SamplerState, draft_candidates
+
+_GREEDY_TOP_M = 48
+"""Candidates at temperature 0: no configuration publishes more children than 32."""
 
 
 @dataclass(slots=True)
@@ -129,7 +132,7 @@ class ModelDrafter:
                 steps.append(step)
                 order.extend(indices)
                 taken.append((session, rows, indices))
-            m = min(self._top_m, self._runner.vocab_size)
+            m = self._num_candidates(groups)
             token_ids = torch.zeros(len(leaves), m, dtype=torch.long)
             log_q = torch.full((len(leaves), m), float("-inf"))
             if not steps:
@@ -143,6 +146,8 @@ class ModelDrafter:
             raise
         for session, rows, indices in taken:
             self._keep(session, rows, [leaves[i] for i in indices])
+        if order == list(range(len(leaves))):
+            return Candidates(ids.cpu(), scores.cpu())
         at = torch.tensor(order)
         token_ids[at], log_q[at] = ids.cpu(), scores.cpu()
         return Candidates(token_ids, log_q)
@@ -178,6 +183,11 @@ class ModelDrafter:
             rows = sorted([*tree, *free, *committed])
             assert rows == list(range(session.num_rows)), "a row leaked or has two uses"
             assert len(committed) == session.num_cached <= len(session.tokens)
+
+    def _num_candidates(self, session_ids: Iterable[str]) -> int:
+        """Without noise the order of q is the order of the children, and few candidates are enough."""
+        greedy = all(self._session(session_id).sampler.greedy for session_id in session_ids)
+        return min(_GREEDY_TOP_M if greedy else self._top_m, self._top_m, self._runner.vocab_size)
 
     def _session(self, session_id: str) -> _Session:
         try:

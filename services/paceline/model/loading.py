@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -97,7 +98,7 @@ def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with _FROM_PRETRAINED:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(Path(path).expanduser(), dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
     finally:
