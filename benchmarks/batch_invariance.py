@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from transformers import AutoTokenizer
 
-from paceline.bench.prompts import held_out_text
+from paceline.bench.prompts import held_out_texts
 from paceline.embedded import TARGET_DIR
 from paceline.model import runner as runner_module
 from paceline.model.kv_cache import pages_for
@@ -56,7 +56,7 @@ def main() -> None:
     runner = model.runner(pages_for(args.tokens) + 1)
     pages = runner.cache.allocate(pages_for(args.tokens))
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
-    tokens = tokenizer(held_out_text(8 * args.tokens)).input_ids[: args.tokens]
+    tokens = tokenizer("".join(held_out_texts().values())[: 8 * args.tokens]).input_ids[: args.tokens]
     if len(tokens) < args.tokens:
         raise SystemExit(f"--tokens {args.tokens}: the held-out text has {len(tokens)}")
 
