@@ -27,7 +27,7 @@ from paceline.model.runner import ModelRunner, SequenceStep
 
 CHUNKS = (2, 3, 5, 6, 9, 13, 17)
 RULES: dict[str, dict[str, Callable[[int], int] | int]] = {
-    "all rules": {},
+    "all rules": {"MIN_TOKENS": runner_module.MIN_TOKENS},
     "any number of tokens": {"MIN_TOKENS": 1},
     "any query row length": {"padded_row_len": lambda n: n},
     "any multiple of 64 keys": {"padded_pages": lambda n: n},
