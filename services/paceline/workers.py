@@ -24,6 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
@@ -259,6 +260,7 @@ class ProcessWorker:
             name=f"paceline-{self.name}",
             daemon=True,
         )
+        resource_tracker.ensure_running()  # started by the first worker otherwise, and that unblocks SIGINT again
         with _sigint_deferred(), child_sock:  # the child ignores it from its first line on
             self._process.start()
             self._reader.start()
