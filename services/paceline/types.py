@@ -12,6 +12,7 @@ Nodes are pushed ahead of the target's needs; a hit costs no message on the crit
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
@@ -156,6 +157,19 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks for."""
+
+    request_id: str
+    prompt: str | tuple[int, ...]
+    """Text, or token ids."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenSession:
     """Starts, or after a failure restarts, a session on an engine."""
 
@@ -177,6 +191,8 @@ class Commit:
 
     session_id: str
     epoch: int
+    context_len: int
+    """Length of the context before ``token_ids``: a commit that is missing or comes twice shows."""
     token_ids: tuple[int, ...]
     """The accepted tokens and the next token, in order."""
     in_flight: tuple[int, ...] = ()
@@ -235,6 +251,8 @@ class Outcome:
 
     session_id: str
     epoch: int
+    context_len: int
+    """Length of the context before ``token_ids``: an outcome that is missing or comes twice shows."""
     token_ids: tuple[int, ...]
     """Accepted tokens, then the next token, cut at the end of the session if it finished."""
     logprobs: tuple[float, ...]
@@ -251,7 +269,17 @@ class InFlight:
 
     session_id: str
     epoch: int
+    context_len: int
+    """Length of the context that the proposal continues."""
     node_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLost:
+    """From the target: nodes of this session are missing for good; it has to be re-opened on a draft."""
+
+    session_id: str
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +289,32 @@ class SessionFailed:
     session_id: str
     epoch: int
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """What a replica says of itself: first on every stream, then with every heartbeat."""
+
+    replica_id: str
+    kind: str
+    """``target``, ``draft`` or ``router``."""
+    incarnation: int
+    """Grows when the replica's process is started anew."""
+    num_sessions: int
+    """Open sessions, waiting ones included."""
+    num_waiting: int
+    max_sessions: int
+    """How many it serves at once without queueing."""
+    kv_pages_used: int = 0
+    kv_pages: int = 0
+    busy_s: float = 0.0
+    """Seconds since the step in progress began; 0 between steps. A value that only grows is an engine that hangs."""
+    pid: int = 0
+    node: str = ""
+    model: str = ""
+    draining: bool = False
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """Counted events since the replica started."""
 
 
 @dataclass(slots=True)
