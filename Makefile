@@ -1,16 +1,25 @@
 # make setup   virtual environment with pinned dependencies        make demo    overlapped against plain decoding
 # make test    every test that is not slow                          make check   linters, formatter and type checker
 # make bench   the local benchmark                                  make clean   forget the environment and caches
+# make protos  the generated code in services/paceline/v1           make test-ray   tests on a real local Ray cluster
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.paceline-setup
+PROTOS := protos/paceline/v1
+V1     := services/paceline/v1
+PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos \
+	--plugin=$(BIN)/protoc-gen-mypy --plugin=$(BIN)/protoc-gen-mypy_grpc
 
 # One torch thread per process: a multi-threaded region stalls whenever anything else wants one of its cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup demo test test-slow check format bench clean
+# $(call generate,ROOT): the path of a .proto file below protos/ is the path of its module below ROOT.
+generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+	$(wildcard $(PROTOS)/*.proto)
+
+.PHONY: setup demo test test-slow test-ray check check-protos protos format bench clean
 
 setup: $(STAMP)
 
@@ -29,7 +38,20 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not ray"
 
-check: setup
+test-ray: setup
+	timeout 900 $(BIN)/python -m pytest -q -m "ray and not gpu"
+
+protos: setup
+	rm -f $(V1)/*_pb2.py $(V1)/*_pb2.pyi $(V1)/*_pb2_grpc.py $(V1)/*_pb2_grpc.pyi
+	$(call generate,services)
+
+check-protos: setup
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call generate,"$$fresh") && \
+	if ! diff -r -x __init__.py -x __pycache__ $(V1) "$$fresh/paceline/v1"; then \
+		echo "$(V1) is not what $(PROTOS) generates: run make protos" >&2; exit 1; \
+	fi
+
+check: setup check-protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict

@@ -1,0 +1,1 @@
+"""Generated from protos/paceline/v1 by ``make protos``; never edited."""
