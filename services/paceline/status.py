@@ -1,0 +1,119 @@
+"""Errors as gRPC statuses and back: the only place that knows both.
+
+A status of ours carries two trailers: ``paceline-error``, the name of the error's class, and for a
+ResourceExhaustedError ``grpc-retry-pushback-ms``. A status without the first comes from what is between
+client and service: gRPC itself, a proxy, Ray Serve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import cast
+
+import grpc
+
+from paceline import errors
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    NotFoundError,
+    PacelineError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+)
+
+ERROR_TRAILER = "paceline-error"
+RETRY_TRAILER = "grpc-retry-pushback-ms"
+"""When to try again, in whole milliseconds; gRPC clients that retry this code honour it themselves."""
+
+MAX_DETAILS_BYTES = 4096
+"""Of an error's text as it travels (percent-encoded): peers refuse a status whose header is longer than 8 KiB."""
+
+_INTERNAL_TEXT = "internal error; the server's log says more"
+
+_CODES: dict[type[PacelineError], grpc.StatusCode] = {
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    NotFoundError: grpc.StatusCode.NOT_FOUND,
+    ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RequestCancelledError: grpc.StatusCode.CANCELLED,
+    EngineError: grpc.StatusCode.UNAVAILABLE,
+}
+
+_ERRORS: dict[grpc.StatusCode, type[PacelineError]] = {
+    **{code: kind for kind, code in _CODES.items()},
+    # codes that Paceline does not send, but a proxy, Ray Serve or another server may
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: InvalidRequestError,
+    grpc.StatusCode.PERMISSION_DENIED: InvalidRequestError,
+    grpc.StatusCode.UNIMPLEMENTED: ConfigError,
+}
+"""Everything else (INTERNAL, UNKNOWN, ABORTED, DATA_LOSS) is an EngineError."""
+
+
+def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Status code, details and trailing metadata of an error.
+
+    What is no PacelineError becomes INTERNAL with a text that shows nothing of it: log it where it is caught.
+    """
+    for kind in type(error).__mro__:
+        code = _CODES.get(kind)
+        if code is not None:
+            break
+    else:
+        return grpc.StatusCode.INTERNAL, _INTERNAL_TEXT, ()
+    trailers = [(ERROR_TRAILER, type(error).__name__)]
+    if isinstance(error, ResourceExhaustedError) and error.retry_after_s > 0:
+        trailers.append((RETRY_TRAILER, str(math.ceil(error.retry_after_s * 1000))))
+    return code, _shortened(str(error)), tuple(trailers)
+
+
+def from_rpc_error(error: grpc.RpcError) -> PacelineError:
+    """The error that a failed call stands for: what ``to_status`` was given if the server is ours."""
+    code, message, trailers = error.code(), error.details() or "", _trailers(error)
+    kind = _ERRORS.get(code, EngineError)
+    named = getattr(errors, trailers.get(ERROR_TRAILER, ""), None)
+    if isinstance(named, type) and issubclass(named, kind):
+        kind = named
+    message = message or f"the service answered {code.name} without a reason"
+    if issubclass(kind, ResourceExhaustedError):
+        return kind(message, _retry_after_s(trailers.get(RETRY_TRAILER)))
+    return kind(message)
+
+
+def is_ours(error: grpc.RpcError) -> bool:
+    """Whether a Paceline server sent this status, not gRPC or something on the way."""
+    return ERROR_TRAILER in _trailers(error)
+
+
+def _trailers(error: grpc.RpcError) -> dict[str, str]:
+    pairs = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())  # the stubs know no pairs
+    return {key: value for key, value in pairs if isinstance(value, str)}
+
+
+def _retry_after_s(value: str | None) -> float:
+    """0.0 for a hint that is absent or negative (gRPC's "do not retry"), or that is no number."""
+    try:
+        return max(int(value or "0"), 0) / 1000
+    except ValueError:
+        return 0.0
+
+
+def _shortened(text: str) -> str:
+    """Text that fits a header; an unpaired surrogate, which no header can carry, becomes a question mark."""
+    text = text.encode("utf-8", "replace").decode()
+    if 3 * len(text.encode()) <= MAX_DETAILS_BYTES:  # the quick case: even if every byte were escaped
+        return text
+    size = 0
+    kept: list[str] = []
+    for char in text:
+        size += 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode())
+        if size > MAX_DETAILS_BYTES - 3:
+            return "".join(kept) + "..."
+        kept.append(char)
+    return text
