@@ -34,7 +34,7 @@ from paceline.draft.model_drafter import ModelDrafter
 from paceline.model.loading import LoadedModel, prepare
 from paceline.router.session import Actions, Result, Session
 from paceline.target.engine import TargetEngine
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import Mode, SamplingParams, SpeculationParams, SpeculationWanted
 
 torch.set_num_threads(1)
 
@@ -311,6 +311,8 @@ class Pump:
                 self.failures[event.session_id] = actions.target_lost
                 self._send(session.cancel(), keep_result=False)
                 continue
+            if isinstance(event, SpeculationWanted) and actions.draft_wanted and not self.draft_dead:
+                self._send(session.on_draft_up())
             actions = session.digest()
             self._send(actions)
 

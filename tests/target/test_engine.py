@@ -27,6 +27,7 @@ from paceline.types import (
     CloseSession,
     DraftState,
     FinishReason,
+    InFlight,
     Mode,
     Node,
     Nodes,
@@ -36,6 +37,7 @@ from paceline.types import (
     SessionFailed,
     SparseDistribution,
     SpeculationParams,
+    TreeLost,
 )
 
 
@@ -359,6 +361,53 @@ def test_stale_unknown_and_duplicate_messages_are_counted_and_dropped() -> None:
     assert engine.stats.messages_stale == 6
     assert engine.num_sessions == 1
     assert tokens_of(direct.drain()["s"]) == reference_tokens(9, 6)
+
+
+def test_outcomes_and_proposals_say_which_context_they_continue() -> None:
+    """Each outcome begins where the one before ended, so that one that is missing or comes twice shows."""
+    direct, outcomes = run_with_proposal(greedy(9, 12), reference_tokens(9, 12)[:3])
+    at = 9
+    for outcome in outcomes:
+        assert outcome.context_len == at
+        at += len(outcome.token_ids)
+    assert [(m.context_len, len(m.node_ids)) for m in direct.sent if isinstance(m, InFlight)] == [(9, 3)]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_tree_that_misses_nodes_is_reported_once_and_followed_again(early: bool) -> None:
+    """The draft has seen the whole context, yet the tree is lost: its session asks to be opened on a draft anew."""
+    want = reference_tokens(9, 12)
+    direct = Direct()
+    direct.open("s", greedy(9, 12))
+    direct.engine.step()
+    if not early:
+        direct.engine.step()
+    at = 9 + len(tokens_of(direct.outcomes()["s"]))
+    for i in range(2):  # the nodes of the committed tokens never came; early: before the outcome is walked along
+        direct.engine.receive([Nodes("s", 1, at, (Node(50 + i, 40, 5, 0.5),))])
+    direct.engine.step()
+    assert [m for m in direct.sent if isinstance(m, TreeLost)] == [TreeLost("s", 1)]
+    assert direct.engine.stats.trees_lost == 1
+    at = 9 + len(tokens_of(direct.outcomes()["s"]))
+    direct.engine.receive([DraftState("s", 1, True, 2, at), Nodes("s", 2, at, proposal_of(want[at - 9 :][:4]))])
+    outcomes = direct.drain()["s"]
+    assert tokens_of(outcomes) == want
+    assert max(o.round.num_accepted for o in outcomes) == 4
+
+
+def test_nodes_lost_on_the_way_cost_a_new_draft_not_the_text() -> None:
+    """A message in twenty never arrives: the same tokens, and proposals go on."""
+    target, draft = pair("llama")
+    rng = random.Random(0)
+    requests = {f"s{i}": Request(prompt(i, 20), SamplingParams(temperature=1, seed=i, max_tokens=60)) for i in range(3)}
+
+    def drop(message):
+        return [] if isinstance(message, Nodes) and rng.random() < 0.05 else [message]
+
+    pump = Pump(target, draft, late=0.1, tamper=drop)
+    assert_same(pump.run(requests), plain_reference(target, requests))
+    assert pump.target.stats.trees_lost > 2
+    assert sum(r.speculation.accepted for r in pump.results.values()) > 40
 
 
 def test_a_newer_open_replaces_the_session() -> None:

@@ -31,11 +31,12 @@ from paceline.types import (
     Outcome,
     Round,
     SessionFailed,
+    TreeLost,
 )
 from paceline.verification import Proposal, Verdict, verify
 
 ToTarget = OpenSession | Nodes | CloseSession | DraftState
-FromTarget = Outcome | InFlight | SessionFailed
+FromTarget = Outcome | InFlight | TreeLost | SessionFailed
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class TargetStats:
     nodes_stale: int = 0
     nodes_invalid: int = 0
     nodes_dropped: int = 0
+    trees_lost: int = 0
     proposals_invalid: int = 0
     messages_stale: int = 0
     step_s: float = 0.0
@@ -111,7 +113,9 @@ class TargetEngine:
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
         for session in self._sessions.values():
-            session.settle()
+            if not session.settled:
+                session.settle()
+                self._check_tree(session)
         started = self._clock()
         parts = self._scheduler.schedule(started)
         if not parts:
@@ -208,6 +212,20 @@ class TargetEngine:
         session.draft_silent = False
         if message.idle:
             session.idle_context_len = message.context_len
+        session.nodes_context_len = message.context_len
+        self._check_tree(session)
+
+    def _check_tree(self, session: TargetSession) -> None:
+        """A tree that is lost although the draft has seen the whole context misses nodes for good."""
+        if (
+            session.draft_available
+            and session.settled
+            and session.tree.lost
+            and session.nodes_context_len == session.num_tokens
+        ):
+            self.stats.trees_lost += 1
+            session.draft_available = False  # until it is re-opened
+            self._emit([TreeLost(session.session_id, session.epoch)])
 
     def _announce(self, parts: Sequence[Scheduled]) -> None:
         in_flight = []
@@ -223,7 +241,9 @@ class TargetEngine:
                 session.cause = Cause.DRAFT_DOWN
         for part in parts:
             if part.verifies and part.session.draft_available:
-                in_flight.append(InFlight(part.session.session_id, part.session.epoch, part.chain.node_ids))
+                session = part.session
+                node_ids = part.chain.node_ids
+                in_flight.append(InFlight(session.session_id, session.epoch, session.num_tokens, node_ids))
         if in_flight:
             self._emit(in_flight)
 
@@ -262,6 +282,7 @@ class TargetEngine:
         outcome = Outcome(
             session.session_id,
             session.epoch,
+            session.num_tokens,
             token_ids,
             verdict.logprobs[:count],
             round_,

@@ -55,6 +55,8 @@ class TargetSession:
         """The draft was waited for in vain; until it sends nodes again."""
         self.idle_context_len = -1
         """The draft said that it will send nothing more for a context of this length."""
+        self.nodes_context_len = -1
+        """Context length at the draft when it sent its last nodes."""
         self._outcome: tuple[int, ...] = ()
         """Committed tokens that the tree has not been walked along yet."""
         self.cause = Cause.START
@@ -111,7 +113,7 @@ class TargetSession:
         self.tree = SpeculationTree(self._vocab_size, context_len, rejection=self._rejection)
         self.tree.walk(self.tokens[context_len:])
         self._outcome = ()
-        self.idle_context_len = -1
+        self.idle_context_len = self.nodes_context_len = -1
 
     def reserve(self, cache: KVCache, num_rows: int) -> None:
         """Holds pages for rows [0, num_rows); raises ResourceExhaustedError and changes nothing on failure."""
