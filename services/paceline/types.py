@@ -283,6 +283,16 @@ class TreeLost:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationWanted:
+    """From the target: whether drafts for this session are worth their cost now; told when it changes."""
+
+    session_id: str
+    epoch: int
+    wanted: bool
+    """False: it runs plain rounds until it asks again, so the draft may forget the session."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionFailed:
     """From an engine: this session cannot go on there."""
 
@@ -325,6 +335,8 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     causes: dict[Cause, int] = field(default_factory=dict)
+    acceptance_histogram: dict[int, int] = field(default_factory=dict)
+    """Rounds with a proposal, by how many of its tokens were accepted."""
 
     def add(self, round_: Round) -> None:
         """Counts one round."""
@@ -332,6 +344,9 @@ class SpeculationStats:
         self.drafted += round_.num_drafted
         self.accepted += round_.num_accepted
         self.causes[round_.cause] = self.causes.get(round_.cause, 0) + 1
+        if round_.num_drafted:
+            histogram = self.acceptance_histogram
+            histogram[round_.num_accepted] = histogram.get(round_.num_accepted, 0) + 1
 
     @property
     def hits(self) -> int:

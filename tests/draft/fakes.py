@@ -219,11 +219,13 @@ class Harness:
         chains = {}
         for session_id, target in self.targets.items():
             chains[session_id] = target.begin()
-            commit = Commit(session_id, target.open.epoch, (), chains[session_id].node_ids)
+            commit = Commit(session_id, target.open.epoch, len(target.text), (), chains[session_id].node_ids)
             self.engine.receive([commit])
         self.steps(draft_steps)
         for session_id, target in self.targets.items():
-            self.engine.receive([Commit(session_id, target.open.epoch, target.end(chains[session_id]))])
+            context_len = len(target.text)
+            tokens = target.end(chains[session_id])
+            self.engine.receive([Commit(session_id, target.open.epoch, context_len, tokens)])
         self.engine.check_integrity()
 
     def steps(self, count: int) -> int:

@@ -105,7 +105,7 @@ def test_tree_budget_holds_and_idleness_is_said_once_per_commit() -> None:
     assert target.idle
     assert 8 <= len(target.tree) <= 12
     assert [m.idle for m in harness.sent if isinstance(m, Nodes)].count(True) == 1
-    harness.engine.receive([Commit("s", 0, (), target.tree.proposal(8).node_ids)])
+    harness.engine.receive([Commit("s", 0, len(target.text), (), target.tree.proposal(8).node_ids)])
     harness.steps(5)
     assert [m.idle for m in harness.sent if isinstance(m, Nodes)].count(True) == 2
     assert harness.steps(5) == 0
@@ -160,7 +160,7 @@ def test_an_error_in_one_session_ends_that_session_only(anonymous: bool) -> None
 def test_errors_at_opening_and_in_commits_are_reported() -> None:
     harness = Harness()
     harness.engine.receive([open_session("bad", text=(VOCAB,))])
-    harness.engine.receive([open_session("s"), Commit("s", 0, (VOCAB,))])
+    harness.engine.receive([open_session("s"), Commit("s", 0, 3, (VOCAB,))])
     assert harness.engine.step()
     failures = [m for m in harness.sent if isinstance(m, SessionFailed)]
     assert [f.session_id for f in failures] == ["bad", "s"]
@@ -173,9 +173,9 @@ def test_messages_of_another_epoch_or_session_are_counted_and_dropped() -> None:
     harness = Harness()
     harness.open(open_session(epoch=3))
     harness.round(5)
-    harness.engine.receive([Commit("s", 2, (0,)), CloseSession("s", 2), open_session(epoch=2)])
+    harness.engine.receive([Commit("s", 2, 3, (0,)), CloseSession("s", 2), open_session(epoch=2)])
     harness.engine.receive([open_session(epoch=3)])
-    harness.engine.receive([Commit("s", 4, (0,)), Commit("nobody", 0, (0,)), CloseSession("nobody", 0)])
+    harness.engine.receive([Commit("s", 4, 3, (0,)), Commit("nobody", 0, 3, (0,)), CloseSession("nobody", 0)])
     assert harness.engine.stats.stale_messages == 4
     assert harness.engine.stats.unknown_messages == 3
     for _ in range(5):
@@ -210,8 +210,9 @@ def test_any_order_of_late_messages_keeps_text_and_invariants(data: st.DataObjec
             delivered = len(harness.sent)
         elif action == "target":
             chain = target.begin()
-            held.append(Commit("s", epoch, (), chain.node_ids))
-            held.append(Commit("s", epoch, target.end(chain)))
+            context_len = len(target.text)
+            held.append(Commit("s", epoch, context_len, (), chain.node_ids))
+            held.append(Commit("s", epoch, context_len, target.end(chain)))
         elif action == "nodes" and late:
             message = late.pop(0)
             if message.epoch == epoch:
@@ -245,7 +246,7 @@ def test_an_ngram_drafter_serves_repetitive_text() -> None:
         engine.check_integrity()
     tree_tokens = [node.token_id for m in sent if isinstance(m, Nodes) for node in m.nodes]
     assert tree_tokens[:5] == [1, 2, 3, 4, 5]
-    engine.receive([Commit("s", 0, (7, 8))])
+    engine.receive([Commit("s", 0, 15, (7, 8))])
     sent.clear()
     while engine.step():
         engine.check_integrity()

@@ -72,7 +72,8 @@ def run(
         sent.clear()
         names = [name for name, text in texts.items() if len(text) <= num_tokens]
         chains = [propose(trees[name], 2) for name in names]
-        engine.receive([Commit(n, 0, (), c.node_ids) for n, c in zip(names, chains, strict=True)])
+        before = {name: len(texts[name]) for name in names}
+        engine.receive([Commit(n, 0, before[n], (), c.node_ids) for n, c in zip(names, chains, strict=True)])
         rows, logits = [], []
         for name, chain in zip(names, chains, strict=True):
             for i in range(len(chain) + 1):
@@ -86,7 +87,7 @@ def run(
             trees[name].walk(verdict.token_ids)
             accepted += verdict.num_accepted
             assert not verdict.num_invalid
-        engine.receive([Commit(n, 0, v.token_ids) for n, v in zip(names, verdicts, strict=True)])
+        engine.receive([Commit(n, 0, before[n], v.token_ids) for n, v in zip(names, verdicts, strict=True)])
     engine.check_integrity()
     return Counter(tuple(text[1 : num_tokens + 1]) for text in texts.values()), accepted
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidRequestError
-from paceline.router.session import Actions, Chunk, Session
+from paceline.router.session import Actions, Chunk, RelayStats, Session
 from paceline.types import (
     Cause,
     CloseSession,
@@ -37,11 +37,12 @@ def decode(token_ids):
     return bytes(token_ids).decode("utf-8", "replace")
 
 
-def outcome(session, tokens, accepted=0, finish=None, epoch=None, cause=Cause.HIT):
-    epoch = session.epoch if epoch is None else epoch
+def outcome(session, tokens, accepted=0, finish=None, epoch=None, cause=Cause.HIT, at=None):
+    """At the end of the session's history unless ``at`` says otherwise."""
     return Outcome(
         session.session_id,
-        epoch,
+        session.target_epoch if epoch is None else epoch,
+        len(session._history) if at is None else at,
         tuple(tokens),
         tuple(-0.5 for _ in tokens),
         Round(accepted, accepted, cause),
@@ -100,8 +101,8 @@ def test_given_seed_is_kept_and_missing_seed_is_drawn():
 def test_outcome_is_committed_at_once_and_in_flight_follows():
     session = make()
     session.open()
-    assert session.on_target(outcome(session, [65, 66], 1)).to_draft == [Commit("s", 0, (65, 66))]
-    assert session.on_target(InFlight("s", 0, (4, 5))).to_draft == [Commit("s", 0, (), (4, 5))]
+    assert session.on_target(outcome(session, [65, 66], 1)).to_draft == [Commit("s", 0, 3, (65, 66))]
+    assert session.on_target(InFlight("s", 0, 5, (4, 5))).to_draft == [Commit("s", 0, 5, (), (4, 5))]
 
 
 def test_nodes_are_relayed_as_they_are():
@@ -110,7 +111,7 @@ def test_nodes_are_relayed_as_they_are():
     nodes = Nodes("s", 0, 3, (Node(1, 0, 65, 0.5),))
     assert session.on_draft(nodes).to_target == [nodes]
     assert session.on_draft(Nodes("s", 9, 3, ())).to_target == []
-    assert session.num_stale == 1
+    assert session.relay == RelayStats(stale=1)
 
 
 def test_draft_failure_means_plain_decoding_at_once_and_once():
@@ -126,7 +127,7 @@ def test_draft_failure_means_plain_decoding_at_once_and_once():
     assert up.to_target == [DraftState("s", 0, True, draft_epoch=1, context_len=4)]
     assert session.on_draft_up() == Actions()
     assert session.on_draft(Nodes("s", 0, 3, ())).to_target == []  # of the lost draft
-    assert session.on_target(outcome(session, [66], epoch=0)).to_draft == [Commit("s", 1, (66,))]
+    assert session.on_target(outcome(session, [66], epoch=0)).to_draft == [Commit("s", 1, 4, (66,))]
 
 
 def test_reopened_target_continues_where_it_was():
@@ -145,7 +146,7 @@ def test_reopened_target_continues_where_it_was():
     result = session.digest().result
     assert result is not None
     assert result.text == "ABC"
-    assert session.num_stale == 1
+    assert session.relay == RelayStats(stale=1, targets_lost=1, target_reopens=1)
 
 
 def test_cancel_frees_both_engines_and_keeps_what_arrived():
@@ -159,6 +160,7 @@ def test_cancel_frees_both_engines_and_keeps_what_arrived():
     assert actions.result.text == "".join(c.text for c in actions.chunks) == "AB"
     assert session.cancel().result is None
     assert session.on_target(outcome(session, [67])) == Actions()
+    assert session.relay == RelayStats(ended=1)
 
 
 def test_target_finish_closes_the_draft_only():
@@ -254,11 +256,12 @@ class SimulatedTarget:
             return
         size = self.rng.randint(1, 4)
         tokens = self.text[self.position : self.position + size]
+        at = len(PROMPT) + self.position
         self.position += len(tokens)
         finish = FinishReason.LENGTH if self.position == len(self.text) else None
-        self.outbox.append(outcome(session, tokens, len(tokens) - 1, finish, self.epoch))
+        self.outbox.append(outcome(session, tokens, len(tokens) - 1, finish, self.epoch, at=at))
         if finish is None:
-            self.outbox.append(InFlight("s", self.epoch, (1, 2)))
+            self.outbox.append(InFlight("s", self.epoch, at + len(tokens), (1, 2)))
 
 
 class SimulatedDraft:
@@ -276,6 +279,7 @@ class SimulatedDraft:
         elif isinstance(message, CloseSession):
             self.context = None
         elif message.epoch == self.epoch and self.context is not None:
+            assert message.context_len == len(self.context)
             self.context += message.token_ids
 
     def step(self):
@@ -322,9 +326,9 @@ def test_any_order_of_delays_failures_and_restarts_gives_the_same_tokens(text, e
         elif event == "deliver_target" and target.outbox:
             message = target.outbox.popleft()
             stale = message.epoch != target.epoch
-            before = session.num_stale
+            before = session.relay.dropped
             carry_out(session.on_target(message))
-            assert not stale or session.num_stale == before + 1
+            assert not stale or session.relay.dropped == before + 1
         elif event == "deliver_draft" and draft.outbox:
             message = draft.outbox.popleft()
             carry_out(session.on_draft(message))

@@ -194,6 +194,11 @@ class DraftEngine:
     def _commit(self, session: DraftSession, message: Commit) -> None:
         """Moves the anchor along the committed tokens; a token without a node gets one, of probability 1."""
         tree = session.tree
+        if message.context_len != tree.context_len:
+            if message.context_len > tree.context_len:
+                raise ValueError(f"commits were lost: this one is at {message.context_len}, not {tree.context_len}")
+            self.stats.stale_messages += 1
+            return
         if message.token_ids:
             self._observe(session, message.token_ids)
             session.sampler.append(message.token_ids)

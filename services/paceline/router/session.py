@@ -10,6 +10,10 @@ Epochs: one number per session, which grows whenever either engine is re-opened.
 of its last open, the draft's is the same or newer; re-opening the target re-opens the draft too, because the
 target's tree died with it. An engine's message of another epoch than its own last open is stale: dropped and
 counted.
+
+Within an epoch every outcome says at which context length it begins, so that each token is taken exactly once:
+one that begins too early has come before, one that begins too late shows that another was lost, and then the
+target has to be re-opened from the history. Nothing that a draft sends or fails to send can change a token.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.errors import InvalidRequestError
 from paceline.tokenization import Decode, Detokenizer
@@ -29,7 +34,6 @@ from paceline.types import (
     FinishReason,
     InFlight,
     Mode,
-    Nodes,
     OpenSession,
     Outcome,
     Round,
@@ -37,10 +41,38 @@ from paceline.types import (
     SessionFailed,
     SpeculationParams,
     SpeculationStats,
+    SpeculationWanted,
+    TreeLost,
 )
 
-ToTarget = OpenSession | CloseSession | DraftState | Nodes
+MAX_DRAFT_RETRIES = 2
+"""After so many losses of its draft in a row, without one accepted token between them, the next is the last:
+the session stays without."""
+
+
+class RelayedNodes(Protocol):
+    """Nodes on their way from draft to target: ``types.Nodes``, or a form of them that nobody here unpacks."""
+
+    @property
+    def session_id(self) -> str:
+        """Whose they are."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """The draft's."""
+        ...
+
+    @property
+    def context_len(self) -> int:
+        """Length of the context at the draft when it sent them."""
+        ...
+
+
+ToTarget = OpenSession | CloseSession | DraftState | RelayedNodes
 ToDraft = OpenSession | CloseSession | Commit
+FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
+FromDraft = RelayedNodes | SessionFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +113,8 @@ class Timing:
     """From the first to the last outcome."""
     tokens_per_s: float
     """Tokens after the first outcome per second of decode_s; 0.0 if there were none."""
+    queue_s: float = 0.0
+    """Before it was opened, as its owner says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +129,37 @@ class Result:
     speculation: SpeculationStats
     timing: Timing
     seed: int
+    matched_stop: int | str | None = None
+    """What ended it: the stop or end-of-sequence token id, or the stop string. None unless it was one of these."""
+
+
+@dataclass(slots=True)
+class RelayStats:
+    """Counted events of one session's relay: messages that were not used, and what was done about losses."""
+
+    stale: int = 0
+    """Of another epoch than the engine's, or of a draft that the session has left."""
+    ended: int = 0
+    """They came after the session's end."""
+    repeated: int = 0
+    """Of the target, for a context that had been passed: they had come before."""
+    early: int = 0
+    """Of the target, for a context that is yet to come: another message was lost or overtaken."""
+    malformed: int = 0
+    """No engine sends them."""
+    targets_lost: int = 0
+    """Failures of the target, lost outcomes included, that this session has seen."""
+    target_reopens: int = 0
+    trees_lost: int = 0
+    drafts_lost: int = 0
+    """Losses of a draft that served the session, whatever the reason; lost trees are not among them."""
+    draft_reopens: int = 0
+    """Opened on a draft under an epoch of its own: by itself after a lost tree, or by its owner."""
+
+    @property
+    def dropped(self) -> int:
+        """Messages that were not used."""
+        return self.stale + self.ended + self.repeated + self.early + self.malformed
 
 
 @dataclass(slots=True)
@@ -107,6 +172,10 @@ class Actions:
     result: Result | None = None
     target_lost: str | None = None
     """The target cannot go on with the session, and why: call ``reopen_target`` or give up."""
+    draft_lost: str | None = None
+    """The draft that served the session does so no more, and why."""
+    draft_wanted: bool = False
+    """The session has no draft and could use one: call ``on_draft_up`` when there is one for it."""
 
 
 class Session:
@@ -133,20 +202,25 @@ class Session:
         self.sampling = sampling.model_copy(update={"seed": self.seed})
         self.speculation = speculation
         self.stats = SpeculationStats()
-        self.num_stale = 0
-        """Messages dropped because their epoch was not the engine's, or because the session had ended."""
+        self.relay = RelayStats()
         self.draft_available = False
+        """Whether it is open on a draft now."""
         self.result: Result | None = None
 
         self._prompt = tuple(prompt_token_ids)
         self._history = list(prompt_token_ids)  # all that the target has decided
         self._eos_token_ids = tuple(eos_token_ids)
         self._epoch = self._target_epoch = self._draft_epoch = 0
+        self._opened = False
         self._target_done = False  # the target has ended the session, or was told to
+        self._draft_wanted = True  # by the target's controller
+        self._num_losses = 0  # of the draft, since one of its tokens was accepted
+        self._relayed = False  # nodes of the draft's epoch have gone to the target
 
         self._undigested: deque[Outcome] = deque()
         self._detokenizer = Detokenizer(decode, self._prompt)
         self._stops = tuple(stop)
+        self._matched_stop: int | str | None = None
         self._withheld = ""  # decided text that may be the beginning of a stop string
         self._emitted: list[int] = []
         self._logprobs: list[float] = []
@@ -154,7 +228,7 @@ class Session:
         self._cached_tokens = 0
 
         self._clock = clock
-        self._opened_s = self._first_s = self._last_s = 0.0
+        self._queue_s = self._opened_s = self._first_s = self._last_s = 0.0
         self._num_first = 0  # tokens of the first outcome
 
     # -- the relay: urgent messages ------------------------------------------------------------------------
@@ -169,88 +243,203 @@ class Session:
         """The newest epoch."""
         return self._epoch
 
-    def open(self, draft_available: bool = True) -> Actions:
-        """Starts the session on the target, and on the draft unless it is plain or has none."""
-        self._opened_s = self._clock()
+    @property
+    def target_epoch(self) -> int:
+        """Of the last open on a target. To leave a target that lives on, close it there under this first."""
+        return self._target_epoch
+
+    @property
+    def draft_epoch(self) -> int:
+        """Of the last open on a draft."""
+        return self._draft_epoch
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it was asked to; False: it needs no draft, ever."""
+        return self.speculation.mode is not Mode.PLAIN and self.speculation.max_draft_tokens > 0
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether ``on_draft_up`` would open it on a draft now: it has none, can use one and is worth one.
+
+        Not before it is opened, nor after its end, nor while the target's controller does without, nor once its
+        drafts have failed it more than MAX_DRAFT_RETRIES times in a row.
+        """
+        return (
+            self.speculates
+            and self._opened
+            and not self._target_done
+            and not self.draft_available
+            and self._draft_wanted
+            and self._num_losses <= MAX_DRAFT_RETRIES
+        )
+
+    def open(self, draft_available: bool = True, queue_s: float = 0.0) -> Actions:
+        """Starts the session on the target, and on the draft unless it is plain or has none.
+
+        ``queue_s`` is how long the request waited before, in seconds.
+        """
+        self._opened = True
+        self._opened_s, self._queue_s = self._clock(), queue_s
         actions = Actions(to_target=[self._open_message()])
-        if self.speculation.mode is not Mode.PLAIN:
+        if self.speculates:
             self.draft_available = draft_available
             if draft_available:
                 actions.to_draft.append(self._open_message())
             else:
-                actions.to_target.append(DraftState(self.session_id, self._target_epoch, available=False))
+                self._tell_no_draft(actions)
+        actions.draft_wanted = self.wants_draft
         return actions
 
-    def on_target(self, event: Outcome | InFlight | SessionFailed) -> Actions:
+    def on_target(self, event: FromTarget) -> Actions:
         """An event of the target: outcomes are committed to the draft at once."""
         actions = Actions()
-        if event.epoch != self._target_epoch or self._target_done:
-            self.num_stale += 1
-        elif isinstance(event, Outcome):
-            self._history.extend(event.token_ids)
-            self._undigested.append(event)
-            self._target_done = event.finish_reason is not None
-            if self._target_done:
-                self._close_draft(actions)
-            elif self.draft_available:
-                actions.to_draft.append(Commit(self.session_id, self._draft_epoch, event.token_ids))
+        if self._target_done:
+            self.relay.ended += 1
+        elif event.epoch != self._target_epoch:
+            self.relay.stale += 1
+        elif isinstance(event, SessionFailed):
+            self._lose_target(actions, event.message)
+        elif isinstance(event, SpeculationWanted):
+            self._draft_wanted = event.wanted
+            if not event.wanted:
+                self._leave_draft(actions)
+            actions.draft_wanted = self.wants_draft
+        elif isinstance(event, TreeLost):
+            self._on_tree_lost(actions)
+        elif event.context_len < len(self._history):
+            self.relay.repeated += 1
+        elif event.context_len > len(self._history):
+            self.relay.early += 1
+            if isinstance(event, Outcome):
+                self._lose_target(actions, f"an outcome at {len(self._history)} was lost before {event.context_len}")
         elif isinstance(event, InFlight):
-            if self.draft_available:
-                actions.to_draft.append(Commit(self.session_id, self._draft_epoch, (), event.node_ids))
+            self._commit(actions, in_flight=event.node_ids)
+        elif _malformed(event):
+            self.relay.malformed += 1
+            self._lose_target(actions, f"a malformed outcome at {event.context_len}")
         else:
-            actions.target_lost = event.message
+            self._on_outcome(event, actions)
         return actions
 
-    def on_draft(self, event: Nodes | SessionFailed) -> Actions:
-        """An event of the draft: nodes go to the target as they are."""
-        if event.epoch != self._draft_epoch or self._target_done or not self.draft_available:
-            self.num_stale += 1
-            return Actions()
-        if isinstance(event, SessionFailed):
-            return self.on_draft_down()
-        return Actions(to_target=[event])
+    def _on_outcome(self, outcome: Outcome, actions: Actions) -> None:
+        self._target_done = outcome.finish_reason is not None
+        if self._target_done:
+            self._close_draft(actions)
+        else:
+            self._commit(actions, token_ids=outcome.token_ids)
+        if outcome.round.num_accepted:
+            self._num_losses = 0
+        self._history.extend(outcome.token_ids)
+        self._undigested.append(outcome)
 
-    def on_draft_down(self) -> Actions:
+    def _on_tree_lost(self, actions: Actions) -> None:
+        if not (self.draft_available and self._relayed):  # of a draft that the session has left
+            self.relay.stale += 1
+            return
+        self.relay.trees_lost += 1
+        self._num_losses += 1
+        if self._num_losses <= MAX_DRAFT_RETRIES:
+            self._open_draft(actions)
+        else:
+            self._leave_draft(actions)
+            actions.draft_lost = "the target has lost nodes of it time and again"
+
+    def on_draft(self, event: FromDraft) -> Actions:
+        """An event of the draft: nodes go to the target as they are."""
+        actions = Actions()
+        if self._target_done:
+            self.relay.ended += 1
+        elif event.epoch != self._draft_epoch or not self.draft_available:
+            self.relay.stale += 1
+        elif isinstance(event, SessionFailed):
+            self._lose_draft(actions, event.message)
+        elif not 0 < event.context_len <= len(self._history):
+            self.relay.malformed += 1
+        else:
+            self._relayed = True
+            actions.to_target.append(event)
+        return actions
+
+    def on_draft_down(self, reason: str = "the draft is down") -> Actions:
         """The draft is lost: the session goes on by plain decoding at once."""
         actions = Actions()
         if self.draft_available and not self._target_done:
-            actions.to_target.append(DraftState(self.session_id, self._target_epoch, available=False))
-        self.draft_available = False
+            self._lose_draft(actions, reason)
         return actions
 
     def on_draft_up(self) -> Actions:
-        """A draft is there again: the session is re-opened on it from the token history."""
+        """A draft is there for the session: if it wants one, it is opened there from the token history."""
         actions = Actions()
-        if self._target_done or self.draft_available or self.speculation.mode is Mode.PLAIN:
-            return actions
-        self._epoch += 1
-        self._draft_epoch = self._epoch
-        self.draft_available = True
-        actions.to_draft.append(self._open_message())
-        actions.to_target.append(
-            DraftState(self.session_id, self._target_epoch, True, self._draft_epoch, len(self._history))
-        )
+        if self.wants_draft:
+            self._open_draft(actions)
+        return actions
+
+    def leave_draft(self) -> Actions:
+        """Gives up a draft that works, for instance one that is to be stopped: it is closed there."""
+        actions = Actions()
+        if not self._target_done:
+            self._leave_draft(actions)
+        actions.draft_wanted = self.wants_draft
         return actions
 
     def reopen_target(self) -> Actions:
         """Continues on another (or restarted) target, from the token history, under a new epoch.
 
-        Outcomes that the old target still sends are stale from here on, so nothing is lost or emitted twice.
+        Outcomes that the old target still sends are stale from here on, so nothing is lost or emitted twice. The
+        draft stays, and is re-opened there; what the old target's controller wanted is forgotten.
         """
         actions = Actions()
-        if self._target_done:
+        if not self._opened or self._target_done:
             return actions
-        had_draft = self.draft_available
-        if had_draft:
-            actions.to_draft.append(CloseSession(self.session_id, self._draft_epoch))
+        self.relay.target_reopens += 1
+        self._draft_wanted = True
         self._epoch += 1
-        self._target_epoch = self._draft_epoch = self._epoch
-        actions.to_target.append(self._open_message())
-        if had_draft:
+        if self.draft_available:
+            actions.to_draft.append(CloseSession(self.session_id, self._draft_epoch))
             actions.to_draft.append(self._open_message())
-        elif self.speculation.mode is not Mode.PLAIN:
-            actions.to_target.append(DraftState(self.session_id, self._target_epoch, available=False))
+        self._target_epoch = self._draft_epoch = self._epoch
+        self._relayed = False
+        actions.to_target.append(self._open_message())
+        if self.speculates and not self.draft_available:
+            self._tell_no_draft(actions)
+        actions.draft_wanted = self.wants_draft
         return actions
+
+    def _lose_target(self, actions: Actions, reason: str) -> None:
+        self.relay.targets_lost += 1
+        actions.target_lost = reason
+
+    def _lose_draft(self, actions: Actions, reason: str) -> None:
+        """The draft has forgotten the session already."""
+        self.relay.drafts_lost += 1
+        self._num_losses += 1
+        self.draft_available = False
+        self._tell_no_draft(actions)
+        actions.draft_lost, actions.draft_wanted = reason, self.wants_draft
+
+    def _leave_draft(self, actions: Actions) -> None:
+        if self.draft_available:
+            self._close_draft(actions)
+            self._tell_no_draft(actions)
+
+    def _open_draft(self, actions: Actions) -> None:
+        self.relay.draft_reopens += 1
+        self._epoch += 1
+        self._draft_epoch = self._epoch
+        self._relayed = False
+        self.draft_available = True
+        actions.to_draft.append(self._open_message())
+        context_len = len(self._history)
+        actions.to_target.append(DraftState(self.session_id, self._target_epoch, True, self._draft_epoch, context_len))
+
+    def _tell_no_draft(self, actions: Actions) -> None:
+        actions.to_target.append(DraftState(self.session_id, self._target_epoch, available=False))
+
+    def _commit(self, actions: Actions, token_ids: tuple[int, ...] = (), in_flight: tuple[int, ...] = ()) -> None:
+        if self.draft_available:
+            context_len = len(self._history)
+            actions.to_draft.append(Commit(self.session_id, self._draft_epoch, context_len, token_ids, in_flight))
 
     def cancel(self) -> Actions:
         """Ends the session now with what has arrived; frees it on both engines."""
@@ -275,29 +464,27 @@ class Session:
             self._cached_tokens = outcome.cached_tokens
         self.stats.add(outcome.round)
         segments: list[tuple[str, bool]] = []
-        num_tokens, stopped = 0, False
+        num_tokens, matched = 0, None
         for token_id in outcome.token_ids:
             drafted = num_tokens < outcome.round.num_accepted
             num_tokens += 1
-            text, stopped = self._release(self._detokenizer.add(token_id))
+            text, matched = self._release(self._detokenizer.add(token_id))
             if text:
                 segments.append((text, drafted))
-            if stopped:
+            if matched is not None:
                 break
-        finish_reason = FinishReason.STOP if stopped else outcome.finish_reason
         token_ids, logprobs = outcome.token_ids[:num_tokens], outcome.logprobs[:num_tokens]
         drafted_flags = tuple(i < outcome.round.num_accepted for i in range(num_tokens))
         self._emitted += token_ids
         self._logprobs += logprobs
-        tail = ""
-        if finish_reason is not None and not stopped:
-            tail, stopped = self._release(self._detokenizer.flush())
-            if stopped:
-                finish_reason = FinishReason.STOP
-            else:
-                tail += self._withheld
+        if outcome.finish_reason is not None and matched is None:
+            tail, matched = self._release(self._detokenizer.flush())
+            tail += self._withheld
             if tail:
-                segments.append((tail, bool(drafted_flags and drafted_flags[-1])))
+                segments.append((tail, drafted_flags[-1]))
+        finish_reason = outcome.finish_reason if matched is None else FinishReason.STOP
+        if finish_reason is FinishReason.STOP:
+            self._matched_stop = token_ids[-1] if matched is None else matched
         self._withheld = "" if finish_reason is not None else self._withheld
         chunk = Chunk(token_ids, logprobs, drafted_flags, tuple(segments), outcome.round)
         self._text.append(chunk.text)
@@ -305,33 +492,35 @@ class Session:
         if finish_reason is not None:
             self._end(actions, finish_reason, [])
 
-    def _release(self, text: str) -> tuple[str, bool]:
-        """Adds decided text; returns what no stop string can take back, and whether one is complete."""
+    def _release(self, text: str) -> tuple[str, str | None]:
+        """Adds decided text; returns what no stop string can take back, and the stop string that is complete."""
         if not self._stops:
-            return text, False
+            return text, None
         text = self._withheld + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._withheld = ""
-            return text[: min(found)], True
+            at, stop = min(found, key=lambda match: match[0])
+            return text[:at], stop
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._withheld = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        return text[: len(text) - keep], None
 
     def _end(self, actions: Actions, finish_reason: FinishReason, flush_to: list[Chunk]) -> None:
         if finish_reason is FinishReason.ABORT and self._withheld:
             flush_to.append(Chunk((), (), (), ((self._withheld, False),), None))
             self._text.append(self._withheld)
             self._withheld = ""
-        if not self._target_done:
+        if self._opened and not self._target_done:
             actions.to_target.append(CloseSession(self.session_id, self._target_epoch))
-            self._target_done = True
+        self._target_done = True
         self._close_draft(actions)
         self._undigested.clear()
         decode_s = self._last_s - self._first_s
         num_later = len(self._emitted) - self._num_first
         rate = num_later / decode_s if decode_s > 0 and num_later > 0 else 0.0
-        prefill_s = self._first_s - self._opened_s if self.stats.rounds else self._clock() - self._opened_s
+        first_s = self._first_s if self.stats.rounds else self._clock()
+        prefill_s = first_s - self._opened_s if self._opened else 0.0
         actions.result = self.result = Result(
             text="".join(self._text),
             token_ids=tuple(self._emitted),
@@ -339,8 +528,9 @@ class Session:
             finish_reason=finish_reason,
             usage=Usage(len(self._prompt), len(self._emitted), self._cached_tokens),
             speculation=self.stats,
-            timing=Timing(prefill_s, decode_s, rate),
+            timing=Timing(prefill_s, decode_s, rate, self._queue_s),
             seed=self.seed,
+            matched_stop=self._matched_stop,
         )
 
     def _close_draft(self, actions: Actions) -> None:
@@ -359,6 +549,13 @@ class Session:
             speculation=self.speculation,
             eos_token_ids=self._eos_token_ids,
         )
+
+
+def _malformed(outcome: Outcome) -> bool:
+    """Whether no target can have meant it."""
+    num_tokens = len(outcome.token_ids)
+    fits = num_tokens == len(outcome.logprobs) and 0 <= outcome.round.num_accepted <= outcome.round.num_drafted
+    return not (num_tokens and fits and outcome.round.num_accepted <= num_tokens and min(outcome.token_ids) >= 0)
 
 
 def _overlap(text: str, stop: str) -> int:
