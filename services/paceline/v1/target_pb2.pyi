@@ -148,6 +148,7 @@ class TargetEvent(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     TREE_LOST_FIELD_NUMBER: _builtins.int
     SESSION_FAILED_FIELD_NUMBER: _builtins.int
+    SPECULATION_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcome(self) -> Global___Outcome: ...
     @_builtins.property
@@ -156,6 +157,8 @@ class TargetEvent(_message.Message):
     def tree_lost(self) -> Global___TreeLost: ...
     @_builtins.property
     def session_failed(self) -> _types_pb2.SessionFailed: ...
+    @_builtins.property
+    def speculation_wanted(self) -> Global___SpeculationWanted: ...
     def __init__(
         self,
         *,
@@ -163,12 +166,13 @@ class TargetEvent(_message.Message):
         in_flight: Global___InFlight | None = ...,
         tree_lost: Global___TreeLost | None = ...,
         session_failed: _types_pb2.SessionFailed | None = ...,
+        speculation_wanted: Global___SpeculationWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "tree_lost", b"tree_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "tree_lost", b"tree_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -285,3 +289,31 @@ class TreeLost(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TreeLost: _TypeAlias = TreeLost  # noqa: Y015
+
+@_typing.final
+class SpeculationWanted(_message.Message):
+    """Whether drafts for this session are worth their cost now; told when it changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    epoch: _builtins.int
+    wanted: _builtins.bool
+    """False: it runs plain rounds until it asks again, so the draft may forget the session."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        wanted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session_id", b"session_id", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationWanted: _TypeAlias = SpeculationWanted  # noqa: Y015
