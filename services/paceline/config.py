@@ -6,13 +6,22 @@ The only module that reads or sets environment variables. A misspelt key is an e
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Any, Literal, Self, TextIO
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.errors import ConfigError
+from paceline.explain import Fault, explain, shown
 
 DType = Literal["auto", "float32", "bfloat16"]
 """``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""
+
+Device = Literal["auto", "cpu", "cuda"]
+"""``auto``: CUDA where there is a device, else the CPU."""
 
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """What a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
@@ -31,7 +40,7 @@ class ModelConfig(_Config):
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
     """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
 
 
 class DraftModelConfig(ModelConfig):
@@ -53,26 +62,25 @@ class NgramConfig(_Config):
 DrafterConfig = Annotated[DraftModelConfig | NgramConfig, Field(discriminator="kind")]
 
 
-class LocalConfig(_Config):
-    """One target and at most one draft on one machine (``local.py``). Both engines get all of it."""
+class PairConfig(_Config):
+    """One target and at most one draft, and their limits: what the builders of both engines are given."""
 
     target: ModelConfig
     draft: DrafterConfig | None = None
     """None: plain decoding only."""
 
-    worker: Literal["process", "thread"] = "process"
-    """Where the engines run. ``thread`` shares one interpreter lock between both: for debugging and tests."""
-    pin_cores: bool = True
-    """Give each engine a core of its own where there are at least two."""
-
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once; further ones wait."""
+    draft_max_sessions: int | None = Field(default=None, ge=1, le=16384)
+    """Sessions that the draft's KV pages are sized for. None: max_sessions."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest context in tokens. None: what the target was trained for."""
     max_step_tokens: int = Field(default=256, ge=32, le=65536)
     """Tokens of one target forward, prefill chunks and proposals together."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of the target. None: enough for max_sessions at 1024 positions, or one at max_model_len."""
+    kv_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Instead of kv_pages: the share of the memory left after loading the target that becomes KV pages."""
 
     tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes that the draft keeps per session beyond the context."""
@@ -83,6 +91,497 @@ class LocalConfig(_Config):
     """F, alternative next tokens prepared at a position."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)
     """Candidates of the draft's distribution that are ranked; the rest of its tail is never proposed."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        _require_one_size(self.kv_pages, self.kv_fraction)
+        return self
+
+
+class LocalConfig(PairConfig):
+    """A pair on one machine (``local.py``)."""
+
+    worker: Literal["process", "thread"] = "process"
+    """Where the engines run. ``thread`` shares one interpreter lock between both: for debugging and tests."""
+    pin_cores: bool = True
+    """Give each engine a core of its own where there are at least two."""
+
+
+def _require_one_size(kv_pages: int | None, kv_fraction: float | None) -> None:
+    if kv_pages is not None and kv_fraction is not None:
+        raise Fault("kv_fraction", f"is {kv_fraction} while kv_pages is {kv_pages}: give one of them")
+
+
+EMBEDDED_TARGET, EMBEDDED_DRAFT = "paceline/embedded-target", "paceline/embedded-draft"
+"""Model ids of the pair that comes with the package: they stand for its directories on every node."""
+
+_ENGINE_CPUS, _ROUTER_CPUS = 0.9, 0.2
+"""Cores that Ray reserves: two cores hold one target, one draft and one router."""
+
+
+class _Strict(_Config):
+    """Takes a value only as what it is: ``"32"`` is no number, and ``yes`` is none either."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class ModelLoadingConfig(_Strict):
+    """Which model, and from where."""
+
+    model_id: str = Field(min_length=1)
+    """The name that clients see."""
+    model_source: str | None = Field(default=None, min_length=1)
+    """Directory of a checkpoint, or an id that transformers resolves. None: model_id."""
+    tokenizer_source: str | None = Field(default=None, min_length=1)
+    """The same for its tokenizer. None: where the model is."""
+
+    @property
+    def source(self) -> str:
+        """Where the checkpoint is."""
+        return _resolve(self.model_source or self.model_id)
+
+    @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer is."""
+        return self.source if self.tokenizer_source is None else _resolve(self.tokenizer_source)
+
+
+class TargetEngineKwargs(_Strict):
+    """How a target replica runs; the fields are those of ModelConfig and PairConfig."""
+
+    dtype: DType = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    device: Device = "auto"
+    max_sessions: int = Field(default=16, ge=1, le=1024)
+    """Sessions that are in progress at once on one replica; further ones wait."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest context in tokens. None: what the target was trained for."""
+    max_step_tokens: int = Field(default=256, ge=32, le=65536)
+    """Tokens of one forward, prefill chunks and proposals together."""
+    kv_pages: int | None = Field(default=None, ge=1)
+    """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions."""
+    kv_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Instead of kv_pages: the share of the memory left after loading that becomes KV pages."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        _require_one_size(self.kv_pages, self.kv_fraction)
+        return self
+
+
+class DraftEngineKwargs(_Strict):
+    """How a draft replica runs; the fields are those of ModelConfig and PairConfig."""
+
+    dtype: DType = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    device: Device = "auto"
+    max_sessions: int | None = Field(default=None, ge=1, le=16384)
+    """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
+    tree_budget: int = Field(default=256, ge=1, le=4096)
+    """Nodes kept per session beyond the context."""
+    tree_step_tokens: int | None = Field(default=None, ge=1, le=1024)
+    """Tree nodes in one forward, all sessions together. None: as many as cost little more than one, measured."""
+    fan_out: int = Field(default=6, ge=1, le=32)
+    """F, alternative next tokens prepared at a position."""
+    draft_top_m: int = Field(default=256, ge=1, le=65536)
+    """Candidates of the distribution that are ranked."""
+
+
+class NgramEngineKwargs(_Strict):
+    """How an n-gram replica runs; the fields are those of NgramConfig and PairConfig."""
+
+    min_match: int = Field(default=1, ge=1, le=16)
+    """The shortest suffix that is looked up, in tokens."""
+    max_match: int = Field(default=4, ge=1, le=16)
+    """The longest suffix that is looked up, in tokens; longer ones are tried first."""
+    tree_budget: int = Field(default=256, ge=1, le=4096)
+    """Nodes kept per session beyond the context."""
+    tree_step_tokens: int | None = Field(default=None, ge=1, le=1024)
+    """Tree nodes in one step, all sessions together. None: 64."""
+    fan_out: int = Field(default=6, ge=1, le=32)
+    """F, alternative next tokens prepared at a position."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_match > self.max_match:
+            raise Fault("min_match", f"is {self.min_match}: it must be at most max_match, which is {self.max_match}")
+        return self
+
+
+class PlacementGroupConfig(_Strict):
+    """Where the processes of one replica go together."""
+
+    bundles: list[dict[str, float]] = Field(min_length=1)
+    """Resources of each bundle, such as ``{"CPU": 1, "GPU": 1}``; the replica itself takes the first."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+
+
+class RayActorOptions(_Strict):
+    """What Ray reserves for a replica. None: Ray's default."""
+
+    num_cpus: float | None = Field(default=None, ge=0)
+    """Cores. None: 0.9 for an engine, 0.2 for a router."""
+    num_gpus: float | None = Field(default=None, ge=0)
+    """GPUs. None: one for an engine with device cuda or an accelerator_type, unless its bundles say it."""
+    memory: float | None = Field(default=None, ge=0)
+    """Bytes."""
+    resources: dict[str, float] | None = None
+    accelerator_type: str | None = None
+    runtime_env: dict[str, Any] | None = None
+    label_selector: dict[str, str] | None = None
+    fallback_strategy: list[dict[str, Any]] | None = None
+
+
+class AutoscalingConfig(_Strict):
+    """Ray Serve's settings of the same names; None: Serve's default."""
+
+    min_replicas: int | None = Field(default=None, ge=0)
+    initial_replicas: int | None = Field(default=None, ge=0)
+    max_replicas: int | None = Field(default=None, ge=1)
+    target_ongoing_requests: float | None = Field(default=None, gt=0)
+    metrics_interval_s: float | None = Field(default=None, gt=0)
+    look_back_period_s: float | None = Field(default=None, gt=0)
+    upscaling_factor: float | None = Field(default=None, gt=0)
+    downscaling_factor: float | None = Field(default=None, gt=0)
+    upscale_delay_s: float | None = Field(default=None, ge=0)
+    downscale_delay_s: float | None = Field(default=None, ge=0)
+    downscale_to_zero_delay_s: float | None = Field(default=None, ge=0)
+    aggregation_function: Literal["mean", "max", "min"] | None = None
+    policy: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        least, most = self.min_replicas, self.max_replicas
+        if least is not None and most is not None and least > most:
+            raise Fault("min_replicas", f"is {least}: it must be at most max_replicas, which is {most}")
+        return self
+
+
+class DeploymentConfig(_Strict):
+    """Options of a Serve deployment, by Serve's names; None: Serve's default."""
+
+    num_replicas: int | Literal["auto"] | None = Field(default=None, ge=1)
+    """None: one, or what autoscaling_config says."""
+    autoscaling_config: AutoscalingConfig | None = None
+    max_ongoing_requests: int = Field(default=4096, ge=1)
+    """A session is one long call on each pool. This is no more than a guard: the engines queue what they cannot run,
+    and the router refuses what is too much."""
+    max_queued_requests: int | None = Field(default=None, ge=-1)
+    backpressure_config: dict[str, Any] | None = None
+    graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
+    """How long a replica that is taken away may finish its sessions."""
+    graceful_shutdown_wait_loop_s: float = Field(default=0.2, gt=0)
+    """How often it looks whether they are finished."""
+    health_check_period_s: float = Field(default=1.0, gt=0)
+    health_check_timeout_s: float = Field(default=10.0, gt=0)
+    ray_actor_options: RayActorOptions = RayActorOptions()
+    max_replicas_per_node: int | None = Field(default=None, ge=1)
+    logging_config: dict[str, Any] | None = None
+    max_constructor_retry_count: int | None = Field(default=None, ge=1)
+    rolling_update_percentage: float | None = Field(default=None, gt=0, le=1)
+    max_surge_percent: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _one_count(self) -> Self:
+        if isinstance(self.num_replicas, int) and self.autoscaling_config is not None:
+            raise Fault("num_replicas", f"is {self.num_replicas} beside an autoscaling_config: give one of them")
+        return self
+
+    def options(self, num_cpus: float, num_gpus: float = 0.0) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``, with these resources where none are configured."""
+        options = self.model_dump(exclude_none=True)
+        if self.autoscaling_config is None:
+            options.setdefault("num_replicas", 1)
+        actor = {"num_cpus": num_cpus} | ({"num_gpus": num_gpus} if num_gpus else {})
+        options["ray_actor_options"] = actor | options["ray_actor_options"]
+        return options
+
+
+class _Replicas(_Strict):
+    """Replicas of an engine, and where they run."""
+
+    placement_group_config: PlacementGroupConfig | None = None
+    deployment_config: DeploymentConfig = DeploymentConfig()
+
+    @model_validator(mode="after")
+    def _one_placement(self) -> Self:
+        limit = self.deployment_config.max_replicas_per_node
+        if limit is not None and self.placement_group_config is not None:
+            raise Fault(
+                "deployment_config.max_replicas_per_node",
+                f"is {limit} beside a placement_group_config: Ray Serve takes one of them",
+            )
+        return self
+
+    def deployment_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``."""
+        return self._options(None, wants_gpu=False)
+
+    def _options(self, accelerator_type: str | None, *, wants_gpu: bool) -> dict[str, Any]:
+        group = self.placement_group_config
+        alone = group is None
+        options = self.deployment_config.options(_ENGINE_CPUS, 1.0 if alone and wants_gpu else 0.0)
+        if group is not None:
+            options["placement_group_bundles"] = [dict(bundle) for bundle in group.bundles]
+            options["placement_group_strategy"] = group.strategy
+        if accelerator_type is not None and alone:
+            options["ray_actor_options"].setdefault("accelerator_type", accelerator_type)
+        elif accelerator_type is not None:
+            options["placement_group_bundle_label_selector"] = [{"ray.io/accelerator-type": accelerator_type}]
+        return options
+
+
+class TargetConfig(_Replicas):
+    """The pool of targets."""
+
+    model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_TARGET)
+    engine_kwargs: TargetEngineKwargs = TargetEngineKwargs()
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    """Kind of GPU by Ray's name, such as ``L4``."""
+
+    def deployment_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``."""
+        wants_gpu = self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
+        return self._options(self.accelerator_type, wants_gpu=wants_gpu)
+
+
+class ModelDraftConfig(_Replicas):
+    """The pool of drafts: a smaller model with the target's tokenizer."""
+
+    kind: Literal["model"] = "model"
+    model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_DRAFT)
+    engine_kwargs: DraftEngineKwargs = DraftEngineKwargs()
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    """Kind of GPU by Ray's name, such as ``L4``."""
+
+    def deployment_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``."""
+        wants_gpu = self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
+        return self._options(self.accelerator_type, wants_gpu=wants_gpu)
+
+
+class NgramDraftConfig(_Replicas):
+    """The pool of drafts: continuations copied from the session's own context."""
+
+    kind: Literal["ngram"] = "ngram"
+    engine_kwargs: NgramEngineKwargs = NgramEngineKwargs()
+
+
+def _kind(value: Any) -> str | None:
+    """``model`` where nothing is said."""
+    if isinstance(value, dict):
+        return str(value.get("kind", "model"))
+    return getattr(value, "kind", None)
+
+
+DraftConfig = Annotated[
+    Annotated[ModelDraftConfig, Tag("model")] | Annotated[NgramDraftConfig, Tag("ngram")], Discriminator(_kind)
+]
+
+
+class RouterConfig(_Strict):
+    """The routers between clients and both pools."""
+
+    max_queued_requests: int = Field(default=64, ge=0)
+    """Requests that one router lets wait for a target; further ones are refused with RESOURCE_EXHAUSTED."""
+    recovery_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a session waits for another target when it has lost its own, before it ends with UNAVAILABLE."""
+    draft_timeout_s: float = Field(default=1.0, gt=0)
+    """Silence after which a draft counts as hung: sessions go on by plain decoding."""
+    target_timeout_s: float = Field(default=5.0, gt=0)
+    """Silence after which a target counts as hung: sessions move to another."""
+    default_deadline_s: float | None = Field(default=None, gt=0)
+    """Time given to a request whose client set no deadline. None: no limit."""
+    deployment_config: DeploymentConfig = DeploymentConfig()
+
+    def deployment_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``."""
+        return self.deployment_config.options(_ROUTER_CPUS)
+
+
+class ServerConfig(_Strict):
+    """Where clients reach the service."""
+
+    host: str = Field(default="0.0.0.0", min_length=1)
+    grpc_port: int = Field(default=9000, ge=1, le=65535)
+    http_port: int = Field(default=8000, ge=1, le=65535)
+    """Metrics and health."""
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.grpc_port == self.http_port:
+            raise Fault("http_port", f"is {self.http_port}, which is grpc_port too: they must differ")
+        return self
+
+
+class LogConfig(_Strict):
+    """What is logged, and how."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    as_json: bool = Field(default=False, alias="json")
+    """One JSON object per line."""
+    prompts: bool = False
+    """Log prompts and texts too. They are the clients' own: only for debugging."""
+
+
+class ServiceConfig(_Strict):
+    """The whole service. ``ServiceConfig()`` is the embedded pair with one replica each."""
+
+    target_config: TargetConfig = TargetConfig()
+    draft_config: DraftConfig | None = ModelDraftConfig()
+    """None: plain decoding."""
+    router_config: RouterConfig = RouterConfig()
+    server: ServerConfig = ServerConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _draft_of_this_target(self) -> Self:
+        target, draft = self.target_config.model_loading_config, self.draft_config
+        unnamed = isinstance(draft, ModelDraftConfig) and "model_loading_config" not in draft.model_fields_set
+        if unnamed and target.source != _resolve(EMBEDDED_TARGET):
+            raise Fault(
+                "draft_config",
+                f"names no model while target_config names {target.model_id!r}: "
+                "name a draft model, or set draft_config to {kind: ngram}, or to null for plain decoding",
+            )
+        return self
+
+    @classmethod
+    def parse(cls, args: Mapping[str, Any]) -> Self:
+        """From plain data, such as the ``args`` of a Serve application. Raises ConfigError in one sentence."""
+        try:
+            return cls.model_validate(dict(args))
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls, _ELSEWHERE)) from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """From YAML: the configuration itself, or a Serve config file, whose application's ``args`` it is.
+
+        Raises:
+            ConfigError: the file cannot be read, or what it says is refused.
+        """
+        data = _read_yaml(path)
+        return cls.parse(_args_of_application(data, path) if "applications" in data else data)
+
+    def with_overrides(self, overrides: Sequence[str]) -> Self:
+        """This configuration with some keys changed, each ``dotted.key=VALUE`` with the value in YAML.
+
+        Raises:
+            ConfigError: an override is malformed, or what it says is refused.
+        """
+        data = self.model_dump(by_alias=True, exclude_unset=True)  # what was left open follows what is set now
+        if self.draft_config is not None and "draft_config" in data:
+            data["draft_config"].setdefault("kind", self.draft_config.kind)
+        for override in overrides:
+            key, separator, text = override.partition("=")
+            if not separator or not key.strip():
+                raise ConfigError(f"{override!r} is no setting: it must be KEY=VALUE with a dotted key")
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{key} is {text!r}, which is no YAML: {_first_line(error)}") from error
+            _set(data, key.strip().split("."), value)
+        return self.parse(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that ``parse`` takes: every key, defaults included."""
+        return self.model_dump(by_alias=True)
+
+    def to_yaml(self) -> str:
+        """YAML that ``from_file`` takes: every key, defaults included."""
+        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return text
+
+    def pair(self) -> PairConfig:
+        """What the engine builders are given."""
+        target, draft = self.target_config, self.draft_config
+        engine = target.engine_kwargs.model_dump()
+        tree: dict[str, Any] = {}
+        drafter: DrafterConfig | None = None
+        if draft is not None:
+            tree = draft.engine_kwargs.model_dump()
+        if isinstance(draft, ModelDraftConfig):
+            tree["draft_max_sessions"] = tree.pop("max_sessions")
+            drafter = DraftModelConfig(path=draft.model_loading_config.source, **_take(tree, _MODEL_KEYS))
+        elif isinstance(draft, NgramDraftConfig):
+            drafter = NgramConfig(**_take(tree, ("min_match", "max_match")))
+        model = ModelConfig(path=target.model_loading_config.source, **_take(engine, _MODEL_KEYS))
+        return PairConfig(target=model, draft=drafter, **engine, **tree)
+
+
+_MODEL_KEYS = ("dtype", "compile", "device")
+
+_ELSEWHERE = {
+    "placement_group_bundles": "placement_group_config.bundles",
+    "placement_group_strategy": "placement_group_config.strategy",
+    "placement_group_bundle_label_selector": "accelerator_type beside placement_group_config",
+    "gang_scheduling_config": "placement_group_config: the processes of one replica are no gang",
+}
+"""Options of Ray Serve that have another name here."""
+
+
+def _resolve(name: str) -> str:
+    return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR)}.get(name, name)
+
+
+def _take(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: data.pop(key) for key in keys}
+
+
+def _set(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for depth, name in enumerate(path[:-1], start=1):
+        inner = data.setdefault(name, {})
+        if not isinstance(inner, dict):
+            key = ".".join(path[:depth])
+            raise ConfigError(f"{'.'.join(path)} cannot be set: {key} is {shown(inner)}, so set {key} itself")
+        data = inner
+    data[path[-1]] = value
+
+
+def _read_yaml(path: str | Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not UTF-8 text: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{str(path)!r} is no YAML: {_first_line(error)}") from error
+    if not isinstance(data, dict | None):
+        raise ConfigError(f"{str(path)!r} holds {shown(data)}: a mapping of keys is needed")
+    return data or {}
+
+
+def _args_of_application(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """The arguments of our application, with the ports that the Serve config file itself sets."""
+    applications = data["applications"]
+    if not isinstance(applications, list) or not applications or not isinstance(applications[0], dict):
+        raise ConfigError(f"applications is {shown(applications)} in {str(path)!r}: a list of applications is needed")
+    args = applications[0].get("args") or {}
+    if not isinstance(args, dict):
+        raise ConfigError(f"applications[0].args is {shown(args)} in {str(path)!r}: a mapping of keys is needed")
+    server = args.get("server") or {}
+    for key, outer, inner in (
+        ("grpc_port", "grpc_options", "port"),
+        ("http_port", "http_options", "port"),
+        ("host", "http_options", "host"),
+    ):
+        theirs = (data.get(outer) or {}).get(inner)
+        if theirs is not None and server.setdefault(key, theirs) != theirs:
+            raise ConfigError(
+                f"server.{key} is {shown(server[key])} while {outer}.{inner} of the same file is {shown(theirs)}: "
+                "they must be equal"
+            )
+    return {**args, "server": server} if server else args
+
+
+def _first_line(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"{problem} in line {mark.line + 1}" if mark is not None else problem
 
 
 def cache_dir() -> Path:

@@ -7,18 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.checkpoints import inspect_checkpoint
-from paceline.config import LocalConfig, NgramConfig
+from paceline.config import NgramConfig, PairConfig
 from paceline.draft.drafter import Drafter
 from paceline.draft.engine import DraftEngine
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
-from paceline.model.kv_cache import pages_for
+from paceline.memory import draft_pages
 from paceline.model.loading import load_model
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.types import Nodes, SessionFailed
 
-_DEFAULT_LEN = 1024
 _NGRAM_WIDTH = 64
 _WIDTHS = (4, 6, 8, 12, 16, 24, 32)
 _AFFORDABLE = 1.25
@@ -53,7 +52,7 @@ def affordable_width(runner: ModelRunner) -> int:
     return width
 
 
-def build_draft_engine(config: LocalConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None]) -> DraftEngine:
+def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None]) -> DraftEngine:
     """Loads the drafter that ``config.draft`` describes.
 
     Raises:
@@ -72,9 +71,7 @@ def build_draft_engine(config: LocalConfig, emit: Callable[[Sequence[Nodes | Ses
     else:
         model = load_model(config.draft)
         max_len = min(config.max_model_len or model.max_len, model.max_len)
-        rows = config.tree_budget + min(max_len, _DEFAULT_LEN)
-        num_pages = config.max_sessions * (pages_for(rows) + 1)
-        runner = model.runner(num_pages)
+        runner = model.runner(draft_pages(config, max_len))
         drafter = ModelDrafter(
             runner,
             max_leaves=config.tree_step_tokens or affordable_width(runner),

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from paceline.config import LocalConfig
+import torch
+
+from paceline.config import PairConfig
 from paceline.errors import ConfigError
-from paceline.model.kv_cache import pages_for
-from paceline.model.loading import load_model
+from paceline.memory import available_bytes, fraction_pages, target_pages
+from paceline.model.kv_cache import PAGE_SIZE
+from paceline.model.loading import LoadedModel, load_model
 from paceline.model.selftest import check_invariance
 from paceline.target.engine import FromTarget, TargetEngine
-from paceline.types import MAX_DRAFT_TOKENS
 
 _log = logging.getLogger(__name__)
-_DEFAULT_LEN = 1024
 
 
-def build_target_engine(config: LocalConfig, emit: Callable[[Sequence[FromTarget]], None]) -> TargetEngine:
+def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]], None]) -> TargetEngine:
     """Loads the target, sizes its KV cache and compares the bits of decoding and verification.
 
     Raises:
@@ -29,10 +30,11 @@ def build_target_engine(config: LocalConfig, emit: Callable[[Sequence[FromTarget
         raise ConfigError(
             f"max_model_len is {max_len}: the target {config.target.path!r} was made for at most {model.max_len}"
         )
-    per_session = pages_for(max_len + MAX_DRAFT_TOKENS)
-    num_pages = config.kv_pages or max(
-        per_session, config.max_sessions * pages_for(min(max_len, _DEFAULT_LEN) + MAX_DRAFT_TOKENS)
-    )
+    if config.kv_fraction is None:
+        num_pages = target_pages(config, max_len)
+    else:
+        num_pages = fraction_pages(config.kv_fraction, max_len, _page_bytes(model), _left(model.device))
+        _log.info("target: %d KV pages are %g of the memory left", num_pages, config.kv_fraction)
     runner = model.runner(num_pages)
     report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
@@ -43,3 +45,16 @@ def build_target_engine(config: LocalConfig, emit: Callable[[Sequence[FromTarget
         max_step_tokens=config.max_step_tokens,
         max_model_len=max_len,
     )
+
+
+def _page_bytes(model: LoadedModel) -> int:
+    """Bytes of one KV page over all layers, keys and values."""
+    return PAGE_SIZE * sum(layer.kv_bytes(model.dtype) for layer in model.layers)
+
+
+def _left(device: torch.device) -> int:
+    """Bytes that the KV cache could take on ``device`` now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return available_bytes()

@@ -1,0 +1,150 @@
+"""What is wrong with a configuration, in one sentence: the key by its dotted path, its value, what is allowed.
+
+Knows pydantic's errors and the shape of a tree of models, and nothing of what the settings mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_NOUNS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "dict": "a mapping of keys",
+    "mapping": "a mapping of keys",
+    "model": "a mapping of keys",
+    "none": "null",
+}
+_LONGEST_VALUE = 60
+
+
+class Fault(ValueError):
+    """A setting that contradicts another one; raised in a model's validator."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        """``key`` is relative to the model; ``problem`` continues the sentence that begins with it."""
+        super().__init__(f"{key} {problem}".strip())
+        self.key = key
+        self.problem = problem
+
+
+def explain(error: ValidationError, model: type[BaseModel], elsewhere: Mapping[str, str] | None = None) -> str:
+    """One sentence for the first mistake; a key that does not exist comes before the others.
+
+    ``elsewhere``: names of keys that are understood under another path.
+    """
+    details = error.errors(include_url=False)
+    first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
+    path, owner, field = _locate(model, first)
+    fault = first.get("ctx", {}).get("error")
+    if isinstance(fault, Fault):
+        return f"{'.'.join([*path, *fault.key.split('.')])} {fault.problem}"
+    value = shown(first["input"])
+    key = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        return f"{key} is {value}, but there is no such key: {_suggestion(model, owner, path, elsewhere or {})}"
+    if first["type"] == "missing":
+        return f"{key} is missing: it is needed"
+    if first["type"] == "union_tag_invalid":
+        allowed = first["ctx"]["expected_tags"].replace("', '", "' or '")
+        return f"{key}.kind is {first['ctx']['tag']!r}: it must be {allowed}"
+    same = [d for d in details if _locate(model, d)[0] == path]  # one for each member of a union
+    allowed = " or ".join(dict.fromkeys(_allowed(d, field) for d in same))
+    return f"{key or 'the configuration'} is {value}: it must be {allowed}"
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a tree of models by its dotted path."""
+    for name, field in _fields(model).items():
+        yield prefix + name
+        for inner in _models(field.annotation):
+            yield from keys_of(inner, f"{prefix}{name}.")
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would write it, cut to a readable length."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _suggestion(model: type[BaseModel], owner: type[BaseModel], path: list[str], elsewhere: Mapping[str, str]) -> str:
+    name, names = path[-1], sorted(_fields(owner))
+    known = dict.fromkeys(keys_of(model))
+    if name in elsewhere:
+        return f"use {elsewhere[name]}"
+    if ".".join(path) in known:
+        return f"it belongs to another kind, allowed here are {', '.join(names)}"
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+        return f"did you mean {close[0]}?"
+    if homes := [key for key in known if key.rpartition(".")[2] == name]:
+        return f"did you mean {' or '.join(homes)}?"
+    return f"allowed are {', '.join(names)}"
+
+
+def _allowed(detail: ErrorDetails, field: FieldInfo | None) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "literal_error":
+        return str(context["expected"])
+    if kind in ("string_too_short", "too_short"):
+        return "at least one " + ("character" if kind == "string_too_short" else "entry")
+    if (noun := kind.partition("_")[0]) in _NOUNS:
+        return _NOUNS[noun]
+    if kind == "union_tag_not_found":
+        return _NOUNS["model"]
+    bounds = [
+        f"{sign} {bound}"
+        for constraint in (field.metadata if field is not None else [])
+        for name, sign in _BOUNDS.items()
+        if (bound := getattr(constraint, name, None)) is not None
+    ]
+    if bounds and any(name in context for name in _BOUNDS):
+        return " and ".join(bounds)
+    return detail["msg"]
+
+
+def _locate(model: type[BaseModel], detail: ErrorDetails) -> tuple[list[str], type[BaseModel], FieldInfo | None]:
+    """The dotted path of a mistake, the model that holds the key, and its field if it is one."""
+    path: list[str] = []
+    owner, field, within = model, None, [model]
+    for part in detail["loc"]:
+        if isinstance(part, int):
+            path[-1] += f"[{part}]"
+        elif len(within) > 1:  # the tag of a discriminated union
+            within = [m for m in within if m.model_fields["kind"].default == part] or within[:1]
+        elif within:
+            owner = within[0]
+            field = _fields(owner).get(part)
+            path.append(part)
+            within = _models(field.annotation) if field is not None else []
+        elif field is not None and _holds_mapping(field.annotation):
+            path.append(part)
+    return path, owner, field
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a field may hold, in order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (list, dict):
+        return []
+    return [model for inner in get_args(annotation) for model in _models(inner)]
+
+
+def _holds_mapping(annotation: Any) -> bool:
+    return get_origin(annotation) is dict or any(_holds_mapping(inner) for inner in get_args(annotation))

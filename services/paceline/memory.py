@@ -1,0 +1,118 @@
+"""How much memory there is, and how many KV pages belong into it. Plain numbers: starts without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.config import PairConfig
+from paceline.errors import ConfigError
+from paceline.types import MAX_DRAFT_TOKENS
+
+PAGE_TOKENS = 64
+"""KV rows per page: ``kv_cache.PAGE_SIZE``, which needs torch to be read."""
+DEFAULT_SESSION_TOKENS = 1024
+"""Positions per session that the KV cache is sized for where nothing is configured."""
+
+_UNLIMITED = 1 << 60
+"""cgroup v1 writes "no limit" as a number about this large."""
+
+
+def pages_for(num_tokens: int) -> int:
+    """Pages that hold ``num_tokens`` KV rows."""
+    return -(-num_tokens // PAGE_TOKENS)
+
+
+def session_pages(max_len: int) -> int:
+    """Pages of one session at ``max_len`` tokens with a proposal in flight."""
+    return pages_for(max_len + MAX_DRAFT_TOKENS)
+
+
+def target_pages(config: PairConfig, max_len: int) -> int:
+    """KV pages of a target whose contexts reach ``max_len`` tokens, unless kv_fraction decides."""
+    typical = session_pages(min(max_len, DEFAULT_SESSION_TOKENS))
+    return config.kv_pages or max(session_pages(max_len), config.max_sessions * typical)
+
+
+def draft_pages(config: PairConfig, max_len: int) -> int:
+    """KV pages of a draft model: contexts and speculation trees of all its sessions."""
+    rows = config.tree_budget + min(max_len, DEFAULT_SESSION_TOKENS)
+    return (config.draft_max_sessions or config.max_sessions) * (pages_for(rows) + 1)
+
+
+def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes: int) -> int:
+    """KV pages that fit ``kv_fraction`` of ``left_bytes``, the scratch page included.
+
+    Raises:
+        ConfigError: not even one session of ``max_len`` tokens fits.
+    """
+    num_pages = int(kv_fraction * left_bytes) // page_bytes - 1
+    needed = session_pages(max_len)
+    if num_pages >= needed:
+        return num_pages
+    remedies = []
+    enough = (needed + 1) * page_bytes / max(left_bytes, 1)
+    if enough <= 1:
+        remedies.append(f"raise kv_fraction to at least {-(-enough * 1000 // 1) / 1000:g}")
+    longest = num_pages * PAGE_TOKENS - MAX_DRAFT_TOKENS
+    if longest >= 2:
+        remedies.append(f"lower max_model_len to at most {longest}")
+    raise ConfigError(
+        f"kv_fraction is {kv_fraction:g}: that share of the {gib(left_bytes)} left after loading holds "
+        f"{max(num_pages, 0)} KV pages of {page_bytes} bytes, but one session of {max_len} tokens needs {needed}: "
+        + (" or ".join(remedies) or "the model needs a machine with more memory")
+    )
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that a new process could still take on this machine: what is free, within the limits of its cgroup."""
+    left = _meminfo(root, "MemAvailable")
+    for limit, usage in _cgroups(root):
+        left = min(left, limit - usage)
+    return max(left, 0)
+
+
+def total_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this machine, or the cgroup that it is seen from, has."""
+    return min([_meminfo(root, "MemTotal"), *(limit for limit, _ in _cgroups(root))])
+
+
+def _meminfo(root: Path, key: str) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise ConfigError(f"/proc/meminfo has no {key}: give kv_pages instead of kv_fraction")
+
+
+def _cgroups(root: Path) -> list[tuple[int, int]]:
+    """(limit, usage) in bytes of every cgroup above this process that limits memory; usage without file cache."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        leaf = Path(path.lstrip("/"))
+        for folder in (base / leaf, *(base / parent for parent in leaf.parents)):
+            limit, usage = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+            if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
+                stat = dict(pair for row in _read(folder / "memory.stat").splitlines() if len(pair := row.split()) == 2)
+                found.append((int(limit), max(int(usage) - int(stat.get(names[2], 0)), 0)))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
