@@ -230,6 +230,8 @@ GOOD_Q = SparseDistribution((0, 2), (0.25, 0.75))
         (0, SparseDistribution((0,), (0.5, 0.5)), False),
         (0, SparseDistribution((0, 2), (0.0, 1.0)), False),
         (0, SparseDistribution((0, 2), (math.inf, 1.0)), False),
+        (0, SparseDistribution((0, 2), (1e308, 1e308)), False),
+        (0, SparseDistribution((0, 2), (math.nan, 1e308)), False),
     ],
 )
 def test_rejection_rule_takes_only_nodes_that_can_have_been_drawn(

@@ -258,8 +258,8 @@ class SpeculationTree:
         ids, probs = q.token_ids, q.probs
         if token_id not in ids or len(ids) != len(probs) or len(set(ids)) != len(ids):
             return False
-        if min(ids) < 0 or max(ids) >= self._vocab_size or not min(probs) >= 0.0:
-            return False
+        if min(ids) < 0 or max(ids) >= self._vocab_size or not (min(probs) >= 0.0 and max(probs) <= 1.0):
+            return False  # so that the sum below cannot overflow
         return abs(math.fsum(probs) - 1.0) <= _Q_TOLERANCE and probs[ids.index(token_id)] > 0.0
 
     def _move(self, child: TreeNode) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.draft import engine as engine_module
 from paceline.draft.engine import DraftEngine
 from paceline.draft.ngram import NgramDrafter
-from paceline.types import Cause, CloseSession, Commit, Nodes, SessionFailed
+from paceline.types import Cause, CloseSession, Commit, Nodes, SamplingParams, SessionFailed
 
 from .fakes import VOCAB, Harness, TableDrafter, open_session, plain
 
@@ -187,6 +193,221 @@ def test_messages_of_another_epoch_or_session_are_counted_and_dropped() -> None:
         harness.round(5)
     assert harness.engine.num_sessions == 1
     assert harness.targets["s"].tree.context_len == len(harness.targets["s"].text)
+
+
+def failures(harness: Harness) -> list[tuple[str, int, str]]:
+    """What the engine has said so far of sessions that it gave up."""
+    while harness.engine.step():
+        harness.engine.check_integrity()
+    return [(m.session_id, m.epoch, m.message) for m in harness.sent if isinstance(m, SessionFailed)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": ()}, "num_prompt_tokens is 3"),
+        ({"num_prompt_tokens": 4}, "num_prompt_tokens is 4"),
+        ({"num_prompt_tokens": 0}, "num_prompt_tokens is 0"),
+        ({"num_prompt_tokens": -1}, "num_prompt_tokens is -1"),
+        ({"token_ids": (1, VOCAB, 2)}, f"token id {VOCAB}"),
+        ({"token_ids": (1, -1, 2)}, "token id -1"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -1}, "seed"),
+        ({"sampling": SamplingParams(logit_bias={VOCAB: 1.0})}, "logit_bias"),
+    ],
+)
+def test_a_session_that_makes_no_sense_is_refused_alone(changes: dict[str, Any], message: str) -> None:
+    harness = Harness()
+    harness.open(open_session("good"))
+    harness.round(4)
+    harness.engine.receive([dataclasses.replace(open_session("bad"), **changes)])
+    ((name, epoch, reason),) = failures(harness)
+    assert (name, epoch) == ("bad", 0)
+    assert message in reason
+    assert harness.engine.num_sessions == 1
+    for _ in range(5):
+        harness.round(4)
+    good = harness.targets["good"]
+    assert good.text == plain(good.open, len(good.text) - 3)
+    assert harness.engine.stats.failed_sessions == 1
+    # It may be tried again, under a newer epoch only.
+    harness.engine.receive([open_session("bad")])
+    assert harness.engine.num_sessions == 1
+    harness.engine.receive([open_session("bad", epoch=1)])
+    assert harness.engine.num_sessions == 2
+
+
+def test_sessions_beyond_the_limit_are_refused() -> None:
+    harness = Harness(max_sessions=2)
+    for name in "abc":
+        harness.engine.receive([open_session(name)])
+    assert [name for name, _, _ in failures(harness)] == ["c"]
+    assert harness.engine.stats.refused_sessions == 1
+    harness.engine.receive([open_session("a", epoch=1), CloseSession("b", 0), open_session("c", epoch=1)])
+    assert harness.engine.num_sessions == 2
+    assert len(failures(harness)) == 1
+
+
+def test_commits_that_come_twice_change_nothing() -> None:
+    """Each is delivered twice, and once more when the context has moved on."""
+    harness, twin = Harness(), Harness()
+    commits: list[Commit] = []
+    receive = harness.engine.receive
+
+    def repeat(messages: Iterable[Any]) -> None:
+        for message in messages:
+            receive([message, message] if isinstance(message, Commit) else [message])
+            if isinstance(message, Commit) and message.token_ids:
+                receive(commits[-4:])
+                commits.append(message)
+
+    harness.engine.receive = repeat  # type: ignore[method-assign]
+    for one in (harness, twin):
+        one.open(open_session())
+        for _ in range(20):
+            one.round(3)
+    assert harness.targets["s"].text == twin.targets["s"].text
+    assert harness.targets["s"].causes == twin.targets["s"].causes
+    assert harness.engine.stats.nodes_used == twin.engine.stats.nodes_used
+    assert harness.engine.stats.stale_messages >= 20
+    assert harness.engine.stats.failed_sessions == 0
+
+
+def test_a_gap_in_the_commits_ends_the_session_and_it_is_opened_again() -> None:
+    harness = Harness()
+    harness.open(open_session("other", seed=1))
+    harness.open(open_session())
+    for _ in range(3):
+        harness.round(5)
+    target = harness.targets["s"]
+    target.end(target.begin())  # nobody tells the engine
+    at = len(target.text)
+    harness.engine.receive([Commit("s", 0, at, target.end(target.begin()))])
+    ((name, epoch, reason),) = failures(harness)
+    assert (name, epoch) == ("s", 0)
+    assert f"this one is at {at}" in reason
+    assert harness.engine.stats.lost_commits == 1
+    harness.engine.receive([Commit("s", 0, at, (1,)), Commit("s", 0, at + 1, (1,))])
+    assert len(failures(harness)) == 1, "once is enough"
+    assert harness.engine.stats.unknown_messages == 2
+    harness.open(open_session(epoch=1, text=target.text))
+    for _ in range(5):
+        harness.round(5)
+    assert harness.targets["s"].causes.count(Cause.HIT) > 0
+    assert harness.targets["other"].causes.count(Cause.HIT) > 0
+
+
+@pytest.mark.parametrize("in_flight", [(999,), (-1, 0, 2**70), tuple(range(10_000))])
+def test_unknown_nodes_in_flight_are_none(in_flight: tuple[int, ...]) -> None:
+    harness = Harness()
+    harness.open(open_session())
+    for _ in range(10):
+        harness.round(3)
+        harness.engine.receive([Commit("s", 0, len(harness.targets["s"].text), (), in_flight)])
+        session = harness.engine._sessions["s"]
+        assert len(session.in_flight) <= len(session.tree) + 1
+    target = harness.targets["s"]
+    assert target.text == plain(target.open, len(target.text) - 3)
+    assert target.causes.count(Cause.HIT) > 2
+    assert not failures(harness)
+
+
+def test_a_sender_that_believes_a_session_to_be_open_is_told_once() -> None:
+    """Its open was lost: it would commit for ever. A close or an open that was overtaken is no reason for a session."""
+    harness = Harness()
+    harness.engine.receive([Commit("s", 2, 3, (1,)), Commit("s", 2, 4, (1,)), Commit("s", 2, 5, (), (1,))])
+    assert [(name, epoch) for name, epoch, _ in failures(harness)] == [("s", 2)]
+    harness.engine.receive([open_session(epoch=3), Commit("s", 4, 3, (1,))])
+    assert [(name, epoch) for name, epoch, _ in failures(harness)] == [("s", 2), ("s", 4)]
+    assert harness.engine.num_sessions == 1, "the one that is open lives until it is closed or replaced"
+    harness.engine.receive([CloseSession("s", 5), open_session(epoch=5), open_session(epoch=3)])
+    assert harness.engine.num_sessions == 0
+    harness.engine.receive([CloseSession("late", 0), open_session("late")])
+    assert harness.engine.num_sessions == 0
+    assert len(failures(harness)) == 2
+
+
+def test_what_is_kept_of_ended_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_NUM_REMEMBERED", 8)
+    harness = Harness()
+    for i in range(40):
+        harness.engine.receive([open_session(f"a{i}"), CloseSession(f"a{i}", 0), Commit(f"b{i}", 0, 1, (1,))])
+        harness.engine.receive([CloseSession(f"c{i}", 0), open_session(f"d{i}", text=(VOCAB,))])
+        failures(harness)
+    assert len(harness.engine._ended) == 8
+    assert not harness.engine._sessions
+    assert not harness.engine._failures
+
+
+def test_an_error_while_prefilling_ends_those_that_wait_only() -> None:
+    harness = Harness()
+    harness.open(open_session("ready"))
+    harness.round(6)
+    prefill = harness.drafter.prefill
+    harness.drafter.prefill = lambda: 1 / 0  # type: ignore[method-assign,assign,return-value]
+    harness.open(open_session("b", text=[1] * 9))
+    harness.open(open_session("c", text=[2] * 9))
+    harness.steps(2)
+    harness.drafter.prefill = prefill  # type: ignore[method-assign]
+    assert {name for name, _, _ in failures(harness)} == {"b", "c"}
+    for _ in range(5):
+        harness.round(6)
+    assert harness.targets["ready"].causes.count(Cause.HIT) > 2
+
+
+def test_a_device_that_is_gone_ends_the_engine() -> None:
+    """No session is at fault, and every other would fail too: the engine has to be started again."""
+    for method in ("prefill", "expand"):
+        harness = Harness()
+        harness.open(open_session(text=[1] * (9 if method == "prefill" else 1)))
+
+        def gone(*_: object) -> None:
+            raise torch.AcceleratorError("gone")
+
+        setattr(harness.drafter, method, gone)
+        with pytest.raises(torch.AcceleratorError):
+            harness.steps(9)
+
+
+def nonsense() -> st.SearchStrategy[Any]:
+    """Any message, most of them for a session that is open."""
+    numbers = st.sampled_from([-(2**70), -1, 0, 1, 2, 3, 4, 5, 6, 7, VOCAB - 1, VOCAB, 2**31, 2**70])
+    ids = st.lists(numbers, max_size=5).map(tuple)
+    names, epochs = st.sampled_from(["good", "bad", "bad", "new"]), st.integers(-1, 6)
+    commits = st.builds(Commit, names, epochs, numbers, ids, ids)
+    opens = st.builds(
+        lambda name, epoch, text, num_prompt, seed: dataclasses.replace(
+            open_session(name, epoch=epoch), token_ids=text, num_prompt_tokens=num_prompt, seed=seed
+        ),
+        names.filter(lambda name: name != "good"), epochs, ids, numbers, numbers,
+    )  # fmt: skip
+    closes = st.builds(CloseSession, names.filter(lambda name: name != "good"), epochs)
+    return st.one_of(commits.filter(lambda c: c.session_id != "good" or c.epoch != 6), opens, closes)
+
+
+@given(st.lists(nonsense(), max_size=40), st.integers(0, 2))
+@settings(max_examples=150, deadline=None)
+def test_nothing_that_is_received_harms_the_engine_or_another_session(messages: list[Any], steps: int) -> None:
+    """Arbitrary messages between the rounds of a good session: it never raises, and that one is served as if alone."""
+    harness, alone = Harness(), Harness()
+    for one in (harness, alone):
+        one.open(open_session("good", epoch=6))
+    for _ in range(3):
+        harness.round(20)
+        alone.round(20)
+    for message in messages:
+        harness.engine.receive([message])
+        for _ in range(steps):
+            harness.engine.step()
+        harness.engine.check_integrity()
+    for _ in range(5):
+        harness.round(30)
+        alone.round(30)
+    target = harness.targets["good"]
+    assert target.text == alone.targets["good"].text
+    assert target.causes.count(Cause.HIT) >= 4
+    assert harness.engine.num_sessions <= 3
+    assert all(name != "good" or epoch != 6 for name, epoch, _ in failures(harness))
 
 
 @given(st.data())

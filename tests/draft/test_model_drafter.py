@@ -10,6 +10,7 @@ from tests.support import VOCAB, prompt, random_model
 
 from paceline.draft.drafter import DrafterSessionError, Leaf
 from paceline.draft.model_drafter import ModelDrafter
+from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import PAGE_SIZE
 from paceline.model.loading import prepare
 from paceline.sampling import Row, SamplerState, draft_candidates
@@ -282,6 +283,48 @@ def test_an_error_leaves_the_sessions_as_they_were() -> None:
     with pytest.raises(DrafterSessionError, match="not open"):
         twin.drafter.expand([Leaf("nobody", 0, (), ())])
     twin.drafter.close("nobody")
+
+
+def test_an_error_while_prefilling_names_the_session_and_leaves_the_others() -> None:
+    """One chunk of the batch cannot be computed: it is found, and what it was computed with goes on, exactly."""
+    twin = Twin()
+    twin.open("a", prompt(1, 20))
+    twin.open("b", prompt(2, 9))
+    forward = twin.runner.forward
+
+    def broken_for_b(steps):
+        if any(len(step.token_ids) == 8 for step in steps):
+            raise RuntimeError("broken")
+        return forward(steps)
+
+    twin.runner.forward = broken_for_b
+    with pytest.raises(DrafterSessionError, match="session b: RuntimeError: broken"):
+        twin.drafter.prefill()
+    twin.drafter.check_integrity()
+    twin.drafter.close("b")
+    twin.prefill()
+    twin.expand(("a", 0))
+
+
+def test_a_batch_that_is_too_large_is_nobodys_fault() -> None:
+    twin = Twin()
+    twin.open("a", prompt(1, 20))
+    twin.open("b", prompt(2, 9))
+    forward = twin.runner.forward
+    twin.runner.forward = lambda steps: _raise(steps) if len(steps) > 1 else forward(steps)
+    with pytest.raises(RuntimeError, match="broken"):
+        twin.drafter.prefill()
+    twin.runner.forward = forward
+    twin.prefill()
+    twin.expand(("a", 0), ("b", 0))
+
+
+def test_a_context_that_can_never_fit_is_refused() -> None:
+    twin = Twin(pages=2)
+    twin.open("a", prompt(1, 2 * PAGE_SIZE))
+    with pytest.raises(ResourceExhaustedError, match=f"has {2 * PAGE_SIZE + 1} tokens.*holds {2 * PAGE_SIZE}"):
+        twin.open("b", prompt(2, 2 * PAGE_SIZE + 1))
+    twin.drafter.check_integrity()
 
 
 def _raise(steps):

@@ -6,6 +6,10 @@
 One thread calls `receive` and `step`, and `emit` is called from there. Nothing here waits or sleeps. A hit needs no
 answer; a miss is answered by a node for the missing token and everything below it. The engine's own trees are never
 lost.
+
+A peer's message costs at most the session that it names: one that is late, repeated or for nobody is counted and
+dropped, one that cannot be followed ends its session with SessionFailed, so that it can be opened again under a newer
+epoch. A session id is never used for another session. What is kept of ended sessions is bounded.
 """
 
 from __future__ import annotations
@@ -13,14 +17,18 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from paceline.draft.calibration import Calibration
 from paceline.draft.drafter import Candidates, Drafter, DrafterSessionError, Leaf
 from paceline.draft.growth import BestFirst, Growth, Sequential, geometric, uniform
 from paceline.draft.ranking import Ranking, Rule, rank
 from paceline.draft.session import DraftSession
+from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.processors import SamplerState
 from paceline.speculation import TreeNode
 from paceline.types import (
@@ -39,6 +47,8 @@ Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
 _MIN_PROB = 0.01
 """Predicted tokens less likely than this are not worth a node. Never applied to a first choice."""
+_NUM_REMEMBERED = 4096
+"""Sessions that have ended, of which late messages are told apart from news."""
 
 
 @dataclass(slots=True)
@@ -51,10 +61,17 @@ class DraftStats:
     nodes_missed: int = 0
     """Committed tokens that no node had predicted."""
     stale_messages: int = 0
-    """Of an older epoch."""
+    """Of an older epoch, or of a context that has been passed: repeated ones."""
     unknown_messages: int = 0
-    """For a session that is not open."""
+    """For a session that is not open in that epoch."""
+    lost_commits: int = 0
+    """Gaps: a commit came without the one before."""
+    invalid_messages: int = 0
+    """Opens and commits that no router sends."""
+    refused_sessions: int = 0
+    """There was no room for one more."""
     failed_sessions: int = 0
+    """Sessions ended by SessionFailed, whatever the reason."""
     prefill_chunks: int = 0
     tree_steps: int = 0
     forwards: int = 0
@@ -67,8 +84,8 @@ class DraftEngine:
     """Serves the draft side of many sessions with one drafter.
 
     `vocab_size`: token ids of both models are below it. `tree_budget`: nodes per session beyond the context.
-    `fan_out`: children published below an expanded node. `device`: where the candidates and sampler states
-    live.
+    `fan_out`: children published below an expanded node. `max_sessions`: more are refused. `device`: where the
+    candidates and sampler states live.
     """
 
     def __init__(
@@ -79,6 +96,7 @@ class DraftEngine:
         vocab_size: int,
         tree_budget: int = 64,
         fan_out: int = 3,
+        max_sessions: int = 4096,
         device: str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -88,12 +106,15 @@ class DraftEngine:
         self._vocab_size = vocab_size
         self._tree_budget = tree_budget
         self._fan_out = fan_out
+        self._max_sessions = max_sessions
         self._device = device
         self._clock = clock
         self._step_s = 0.0
         self._sessions: dict[str, DraftSession] = {}
         self._calibrations = {rule: Calibration(16) for rule in Rule}
         self._failures: list[SessionFailed] = []
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """Epochs in which the last few sessions ended here, or were said not to be open: told once each."""
         self._prefill_next = True
 
     @property
@@ -102,22 +123,21 @@ class DraftEngine:
         return len(self._sessions)
 
     def receive(self, messages: Iterable[OpenSession | Commit | CloseSession]) -> None:
-        """Takes messages in order. Those that fit no open session of their epoch are counted and dropped."""
+        """Takes messages in order. Never raises: what a message breaks is its own session's."""
         for message in messages:
             session = self._sessions.get(message.session_id)
-            if session is not None and message.epoch < session.epoch:
+            if isinstance(message, OpenSession):
+                self._open(session, message)
+            elif session is not None and message.epoch < session.epoch:
                 self.stats.stale_messages += 1
-            elif isinstance(message, OpenSession):
-                if session is not None and message.epoch == session.epoch:
-                    self.stats.stale_messages += 1
-                    continue
-                if session is not None:
-                    self._close(session)
-                self._open(message)
-            elif session is None or message.epoch > session.epoch:
-                self.stats.unknown_messages += 1
             elif isinstance(message, CloseSession):
-                self._close(session)
+                if session is None:
+                    self.stats.unknown_messages += 1
+                    self._remember(message.session_id, message.epoch)
+                else:
+                    self._close(session, message.epoch)
+            elif session is None or message.epoch > session.epoch:
+                self._unknown(message)
             else:
                 try:
                     self._commit(session, message)
@@ -153,8 +173,15 @@ class DraftEngine:
             assert all(n.expanded or n is anchor or not n.children for n in session.tree.nodes())
         self._drafter.check_integrity()
 
-    def _open(self, message: OpenSession) -> None:
+    def _open(self, old: DraftSession | None, message: OpenSession) -> None:
+        ended = self._ended.get(message.session_id, -1) if old is None else old.epoch
+        if message.epoch <= ended:
+            self.stats.stale_messages += 1
+            return
+        if old is not None:
+            self._close(old, old.epoch)
         try:
+            self._check_open(message)
             num_prompt_tokens = message.num_prompt_tokens
             sampler = SamplerState(
                 message.sampling, message.seed, message.token_ids[:num_prompt_tokens],
@@ -164,9 +191,28 @@ class DraftEngine:
             session = DraftSession(message, sampler, self._growth(message.speculation), self._calibrations)
             self._drafter.open(message.session_id, message.token_ids, sampler)
         except Exception as error:
+            self.stats.invalid_messages += isinstance(error, InvalidRequestError)
+            self.stats.refused_sessions += isinstance(error, ResourceExhaustedError)
+            self._drafter.close(message.session_id)
             self._report(message.session_id, message.epoch, error)
         else:
             self._sessions[message.session_id] = session
+
+    def _check_open(self, message: OpenSession) -> None:
+        """Raises for a session that cannot be served; token ids and seed are checked by its sampler."""
+        if len(self._sessions) >= self._max_sessions:
+            raise ResourceExhaustedError(f"{len(self._sessions)} sessions are open: no more are allowed")
+        if not 0 < message.num_prompt_tokens <= len(message.token_ids):
+            raise InvalidRequestError(
+                f"num_prompt_tokens is {message.num_prompt_tokens}: "
+                f"1 to the context's length ({len(message.token_ids)}) are allowed"
+            )
+
+    def _unknown(self, message: Commit) -> None:
+        """The sender believes that the session is open: it is told once that it is not."""
+        self.stats.unknown_messages += 1
+        if self._ended.get(message.session_id) != message.epoch:
+            self._report(message.session_id, message.epoch, InvalidRequestError("is not open on this draft"))
 
     def _growth(self, params: SpeculationParams) -> Growth:
         k = 0 if params.mode is Mode.PLAIN else params.max_draft_tokens
@@ -178,27 +224,40 @@ class DraftEngine:
             return geometric(k, self._fan_out)
         return BestFirst(k, self._fan_out)
 
-    def _close(self, session: DraftSession) -> None:
+    def _close(self, session: DraftSession, epoch: int) -> None:
         del self._sessions[session.session_id]
+        self._remember(session.session_id, epoch)
         self._drafter.close(session.session_id)
 
+    def _remember(self, session_id: str, epoch: int) -> None:
+        self._ended[session_id] = epoch
+        self._ended.move_to_end(session_id)
+        while len(self._ended) > _NUM_REMEMBERED:
+            self._ended.popitem(last=False)
+
     def _fail(self, session: DraftSession, error: Exception) -> None:
-        self._close(session)
+        self._close(session, session.epoch)
         self._report(session.session_id, session.epoch, error)
 
     def _report(self, session_id: str, epoch: int, error: Exception) -> None:
-        log.warning("session %s failed on the draft", session_id, exc_info=error)
+        unforeseen = not isinstance(error, PacelineError)
+        log.warning("session %s failed on the draft: %s", session_id, error, exc_info=error if unforeseen else None)
         self.stats.failed_sessions += 1
+        self._remember(session_id, epoch)
         self._failures.append(SessionFailed(session_id, epoch, f"{type(error).__name__}: {error}"))
 
     def _commit(self, session: DraftSession, message: Commit) -> None:
         """Moves the anchor along the committed tokens; a token without a node gets one, of probability 1."""
         tree = session.tree
-        if message.context_len != tree.context_len:
-            if message.context_len > tree.context_len:
-                raise ValueError(f"commits were lost: this one is at {message.context_len}, not {tree.context_len}")
+        if message.context_len < tree.context_len:
             self.stats.stale_messages += 1
             return
+        if message.context_len > tree.context_len:
+            self.stats.lost_commits += 1
+            raise EngineError(f"commits were lost: this one is at {message.context_len}, not {tree.context_len}")
+        if bad := [t for t in message.token_ids if not 0 <= t < self._vocab_size]:
+            self.stats.invalid_messages += 1
+            raise InvalidRequestError(f"token id {bad[0]} was committed: 0 to {self._vocab_size - 1} are allowed")
         if message.token_ids:
             self._observe(session, message.token_ids)
             session.sampler.append(message.token_ids)
@@ -206,15 +265,14 @@ class DraftEngine:
             node_ids = list(walk.node_ids)
             for token_id in walk.unresolved:
                 node = session.publish(token_id, tree.anchor, 1.0, sampled=False)
-                if node is None:
-                    raise ValueError(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
+                assert node is not None
                 node_ids.append(node.node_id)
             self.stats.nodes_used += len(walk.node_ids)
             self.stats.nodes_missed += len(walk.unresolved)
             kept = [n.node_id for n in tree.nodes() if n.expanded and n is not tree.anchor]
             self._drafter.advance(session.session_id, message.token_ids, node_ids, kept)
-        session.in_flight = frozenset(message.in_flight)
-        session.frontier.commit(message.in_flight)
+        session.in_flight = frozenset(i for i in message.in_flight if tree.get(i))
+        session.frontier.commit(session.in_flight)
         if message.token_ids and walk.unresolved:
             session.frontier.push(tree.anchor)
         session.idle = False
@@ -233,8 +291,16 @@ class DraftEngine:
     def _prefill(self) -> bool:
         try:
             worked = self._drafter.prefill()
-        except DrafterSessionError as error:
-            self._fail(self._sessions[error.session_id], error)
+        except torch.AcceleratorError:
+            raise  # as in _expand
+        except Exception as error:
+            at_fault = [s for s in self._sessions.values() if not self._drafter.ready(s.session_id)]
+            if isinstance(error, DrafterSessionError):
+                at_fault = [s for s in at_fault if s.session_id == error.session_id]
+            if not at_fault:
+                raise
+            for session in at_fault:
+                self._fail(session, error)
             return True
         self.stats.prefill_chunks += worked
         return worked
@@ -245,10 +311,10 @@ class DraftEngine:
             return False
         self.stats.tree_steps += 1
         leaves = [session.leaf(node) for session, node in chosen]
+        rows = [session.ranking_row(leaf) for (session, _), leaf in zip(chosen, leaves, strict=True)]
         for indices, candidates in self._expand(leaves, range(len(leaves))):
             self.stats.leaves += len(indices)
-            rows = [chosen[i][0].ranking_row(leaves[i]) for i in indices]
-            for i, ranking in zip(indices, rank(candidates, rows), strict=True):
+            for i, ranking in zip(indices, rank(candidates, [rows[i] for i in indices]), strict=True):
                 self._publish(*chosen[i], ranking)
         return True
 
@@ -276,6 +342,8 @@ class DraftEngine:
         try:
             self.stats.forwards += 1
             return [(indices, self._drafter.expand([leaves[i] for i in indices]))]
+        except torch.AcceleratorError:
+            raise  # no session's fault: the device is gone, only a restart can help
         except Exception as error:
             at_fault = {leaves[i].session_id for i in indices}
             if isinstance(error, DrafterSessionError) and error.session_id in at_fault:

@@ -8,7 +8,7 @@ that survives is computed again. Only whole prompt pages, written in order, are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.draft.drafter import Candidates, DrafterSessionError, Leaf
 from paceline.errors import ResourceExhaustedError
-from paceline.model.kv_cache import PAGE_SIZE, KVCache, page_hash
+from paceline.model.kv_cache import PAGE_SIZE, KVCache, page_hash, pages_for
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.sampling import Row, SamplerState, draft_candidates
 
@@ -76,7 +76,10 @@ class ModelDrafter:
         self._sessions: dict[str, _Session] = {}
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
-        """See ``Drafter``."""
+        """See ``Drafter``. Refuses a context that the whole cache cannot hold."""
+        if pages_for(len(token_ids)) > self._cache.num_pages:
+            room = self._cache.num_pages * PAGE_SIZE
+            raise ResourceExhaustedError(f"the context has {len(token_ids)} tokens: the draft's cache holds {room}")
         session = _Session(list(token_ids), sampler, num_prefill=len(token_ids) - 1)
         session.pages, session.hashes = self._cache.match_prefix(token_ids)
         session.num_cached = session.num_rows = len(session.pages) * PAGE_SIZE
@@ -87,8 +90,8 @@ class ModelDrafter:
     def prefill(self) -> bool:
         """See ``Drafter``. Sessions without room for their prompt wait."""
         budget = self._max_prefill_tokens
-        chunks: list[tuple[_Session, int]] = []
-        for session in self._sessions.values():
+        chunks: dict[str, tuple[_Session, int]] = {}
+        for session_id, session in self._sessions.items():
             stop = min(session.num_prefill, session.num_cached + budget)
             count = stop - session.num_cached
             if count <= 0:
@@ -98,17 +101,37 @@ class ModelDrafter:
             except ResourceExhaustedError:
                 continue
             assert rows == list(range(session.num_cached, stop)), "a prompt lies in row order"
-            chunks.append((session, stop))
+            chunks[session_id] = session, stop
             budget -= count
         if not chunks:
             return False
-        self._runner.forward([_prompt_chunk(session, stop) for session, stop in chunks])
-        for session, stop in chunks:
+        try:
+            self._runner.forward([_prompt_chunk(*chunk) for chunk in chunks.values()])
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            for session, _ in chunks.values():
+                session.num_rows = session.num_cached  # the rows are free again
+            if (own := self._error_of_one(chunks)) is not None:
+                raise own from error
+            raise
+        for session, stop in chunks.values():
             session.committed[session.num_cached : stop] = True
             session.positions[session.num_cached : stop] = torch.arange(session.num_cached, stop)
             session.num_cached = stop
             self._publish(session)
         return True
+
+    def _error_of_one(self, chunks: Mapping[str, tuple[_Session, int]]) -> DrafterSessionError | None:
+        """That of the first chunk that cannot be computed alone."""
+        for session_id, chunk in chunks.items():
+            try:
+                self._runner.forward([_prompt_chunk(*chunk)])
+            except torch.AcceleratorError:
+                return None
+            except Exception as error:
+                return DrafterSessionError(session_id, f"{type(error).__name__}: {error}")
+        return None
 
     def ready(self, session_id: str) -> bool:
         """See ``Drafter``."""
