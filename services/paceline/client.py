@@ -1,0 +1,713 @@
+"""Clients of a running service: ``Client`` blocks, ``AsyncClient`` awaits; otherwise they are the same.
+
+    with Client("localhost:9000") as client:
+        stream = client.generate("def main():", max_tokens=64, temperature=0.7)
+        for chunk in stream:
+            print(chunk.text, end="")
+        print(stream.result.usage)
+
+What both share is in ``_Transcript`` (a stream's messages become chunks and a Result), ``_Call`` (the unary RPCs)
+and ``_Base``; the pairs of classes below differ in how they wait.
+
+Retries: gRPC itself repeats a call that failed with UNAVAILABLE before the first message came, twice at most. A
+request keeps its id and seed then, so what a dead router had begun and what the next one sends are the same
+tokens. After the first message nothing is repeated, nor is a request too large for gRPC's buffer (256 KiB).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import operator
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from paceline import wire
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    NotFoundError,
+    PacelineError,
+    ResourceExhaustedError,
+)
+from paceline.explain import explain
+from paceline.router.session import Chunk, Result, Timing, Usage
+from paceline.status import from_rpc_error, is_ours
+from paceline.types import FinishReason, ReplicaStatus, Request, SamplingParams, SpeculationParams, SpeculationStats
+from paceline.v1 import generation_pb2 as pb
+from paceline.v1.generation_pb2_grpc import GenerationServiceStub
+
+if TYPE_CHECKING:
+    from paceline.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+_INFO_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": _SERVICE}],
+            "retryPolicy": {
+                "maxAttempts": 3,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_send_message_length", -1),  # unlimited
+    ("grpc.max_receive_message_length", -1),
+    # the ingress closes connections that ping more often than every five minutes
+    ("grpc.keepalive_time_ms", 360_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # a long silent stream is still pinged
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 3_000),  # gRPC's two minutes would outlast a restart of the service
+    ("grpc.service_config", json.dumps(_RETRIES)),
+)
+
+T = TypeVar("T")
+StreamT = TypeVar("StreamT")
+
+
+class Tls(BaseModel):
+    """How to speak TLS; without a field, with the certificate authorities that gRPC knows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ca_file: Path | None = None
+    """PEM file of the authorities to trust."""
+    certificate_file: Path | None = None
+    """PEM file of the client's own certificate chain, with ``key_file``."""
+    key_file: Path | None = None
+    server_name: str | None = None
+    """The name in the server's certificate, if it is not the address's."""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files. Raises ConfigError."""
+        ca, key, chain = (_read(path) for path in (self.ca_file, self.key_file, self.certificate_file))
+        if (key is None) != (chain is None):
+            raise ConfigError("certificate_file and key_file go together: one of them is missing")
+        return grpc.ssl_channel_credentials(ca, key, chain)
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served, and what a request may ask for."""
+
+    model_id: str
+    draft_model_id: str | None
+    """None: no draft, every session is plain."""
+    tokenizer_fingerprint: str
+    """Of the vocabulary and merges, by content."""
+    vocab_size: int
+    max_context_length: int
+    """Prompt and completion together."""
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    modes: tuple[str, ...]
+    acceptances: tuple[str, ...]
+    max_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """The state of a service."""
+
+    version: str
+    uptime_s: float
+    pools: Mapping[str, tuple[ReplicaStatus, ...]]
+    """Replicas by kind: ``target``, ``draft``, ``router``."""
+    sessions_running: int
+    sessions_queued: int
+    acceptance_rate: float
+    """Accepted over drafted tokens since the start; 0.0 before any was drafted."""
+    acceptance_length: float
+    """Tokens that a round emits on average, the next token included; 0.0 before the first round."""
+    hit_rate: float
+    """Hits over hits and misses since the start; 0.0 before any."""
+
+
+# -- what both clients share -------------------------------------------------------------------------------------
+
+
+class _Transcript:
+    """What one stream has said so far, and what that means. Knows nothing of connections."""
+
+    def __init__(self, request: Request, address: str, timeout_s: float | None) -> None:
+        self.request = request
+        self.over = False
+        """No message is to be awaited any more."""
+        self.cancelled = False
+        """By this client: the end is an abort, whatever the connection says."""
+        self._address = address
+        self._timeout_s = timeout_s
+        self._result: Result | None = None
+        self._error: PacelineError | None = None
+        self._chunks: list[Chunk] = []
+        self._num_tokens = 0
+        self._prompt_tokens = 0 if isinstance(request.prompt, str) else len(request.prompt)
+        self._cached_tokens = 0
+        self._started_s = self._first_s = self._last_s = time.perf_counter()
+
+    def feed(self, message: pb.GenerateResponse) -> Chunk | None:
+        """Takes in one message; the end follows it (``end``), even after the last one."""
+        kind = message.WhichOneof("response")
+        try:
+            if kind == "complete":
+                self._result = wire.complete_from_proto(message.complete, self._chunks)
+            if kind != "chunk":  # or something that only newer clients know
+                return None
+            chunk = wire.chunk_from_proto(message.chunk)
+        except PacelineError as error:
+            self.over, self._error = True, error
+            return None
+        self._last_s = time.perf_counter()
+        if not self._chunks:
+            self._first_s = self._last_s
+        self._chunks.append(chunk)
+        self._num_tokens += len(chunk.token_ids)
+        self._prompt_tokens = message.chunk.prompt_tokens
+        self._cached_tokens = message.chunk.cached_tokens
+        return chunk
+
+    def end(self, error: grpc.RpcError | None = None) -> None:
+        """The stream is over: after the result, by a cancel, or too early."""
+        self.over = True
+        if self._result is not None:
+            return
+        if self.cancelled:
+            self._result = self._aborted()
+        elif error is None:
+            self._error = EngineError(f"the service at {self._address} ended the stream without a result")
+        else:
+            self._error = _explained(error, self._address, self._timeout_s, self._num_tokens)
+
+    def check(self) -> None:
+        """Raises what the stream failed with."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def result(self) -> Result:
+        """Of a stream that is over. Raises what it failed with."""
+        self.check()
+        assert self._result is not None
+        return self._result
+
+    def _aborted(self) -> Result:
+        """What has come, by this client's clock."""
+        stats = SpeculationStats()
+        for chunk in self._chunks:
+            if chunk.round is not None:
+                stats.add(chunk.round)
+        decode_s = self._last_s - self._first_s
+        num_later = self._num_tokens - len(self._chunks[0].token_ids) if self._chunks else 0
+        first_s = self._first_s if self._chunks else time.perf_counter()
+        assert self.request.sampling.seed is not None
+        return Result(
+            text="".join(chunk.text for chunk in self._chunks),
+            token_ids=tuple(token_id for chunk in self._chunks for token_id in chunk.token_ids),
+            logprobs=tuple(logprob for chunk in self._chunks for logprob in chunk.logprobs),
+            finish_reason=FinishReason.ABORT,
+            usage=Usage(self._prompt_tokens, self._num_tokens, self._cached_tokens),
+            speculation=stats,
+            timing=Timing(first_s - self._started_s, decode_s, num_later / decode_s if decode_s > 0 else 0.0),
+            seed=self.request.sampling.seed,
+        )
+
+
+def _explained(error: grpc.RpcError, address: str, timeout_s: float | None, num_tokens: int) -> PacelineError:
+    """The error to raise; what did not come from a Paceline server says where it happened."""
+    found = from_rpc_error(error)
+    if not is_ours(error):
+        code, reason = error.code(), str(found).rpartition("Failed to connect to remote host: ")[2]
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+            found = DeadlineExceededError(f"the time limit of {timeout_s:g} s was over after {num_tokens} tokens")
+        elif code is grpc.StatusCode.UNAVAILABLE and num_tokens == 0:
+            found = EngineError(f"the service at {address} cannot be reached: {reason}")
+        elif num_tokens and isinstance(found, EngineError):
+            found = EngineError(f"the stream from {address} broke after {num_tokens} tokens: {reason}")
+        elif code is grpc.StatusCode.UNIMPLEMENTED:
+            found = ConfigError(f"what answers at {address} does not serve {_SERVICE}: {reason}")
+    found.__cause__ = error
+    return found
+
+
+def _request(
+    prompt: str | Sequence[int],
+    sampling: SamplingParams | None,
+    speculation: SpeculationParams | None,
+    stop: str | Sequence[str],
+    request_id: str | None,
+    fields: dict[str, Any],
+) -> Request:
+    """The request with an id and a seed. Raises InvalidRequestError."""
+    if sampling is not None and fields:
+        raise InvalidRequestError(f"sampling is given, and so is {', '.join(fields)}: give one or the other")
+    try:
+        sampling = sampling or SamplingParams(**fields)
+    except ValidationError as error:
+        fault = error.errors()[0].get("ctx", {}).get("error")  # of a rule about several fields
+        raise InvalidRequestError(str(fault) if fault is not None else explain(error, SamplingParams)) from error
+    if sampling.seed is None:
+        sampling = sampling.model_copy(update={"seed": secrets.randbits(64)})
+    return Request(
+        request_id=request_id or uuid.uuid4().hex,
+        prompt=prompt if isinstance(prompt, str) else _token_ids(prompt),
+        sampling=sampling,
+        speculation=speculation or SpeculationParams(),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidRequestError("the prompt is bytes: text or a sequence of token ids is allowed")
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise InvalidRequestError(f"the prompt is neither text nor a sequence of token ids: {error}") from error
+
+
+def _checked_timeout(timeout_s: float | None) -> float | None:
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidRequestError(f"timeout_s is {timeout_s}: more than 0 is allowed")
+    return timeout_s
+
+
+def _checked_address(address: str) -> str:
+    """``HOST:PORT``, or a gRPC target that says its scheme. Raises ConfigError."""
+    scheme = address.partition(":")[0]
+    if scheme in ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "xds") and scheme != address:
+        return address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or "/" in host:
+        raise ConfigError(f"the address is {address!r}: it must be HOST:PORT, such as localhost:9000")
+    return address
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[T]):
+    """One unary RPC: its name, its request and what its answer means."""
+
+    method: str
+    request: Message
+    read: Callable[[Any], T]
+
+
+def _cancel(request_id: str) -> _Call[bool]:
+    return _Call("Cancel", pb.CancelRequest(request_id=request_id), lambda answer: bool(answer.cancelled))
+
+
+def _model_info(answer: pb.GetModelInfoResponse) -> ModelInfo:
+    return ModelInfo(
+        model_id=answer.model_id,
+        draft_model_id=answer.draft_model_id or None,
+        tokenizer_fingerprint=answer.tokenizer_fingerprint,
+        vocab_size=answer.vocab_size,
+        max_context_length=answer.max_context_length,
+        eos_token_ids=tuple(answer.eos_token_ids),
+        dtype=answer.dtype,
+        modes=tuple(answer.modes),
+        acceptances=tuple(answer.acceptances),
+        max_draft_tokens=answer.max_draft_tokens,
+    )
+
+
+def _server_info(answer: pb.GetServerInfoResponse) -> ServerInfo:
+    replicas = {pool.name: map(wire.status_from_proto, pool.replicas) for pool in answer.pools}
+    return ServerInfo(
+        version=answer.version,
+        uptime_s=answer.uptime_s,
+        pools={name: tuple(status for status in found if status is not None) for name, found in replicas.items()},
+        sessions_running=answer.sessions_running,
+        sessions_queued=answer.sessions_queued,
+        acceptance_rate=answer.acceptance_rate,
+        acceptance_length=answer.acceptance_length,
+        hit_rate=answer.hit_rate,
+    )
+
+
+_MODEL_INFO = _Call("GetModelInfo", pb.GetModelInfoRequest(), _model_info)
+_SERVER_INFO = _Call("GetServerInfo", pb.GetServerInfoRequest(), _server_info)
+
+
+class _Patience:
+    """While a service starts: how long to ask once, and how long to pause before the next time."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+        self._reason: PacelineError | None = None
+
+    @property
+    def attempt_s(self) -> float:
+        """Seconds for the next attempt."""
+        return min(max(self._end_s - time.monotonic(), 0.001), _INFO_TIMEOUT_S)
+
+    def pause_s(self, error: PacelineError) -> float:
+        """Seconds to pause after ``error``. Raises it if time cannot help, DeadlineExceededError if it is over."""
+        if not isinstance(error, EngineError | DeadlineExceededError | NotFoundError | ResourceExhaustedError):
+            raise error
+        if self._reason is None or not isinstance(error, DeadlineExceededError):  # that one says nothing new
+            self._reason = error
+        if time.monotonic() + self._pause_s >= self._end_s:
+            message = f"the service at {self._address} was not ready within {self._timeout_s:g} s: {self._reason}"
+            raise DeadlineExceededError(message) from error
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+
+class _Base(Generic[StreamT]):
+    """Address, credentials and the making of requests."""
+
+    def __init__(
+        self, address: str, *, tls: Tls | None = None, credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        """``address``: HOST:PORT. Without ``tls`` or ``credentials`` the connection is not encrypted.
+
+        Nothing is sent before the first request. Raises ConfigError.
+        """
+        if tls is not None and credentials is not None:
+            raise ConfigError("tls is given, and so are credentials: give one or the other")
+        self.address = _checked_address(address)
+        self._credentials = credentials if tls is None else tls.credentials()
+        self._options = list(_OPTIONS)
+        if tls is not None and tls.server_name is not None:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+        self._connect()
+
+    def _connect(self) -> None:
+        raise NotImplementedError
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        logprobs: bool = False,
+        **sampling_fields: Any,
+    ) -> StreamT:
+        """Starts a request and returns its stream of chunks.
+
+        ``prompt``: text, or token ids of the target's tokenizer. ``sampling_fields``: fields of SamplingParams,
+        instead of ``sampling``. ``stop``: the text ends before the first of these. ``timeout_s``: for the whole
+        stream; None: no limit. ``request_id``: unique among the requests in progress; drawn if absent, as is the
+        seed. ``logprobs``: asks for the log probability of every token; without, ``logprobs`` is empty.
+
+        Raises InvalidRequestError for what cannot be sent; whatever the service says comes from the stream.
+        """
+        request = _request(prompt, sampling, speculation, stop, request_id, sampling_fields)
+        transcript = _Transcript(request, self.address, _checked_timeout(timeout_s))
+        return self._open(wire.request_to_proto(request, logprobs), transcript, timeout_s)
+
+    def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> StreamT:
+        raise NotImplementedError
+
+
+class _Stream:
+    """What can be done to a stream without waiting."""
+
+    def __init__(self, call: Any, transcript: _Transcript, client: object) -> None:
+        self._call = call
+        self._transcript = transcript
+        self._client = client  # its channel lives as long as the stream
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request, for ``client.cancel``."""
+        return self._transcript.request.request_id
+
+    def cancel(self) -> None:
+        """Ends the request now. What has come is its result, finish_reason ``abort``. Any thread may call it."""
+        if not self._transcript.over:
+            self._transcript.cancelled = True
+            self._call.cancel()
+
+    def _take(self, message: pb.GenerateResponse) -> Chunk | None:
+        chunk = self._transcript.feed(message)
+        if self._transcript.over:  # the message made no sense
+            self._call.cancel()
+        return chunk
+
+
+# -- blocking ----------------------------------------------------------------------------------------------------
+
+
+class Stream(_Stream, Iterator[Chunk]):
+    """A request in progress: iterate over its chunks, then read ``result``. One consumer.
+
+    Leaving it cancels the request on the server: ``close``, the end of a ``with`` block, or dropping the
+    last reference, as a ``for`` loop does that is left early.
+    """
+
+    def __next__(self) -> Chunk:
+        """The next chunk, waiting for it. Raises the PacelineError that the stream fails with."""
+        while not self._transcript.over:
+            try:
+                chunk = self._take(next(self._call))
+            except StopIteration:
+                self._transcript.end()
+            except grpc.RpcError as error:
+                self._transcript.end(error)
+            else:
+                if chunk is not None:
+                    return chunk
+        self._transcript.check()
+        raise StopIteration
+
+    @property
+    def result(self) -> Result:
+        """The finished request, waiting for it; chunks that were not iterated over are part of it.
+
+        Raises the PacelineError that the stream fails with.
+        """
+        for _ in self:
+            pass
+        return self._transcript.result
+
+    def close(self) -> None:
+        """Cancels the request if it is still in progress."""
+        self.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+class Client(_Base[Stream]):
+    """A blocking client. A context manager; several threads may use it."""
+
+    def _connect(self) -> None:
+        if self._credentials is None:
+            self._channel = grpc.insecure_channel(self.address, self._options)
+        else:
+            self._channel = grpc.secure_channel(self.address, self._credentials, self._options)
+        self._stub = GenerationServiceStub(self._channel)
+
+    def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> Stream:
+        return Stream(self._stub.Generate(message, timeout=timeout_s), transcript, self)
+
+    def _ask(self, call: _Call[T], timeout_s: float) -> T:
+        try:
+            answer = getattr(self._stub, call.method)(call.request, timeout=_checked_timeout(timeout_s))
+        except grpc.RpcError as error:
+            raise _explained(error, self.address, timeout_s, 0) from error
+        return call.read(answer)
+
+    def cancel(self, request_id: str, *, timeout_s: float = _INFO_TIMEOUT_S) -> bool:
+        """Ends a request by its id, whoever started it; its stream completes with finish_reason ``abort``.
+
+        False: no such request is in progress.
+        """
+        return self._ask(_cancel(request_id), timeout_s)
+
+    def model_info(self, *, timeout_s: float = _INFO_TIMEOUT_S) -> ModelInfo:
+        """What is served, and what a request may ask for."""
+        return self._ask(_MODEL_INFO, timeout_s)
+
+    def server_info(self, *, timeout_s: float = _INFO_TIMEOUT_S) -> ServerInfo:
+        """The state of the service now."""
+        return self._ask(_SERVER_INFO, timeout_s)
+
+    def wait_ready(self, timeout_s: float = 300.0) -> ModelInfo:
+        """Returns when the service answers for its model. Raises DeadlineExceededError, saying what was wrong last."""
+        patience = _Patience(self.address, timeout_s)
+        while True:
+            try:
+                return self._ask(_MODEL_INFO, patience.attempt_s)
+            except PacelineError as error:
+                time.sleep(patience.pause_s(error))
+
+    def close(self) -> None:
+        """Closes the connection; streams in progress end. Idempotent."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# -- asyncio -----------------------------------------------------------------------------------------------------
+
+
+class AsyncStream(_Stream):
+    """A request in progress: ``async for`` over its chunks, then await ``result``. One consumer.
+
+    Leaving it cancels the request on the server: ``aclose``, the end of an ``async with`` block, a cancelled
+    task, or dropping the last reference, as an ``async for`` loop does that is left early.
+    """
+
+    def __init__(self, call: Any, transcript: _Transcript, client: object) -> None:
+        self._loop = asyncio.get_running_loop()
+        super().__init__(call, transcript, client)
+        self._messages = aiter(call)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk. Raises the PacelineError that the stream fails with."""
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        while not self._transcript.over:
+            try:
+                chunk = self._take(await anext(self._messages))
+            except StopAsyncIteration:
+                self._transcript.end()
+            except grpc.RpcError as error:
+                self._transcript.end(error)
+            except asyncio.CancelledError:  # grpc.aio raises it for a call that was cancelled here, too
+                self.cancel()
+                self._transcript.end()
+                if task is not None and task.cancelling() > before:
+                    raise
+            else:
+                if chunk is not None:
+                    return chunk
+        self._transcript.check()
+        raise StopAsyncIteration
+
+    @property
+    async def result(self) -> Result:
+        """The finished request; chunks that were not iterated over are part of it.
+
+        Raises the PacelineError that the stream fails with.
+        """
+        async for _ in self:
+            pass
+        return self._transcript.result
+
+    async def aclose(self) -> None:
+        """Cancels the request if it is still in progress."""
+        self.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def cancel(self) -> None:
+        """Ends the request now. What has come is its result, finish_reason ``abort``. Any thread may call it."""
+        if self._transcript.over:
+            return
+        try:
+            here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            here = False
+        if here:
+            super().cancel()
+        else:  # a garbage collector runs in any thread
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
+                self._loop.call_soon_threadsafe(super().cancel)
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+class AsyncClient(_Base[AsyncStream]):
+    """A client for asyncio. An async context manager; belongs to the event loop that first uses it."""
+
+    def _connect(self) -> None:
+        self._channel: grpc.aio.Channel | None = None
+        self._made_stub: GenerationServiceAsyncStub | None = None
+
+    @property
+    def _stub(self) -> GenerationServiceAsyncStub:
+        """Made when it is first needed, in the running loop."""
+        if self._made_stub is None:
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self.address, self._options)
+            else:
+                self._channel = grpc.aio.secure_channel(self.address, self._credentials, self._options)
+            self._made_stub = GenerationServiceStub(self._channel)
+        return self._made_stub
+
+    def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> AsyncStream:
+        return AsyncStream(self._stub.Generate(message, timeout=timeout_s), transcript, self)
+
+    async def _ask(self, call: _Call[T], timeout_s: float) -> T:
+        try:
+            answer = await getattr(self._stub, call.method)(call.request, timeout=_checked_timeout(timeout_s))
+        except grpc.RpcError as error:
+            raise _explained(error, self.address, timeout_s, 0) from error
+        return call.read(answer)
+
+    async def cancel(self, request_id: str, *, timeout_s: float = _INFO_TIMEOUT_S) -> bool:
+        """See ``Client.cancel``."""
+        return await self._ask(_cancel(request_id), timeout_s)
+
+    async def model_info(self, *, timeout_s: float = _INFO_TIMEOUT_S) -> ModelInfo:
+        """See ``Client.model_info``."""
+        return await self._ask(_MODEL_INFO, timeout_s)
+
+    async def server_info(self, *, timeout_s: float = _INFO_TIMEOUT_S) -> ServerInfo:
+        """See ``Client.server_info``."""
+        return await self._ask(_SERVER_INFO, timeout_s)
+
+    async def wait_ready(self, timeout_s: float = 300.0) -> ModelInfo:
+        """See ``Client.wait_ready``."""
+        patience = _Patience(self.address, timeout_s)
+        while True:
+            try:
+                return await self._ask(_MODEL_INFO, patience.attempt_s)
+            except PacelineError as error:
+                await asyncio.sleep(patience.pause_s(error))
+
+    async def aclose(self) -> None:
+        """Closes the connection; streams in progress end. Idempotent."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
