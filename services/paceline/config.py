@@ -417,8 +417,6 @@ class ServerConfig(_Strict):
 class LogConfig(_Strict):
     """What is logged, and how."""
 
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
-
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     as_json: bool = Field(default=False, alias="json")
     """One JSON object per line."""
@@ -563,19 +561,22 @@ def _args_of_application(data: dict[str, Any], path: str | Path) -> dict[str, An
     args = applications[0].get("args") or {}
     if not isinstance(args, dict):
         raise ConfigError(f"applications[0].args is {shown(args)} in {str(path)!r}: a mapping of keys is needed")
-    server = args.get("server") or {}
+    server = args.get("server", {})
     for key, outer, inner in (
         ("grpc_port", "grpc_options", "port"),
         ("http_port", "http_options", "port"),
         ("host", "http_options", "host"),
     ):
-        theirs = (data.get(outer) or {}).get(inner)
-        if theirs is not None and server.setdefault(key, theirs) != theirs:
-            raise ConfigError(
-                f"server.{key} is {shown(server[key])} while {outer}.{inner} of the same file is {shown(theirs)}: "
-                "they must be equal"
-            )
-    return {**args, "server": server} if server else args
+        options = data.get(outer)
+        theirs = options.get(inner) if isinstance(options, dict) else None
+        if theirs is None or not isinstance(server, dict):
+            continue
+        ours = server.get(key, theirs)
+        if ours != theirs:
+            where = f"{outer}.{inner} of the same file is {shown(theirs)}"
+            raise ConfigError(f"server.{key} is {shown(ours)} while {where}: they must be equal")
+        server = {**server, key: theirs}
+    return {**args, "server": server}
 
 
 def _first_line(error: yaml.YAMLError) -> str:
