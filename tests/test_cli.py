@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.fake_service import SEED, WORDS, FakeService, Wire, endless, failing, sentence, silent
 from transformers import BertConfig, BertForMaskedLM
 
 from paceline import __version__
 from paceline.cli import build_parser, main, sampling_params, summary, write_text
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.errors import EngineError, InvalidRequestError, NotFoundError, ResourceExhaustedError
 from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.types import Cause, FinishReason, Round, SpeculationStats
 
@@ -82,6 +84,26 @@ def refused(capsys, *arguments):
         (["--draft-tokens", "-1"], ["--draft-tokens is -1", "at least 0"]),
         (["--drafter", "magic"], ["--drafter", "magic", "ngram"]),
         (["--no-such-flag"], ["--no-such-flag"]),
+        (["--address", "a:1", "--local"], ["--local is given with --address a:1", "engines on this machine"]),
+        (["--address", "a:1", "--target", "x"], ["--target is given with --address a:1"]),
+        (["--address", "a:1", "--draft", "x"], ["--draft is given with --address a:1"]),
+        (["--address", "a:1", "--drafter", "model"], ["--drafter is given with --address a:1"]),
+        (["--address", "a:1", "--dtype", "auto"], ["--dtype is given with --address a:1"]),
+        (["--address", "a:1", "--compile"], ["--compile is given with --address a:1"]),
+        (["--address", "a:1", "--no-compile"], ["--compile is given with --address a:1"]),
+        (["--timeout", "3"], ["--timeout is given without --address"]),
+        (["--request-id", "r"], ["--request-id is given without --address"]),
+        (["--tls"], ["--tls is given without --address"]),
+        (["--tls-ca", "x"], ["--tls-ca is given without --address"]),
+        (["--logprobs"], ["--logprobs is given without --json"]),
+        (["--address", "localhost"], ["'localhost'", "HOST:PORT, such as localhost:9000"]),
+        (["--address", ""], ["''", "HOST:PORT"]),
+        (["--address", "a:1", "--timeout", "0"], ["--timeout is 0.0", "more than 0"]),
+        (["--address", "a:1", "--timeout", "nan"], ["--timeout is nan"]),
+        (["--address", "a:1", "--timeout", "soon"], ["--timeout", "soon"]),
+        (["--address", "a:1", "--temperature", "-1"], ["--temperature is -1.0", "at least 0"]),
+        (["--address", "a:1", "--stop", ""], ["--stop is empty"]),
+        (["--address", "a:1", "--tls-ca", "/no/such.pem"], ["/no/such.pem cannot be read"]),
     ],
 )
 def test_a_mistake_is_one_sentence(capsys, flags, parts):
@@ -228,7 +250,8 @@ def test_summary_line():
 
 
 def test_the_parent_loads_no_torch_to_parse_its_arguments():
-    script = "import sys, paceline.cli; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    loaded = "any(m in sys.modules for m in ('torch', 'transformers', 'grpc', 'ray'))"
+    script = f"import sys, paceline.cli; paceline.cli.build_parser(); sys.exit({loaded})"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
@@ -299,6 +322,143 @@ def test_the_demo_compares_both_modes():
 def test_an_over_long_prompt_is_refused(capfd):
     sentence = refused(capfd, "generate", PROMPT * 400, "--mode", "plain")
     assert "fit the model's context" in sentence
+
+
+# -- against a service ---------------------------------------------------------------------------------------------
+
+TEXT = "".join(WORDS)
+
+
+@pytest.fixture(scope="module")
+def shared_service():
+    with FakeService() as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared_service):
+    shared_service.script = sentence
+    shared_service.requests.clear()
+    return shared_service
+
+
+def ask(capsys, service, *flags, prompt=PROMPT):
+    """Exit status, standard output and standard error of a request to ``service``."""
+    status = main(["generate", prompt, "--address", service.address, *flags])
+    return status, *capsys.readouterr()
+
+
+def test_a_service_streams_text_and_a_summary(capsys, service):
+    status, out, err = ask(capsys, service)
+    assert status == 0
+    assert out == TEXT + "\n"
+    assert err == (
+        "18 tokens, 8.0 tokens/s, 2.00 tokens per verification, acceptance 33%, hit rate 100%, prefill 0.250 s\n"
+    )
+    assert service.requests[0].text == PROMPT
+
+
+def test_a_service_gives_the_same_json_as_this_machine(capsys, service, plain_json):
+    status, out, err = ask(capsys, service, "--json")
+    assert (status, err) == (0, "")
+    answer = json.loads(out)
+    assert answer.keys() == plain_json.keys()
+    for key in ("usage", "speculation", "timing"):
+        assert answer[key].keys() == plain_json[key].keys()
+    assert answer["text"] == TEXT
+    assert len(answer["token_ids"]) == 18
+    _, out, _ = ask(capsys, service, "--json", "--logprobs")
+    assert json.loads(out)["logprobs"] == [-0.125, -0.25] * 9
+
+
+def test_every_flag_reaches_the_service(capsys, service):
+    flags = (
+        "--max-tokens 9 --temperature 0.5 --mode sequential --draft-tokens 3 --request-id r7 --timeout 60 --ignore-eos"
+    )
+    status, *_ = ask(capsys, service, *flags.split(), "--seed", str(SEED), "--stop", "a", "--stop", "b")
+    assert status == 0
+    request = service.requests[0]
+    params = request.sampling_params
+    assert (params.max_tokens, params.temperature, params.seed, params.ignore_eos) == (9, 0.5, SEED, True)
+    assert list(params.stop) == ["a", "b"]
+    assert (request.speculation.mode, request.speculation.max_draft_tokens) == ("sequential", 3)
+    assert request.request_id == "r7"
+    assert not request.logprobs
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequestError("token id 5000: 0 to 1023 are allowed"), 2),
+        (NotFoundError("no application"), 1),
+        (ResourceExhaustedError("the queue is full", 1.0), 1),
+        (EngineError("no target is left"), 1),
+    ],
+)
+def test_an_error_of_the_service_is_one_sentence(capsys, service, error, status):
+    service.script = failing(error)
+    assert ask(capsys, service) == (status, "", f"paceline: {error}\n")
+
+
+def test_a_service_that_fails_in_mid_stream(capsys, service):
+    service.script = failing(EngineError("the target is gone"), after=2)
+    status, out, err = ask(capsys, service)
+    assert (status, out, err) == (1, "def main", "paceline: the target is gone\n")
+
+
+def test_a_service_that_is_not_there(capsys):
+    with Wire(1) as nobody:
+        pass
+    status, out, err = ask(capsys, nobody)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"paceline: the service at {nobody.address} cannot be reached: ")
+    assert err.count("\n") == 1
+
+
+def test_the_time_limit_of_a_request(capsys, service):
+    service.script = silent
+    status, out, err = ask(capsys, service, "--timeout", "0.2")
+    assert (status, out, err) == (1, "", "paceline: the time limit of 0.2 s was over after 0 tokens\n")
+
+
+def test_text_that_no_protocol_carries(capsys):
+    sentence = refused(capsys, "generate", "caf\udce9", "--address", "localhost:1")
+    assert "UTF-8" in sentence
+
+
+@pytest.mark.parametrize("script", [endless, silent])
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_cancels_the_request(service, script):
+    service.script = script
+    request_id = f"interrupted-{script.__name__}"
+    arguments = command("generate", PROMPT, "--address", service.address, "--request-id", request_id)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        deadline = time.monotonic() + 60
+        while request_id not in service.running:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if script is endless:
+            assert process.stdout is not None
+            assert process.stdout.read(1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, errors
+    assert errors == b"\n"
+    service.wait_cancelled(request_id)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_reader_that_goes_away_cancels_the_request(service):
+    service.script = endless
+    arguments = command("generate", PROMPT, "--address", service.address, "--request-id", "unread")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    service.wait_cancelled("unread")
 
 
 @pytest.fixture

@@ -1,18 +1,20 @@
 """The command line. Whatever the user can get wrong ends in one sentence on stderr and exit status 2.
 
-Exit status: 0 done, 1 an engine failed, 2 usage, configuration or request at fault, 130 interrupted.
+Exit status: 0 done, 1 an engine or the service failed, 2 usage, configuration or request at fault, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pydantic import ValidationError
 
@@ -28,8 +30,11 @@ from paceline.config import (
 from paceline.errors import ConfigError, InvalidRequestError, PacelineError
 from paceline.generation import Generation
 from paceline.local import LocalPipeline, embedded_paths
-from paceline.router.session import Result
+from paceline.router.session import Chunk, Result
 from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from paceline.client import Stream
 
 EXIT_ENGINE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -40,6 +45,9 @@ _FLAGS = {
     "path": "--target",
 }
 """Flags whose name is not that of the field they set."""
+
+_LOCAL_FLAGS = ("local", "target", "draft", "drafter", "dtype", "compile")
+_SERVICE_FLAGS = ("timeout", "request_id", "tls", "tls_ca")
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue a prompt", description="Continue a prompt.")
     generate.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    generate.add_argument("--logprobs", action="store_true", help="with --json: the log probability of every token")
     _add_model_flags(generate)
+    _add_service_flags(generate)
     _add_sampling_flags(generate)
     generate.set_defaults(run=run_generate)
 
@@ -82,17 +92,28 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
-    group.add_argument("--local", action="store_true", help="run both engines on this machine (the default)")
+    group.add_argument(
+        "--local", action="store_true", default=None, help="run both engines on this machine (the default)"
+    )
     group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
     group.add_argument("--draft", metavar="ID_OR_PATH", help="draft model (default: the embedded one)")
-    group.add_argument("--drafter", choices=["model", "ngram"], default="model", help="what proposes tokens")
-    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    group.add_argument("--drafter", choices=["model", "ngram"], help="what proposes tokens (default: model)")
+    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], help="default: auto")
     group.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile both models, once per machine and checkpoint (default: on the CPU)",
     )
     group.add_argument("--verbose", action="store_true", help="say how the engines run and what their self-test found")
+
+
+def _add_service_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("service")
+    group.add_argument("--address", metavar="HOST:PORT", help="ask a running service instead of --local")
+    group.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole request (default: no limit)")
+    group.add_argument("--request-id", metavar="ID", help="default: drawn at random")
+    group.add_argument("--tls", action="store_true", default=None, help="encrypt, and check the service's certificate")
+    group.add_argument("--tls-ca", type=Path, metavar="FILE", help="--tls, with the authorities of this PEM file")
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -119,8 +140,9 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
     """The pipeline that the model flags describe. Raises ConfigError."""
     embedded_target, embedded_draft = embedded_paths()
     compile = "auto" if args.compile is None else args.compile
-    target = ModelConfig(path=_path("--target", args.target, str(embedded_target)), dtype=args.dtype, compile=compile)
-    if args.target is not None and args.draft is None and args.drafter == "model" and with_draft:
+    dtype = args.dtype or "auto"
+    target = ModelConfig(path=_path("--target", args.target, str(embedded_target)), dtype=dtype, compile=compile)
+    if args.target is not None and args.draft is None and args.drafter != "ngram" and with_draft:
         raise ConfigError("--target is given without --draft: name one, or use --drafter ngram or --mode plain")
     if args.drafter == "ngram" and args.draft is not None:
         raise ConfigError(f"--draft {args.draft} is given with --drafter ngram, which needs no model")
@@ -128,9 +150,7 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
     if with_draft and args.drafter == "ngram":
         draft = NgramConfig()
     elif with_draft:
-        draft = DraftModelConfig(
-            path=_path("--draft", args.draft, str(embedded_draft)), dtype=args.dtype, compile=compile
-        )
+        draft = DraftModelConfig(path=_path("--draft", args.draft, str(embedded_draft)), dtype=dtype, compile=compile)
     return LocalConfig(target=target, draft=draft)
 
 
@@ -151,6 +171,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def run_generate(args: argparse.Namespace) -> int:
     """``paceline generate``."""
+    _check_place(args)
     sampling = sampling_params(args)
     speculation = SpeculationParams(**_given(args, list(SpeculationParams.model_fields)))
     stop = tuple(args.stop or ())
@@ -159,18 +180,72 @@ def run_generate(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     if not prompt:
         raise InvalidRequestError("the prompt is empty: at least one character is needed")
-    pipeline = LocalPipeline(local_config(args, with_draft=speculation.mode is not Mode.PLAIN))
-    pipeline.load()
-    token_ids = pipeline.encode(prompt, sampling)  # refuses what cannot be served before a model is loaded
-    with pipeline:
-        generation = pipeline.generate(token_ids, sampling, speculation, stop)
+    run = _run_local if args.address is None else _run_remote
+    with run(args, prompt, sampling, speculation, stop) as generation:
         if args.json:
             unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-            print(json.dumps(as_json(generation.result), ensure_ascii=not unicode))
+            print(json.dumps(as_json(generation.result, logprobs=args.logprobs), ensure_ascii=not unicode))
         else:
             write_text(generation, sys.stdout)
             print(summary(generation.result), file=sys.stderr)
     return 0
+
+
+def _check_place(args: argparse.Namespace) -> None:
+    """Refuses flags of the place that is not chosen."""
+    local = args.address is None
+    for name in _SERVICE_FLAGS if local else _LOCAL_FLAGS:
+        if getattr(args, name) is None:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if local:
+            raise ConfigError(f"{flag} is given without --address: it is for requests to a service")
+        raise ConfigError(f"{flag} is given with --address {args.address}: it is for engines on this machine")
+    if args.timeout is not None and not args.timeout > 0:
+        raise InvalidRequestError(f"--timeout is {args.timeout}: it must be more than 0")
+    if args.logprobs and not args.json:
+        raise InvalidRequestError("--logprobs is given without --json: only that shows them")
+
+
+@contextlib.contextmanager
+def _run_local(
+    args: argparse.Namespace,
+    prompt: str,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
+    stop: tuple[str, ...],
+) -> Iterator[Generation]:
+    pipeline = LocalPipeline(local_config(args, with_draft=speculation.mode is not Mode.PLAIN))
+    pipeline.load()
+    token_ids = pipeline.encode(prompt, sampling)  # refuses what cannot be served before a model is loaded
+    with pipeline:
+        yield pipeline.generate(token_ids, sampling, speculation, stop)
+
+
+@contextlib.contextmanager
+def _run_remote(
+    args: argparse.Namespace,
+    prompt: str,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
+    stop: tuple[str, ...],
+) -> Iterator[Stream]:
+    from paceline.client import Client, Tls
+
+    tls = Tls(ca_file=args.tls_ca) if args.tls or args.tls_ca is not None else None
+    with (
+        Client(args.address, tls=tls) as client,
+        client.generate(
+            prompt,
+            sampling,
+            speculation,
+            stop=stop,
+            timeout_s=args.timeout,
+            request_id=args.request_id,
+            logprobs=args.logprobs,
+        ) as stream,
+    ):
+        yield stream
 
 
 def _read_stdin() -> str:
@@ -180,7 +255,7 @@ def _read_stdin() -> str:
         raise InvalidRequestError(f"standard input is not UTF-8 text: {error}") from error
 
 
-def write_text(generation: Generation, stream: TextIO) -> None:
+def write_text(generation: Iterable[Chunk], stream: TextIO) -> None:
     """Writes the text as it is produced; on a terminal accepted draft tokens are green."""
     colour = wants_colour(stream)
     for chunk in generation:
@@ -191,12 +266,13 @@ def write_text(generation: Generation, stream: TextIO) -> None:
     stream.flush()
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     stats, timing = result.speculation, result.timing
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
+        **({"logprobs": list(result.logprobs)} if logprobs else {}),
         "finish_reason": result.finish_reason.value,
         "usage": {
             "prompt_tokens": result.usage.prompt_tokens,
