@@ -10,6 +10,7 @@ import threading
 import time
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.status import to_status
 from paceline.v1 import generation_pb2 as pb
@@ -117,7 +118,7 @@ async def abort(context, error):
     await context.abort(code, details, trailers)
 
 
-class FakeService(GenerationServiceServicer):
+class FakeService(GenerationServiceServicer, health_pb2_grpc.HealthServicer):
     """The servicer and its server; ``script`` is what ``Generate`` says. A context manager."""
 
     def __init__(self, script=sentence, port=0, credentials=None):
@@ -128,6 +129,7 @@ class FakeService(GenerationServiceServicer):
         """request_id to the time at which its cancellation was seen."""
         self.finished = []
         self.info_error = None
+        self.health = "SERVING"
         self.running = {}
         self._port = port
         self._credentials = credentials
@@ -140,6 +142,7 @@ class FakeService(GenerationServiceServicer):
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
         add_GenerationServiceServicer_to_server(self, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self, self._server)
         address = f"127.0.0.1:{self._port}"
         if self._credentials is None:
             self.port = self._server.add_insecure_port(address)
@@ -210,6 +213,10 @@ class FakeService(GenerationServiceServicer):
             acceptances=["coupled", "rejection"],
             max_draft_tokens=16,
         )
+
+    async def Check(self, request, context):
+        assert request.service == "paceline.v1.GenerationService"
+        return health_pb2.HealthCheckResponse(status=self.health)
 
     async def GetServerInfo(self, request, context):
         replica = types.ReplicaStatus(replica_id="t1", kind="target", max_sessions=16, counters={"steps": 3.0})

@@ -56,6 +56,7 @@ def shared_server():
 def server(shared_server):
     shared_server.script = sentence
     shared_server.info_error = None
+    shared_server.health = "SERVING"
     shared_server.requests.clear()
     shared_server.finished.clear()
     return shared_server
@@ -564,7 +565,7 @@ def test_every_error_arrives_as_itself(server, generate, error, after):
         (grpc.StatusCode.UNAUTHENTICATED, InvalidRequestError, "boom"),
         (grpc.StatusCode.OUT_OF_RANGE, InvalidRequestError, "boom"),
         (grpc.StatusCode.ALREADY_EXISTS, InvalidRequestError, "boom"),
-        (grpc.StatusCode.UNIMPLEMENTED, ConfigError, "does not serve paceline.v1.GenerationService"),
+        (grpc.StatusCode.UNIMPLEMENTED, ConfigError, "is no Paceline service of this version: boom"),
         (grpc.StatusCode.UNAVAILABLE, EngineError, "cannot be reached: boom"),
         (grpc.StatusCode.NOT_FOUND, NotFoundError, "boom"),
     ],
@@ -807,7 +808,12 @@ def test_waiting_for_a_service_that_starts(ready):
         port = int(wire.address.rpartition(":")[2])
     service = FakeService(port=port)
     service.info_error = NotFoundError("no application yet")
-    timers = [threading.Timer(0.5, service.__enter__), threading.Timer(1.0, setattr, (service, "info_error", None))]
+    service.health = "NOT_SERVING"
+    timers = [
+        threading.Timer(0.3, service.__enter__),
+        threading.Timer(0.6, setattr, (service, "info_error", None)),
+        threading.Timer(0.9, setattr, (service, "health", "SERVING")),
+    ]
     for timer in timers:
         timer.start()
     try:
@@ -824,6 +830,15 @@ def test_a_service_that_does_not_start_in_time(server, ready):
     sentence = rf"the service at {server.address} was not ready within 0\.5 s: no target yet"
     with pytest.raises(DeadlineExceededError, match=sentence):
         ready(server.address, 0.5)
+
+
+@either
+def test_a_service_that_is_up_and_not_ready(server, ready):
+    server.health = "NOT_SERVING"
+    with pytest.raises(
+        DeadlineExceededError, match=r"not ready within 0\.3 s: it is up, and says that it is NOT_SERVING"
+    ):
+        ready(server.address, 0.3)
 
 
 @either

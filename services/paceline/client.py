@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stubs
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline import wire
@@ -253,7 +254,7 @@ def _explained(error: grpc.RpcError, address: str, timeout_s: float | None, num_
         elif num_tokens and isinstance(found, EngineError):
             found = EngineError(f"the stream from {address} broke after {num_tokens} tokens: {reason}")
         elif code is grpc.StatusCode.UNIMPLEMENTED:
-            found = ConfigError(f"what answers at {address} does not serve {_SERVICE}: {reason}")
+            found = ConfigError(f"what answers at {address} is no Paceline service of this version: {reason}")
     found.__cause__ = error
     return found
 
@@ -313,15 +314,25 @@ def _checked_address(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call(Generic[T]):
-    """One unary RPC: its name, its request and what its answer means."""
+    """One unary RPC: its path, its request, the message that answers and what that means."""
 
-    method: str
+    path: str
     request: Message
+    answer: type[Message]
     read: Callable[[Any], T]
+
+    def on(self, channel: Any) -> Any:
+        """The RPC on a blocking or an asyncio channel."""
+        return channel.unary_unary(
+            self.path,
+            request_serializer=type(self.request).SerializeToString,
+            response_deserializer=self.answer.FromString,
+        )
 
 
 def _cancel(request_id: str) -> _Call[bool]:
-    return _Call("Cancel", pb.CancelRequest(request_id=request_id), lambda answer: bool(answer.cancelled))
+    request = pb.CancelRequest(request_id=request_id)
+    return _Call(f"/{_SERVICE}/Cancel", request, pb.CancelResponse, lambda answer: bool(answer.cancelled))
 
 
 def _model_info(answer: pb.GetModelInfoResponse) -> ModelInfo:
@@ -353,8 +364,21 @@ def _server_info(answer: pb.GetServerInfoResponse) -> ServerInfo:
     )
 
 
-_MODEL_INFO = _Call("GetModelInfo", pb.GetModelInfoRequest(), _model_info)
-_SERVER_INFO = _Call("GetServerInfo", pb.GetServerInfoRequest(), _server_info)
+def _check_serving(answer: Any) -> None:
+    """Raises EngineError unless the health check says that a request would be served."""
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        raise EngineError(f"it is up, and says that it is {state}")
+
+
+_MODEL_INFO = _Call(f"/{_SERVICE}/GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse, _model_info)
+_SERVER_INFO = _Call(f"/{_SERVICE}/GetServerInfo", pb.GetServerInfoRequest(), pb.GetServerInfoResponse, _server_info)
+_HEALTH = _Call(
+    "/grpc.health.v1.Health/Check",
+    health_pb2.HealthCheckRequest(service=_SERVICE),
+    health_pb2.HealthCheckResponse,
+    _check_serving,
+)
 
 
 class _Patience:
@@ -528,7 +552,7 @@ class Client(_Base[Stream]):
 
     def _ask(self, call: _Call[T], timeout_s: float) -> T:
         try:
-            answer = getattr(self._stub, call.method)(call.request, timeout=_checked_timeout(timeout_s))
+            answer = call.on(self._channel)(call.request, timeout=_checked_timeout(timeout_s))
         except grpc.RpcError as error:
             raise _explained(error, self.address, timeout_s, 0) from error
         return call.read(answer)
@@ -549,10 +573,11 @@ class Client(_Base[Stream]):
         return self._ask(_SERVER_INFO, timeout_s)
 
     def wait_ready(self, timeout_s: float = 300.0) -> ModelInfo:
-        """Returns when the service answers for its model. Raises DeadlineExceededError, saying what was wrong last."""
+        """Returns when a request would be served. Raises DeadlineExceededError, saying what was wrong last."""
         patience = _Patience(self.address, timeout_s)
         while True:
             try:
+                self._ask(_HEALTH, patience.attempt_s)
                 return self._ask(_MODEL_INFO, patience.attempt_s)
             except PacelineError as error:
                 time.sleep(patience.pause_s(error))
@@ -654,26 +679,24 @@ class AsyncClient(_Base[AsyncStream]):
     """A client for asyncio. An async context manager; belongs to the event loop that first uses it."""
 
     def _connect(self) -> None:
-        self._channel: grpc.aio.Channel | None = None
-        self._made_stub: GenerationServiceAsyncStub | None = None
+        self._made: tuple[grpc.aio.Channel, GenerationServiceAsyncStub] | None = None
 
-    @property
-    def _stub(self) -> GenerationServiceAsyncStub:
-        """Made when it is first needed, in the running loop."""
-        if self._made_stub is None:
+    def _connection(self) -> tuple[grpc.aio.Channel, GenerationServiceAsyncStub]:
+        """Channel and stub, made when they are first needed: in the loop that runs then."""
+        if self._made is None:
             if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self.address, self._options)
+                channel = grpc.aio.insecure_channel(self.address, self._options)
             else:
-                self._channel = grpc.aio.secure_channel(self.address, self._credentials, self._options)
-            self._made_stub = GenerationServiceStub(self._channel)
-        return self._made_stub
+                channel = grpc.aio.secure_channel(self.address, self._credentials, self._options)
+            self._made = channel, GenerationServiceStub(channel)
+        return self._made
 
     def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> AsyncStream:
-        return AsyncStream(self._stub.Generate(message, timeout=timeout_s), transcript, self)
+        return AsyncStream(self._connection()[1].Generate(message, timeout=timeout_s), transcript, self)
 
     async def _ask(self, call: _Call[T], timeout_s: float) -> T:
         try:
-            answer = await getattr(self._stub, call.method)(call.request, timeout=_checked_timeout(timeout_s))
+            answer = await call.on(self._connection()[0])(call.request, timeout=_checked_timeout(timeout_s))
         except grpc.RpcError as error:
             raise _explained(error, self.address, timeout_s, 0) from error
         return call.read(answer)
@@ -695,14 +718,15 @@ class AsyncClient(_Base[AsyncStream]):
         patience = _Patience(self.address, timeout_s)
         while True:
             try:
+                await self._ask(_HEALTH, patience.attempt_s)
                 return await self._ask(_MODEL_INFO, patience.attempt_s)
             except PacelineError as error:
                 await asyncio.sleep(patience.pause_s(error))
 
     async def aclose(self) -> None:
         """Closes the connection; streams in progress end. Idempotent."""
-        if self._channel is not None:
-            await self._channel.close()
+        if self._made is not None:
+            await self._made[0].close()
 
     async def __aenter__(self) -> Self:
         return self
