@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import re
+import socket
+import time
+import urllib.request
 
 import pytest
-import ray.util
+import ray
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -310,3 +314,33 @@ class TestMirror:
         registry.mirror(registry.samples())
         assert fake.written["paceline_sessions", (("ReplicaId", "router-0"), ("state", "running"))] == [2]
         assert fake.written["paceline_target_rounds", (("ReplicaId", "router-0"),)] == [3]
+
+
+@pytest.mark.ray
+class TestRay:
+    def test_the_exporter_of_ray_shows_the_same_totals(self, monkeypatch):
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _metrics_export_port=port)
+        try:
+            registry = Registry("router-0", mirror=True)
+            router = RouterMetrics(registry, MODEL)
+            for _ in range(3):
+                router.round(Round(4, 2, Cause.HIT), 3, 0.02)
+            registry.mirror(registry.samples())
+            wanted = {
+                "ray_vllm_spec_decode_num_accepted_tokens_total": 6,
+                "ray_vllm_inter_token_latency_seconds_count": 3,
+            }
+            seen: dict[str, float] = {}
+            deadline = time.monotonic() + 60
+            while seen != wanted and time.monotonic() < deadline:
+                time.sleep(0.5)
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+                    samples = [s for family in parse(reply.read().decode()) for s in family.samples]
+                    seen = {s.name: s.value for s in samples if s.name in wanted and s.labels["model_name"] == MODEL}
+            assert seen == wanted
+        finally:
+            ray.shutdown()
