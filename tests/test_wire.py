@@ -248,6 +248,14 @@ def test_empty_columns_are_not_sent():
     assert (len(proto.node_ids), len(proto.sampled), len(proto.qs)) == (2, 0, 0)
 
 
+def test_a_replica_is_told_every_parameter():
+    start = OpenSession("s", 0, (1,), 1, 5, SamplingParams(seed=5), SpeculationParams())
+    proto = wire.encode_to_target([start]).commands[0].open_session
+    said = {field.name for message in (proto.sampling, proto.speculation) for field, _ in message.ListFields()}
+    collections = {"logit_bias", "bad_words", "stop_token_ids"}  # an empty one is the default
+    assert said == {*SamplingParams.model_fields, *SpeculationParams.model_fields} - collections
+
+
 def test_text_that_utf8_cannot_carry_does_not_stop_a_batch():
     batch = sent(wire.encode_from_draft([SessionFailed("s", 0, "no file named \udcff")]))
     assert wire.decode_from_draft(batch)[0] == [SessionFailed("s", 0, "no file named ?")]
