@@ -1,0 +1,465 @@
+"""``paceline serve``: the service on this machine, or on a Ray cluster that runs already, until it is told to stop.
+
+    flags, file ─▶ configuration ─▶ checks ─▶ Ray ─▶ Serve ─▶ replicas load ─▶ "ready" ─▶ watch ─▶ stop
+
+What it started it stops: with a Ray of its own nothing is left running, on a cluster that it joined only its
+application is removed. Exit status: 0 stopped by SIGTERM, 130 by Ctrl-C; the others as in ``cli.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from paceline.checks import Severity, check_service
+from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, ServiceConfig
+from paceline.errors import ConfigError, EngineError, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.app import Startup
+
+log = logging.getLogger(__name__)
+
+LONGEST_STREAM_S = 24 * 3600
+"""Streams that are older than this may be cut when routers come or go."""
+
+_EXIT_INTERRUPTED = 130
+_POLL_S, _REPEAT_S = 0.5, 10.0
+_GONE_AFTER = 20
+"""Polls without an answer after which Ray is taken for dead."""
+_OBJECT_STORE_BYTES = 80 << 20
+_DRAIN_S = 2.0
+_MANY = 16
+
+
+def add_parser(commands: Any) -> None:
+    """Adds ``serve`` to the commands."""
+    parser = commands.add_parser(
+        "serve",
+        help="run the service",
+        description="Runs the service on this machine, or on a Ray cluster, until it is interrupted.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML: the configuration, or a Serve config file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of it (repeatable)"
+    )
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
+    group.add_argument("--draft", metavar="ID_OR_PATH", help="draft model (default: the embedded one)")
+    group.add_argument("--drafter", choices=["model", "ngram", "none"], help="what proposes tokens")
+    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"])
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the models (default: on CPUs)")
+    group = parser.add_argument_group("replicas")
+    group.add_argument("--targets", type=int, metavar="N", help="target replicas (default 1)")
+    group.add_argument("--drafts", type=int, metavar="N", help="draft replicas (default 1)")
+    group.add_argument("--routers", type=int, metavar="N", help="router replicas (default 1)")
+    group = parser.add_argument_group("where")
+    group.add_argument("--address", metavar="RAY_ADDRESS", help="join this Ray cluster (default: start one here)")
+    group.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 0.0.0.0)")
+    group.add_argument("--grpc-port", type=int, metavar="N", help="default 9000")
+    group.add_argument("--http-port", type=int, metavar="N", help="metrics and health; default 8000")
+    group.add_argument("--dashboard", action="store_true", help="also start Ray's dashboard")
+    parser.add_argument("--verbose", action="store_true", help="print what the replicas log")
+    parser.set_defaults(run=run_serve)
+
+
+def read_config(args: argparse.Namespace) -> ServiceConfig:
+    """What file and flags say together; flags win. Raises ConfigError."""
+    config = ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)
+    if args.draft is not None and args.drafter not in (None, "model"):
+        raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
+    overrides = list(args.set)
+    if args.target is not None:
+        overrides.append(_override("target_config.model_loading_config", _loading("--target", args.target)))
+    if args.drafter == "ngram":
+        overrides.append(_override("draft_config", {"kind": "ngram"}))
+    elif args.drafter == "none" or args.drafts == 0:
+        overrides.append(_override("draft_config", None))
+    elif args.draft is not None:
+        overrides.append(_override("draft_config", {"model_loading_config": _loading("--draft", args.draft)}))
+    config = config.with_overrides(overrides)
+    return config.with_overrides(_further(args, config))
+
+
+def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
+    """Overrides that depend on what there is to override."""
+    values: dict[str, Any] = {
+        "target_config.engine_kwargs.dtype": args.dtype,
+        "target_config.engine_kwargs.compile": args.compile,
+        "target_config.deployment_config.num_replicas": args.targets,
+        "router_config.deployment_config.num_replicas": args.routers,
+        "server.host": args.host,
+        "server.grpc_port": args.grpc_port,
+        "server.http_port": args.http_port,
+    }
+    draft = config.draft_config
+    if isinstance(draft, ModelDraftConfig):
+        values["draft_config.engine_kwargs.dtype"] = args.dtype
+        values["draft_config.engine_kwargs.compile"] = args.compile
+    if draft is not None:
+        values["draft_config.deployment_config.num_replicas"] = args.drafts
+    given = {key: value for key, value in values.items() if value is not None}
+    if any(key.startswith("draft_config.") for key in given) and "draft_config" not in config.model_fields_set:
+        given = {"draft_config.model_loading_config": {"model_id": EMBEDDED_DRAFT}} | given
+    return [_override(key, value) for key, value in given.items()]
+
+
+def _override(key: str, value: Any) -> str:
+    return f"{key}={json.dumps(value)}"
+
+
+def _loading(flag: str, value: str) -> dict[str, str]:
+    """A directory is known to clients by its last part."""
+    if not value:
+        raise ConfigError(f"{flag} is empty: a model id or a directory is needed")
+    folder = Path(value).expanduser()
+    return {"model_id": folder.resolve().name, "model_source": str(folder)} if folder.is_dir() else {"model_id": value}
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """``paceline serve``."""
+    config = read_config(args)
+    for finding in check_service(config, ports=args.address is None):
+        if finding.severity is Severity.ERROR:
+            raise ConfigError(finding.message)
+        if not (args.address is None and finding.message.endswith("wait for ever")):  # our own Ray takes them all
+            log.warning("%s", finding.message)
+    with Service(config, address=args.address, dashboard=args.dashboard, verbose=args.verbose) as service:
+        return service.run()
+
+
+# -- Ray and Serve --------------------------------------------------------------------------------------------------
+
+
+def serve_environment(folder: Path) -> dict[str, str]:
+    """What every process of the cluster has to be started with, this one included, before it imports Serve.
+
+    ``folder`` takes what HAProxy keeps on disk. Only set what the user has not set.
+    """
+    stats_port, metrics_port = _free_ports(2)
+    wanted = {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",  # Serve's Python proxy loses some cancellations
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code, Serve's code and both gRPC servers on one loop
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),
+        "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": "1000",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAIN_S),
+        "RAY_SERVE_PORT_QUARANTINE_S": "0",  # all routers belong to one application
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def reserved_cpus(config: ServiceConfig) -> int:
+    """Cores that the replicas reserve when there are as many as there may be, at most 16 of a kind."""
+    total = 0.0
+    for part in (config.target_config, config.draft_config, config.router_config):
+        if part is None:
+            continue
+        options, scaling = part.deployment_options(), part.deployment_config.autoscaling_config
+        bundles = options.get("placement_group_bundles")
+        cpus = sum(b.get("CPU", 0.0) for b in bundles) if bundles else options["ray_actor_options"]["num_cpus"]
+        replicas = part.deployment_config.num_replicas
+        most = (scaling.max_replicas or 1) if scaling is not None else replicas if isinstance(replicas, int) else 1
+        total += cpus * min(most, _MANY)
+    return max(1, math.ceil(total - 1e-9))
+
+
+class Service:
+    """Ray, Serve and the application, from nothing to "ready" and back. A context manager."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        *,
+        address: str | None = None,
+        dashboard: bool = False,
+        verbose: bool = False,
+        ray_options: dict[str, Any] | None = None,
+    ) -> None:
+        """``address``: of the Ray cluster to join; None starts one. ``ray_options``: more for ``ray.init``."""
+        self.config = config
+        self._address, self._dashboard, self._verbose = address, dashboard, verbose
+        self._ray_options = ray_options or {}
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._signals: list[int] = []
+        self._deployed = False
+        self._stopping: asyncio.Event | None = None
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts Ray and Serve and deploys, without waiting for the replicas. Raises ConfigError or EngineError."""
+        os.environ.update(serve_environment(self._folder))
+        signal.signal(signal.SIGTERM, self._interrupt)
+        import ray
+        from ray import serve
+        from ray.serve.config import gRPCOptions
+
+        from paceline.app import APPLICATION, GRPC_SERVICES, build
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        local = self._address is None
+        options: dict[str, Any] = {"log_to_driver": self._verbose, "logging_level": logging.WARNING}
+        if local:
+            options |= {
+                "include_dashboard": self._dashboard,
+                "num_cpus": reserved_cpus(self.config),
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
+        _say(
+            f"starting Ray on this machine, {options['num_cpus']} replica slots"
+            if local
+            else f"joining {self._address}"
+        )
+        try:
+            ray.init(address=self._address or "local", **(options | self._ray_options))
+        except ConnectionError as error:
+            raise ConfigError(f"--address {self._address}: no Ray cluster answers there ({_first(error)})") from error
+        signal.signal(signal.SIGTERM, self._interrupt)  # Ray has set its own
+        server = self.config.server
+        serve.start(
+            proxy_location="HeadOnly" if local else "EveryNode",
+            http_options={"host": server.host, "port": server.http_port},
+            grpc_options=gRPCOptions(port=server.grpc_port, grpc_servicer_functions=GRPC_SERVICES),
+        )
+        self._deployed = True
+        serve.run_many(
+            [serve.RunTarget(target=build(self.config), name=APPLICATION, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def run(self) -> int:
+        """Until it is interrupted; returns the exit status. Raises ConfigError or EngineError if it cannot go on."""
+        with asyncio.Runner() as runner:
+            runner.run(self._run())
+        return _EXIT_INTERRUPTED if signal.SIGINT in self._signals else 0
+
+    def stop(self) -> None:
+        """Removes what ``start`` has started. Idempotent. A second interrupt does without a goodbye."""
+        import ray
+
+        if ray.is_initialized():
+            _say("stopping")
+            with _quiet(), contextlib.suppress(KeyboardInterrupt):
+                self._stop_serve()
+            with _quiet():
+                ray.shutdown()
+        if self._address is None:
+            _end_strays(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop_serve(self) -> None:
+        from ray import serve
+
+        from paceline.app import APPLICATION
+
+        try:
+            others = set(serve.status().applications) - {APPLICATION}
+            if self._address is None or not others:
+                serve.shutdown()
+            elif self._deployed:
+                serve.delete(APPLICATION)
+        except Exception as error:  # Ray may be gone
+            log.info("Serve could not be stopped: %s", error)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if self._stopping is None or len(self._signals) > 1:
+            raise KeyboardInterrupt
+        self._stopping.set()
+
+    # -- from deployment to ready, and after ---------------------------------------------------------------
+
+    async def _run(self) -> None:
+        self._stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt, number, None)
+        try:
+            watch = _Watch()
+            while not self._stopping.is_set():
+                await watch.poll()
+                if watch.became_ready():
+                    self._announce()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), _POLL_S)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+                signal.signal(number, self._interrupt)
+
+    def _announce(self) -> None:
+        server = self.config.server
+        print(f"gRPC     {server.host}:{server.grpc_port}  paceline.v1.GenerationService, reflection, health")
+        print(f"metrics  http://{server.host}:{server.http_port}/metrics")
+        print("ready", flush=True)
+
+
+class _Watch:
+    """Asks Serve and the monitor how things are, and says what has changed."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._ready = self._announced = False
+        self._running: dict[str, tuple[int, int]] = {}
+        self._said: dict[str, tuple[str, float]] = {}
+        self._failed_polls = 0
+
+    def became_ready(self) -> bool:
+        """True once."""
+        first, self._announced = self._ready and not self._announced, self._ready
+        return first
+
+    async def poll(self) -> None:
+        """One round of questions. Raises ConfigError or EngineError if the service cannot come up or is gone."""
+        from ray import serve
+
+        from paceline.app import APPLICATION
+
+        try:
+            status = await asyncio.wait_for(asyncio.to_thread(serve.status), 10)
+            self._failed_polls = 0
+        except Exception as error:
+            self._failed_polls += 1
+            if self._failed_polls > _GONE_AFTER:
+                raise EngineError(f"Ray does not answer any more: {_first(error)}") from error
+            return
+        application = status.applications.get(APPLICATION)
+        if application is None:
+            return
+        for name, deployment in application.deployments.items():
+            self._look_at(name, deployment)
+        if _name(application.status) == "DEPLOY_FAILED":
+            raise reason_of(application.message)
+        if not self._ready:
+            await self._look_at_start(application)
+
+    def _look_at(self, name: str, deployment: Any) -> None:
+        states = {_name(state): count for state, count in deployment.replica_states.items()}
+        running = states.get("RUNNING", 0)
+        now = (running, sum(count for state, count in states.items() if state != "STOPPING"))
+        before, self._running[name] = self._running.get(name), now
+        if before is not None and before != now and name != "Monitor":
+            fewer = " (a replica has ended)" if running < before[0] and now[1] >= before[1] else ""
+            _say(f"{name}: {running} of {now[1]} running{fewer}")
+        message = deployment.message
+        if not self._ready and "ConfigError" in message:  # a further try would fail like the first
+            raise reason_of(message)
+        if message and (running < now[1]):
+            self._say_once(name, _gist(message))
+
+    async def _look_at_start(self, application: Any) -> None:
+        from ray import serve
+
+        from paceline.app import APPLICATION
+
+        if self._running.get("Monitor", (0, 0))[0]:
+            monitor = serve.get_deployment_handle("Monitor", APPLICATION)
+            with contextlib.suppress(Exception):
+                starting: list[Startup] = await asyncio.wait_for(monitor.starting.remote(), 2)
+                for startup in starting:
+                    self._say_once(startup.replica_id, f"{startup.kind} {startup.replica_id}: {startup.doing}")
+        if _name(application.status) == "RUNNING":
+            router = serve.get_deployment_handle("Router", APPLICATION)
+            with contextlib.suppress(Exception):
+                self._ready = await asyncio.wait_for(router.is_ready.remote(), 2)
+
+    def _say_once(self, key: str, text: str) -> None:
+        """Again after a while, with the time since the start: a user wants to see that it is alive."""
+        said, when = self._said.get(key, ("", 0.0))
+        now = time.monotonic()
+        if text and (text != said or now - when > _REPEAT_S):
+            self._said[key] = (text, now)
+            _say(f"{text} ({now - self._started:.0f} s)")
+
+
+def reason_of(message: str) -> PacelineError:
+    """The error of ours in a traceback as Serve reports it, else its last line as an EngineError."""
+    found = re.findall(r"paceline\.errors\.(\w+): (.+)", message)
+    if found:
+        name, text = found[-1]
+        return ConfigError(text) if name in ("ConfigError", "TokenizerMismatchError") else EngineError(text)
+    return EngineError(_gist(message) or "the application could not be deployed, and Serve does not say why")
+
+
+def _gist(message: str) -> str:
+    """The line of a message from Serve that says most: the last one of a traceback, else the first."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return errors[-1] if errors else lines[0]
+
+
+def _name(state: Any) -> str:
+    return str(getattr(state, "value", state))
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _say(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray reports the end of its own processes as errors."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _end_strays(folder: Path) -> None:
+    """Ends an HAProxy of ours whose keeper was killed before it could: the folder is on its command line."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in entry.read_bytes() and int(entry.parent.name) != os.getpid():
+                os.kill(int(entry.parent.name), signal.SIGKILL)
