@@ -305,7 +305,7 @@ def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
     assert (finding.severity, finding.key) == (ERROR, "target_config.model_loading_config")
     assert f"{facts.num_parameters:,} parameters" in finding.message
     assert "set dtype to bfloat16, or choose a smaller model" in finding.message
-    assert found(config, machine=False) == []
+    assert found(config, memory=False) == []
 
 
 @pytest.mark.parametrize(
@@ -385,6 +385,8 @@ def test_more_cores_reserved_than_there_are(monkeypatch):
     finding = one(ServiceConfig().with_overrides(["target_config.deployment_config.num_replicas=2"]))
     assert (finding.severity, finding.key) == (WARNING, "target_config")
     assert "reserve 2.9 cores, and this machine has 2" in finding.message
+    several = ServiceConfig().with_overrides(["target_config.deployment_config.num_replicas=2"])
+    assert found(several, cores=False) == []
     scaled = {"target_config": {"deployment_config": {"autoscaling_config": {"min_replicas": 2, "max_replicas": 9}}}}
     assert "reserve 2.9 cores" in one(ServiceConfig.parse(scaled)).message
     bundles = {"draft_config": {"placement_group_config": {"bundles": [{"CPU": 1}, {"CPU": 1}]}}}

@@ -23,7 +23,7 @@ from paceline.config import (
 )
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
-from paceline.memory import available_bytes, draft_pages, fraction_pages, session_pages, target_pages, total_bytes
+from paceline.memory import available_bytes, draft_pages, fraction_pages, session_pages, target_pages
 from paceline.model.kv_cache import PAGE_SIZE
 from paceline.target.build import _page_bytes
 from paceline.types import MAX_DRAFT_TOKENS
@@ -591,7 +591,7 @@ MEMINFO = "MemTotal:       4194304 kB\nMemFree:         100 kB\nMemAvailable:   
 
 def test_memory_without_a_limit(tmp_path):
     root = machine(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user\n"})
-    assert (available_bytes(root), total_bytes(root)) == (3 * GIB, 4 * GIB)
+    assert available_bytes(root) == 3 * GIB
     machine(root, {"sys/fs/cgroup/user/memory.max": "max\n", "sys/fs/cgroup/user/memory.current": "5\n"})
     assert available_bytes(root) == 3 * GIB
 
@@ -607,7 +607,7 @@ def test_memory_within_a_control_group(tmp_path):
         "sys/fs/cgroup/pod/box/memory.current": "1",
     }
     root = machine(tmp_path, files)
-    assert (available_bytes(root), total_bytes(root)) == (2 * GIB - GIB // 2, 2 * GIB)
+    assert available_bytes(root) == 2 * GIB - GIB // 2
     machine(root, {"sys/fs/cgroup/pod/memory.current": str(3 * GIB)})
     assert available_bytes(root) == 0, "above the limit"
 
@@ -620,10 +620,12 @@ def test_memory_within_a_control_group_of_the_first_version(tmp_path):
         "sys/fs/cgroup/memory/memory.usage_in_bytes": str(GIB // 4),
     }
     root = machine(tmp_path, files)
-    assert (available_bytes(root), total_bytes(root)) == (GIB - GIB // 4, GIB)
+    assert available_bytes(root) == GIB - GIB // 4
     machine(root, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"})
     assert available_bytes(root) == 3 * GIB
 
 
-def test_this_machine_has_memory():
-    assert 0 < available_bytes() <= total_bytes()
+def test_this_machine_has_memory(tmp_path):
+    assert available_bytes() > 0
+    with pytest.raises(ConfigError, match="give kv_pages, not kv_fraction"):
+        available_bytes(tmp_path)

@@ -87,9 +87,9 @@ class ModelFacts:
         return (num_bytes - PROCESS_BYTES - self.weights_bytes) // self.page_bytes - 1
 
 
-def require_service(config: ServiceConfig, *, machine: bool = True, ports: bool = True) -> None:
+def require_service(config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True) -> None:
     """Logs the warnings. Raises ConfigError, one clause for each error, if there are any."""
-    findings = check_service(config, machine=machine, ports=ports)
+    findings = check_service(config, memory=memory, cores=cores, ports=ports)
     for finding in findings:
         if finding.severity is Severity.WARNING:
             _log.warning("%s", finding.message)
@@ -98,11 +98,14 @@ def require_service(config: ServiceConfig, *, machine: bool = True, ports: bool 
         raise ConfigError("; ".join(errors))
 
 
-def check_service(config: ServiceConfig, *, machine: bool = True, ports: bool = True) -> list[Finding]:
+def check_service(
+    config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True
+) -> list[Finding]:
     """Everything that is wrong, errors first.
 
-    ``machine``: also whether memory and cores of this machine suffice, which is moot where others run the replicas.
-    ``ports``: also whether the ports are free, which they are not where the service runs already.
+    ``memory`` and ``cores``: also whether this machine has enough, which is moot where others run the replicas, or
+    where Ray is told of more cores than there are. ``ports``: also whether they are free, which they are not where
+    the service runs already.
     """
     findings: list[Finding] = []
     pair, draft = config.pair(), config.draft_config
@@ -116,9 +119,9 @@ def check_service(config: ServiceConfig, *, machine: bool = True, ports: bool = 
         findings += _check_lengths(pair, limit)
         if other is not None:
             findings += _check_together(target, other, max_len)
-        if machine:
+        if memory:
             findings += _check_memory(config, pair, target.facts, other, max_len)
-    if machine:
+    if cores:
         findings += _check_cores(config)
     if ports:
         findings += _check_ports(config.server.host, config.server.grpc_port, config.server.http_port)

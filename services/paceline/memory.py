@@ -69,24 +69,17 @@ def gib(num_bytes: float) -> str:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that a new process could still take on this machine: what is free, within the limits of its cgroup."""
-    left = _meminfo(root, "MemAvailable")
+    """Bytes that a new process could still take on this machine: what is free, within the limits of its cgroup.
+
+    Raises ConfigError where the system does not say.
+    """
+    meminfo = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines())
+    if "MemAvailable" not in meminfo:
+        raise ConfigError("/proc/meminfo does not say how much memory is available: give kv_pages, not kv_fraction")
+    left = int(meminfo["MemAvailable"].split()[0]) * 1024
     for limit, usage in _cgroups(root):
         left = min(left, limit - usage)
     return max(left, 0)
-
-
-def total_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this machine, or the cgroup that it is seen from, has."""
-    return min([_meminfo(root, "MemTotal"), *(limit for limit, _ in _cgroups(root))])
-
-
-def _meminfo(root: Path, key: str) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise ConfigError(f"/proc/meminfo has no {key}: give kv_pages instead of kv_fraction")
 
 
 def _cgroups(root: Path) -> list[tuple[int, int]]:
