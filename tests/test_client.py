@@ -27,6 +27,7 @@ from tests.fake_service import (
     wait_until,
 )
 
+from paceline import wire
 from paceline.client import AsyncClient, Client, Tls
 from paceline.errors import (
     ConfigError,
@@ -39,8 +40,8 @@ from paceline.errors import (
     ResourceExhaustedError,
     TokenizerMismatchError,
 )
-from paceline.router.session import Timing, Usage
-from paceline.types import Cause, FinishReason, Mode, SamplingParams, SpeculationParams
+from paceline.router.session import Session, Timing, Usage
+from paceline.types import Cause, FinishReason, Mode, Outcome, Round, SamplingParams, SpeculationParams
 from paceline.v1 import generation_pb2 as pb
 
 TEXT = "".join(WORDS)
@@ -113,6 +114,38 @@ def test_chunks_add_up_to_the_result(server, generate):
     assert chunks[0].drafted == (True, False)
     assert (chunks[0].round.num_drafted, chunks[0].round.num_accepted) == (3, 1)
     assert chunks[0].round.cause is Cause.HIT
+
+
+@both
+@pytest.mark.parametrize(("stop", "matched"), [((), 7), (("\u4e08",), "\u4e08"), (("no such text",), 7)])
+def test_the_result_is_the_one_of_the_session(server, generate, stop, matched):
+    """What a real session makes of outcomes, chunk by chunk over the wire, is what the client hands out."""
+    sampling = SamplingParams(max_tokens=8, seed=SEED)
+    session = Session("s", (1, 2, 3), sampling, SpeculationParams(), decode=_decode, stop=stop, eos_token_ids=(7,))
+    session.open()
+    rounds = [((4, 5), Round(3, 1, Cause.START)), ((6,), Round(2, 0, Cause.HIT)), ((8, 9, 7), Round(2, 2, Cause.HIT))]
+    chunks, context_len = [], 3
+    for token_ids, round_ in rounds:
+        reason = FinishReason.STOP if 7 in token_ids else None
+        logprobs = tuple(-1 / 3 / t for t in token_ids)
+        session.on_target(Outcome("s", 0, context_len, token_ids, logprobs, round_, reason, cached_tokens=2))
+        context_len += len(token_ids)
+        chunks += session.digest().chunks
+
+    async def script(request, context):
+        counts = {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 2}
+        for piece in chunks:
+            message = wire.chunk_to_proto(piece, **counts, logprobs=request.logprobs)
+            yield pb.GenerateResponse(request_id=request.request_id, chunk=message)
+        yield pb.GenerateResponse(request_id=request.request_id, complete=wire.complete_to_proto(session.result))
+
+    server.script = script
+    assert session.result.matched_stop == matched
+    assert generate(server.address, [1, 2, 3], sampling, logprobs=True) == (chunks, session.result)
+
+
+def _decode(token_ids):
+    return "".join(chr(0x4E00 + t) for t in token_ids)
 
 
 def finishing(**fields):
@@ -280,6 +313,8 @@ def test_an_id_and_a_seed_are_drawn(server):
     [
         (("x", SamplingParams()), {"max_tokens": 3, "seed": 1}, ["sampling is given", "max_tokens, seed"]),
         (("x",), {"temperature": -1.0}, ["temperature is -1.0", "at least 0"]),
+        (("x",), {"temperature": float("nan")}, ["temperature is nan: it must be a finite number"]),
+        (("x",), {"max_tokens": "many"}, ["max_tokens is 'many': it must be a whole number"]),
         (("x",), {"temprature": 1.0}, ["temprature", "did you mean temperature"]),
         (("x",), {"min_tokens": 9, "max_tokens": 8}, ["min_tokens is 9", "at most max_tokens (8)"]),
         (("x",), {"timeout_s": 0}, ["timeout_s is 0"]),
@@ -429,6 +464,7 @@ async def _leave(client, how, request_id):
         with pytest.raises(ZeroDivisionError):
             await _fail_in_async_loop(stream)
     elif how == "task":
+        await anext(stream)
         task = asyncio.create_task(_consume(stream))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -436,7 +472,7 @@ async def _leave(client, how, request_id):
             await task
         result = await stream.result
         assert result.finish_reason is FinishReason.ABORT
-        assert result.text.startswith("0 1 ")
+        assert result.text.startswith("0 ")
     elif how == "timeout":
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -628,7 +664,7 @@ def test_the_deadline(server, generate, script):
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"the time limit of 0\.3 s was over after \d+ tokens"):
         generate(server.address, "hi", timeout_s=0.3, request_id=request_id)
-    assert 0.25 < time.monotonic() - started_s < 3
+    assert 0.25 < time.monotonic() - started_s < 10
     server.wait_cancelled(request_id)
 
 
@@ -827,18 +863,16 @@ def test_waiting_for_a_service_that_starts(ready):
 @either
 def test_a_service_that_does_not_start_in_time(server, ready):
     server.info_error = EngineError("no target yet")
-    sentence = rf"the service at {server.address} was not ready within 0\.5 s: no target yet"
+    sentence = rf"the service at {server.address} was not ready within 1 s: no target yet"
     with pytest.raises(DeadlineExceededError, match=sentence):
-        ready(server.address, 0.5)
+        ready(server.address, 1)
 
 
 @either
 def test_a_service_that_is_up_and_not_ready(server, ready):
     server.health = "NOT_SERVING"
-    with pytest.raises(
-        DeadlineExceededError, match=r"not ready within 0\.3 s: it is up, and says that it is NOT_SERVING"
-    ):
-        ready(server.address, 0.3)
+    with pytest.raises(DeadlineExceededError, match=r"not ready within 1 s: it is up, and says that it is NOT_SERVING"):
+        ready(server.address, 1)
 
 
 @either

@@ -274,7 +274,8 @@ def _request(
         sampling = sampling or SamplingParams(**fields)
     except ValidationError as error:
         fault = error.errors()[0].get("ctx", {}).get("error")  # of a rule about several fields
-        raise InvalidRequestError(str(fault) if fault is not None else explain(error, SamplingParams)) from error
+        text = str(fault) if fault is not None else explain(error, SamplingParams).replace("Input should be ", "")
+        raise InvalidRequestError(text) from error
     if sampling.seed is None:
         sampling = sampling.model_copy(update={"seed": secrets.randbits(64)})
     return Request(
