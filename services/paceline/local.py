@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +23,12 @@ from typing import Any, Self
 
 from paceline.checkpoints import Checkpoint, read_checkpoint, require_path
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, cache_dir
-from paceline.errors import EngineError, InvalidRequestError, PacelineError, PromptTooLongError
+from paceline.errors import EngineError, PacelineError
 from paceline.generation import Generation
+from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Session, ToDraft, ToTarget
-from paceline.tokenization import Tokenizer, load_tokenizer, require_same_tokens
-from paceline.types import Commit, SamplingParams, SpeculationParams
+from paceline.tokenization import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
+from paceline.types import SamplingParams, SpeculationParams
 from paceline.workers import Emit, Engine, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
 
 log = logging.getLogger(__name__)
@@ -181,19 +182,7 @@ class LocalPipeline:
 
     def encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
         """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        if not token_ids:
-            raise InvalidRequestError("the prompt holds no token: at least one is needed")
-        for token_id in token_ids:
-            if not 0 <= token_id < self.tokenizer.vocab_size:
-                allowed = f"0 to {self.tokenizer.vocab_size - 1} are allowed"
-                raise InvalidRequestError(f"the prompt holds token id {token_id}: {allowed}")
-        if len(token_ids) + sampling.max_tokens > self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens and max_tokens is {sampling.max_tokens}: "
-                f"together at most {self.max_model_len} fit the model's context"
-            )
-        return token_ids
+        return encode_prompt(self.tokenizer, prompt, sampling.max_tokens, self.max_model_len)
 
     def submit(
         self,
@@ -257,6 +246,7 @@ class LocalPipeline:
             to_target: list[ToTarget] = []
             to_draft: list[ToDraft] = []
             touched: dict[str, Generation] = {}
+            wanted: list[Generation] = []
             for message in messages:
                 generation = self._live.get(message.session_id)
                 if generation is None:
@@ -264,11 +254,14 @@ class LocalPipeline:
                     continue
                 actions = generation.session.on_target(message)
                 to_target += actions.to_target
-                _append_commits(to_draft, actions.to_draft)
+                append_commits(to_draft, actions.to_draft)
                 touched[message.session_id] = generation
                 if actions.target_lost is not None:
                     self._fail(generation, EngineError(f"the target failed the session: {actions.target_lost}"))
+                elif actions.draft_wanted:
+                    wanted.append(generation)
             self._send(to_target, to_draft)
+            self._give_draft(wanted)
             for generation in touched.values():  # text, after the engines have what they need
                 if not generation.done:
                     actions = generation.session.digest()
@@ -278,13 +271,18 @@ class LocalPipeline:
     def _from_draft(self, messages: Sequence[Any]) -> None:
         with self._lock:
             to_target: list[ToTarget] = []
+            wanted: list[Generation] = []
             for message in messages:
                 generation = self._live.get(message.session_id)
                 if generation is None:
                     self.num_unknown += 1
                     continue
-                to_target += generation.session.on_draft(message).to_target
+                actions = generation.session.on_draft(message)
+                to_target += actions.to_target
+                if actions.draft_wanted:
+                    wanted.append(generation)
             self._send(to_target, [])
+            self._give_draft(wanted)
 
     def _on_draft_death(self, reason: str) -> None:
         log.warning("%s; sessions continue by plain decoding until it is back", reason)
@@ -316,10 +314,15 @@ class LocalPipeline:
                 if self._restart is not threading.current_thread():  # it has died again already
                     return
                 self._draft_up = True
-                for generation in self._live.values():
-                    actions = generation.session.on_draft_up()
-                    self._send(actions.to_target, actions.to_draft)
+                self._give_draft(self._live.values())
             return
+
+    def _give_draft(self, generations: Iterable[Generation]) -> None:
+        """Opens those that want a draft on it, if it is up."""
+        if self._draft_up:
+            for generation in generations:
+                actions = generation.session.on_draft_up()
+                self._send(actions.to_target, actions.to_draft)
 
     def _on_target_death(self, reason: str) -> None:
         with self._lock:
@@ -348,21 +351,6 @@ class LocalPipeline:
             self._draft.send(list(to_draft))
         if to_target:
             self._target.send(list(to_target))
-
-
-def _append_commits(to_draft: list[ToDraft], new: Sequence[ToDraft]) -> None:
-    """Appends, merging "what is in flight now" into the commit just before it: one message per step."""
-    for message in new:
-        last = to_draft[-1] if to_draft else None
-        if (
-            isinstance(message, Commit)
-            and isinstance(last, Commit)
-            and not message.token_ids
-            and (last.session_id, last.epoch) == (message.session_id, message.epoch)
-        ):
-            to_draft[-1] = Commit(last.session_id, last.epoch, last.token_ids, message.in_flight)
-        else:
-            to_draft.append(message)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,6 @@ from paceline.errors import InvalidRequestError
 from paceline.noise import seed_bits
 from paceline.types import SamplingParams
 
-_MAX_BIAS = 1e4
 _MIN_TEMPERATURE = 1e-30
 _TOP_P_CANDIDATES = 256
 _UNIT_MASS = 2.0**44
@@ -55,7 +54,7 @@ class SamplerState:
         """Starts from a prompt, and after a failure from what has been emitted since.
 
         Raises:
-            InvalidRequestError: an id outside the vocabulary, or a bias that is NaN, +inf or beyond 1e4.
+            InvalidRequestError: an id outside the vocabulary.
         """
         self.params = params
         self.seed = seed
@@ -64,16 +63,8 @@ class SamplerState:
         self.num_tokens = len(prompt_token_ids) + len(output_token_ids)
         self.num_output_tokens = len(output_token_ids)
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        self._check("logit_bias", params.logit_bias)
-        for words in params.bad_words:
-            self._check("bad_words", words)
-        self._check("stop_token_ids", params.stop_token_ids)
+        params.check_vocabulary(vocab_size)
         self._check("the prompt", prompt_token_ids)
-        for token, bias in params.logit_bias.items():
-            if not bias <= _MAX_BIAS or -math.inf < bias < -_MAX_BIAS:
-                raise InvalidRequestError(
-                    f"logit_bias[{token}] is {bias}: at most {_MAX_BIAS:g} either way, or -inf, is allowed"
-                )
         self.greedy = params.temperature == 0
         self.temperature = 1.0 if self.greedy else max(params.temperature, _MIN_TEMPERATURE)
         # Greedy rows are never truncated: it would not change the argmax, only what its logprob means.
@@ -162,7 +153,7 @@ class SamplerState:
             ids = torch.tensor(token_ids, dtype=torch.int64, device=self._counts.device)
             self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
 
-    def _check(self, what: str, token_ids: Sequence[int] | dict[int, float]) -> None:
+    def _check(self, what: str, token_ids: Sequence[int]) -> None:
         worst = max(token_ids, default=0)
         if worst >= self.vocab_size or min(token_ids, default=0) < 0:
             bad = worst if worst >= self.vocab_size else min(token_ids)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints import read_json
-from paceline.errors import ConfigError, InvalidRequestError, TokenizerMismatchError
+from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
@@ -110,6 +110,25 @@ class Tokenizer:
         added = sorted((int(i), str(token)) for i, token in self._tokenizer.added_tokens_decoder.items())
         content = json.dumps([vocab, merges, added], ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | Sequence[int], max_tokens: int, max_model_len: int
+) -> tuple[int, ...]:
+    """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
+    token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+    if not token_ids:
+        raise InvalidRequestError("the prompt holds no token: at least one is needed")
+    for token_id in token_ids:
+        if not 0 <= token_id < tokenizer.vocab_size:
+            allowed = f"0 to {tokenizer.vocab_size - 1} are allowed"
+            raise InvalidRequestError(f"the prompt holds token id {token_id}: {allowed}")
+    if len(token_ids) + max_tokens > max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}: "
+            f"together at most {max_model_len} fit the model's context"
+        )
+    return token_ids
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -12,16 +12,23 @@ Nodes are pushed ahead of the target's needs; a hit costs no message on the crit
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from paceline.errors import InvalidRequestError
+
 MAX_DRAFT_TOKENS = 16
 """The longest proposal that the service accepts (K)."""
 
-TokenId = Annotated[int, Field(ge=0)]
+MAX_TOKENS = 2**31
+"""Counts and token ids of requests are below it."""
+MAX_LOGIT_BIAS = 1e4
+
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
 
 
 class Mode(enum.StrEnum):
@@ -89,19 +96,19 @@ class SamplingParams(_Params):
     logit_bias: dict[TokenId, float] = Field(default_factory=dict)
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """Token id sequences whose last token is forbidden wherever the others precede it."""
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: int = Field(default=0, ge=0, lt=MAX_TOKENS)
     """End-of-sequence and stop token ids are forbidden before this many emitted tokens."""
     repetition_penalty: float = Field(default=1.0, gt=0, le=100, allow_inf_nan=False)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     temperature: float = Field(default=0.0, ge=0, le=100, allow_inf_nan=False)
     """0 is greedy: the argmax."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=MAX_TOKENS)
     """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
 
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: int = Field(default=128, ge=1, lt=MAX_TOKENS)
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**64)
@@ -114,7 +121,19 @@ class SamplingParams(_Params):
         for words in self.bad_words:
             if not words:
                 raise ValueError("bad_words holds an empty sequence: each needs at least one token id")
+        for token_id, bias in self.logit_bias.items():
+            if not bias <= MAX_LOGIT_BIAS or -math.inf < bias < -MAX_LOGIT_BIAS:
+                allowed = f"at most {MAX_LOGIT_BIAS:g} either way, or -inf, is allowed"
+                raise ValueError(f"logit_bias[{token_id}] is {bias}: {allowed}")
         return self
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError if a token id that is named is not below ``vocab_size``."""
+        named = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}
+        for field_name, token_ids in [*named.items(), *(("bad_words", words) for words in self.bad_words)]:
+            if max(token_ids, default=0) >= vocab_size:
+                allowed = f"ids in [0, {vocab_size}) are allowed"
+                raise InvalidRequestError(f"{field_name} holds token id {max(token_ids)}: {allowed}")
 
 
 class SpeculationParams(_Params):
@@ -161,7 +180,7 @@ class Request:
     """What a client asks for."""
 
     request_id: str
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] = field(repr=False)
     """Text, or token ids."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
@@ -175,7 +194,7 @@ class OpenSession:
 
     session_id: str
     epoch: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     """The context: the prompt, and when re-opened what has been emitted since."""
     num_prompt_tokens: int
     """How many of ``token_ids`` are the prompt (penalties and min_tokens tell them apart)."""

@@ -87,6 +87,8 @@ class Chunk:
     """Decided text with the flag of the token that decided it; may lag behind the tokens."""
     round: Round | None
     """None: text that was withheld and is released by the end of the session."""
+    usage: Usage | None = None
+    """Token counts so far, this chunk included; a client's chunks have none."""
 
     @property
     def text(self) -> str:
@@ -486,7 +488,7 @@ class Session:
         if finish_reason is FinishReason.STOP:
             self._matched_stop = token_ids[-1] if matched is None else matched
         self._withheld = "" if finish_reason is not None else self._withheld
-        chunk = Chunk(token_ids, logprobs, drafted_flags, tuple(segments), outcome.round)
+        chunk = Chunk(token_ids, logprobs, drafted_flags, tuple(segments), outcome.round, self._usage())
         self._text.append(chunk.text)
         actions.chunks.append(chunk)
         if finish_reason is not None:
@@ -508,7 +510,7 @@ class Session:
 
     def _end(self, actions: Actions, finish_reason: FinishReason, flush_to: list[Chunk]) -> None:
         if finish_reason is FinishReason.ABORT and self._withheld:
-            flush_to.append(Chunk((), (), (), ((self._withheld, False),), None))
+            flush_to.append(Chunk((), (), (), ((self._withheld, False),), None, self._usage()))
             self._text.append(self._withheld)
             self._withheld = ""
         if self._opened and not self._target_done:
@@ -526,12 +528,15 @@ class Session:
             token_ids=tuple(self._emitted),
             logprobs=tuple(self._logprobs),
             finish_reason=finish_reason,
-            usage=Usage(len(self._prompt), len(self._emitted), self._cached_tokens),
+            usage=self._usage(),
             speculation=self.stats,
             timing=Timing(prefill_s, decode_s, rate, self._queue_s),
             seed=self.seed,
             matched_stop=self._matched_stop,
         )
+
+    def _usage(self) -> Usage:
+        return Usage(len(self._prompt), len(self._emitted), self._cached_tokens)
 
     def _close_draft(self, actions: Actions) -> None:
         if self.draft_available:

@@ -1,0 +1,72 @@
+"""The public door: ``GenerationService`` off the wire and onto it. Errors leave as PacelineErrors or statuses."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+from paceline.errors import InvalidRequestError, PacelineError
+from paceline.router.router import Router
+from paceline.router.session import Chunk, Result
+from paceline.v1 import generation_pb2
+from paceline.wire import chunk_to_proto, complete_to_proto, request_from_proto
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_ID = 256
+"""Characters."""
+
+
+class GenerationDoor:
+    """Generate and Cancel over one router. Whoever hosts it turns PacelineErrors into statuses (``status.py``)."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def generate(
+        self, message: generation_pb2.GenerateRequest
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """Responses to one request. Raises PacelineError; leaving the generator frees the session."""
+        request = request_from_proto(message)
+        if len(request.request_id) > MAX_REQUEST_ID:
+            raise InvalidRequestError(f"request_id has {len(request.request_id)} characters: at most {MAX_REQUEST_ID}")
+        if not request.request_id:
+            request = replace(request, request_id=secrets.token_hex(8))
+        extra = {"request_id": request.request_id}
+        started, result = time.monotonic(), None
+        try:
+            async with contextlib.aclosing(self._router.generate(request)) as items:
+                async for item in items:
+                    if isinstance(item, Result):
+                        result = item
+                        response = generation_pb2.GenerateResponse(complete=complete_to_proto(item))
+                    else:
+                        response = generation_pb2.GenerateResponse(chunk=_chunk(item, message.logprobs))
+                    response.request_id = request.request_id
+                    yield response
+        except PacelineError as error:
+            log.info("request failed: %s", type(error).__name__, extra=extra)
+            raise
+        finally:
+            reason = result.finish_reason.value if result is not None else "left"
+            log.debug("request ended: %s after %.3f s", reason, time.monotonic() - started, extra=extra)
+
+    def cancel(self, request_id: str) -> bool:
+        """Whether such a request was in progress here; it is ended."""
+        return self._router.cancel(request_id)
+
+
+def _chunk(chunk: Chunk, logprobs: bool) -> generation_pb2.GenerateStreamChunk:
+    assert chunk.usage is not None, "chunks of a session have it"
+    usage = chunk.usage
+    return chunk_to_proto(
+        chunk,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        logprobs=logprobs,
+    )

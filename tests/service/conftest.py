@@ -1,0 +1,42 @@
+"""Checkpoints, their plain texts, and the time that no test of the service may exceed."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support import noisy_copy, random_model
+from tests.test_local import letters_tokenizer
+
+from paceline.config import LocalConfig
+from paceline.local import LocalPipeline
+from paceline.types import Mode, SamplingParams, SpeculationParams
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Directories of a target and a good draft with random weights."""
+    folder = tmp_path_factory.mktemp("models")
+    target = random_model("llama")
+    for name, model in (("target", target), ("draft", noisy_copy(target, 0.05))):
+        model.save_pretrained(folder / name)
+        letters_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain(checkpoints):
+    """Prompt and sampling to the tokens of plain decoding in one process: the oracle."""
+    from tests.service.support import tiny_pair
+
+    pair = tiny_pair(checkpoints)
+    config = LocalConfig(**{**pair.model_dump(), "draft": None, "worker": "thread", "pin_cores": False})
+    known = {}
+    with LocalPipeline(config) as pipeline:
+
+        def tokens(prompt, sampling: SamplingParams, stop=()):
+            key = (prompt, sampling.model_dump_json(), stop)
+            if key not in known:
+                speculation = SpeculationParams(mode=Mode.PLAIN)
+                known[key] = pipeline.generate(prompt, sampling, speculation, stop).result.token_ids
+            return known[key]
+
+        yield tokens

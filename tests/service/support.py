@@ -1,0 +1,193 @@
+"""Real replica processes and a router without Ray: what the tests of the service kill, pause and restart.
+
+Targets are slowed down by a pause in each step, so that streams last long enough to be disturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+
+from paceline.config import DraftModelConfig, ModelConfig, PairConfig, RouterConfig, apply_worker_environment
+from paceline.metrics import Registry, RouterMetrics
+from paceline.router.pool import Member, StaticPool
+from paceline.router.router import ModelFacts, Router
+from paceline.router.session import Result
+from paceline.tokenization import load_tokenizer
+from paceline.types import Request, SamplingParams, SpeculationParams
+
+START_TIMEOUT_S = 60.0
+_context = multiprocessing.get_context("forkserver")  # imports torch and transformers once for all replicas
+_context.set_forkserver_preload(["paceline.target.build", "paceline.draft.build", "transformers", "grpc"])
+EOS_IDS = (7,)
+
+
+def tiny_pair(folder, **changes) -> PairConfig:
+    """The pair of the ``checkpoints`` fixture, in float32 and as it is."""
+    exact = {"dtype": "float32", "compile": False, "device": "cpu"}
+    return PairConfig(
+        target=ModelConfig(path=str(folder / "target"), **exact),
+        draft=DraftModelConfig(path=str(folder / "draft"), **exact),
+        **{"max_model_len": 2048, "tree_step_tokens": 8, "max_sessions": 8, **changes},
+    )
+
+
+_broken = threading.Event()
+
+
+class _Slowed:
+    """An engine whose steps take at least ``pause_s``; like a larger model it sleeps without the interpreter lock."""
+
+    def __init__(self, engine, pause_s):
+        self._engine, self._pause_s = engine, pause_s
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def step(self):
+        if _broken.is_set():
+            raise RuntimeError("broken by a test")
+        worked = self._engine.step()
+        if worked and self._pause_s:
+            time.sleep(self._pause_s)
+        return worked
+
+
+def _main(kind, config, replica_id, pause_s, pipe):
+    apply_worker_environment()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, lambda *_: _broken.set())
+
+    async def run():
+        from paceline.draft.service import draft_server
+        from paceline.target.service import target_server
+
+        server = (target_server if kind == "target" else draft_server)(config, replica_id=replica_id)
+        build = server.host._factory
+        server.host._factory = lambda emit: _Slowed(build(emit), pause_s)
+        await server.start()
+        pipe.send(server.address)
+        await asyncio.to_thread(multiprocessing.parent_process().join)
+
+    asyncio.run(run())
+
+
+@dataclass
+class Replica:
+    """A replica in a process of its own."""
+
+    kind: str
+    config: PairConfig
+    replica_id: str
+    pause_s: float = 0.0
+    address: str = ""
+    process: multiprocessing.Process = field(default=None, repr=False)
+
+    def spawn(self):
+        self._pipe, child = _context.Pipe(duplex=False)
+        args = (self.kind, self.config, self.replica_id, self.pause_s, child)
+        self.process = _context.Process(target=_main, args=args, daemon=True)
+        self.process.start()
+        child.close()
+        return self
+
+    def wait(self):
+        assert self._pipe.poll(START_TIMEOUT_S), f"{self.replica_id} did not start"
+        self.address = self._pipe.recv()
+        return self
+
+    @property
+    def member(self) -> Member:
+        return Member(self.replica_id, self.address)
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def kill(self):
+        self.signal(signal.SIGKILL)
+        self.process.join()
+
+    def stop(self):
+        if self.process is not None and self.process.is_alive():
+            self.kill()
+
+
+@contextlib.contextmanager
+def replicas(config, targets=1, drafts=1, target_pause_s=0.0, draft_pause_s=0.0):
+    """Started targets and drafts; ended on exit."""
+    kinds = [("target", target_pause_s)] * targets + [("draft", draft_pause_s)] * drafts
+    started = [Replica(kind, config, f"{kind}-{i}", pause_s).spawn() for i, (kind, pause_s) in enumerate(kinds)]
+    try:
+        for replica in started:
+            replica.wait()
+        yield started[:targets], started[targets:]
+    finally:
+        for replica in started:
+            replica.stop()
+
+
+@contextlib.asynccontextmanager
+async def routed(config, targets, drafts, **settings):
+    """A started router over pools with these replicas; yields it with both pools."""
+    pools = (
+        StaticPool("target", [r.member for r in targets]),
+        StaticPool("draft", [r.member for r in drafts]),
+    )
+    facts = ModelFacts(load_tokenizer(config.target.path), config.max_model_len, EOS_IDS)
+    metrics = RouterMetrics(Registry("router"), "tiny")
+    delay_s = settings.pop("draft_delay_s", 0.0)
+    router = Router(facts, *pools, RouterConfig(**settings), metrics=metrics, draft_delay_s=delay_s)
+    await router.start()
+    try:
+        yield router, *pools
+    finally:
+        await router.stop()
+
+
+async def until(condition, timeout_s=10.0, what="the condition"):
+    """Waits for a condition of the event loop's own state."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+_num_requests = 0
+
+
+async def collect(router, prompt, *, sampling=None, speculation=None, stop=(), on_chunk=None) -> tuple[list, Result]:
+    """All chunks and the result of one request."""
+    global _num_requests
+    _num_requests += 1
+    request = Request(
+        f"r{_num_requests}", prompt, sampling or SamplingParams(), speculation or SpeculationParams(), stop
+    )
+    chunks, result = [], None
+    async with contextlib.aclosing(router.generate(request)) as stream:
+        async for item in stream:
+            if isinstance(item, Result):
+                result = item
+            else:
+                chunks.append(item)
+                if on_chunk is not None:
+                    on_chunk(chunks)
+    assert result is not None
+    return chunks, result
+
+
+_runner = asyncio.Runner()  # one loop for all tests: grpc.aio complains of each that has been closed
+
+
+def run(test, timeout_s=90):
+    """Runs ``test()`` to its end."""
+
+    async def bounded():
+        async with asyncio.timeout(timeout_s):
+            await test()
+
+    _runner.run(bounded())

@@ -1,0 +1,312 @@
+"""What a client sees when replicas are killed, hang, are slow, come back or drain: the same tokens, once each.
+
+Real processes, real signals, real gRPC streams; the coupled rule's tokens are those of plain decoding in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+
+import pytest
+from tests.service.support import Replica, collect, replicas, routed, run, tiny_pair, until
+
+from paceline.errors import EngineError, ResourceExhaustedError
+from paceline.types import Cause, Mode, SamplingParams, SpeculationParams
+
+STEP_S = 0.02
+DRAFT_TIMEOUT_S = 0.6
+NUM_TOKENS = 160
+SAMPLINGS = [
+    SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=3, ignore_eos=True),
+]
+ONE = SAMPLINGS[1]
+PROMPT = "abcdefgh"
+
+
+def causes(chunks):
+    return [chunk.round.cause for chunk in chunks if chunk.round is not None]
+
+
+class Gaps:
+    """The longest time between two chunks."""
+
+    def __init__(self):
+        self.times = []
+
+    def __call__(self, chunks):
+        self.times.append(time.monotonic())
+
+    @property
+    def longest_s(self):
+        return max(b - a for a, b in itertools.pairwise(self.times))
+
+
+def at(count, action):
+    """Calls ``action`` once ``count`` chunks have come."""
+    return lambda chunks: action() if len(chunks) == count else None
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoints, plain, sampling, mode):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts) as (router, _, _):
+            chunks, result = await collect(router, PROMPT, sampling=sampling, speculation=SpeculationParams(mode=mode))
+            assert result.token_ids == plain(PROMPT, sampling)
+            assert [t for chunk in chunks for t in chunk.token_ids] == list(result.token_ids)
+            assert "".join(chunk.text for chunk in chunks) == result.text
+            assert (result.speculation.accepted > 0) == (mode is not Mode.PLAIN)
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_speculates_again(
+    checkpoints, plain, sampling, number
+):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts, draft_timeout_s=DRAFT_TIMEOUT_S) as (router, _, pool):
+            back = Replica("draft", config, "draft-new")
+            gaps, lost_at, back_at = Gaps(), [], []
+
+            def on_chunk(chunks):
+                gaps(chunks)
+                if len(chunks) == 8:
+                    drafts[0].signal(number)
+                    lost_at.append(len(chunks))
+                    back.spawn()
+                if lost_at and not back_at and back._pipe.poll():
+                    back.wait()
+                    pool.set_members([back.member])
+                    back_at.append(len(chunks))
+
+            try:
+                await collect(router, PROMPT, sampling=SamplingParams(max_tokens=4))  # both are warm
+                endless = sampling.model_copy(update={"max_tokens": 1500})
+                chunks, result = await collect(router, PROMPT, sampling=endless, on_chunk=on_chunk)
+            finally:
+                drafts[0].stop()
+                back.stop()
+            assert result.token_ids == plain(PROMPT, endless)
+            assert Cause.HIT in causes(chunks[:8])
+            assert {Cause.DRAFT_DOWN, Cause.DISABLED} & set(causes(chunks))  # told so, or found of no use first
+            assert back_at, "the stream was too short to see the draft come back"
+            assert Cause.HIT in causes(chunks[back_at[0] :])
+            assert gaps.longest_s < STEP_S + DRAFT_TIMEOUT_S
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+def test_a_slow_draft_does_not_hold_the_stream_up(checkpoints, plain):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts) as (router, _, _):
+            await collect(router, PROMPT, sampling=SamplingParams(max_tokens=4))
+            gaps = Gaps()
+            _, result = await collect(router, PROMPT, sampling=ONE, on_chunk=gaps)
+            assert result.token_ids == plain(PROMPT, ONE)
+            assert gaps.longest_s < 0.5
+
+    with replicas(config, target_pause_s=STEP_S, draft_pause_s=0.5) as (targets, drafts):
+        run(test)
+
+
+def test_a_draft_pool_scaled_to_zero_and_back(checkpoints, plain):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts[:1]) as (router, _, pool):
+            endless = ONE.model_copy(update={"max_tokens": 600})
+
+            def on_chunk(chunks):
+                if len(chunks) == 8:
+                    pool.set_members([])  # it drains: what it serves goes on
+                if len(chunks) == 20:
+                    drafts[0].kill()
+                if len(chunks) == 40:
+                    pool.set_members([drafts[1].member])
+
+            chunks, result = await collect(router, PROMPT, sampling=endless, on_chunk=on_chunk)
+            assert result.token_ids == plain(PROMPT, endless)
+            assert Cause.HIT in causes(chunks[9:20])
+            assert Cause.DRAFT_DOWN in causes(chunks[20:40])
+            assert Cause.HIT in causes(chunks[40:])
+
+    with replicas(config, drafts=2, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("loss", ["killed", "hung", "engine"])
+def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
+    number = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP, "engine": signal.SIGUSR1}[loss]
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts, target_timeout_s=1.0) as (router, _, _):
+            await until(lambda: len(router._targets.open_links()) == 2)
+
+            def hit():
+                busiest = max(router._targets.links.values(), key=lambda link: len(link.sessions))
+                next(t for t in targets if t.replica_id == busiest.member.replica_id).signal(number)
+
+            prompts = [PROMPT, "x", "xy", "xyz"]
+            results = await asyncio.gather(
+                collect(router, PROMPT, sampling=sampling, on_chunk=at(8, hit)),
+                *(collect(router, prompt, sampling=sampling) for prompt in prompts[1:]),
+            )
+            for prompt, (chunks, result) in zip(prompts, results, strict=True):
+                assert result.token_ids == plain(prompt, sampling)
+                assert [t for chunk in chunks for t in chunk.token_ids] == list(result.token_ids)
+            assert router._live == {}
+            assert len(router._targets.open_links()) == 1
+
+    with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+def test_without_any_target_left_a_request_ends_as_unavailable_within_the_stated_time(checkpoints):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts, recovery_timeout_s=1.0) as (router, _, _):
+            started = []
+
+            def kill():
+                targets[0].kill()
+                started.append(time.monotonic())
+
+            with pytest.raises(EngineError, match="no target replica was up for 1 s"):
+                await collect(router, PROMPT, sampling=ONE, on_chunk=at(5, kill))
+            assert time.monotonic() - started[0] < 2.5
+            with pytest.raises(EngineError, match="no target replica was up for 1 s"):
+                await collect(router, PROMPT, sampling=ONE)
+            assert router._live == {}
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+async def open_sessions(router):
+    """Sessions that all replicas say they hold, once they have said it anew."""
+    await asyncio.sleep(0.6)
+    return [status.num_sessions for statuses in router.statuses().values() for status in statuses]
+
+
+def test_leaving_a_stream_frees_it_on_both_replicas(checkpoints):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts) as (router, _, _):
+            endless = ONE.model_copy(update={"max_tokens": 1500})
+
+            async def leave():
+                await collect(router, PROMPT, sampling=endless)
+
+            for _ in range(8):
+                task = asyncio.create_task(leave())
+                await asyncio.sleep(0.1)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            assert router._live == {}
+            assert await open_sessions(router) == [0, 0]
+            pages = [status.kv_pages_used for status in router.statuses()["target"]]
+            assert pages == [0]
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        two = (routed(config, targets, drafts), routed(config, targets, drafts))
+        async with two[0] as (witness, _, _), two[1] as (router, _, _):
+            tasks = [asyncio.create_task(collect(router, PROMPT, sampling=ONE)) for _ in range(4)]
+            await asyncio.sleep(0.5)
+            assert max(await open_sessions(witness)) == 4
+            for link in [*router._targets.links.values(), *router._drafts.links.values()]:
+                await link.stop()  # the streams break; nobody closes a session
+            assert await open_sessions(witness) == [0, 0]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_what_it_took(checkpoints, plain):
+    config = tiny_pair(checkpoints, max_sessions=2)
+
+    async def test():
+        async with routed(config, targets, drafts, max_queued_requests=2) as (router, _, _):
+            await until(lambda: router.ready)
+            short = ONE.model_copy(update={"max_tokens": 40})
+            tasks = [asyncio.create_task(collect(router, PROMPT, sampling=short)) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            assert (router.num_running, router.num_queued) == (2, 2)
+            started = time.monotonic()
+            with pytest.raises(ResourceExhaustedError, match="2 are queued: at most 2 may wait") as refusal:
+                await collect(router, PROMPT, sampling=short)
+            assert time.monotonic() - started < 0.1
+            assert refusal.value.retry_after_s > 0
+            for _, result in await asyncio.gather(*tasks):
+                assert result.token_ids == plain(PROMPT, short)
+            assert router.num_queued == 0
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+@pytest.mark.parametrize("kind", ["target", "draft"])
+def test_the_sessions_of_a_draining_replica_move_and_none_is_cut(checkpoints, plain, kind):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts) as (router, target_pool, draft_pool):
+            pool, group = (target_pool, targets) if kind == "target" else (draft_pool, drafts)
+            side = router._targets if kind == "target" else router._drafts
+            await until(lambda: len(side.open_links()) == 2)
+
+            def drain():
+                pool.set_members([group[1].member])
+                assert not any(rid == group[0].replica_id and link.sessions for rid, link in side.links.items())
+
+            long = ONE.model_copy(update={"max_tokens": 400})
+            tasks = [asyncio.create_task(collect(router, prompt, sampling=long)) for prompt in ("a", "ab", "abc")]
+            _, result = await collect(router, PROMPT, sampling=long, on_chunk=at(8, drain))
+            assert result.token_ids == plain(PROMPT, long)
+            for prompt, task in zip(("a", "ab", "abc"), tasks, strict=True):
+                assert (await task)[1].token_ids == plain(prompt, long)
+            assert list(side.links) == [group[1].replica_id]
+
+    with replicas(config, targets=2, drafts=2, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+def test_a_draining_target_without_another_finishes_what_it_serves(checkpoints, plain):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts, recovery_timeout_s=1.0) as (router, pool, _):
+            _, result = await collect(router, PROMPT, sampling=ONE, on_chunk=at(8, lambda: pool.set_members([])))
+            assert result.token_ids == plain(PROMPT, ONE)
+            with pytest.raises(EngineError, match="no target replica was up"):
+                await collect(router, PROMPT, sampling=ONE)
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
