@@ -178,7 +178,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for name in ("generate", "demo", "bench"):
+    for name in ("generate", "serve", "demo", "bench"):
         assert f"\n    {name} " in text
     assert "'bench'" in refused(capsys, "no-such-command").replace("bench)", "'bench')")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -141,7 +142,9 @@ def test_the_result_is_the_one_of_the_session(server, generate, stop, matched):
 
     server.script = script
     assert session.result.matched_stop == matched
-    assert generate(server.address, [1, 2, 3], sampling, logprobs=True) == (chunks, session.result)
+    received, result = generate(server.address, [1, 2, 3], sampling, logprobs=True)
+    assert received == [replace(piece, usage=None) for piece in chunks]
+    assert result == session.result
 
 
 def _decode(token_ids):

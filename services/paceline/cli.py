@@ -61,6 +61,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """All commands."""
     from paceline.bench.cli import add_parser as add_bench
+    from paceline.serve import add_parser as add_serve
 
     parser = Parser(prog="paceline", description="Lossless speculative decoding.")
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
@@ -74,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_service_flags(generate)
     _add_sampling_flags(generate)
     generate.set_defaults(run=run_generate)
+
+    add_serve(commands)
 
     demo = commands.add_parser(
         "demo",
