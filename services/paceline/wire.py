@@ -486,12 +486,6 @@ def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2
     Raises InvalidRequestError for what the protocol cannot carry.
     """
     sampling = request.sampling
-    _check_uint32("sampling_params.logit_bias", sampling.logit_bias)
-    _check_uint32("sampling_params.stop_token_ids", sampling.stop_token_ids)
-    for words in sampling.bad_words:
-        _check_uint32("sampling_params.bad_words", words)
-    for name in ("top_k", "max_tokens", "min_tokens"):
-        _check_uint32(f"sampling_params.{name}", (getattr(sampling, name),))
     _check_utf8("request_id", request.request_id)
     for stop in request.stop:
         _check_utf8("sampling_params.stop", stop)
@@ -538,9 +532,6 @@ def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
         raise InvalidRequestError(
             f"sampling_params.stop[{stop.index('')}] is '': each stop string needs at least one character"
         )
-    for token_id, bias in proto.sampling_params.logit_bias.items():
-        if math.isnan(bias):
-            raise InvalidRequestError(f"sampling_params.logit_bias[{token_id}] is nan: it must be a number")
     return Request(
         request_id=proto.request_id or secrets.token_hex(16),
         prompt=prompt,

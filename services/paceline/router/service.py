@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
-from paceline.errors import InvalidRequestError, PacelineError
+from paceline.errors import PacelineError
 from paceline.router.router import Router
 from paceline.router.session import Chunk, Result
 from paceline.v1 import generation_pb2
 from paceline.wire import chunk_to_proto, complete_to_proto, request_from_proto
 
 log = logging.getLogger(__name__)
-
-MAX_REQUEST_ID = 256
-"""Characters."""
 
 
 class GenerationDoor:
@@ -32,10 +27,6 @@ class GenerationDoor:
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Responses to one request. Raises PacelineError; leaving the generator frees the session."""
         request = request_from_proto(message)
-        if len(request.request_id) > MAX_REQUEST_ID:
-            raise InvalidRequestError(f"request_id has {len(request.request_id)} characters: at most {MAX_REQUEST_ID}")
-        if not request.request_id:
-            request = replace(request, request_id=secrets.token_hex(8))
         extra = {"request_id": request.request_id}
         started, result = time.monotonic(), None
         try:
