@@ -1,0 +1,134 @@
+"""The clients against the real door, router and replicas: what they hand out is what one process gives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from tests.service.support import replicas, routed, run, tiny_pair
+
+from paceline.client import AsyncClient, Client
+from paceline.errors import DeadlineExceededError, InvalidRequestError
+from paceline.router.service import GenerationDoor
+from paceline.status import to_status
+from paceline.types import FinishReason, SamplingParams
+from paceline.v1 import generation_pb2 as pb
+from paceline.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+PROMPT = "the quick brown fox "
+
+
+class _Host(GenerationServiceServicer):
+    """The door on a grpc.aio server, as Serve hosts it."""
+
+    def __init__(self, router):
+        self._door = GenerationDoor(router)
+
+    async def Generate(self, request, context):
+        try:
+            async with contextlib.aclosing(self._door.generate(request)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            code, details, trailers = to_status(error)
+            context.set_code(code)
+            context.set_details(details)
+            context.set_trailing_metadata(trailers)
+
+    async def Cancel(self, request, context):
+        return pb.CancelResponse(cancelled=self._door.cancel(request.request_id))
+
+    async def GetModelInfo(self, request, context):
+        raise NotImplementedError
+
+    async def GetServerInfo(self, request, context):
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoints):
+    with replicas(tiny_pair(checkpoints), target_pause_s=0.005) as started:
+        yield started
+
+
+def served(checkpoints, engines, test):
+    """Runs ``test(address, router)`` against a router behind a door."""
+
+    async def main():
+        async with routed(tiny_pair(checkpoints), *engines) as (router, *_):
+            server = grpc.aio.server()
+            add_GenerationServiceServicer_to_server(_Host(router), server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            try:
+                await test(f"127.0.0.1:{port}", router)
+            finally:
+                await server.stop(None)
+
+    run(main)
+
+
+async def _idle(router):
+    """Waits until neither the router nor a replica holds a session."""
+    async with asyncio.timeout(10):
+        while router.num_running or any(s.num_sessions for found in router.statuses().values() for s in found):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_tokens_are_those_of_one_process(checkpoints, engines, plain, temperature):
+    sampling = SamplingParams(max_tokens=60, temperature=temperature, seed=11, ignore_eos=True)
+
+    def blocking(address):
+        with Client(address) as client:
+            stream = client.generate(PROMPT, sampling, logprobs=True)
+            return "".join(chunk.text for chunk in stream), stream.result
+
+    async def test(address, router):
+        text, result = await asyncio.to_thread(blocking, address)
+        async with AsyncClient(address) as client:
+            other = await client.generate(PROMPT, sampling).result
+        assert result.token_ids == other.token_ids == plain(PROMPT, sampling)
+        assert text == result.text == other.text
+        assert len(result.logprobs) == 60
+        assert result.finish_reason is FinishReason.LENGTH
+        assert result.usage.completion_tokens == 60
+        assert result.speculation.rounds > 0
+        assert result.timing.decode_s > 0
+
+    served(checkpoints, engines, test)
+
+
+def test_a_request_that_is_left_is_freed(checkpoints, engines):
+    long = {"max_tokens": 1500, "ignore_eos": True}
+
+    async def test(address, router):
+        async with AsyncClient(address) as client:
+            async for _ in client.generate(PROMPT, **long):
+                assert router.num_running == 1
+                break
+            await _idle(router)
+            stream = client.generate(PROMPT, **long)
+            await anext(stream)
+            assert await client.cancel(stream.request_id)
+            result = await stream.result
+            assert result.finish_reason is FinishReason.ABORT
+            assert 0 < len(result.token_ids) < 1500
+            await _idle(router)
+            with pytest.raises(DeadlineExceededError):
+                await client.generate(PROMPT, **long, timeout_s=0.5).result
+            await _idle(router)
+
+    served(checkpoints, engines, test)
+
+
+def test_what_the_door_refuses(checkpoints, engines):
+    async def test(address, router):
+        async with AsyncClient(address) as client:
+            for prompt, part in (("", "text is empty"), ([], "input_ids is empty"), ([10**6], "1000000")):
+                with pytest.raises(InvalidRequestError, match=part):
+                    await client.generate(prompt).result
+
+    served(checkpoints, engines, test)
