@@ -443,6 +443,26 @@ def test_cancel_by_id(server, client):
     assert "by-id" not in server.cancelled
 
 
+def test_a_closed_client_says_so(server):
+    client = Client(server.address)
+    client.close()
+    for ask in (client.model_info, lambda: client.generate("hi")):
+        with pytest.raises(ValueError, match="the client is closed"):
+            ask()
+
+    async def main():
+        other = AsyncClient(server.address)
+        await other.model_info()
+        await other.aclose()
+        await other.aclose()
+        with pytest.raises(ValueError, match="the client is closed"):
+            await other.model_info()
+        with pytest.raises(ValueError, match="the client is closed"):
+            other.generate("hi")
+
+    asyncio.run(main())
+
+
 async def _leave(client, how, request_id):
     stream = client.generate("hi", request_id=request_id)
     if how == "break":
@@ -669,6 +689,12 @@ def test_the_deadline(server, generate, script):
         generate(server.address, "hi", timeout_s=0.3, request_id=request_id)
     assert 0.25 < time.monotonic() - started_s < 10
     server.wait_cancelled(request_id)
+
+
+@both
+def test_a_deadline_beyond_all_clocks(server, generate):
+    for timeout_s in (1e9, 1e20, float("inf")):
+        assert generate(server.address, "hi", timeout_s=timeout_s)[1].text == TEXT
 
 
 @both

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _INFO_TIMEOUT_S = 10.0
+_LONGEST_TIMEOUT_S = 1e9
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 _RETRIES = {
@@ -297,9 +298,10 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
 
 
 def _checked_timeout(timeout_s: float | None) -> float | None:
+    """None for no limit, or one beyond what gRPC can count. Raises InvalidRequestError."""
     if timeout_s is not None and not timeout_s > 0:
         raise InvalidRequestError(f"timeout_s is {timeout_s}: more than 0 is allowed")
-    return timeout_s
+    return None if timeout_s is None or timeout_s > _LONGEST_TIMEOUT_S else timeout_s
 
 
 def _checked_address(address: str) -> str:
@@ -425,12 +427,17 @@ class _Base(Generic[StreamT]):
         self.address = _checked_address(address)
         self._credentials = credentials if tls is None else tls.credentials()
         self._options = list(_OPTIONS)
+        self._closed = False
         if tls is not None and tls.server_name is not None:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
         self._connect()
 
     def _connect(self) -> None:
         raise NotImplementedError
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the client is closed")
 
     def generate(
         self,
@@ -453,8 +460,10 @@ class _Base(Generic[StreamT]):
 
         Raises InvalidRequestError for what cannot be sent; whatever the service says comes from the stream.
         """
+        self._require_open()
         request = _request(prompt, sampling, speculation, stop, request_id, sampling_fields)
-        transcript = _Transcript(request, self.address, _checked_timeout(timeout_s))
+        timeout_s = _checked_timeout(timeout_s)
+        transcript = _Transcript(request, self.address, timeout_s)
         return self._open(wire.request_to_proto(request, logprobs), transcript, timeout_s)
 
     def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> StreamT:
@@ -552,6 +561,7 @@ class Client(_Base[Stream]):
         return Stream(self._stub.Generate(message, timeout=timeout_s), transcript, self)
 
     def _ask(self, call: _Call[T], timeout_s: float) -> T:
+        self._require_open()
         try:
             answer = call.on(self._channel)(call.request, timeout=_checked_timeout(timeout_s))
         except grpc.RpcError as error:
@@ -585,6 +595,7 @@ class Client(_Base[Stream]):
 
     def close(self) -> None:
         """Closes the connection; streams in progress end. Idempotent."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -696,6 +707,7 @@ class AsyncClient(_Base[AsyncStream]):
         return AsyncStream(self._connection()[1].Generate(message, timeout=timeout_s), transcript, self)
 
     async def _ask(self, call: _Call[T], timeout_s: float) -> T:
+        self._require_open()
         try:
             answer = await call.on(self._connection()[0])(call.request, timeout=_checked_timeout(timeout_s))
         except grpc.RpcError as error:
@@ -726,6 +738,7 @@ class AsyncClient(_Base[AsyncStream]):
 
     async def aclose(self) -> None:
         """Closes the connection; streams in progress end. Idempotent."""
+        self._closed = True
         if self._made is not None:
             await self._made[0].close()
 
