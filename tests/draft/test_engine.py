@@ -325,6 +325,10 @@ def test_a_sender_that_believes_a_session_to_be_open_is_told_once() -> None:
     harness.engine.receive([CloseSession("late", 0), open_session("late")])
     assert harness.engine.num_sessions == 0
     assert len(failures(harness)) == 2
+    # Of what is older than the end nothing is told, and the end is not forgotten for it.
+    harness.engine.receive([Commit("s", 1, 3, (1,)), open_session(epoch=4)])
+    assert harness.engine.num_sessions == 0
+    assert len(failures(harness)) == 2
 
 
 def test_what_is_kept_of_ended_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +338,7 @@ def test_what_is_kept_of_ended_sessions_is_bounded(monkeypatch: pytest.MonkeyPat
         harness.engine.receive([open_session(f"a{i}"), CloseSession(f"a{i}", 0), Commit(f"b{i}", 0, 1, (1,))])
         harness.engine.receive([CloseSession(f"c{i}", 0), open_session(f"d{i}", text=(VOCAB,))])
         failures(harness)
-    assert len(harness.engine._ended) == 8
+    assert len(harness.engine._ended) == len(harness.engine._denied) == 8
     assert not harness.engine._sessions
     assert not harness.engine._failures
 

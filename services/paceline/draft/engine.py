@@ -114,7 +114,9 @@ class DraftEngine:
         self._calibrations = {rule: Calibration(16) for rule in Rule}
         self._failures: list[SessionFailed] = []
         self._ended: OrderedDict[str, int] = OrderedDict()
-        """Epochs in which the last few sessions ended here, or were said not to be open: told once each."""
+        """Epochs in which the last few sessions ended here."""
+        self._denied: OrderedDict[str, int] = OrderedDict()
+        """Epochs in which the last few sessions were said not to be open: told once each."""
         self._prefill_next = True
 
     @property
@@ -133,7 +135,7 @@ class DraftEngine:
             elif isinstance(message, CloseSession):
                 if session is None:
                     self.stats.unknown_messages += 1
-                    self._remember(message.session_id, message.epoch)
+                    self._has_ended(message.session_id, message.epoch)
                 else:
                     self._close(session, message.epoch)
             elif session is None or message.epoch > session.epoch:
@@ -191,15 +193,14 @@ class DraftEngine:
             session = DraftSession(message, sampler, self._growth(message.speculation), self._calibrations)
             self._drafter.open(message.session_id, message.token_ids, sampler)
         except Exception as error:
-            self.stats.invalid_messages += isinstance(error, InvalidRequestError)
-            self.stats.refused_sessions += isinstance(error, ResourceExhaustedError)
             self._drafter.close(message.session_id)
+            self._has_ended(message.session_id, message.epoch)
             self._report(message.session_id, message.epoch, error)
         else:
             self._sessions[message.session_id] = session
 
     def _check_open(self, message: OpenSession) -> None:
-        """Raises for a session that cannot be served; token ids and seed are checked by its sampler."""
+        """Raises for a session that cannot be served; its sampler checks what it was asked for."""
         if len(self._sessions) >= self._max_sessions:
             raise ResourceExhaustedError(f"{len(self._sessions)} sessions are open: no more are allowed")
         if not 0 < message.num_prompt_tokens <= len(message.token_ids):
@@ -207,12 +208,20 @@ class DraftEngine:
                 f"num_prompt_tokens is {message.num_prompt_tokens}: "
                 f"1 to the context's length ({len(message.token_ids)}) are allowed"
             )
+        self._check_tokens("the context", message.token_ids)
+
+    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(f"{what} holds token id {token_id}: 0 to {self._vocab_size - 1} are allowed")
 
     def _unknown(self, message: Commit) -> None:
         """The sender believes that the session is open: it is told once that it is not."""
         self.stats.unknown_messages += 1
-        if self._ended.get(message.session_id) != message.epoch:
-            self._report(message.session_id, message.epoch, InvalidRequestError("is not open on this draft"))
+        session_id, epoch = message.session_id, message.epoch
+        if epoch > self._ended.get(session_id, -1) and epoch != self._denied.get(session_id):
+            _remember(self._denied, session_id, epoch)
+            self._report(session_id, epoch, EngineError("it is not open on this draft"))
 
     def _growth(self, params: SpeculationParams) -> Growth:
         k = 0 if params.mode is Mode.PLAIN else params.max_draft_tokens
@@ -226,14 +235,11 @@ class DraftEngine:
 
     def _close(self, session: DraftSession, epoch: int) -> None:
         del self._sessions[session.session_id]
-        self._remember(session.session_id, epoch)
+        self._has_ended(session.session_id, epoch)
         self._drafter.close(session.session_id)
 
-    def _remember(self, session_id: str, epoch: int) -> None:
-        self._ended[session_id] = epoch
-        self._ended.move_to_end(session_id)
-        while len(self._ended) > _NUM_REMEMBERED:
-            self._ended.popitem(last=False)
+    def _has_ended(self, session_id: str, epoch: int) -> None:
+        _remember(self._ended, session_id, max(epoch, self._ended.get(session_id, -1)))
 
     def _fail(self, session: DraftSession, error: Exception) -> None:
         self._close(session, session.epoch)
@@ -243,7 +249,8 @@ class DraftEngine:
         unforeseen = not isinstance(error, PacelineError)
         log.warning("session %s failed on the draft: %s", session_id, error, exc_info=error if unforeseen else None)
         self.stats.failed_sessions += 1
-        self._remember(session_id, epoch)
+        self.stats.invalid_messages += isinstance(error, InvalidRequestError)
+        self.stats.refused_sessions += isinstance(error, ResourceExhaustedError)
         self._failures.append(SessionFailed(session_id, epoch, f"{type(error).__name__}: {error}"))
 
     def _commit(self, session: DraftSession, message: Commit) -> None:
@@ -255,9 +262,7 @@ class DraftEngine:
         if message.context_len > tree.context_len:
             self.stats.lost_commits += 1
             raise EngineError(f"commits were lost: this one is at {message.context_len}, not {tree.context_len}")
-        if bad := [t for t in message.token_ids if not 0 <= t < self._vocab_size]:
-            self.stats.invalid_messages += 1
-            raise InvalidRequestError(f"token id {bad[0]} was committed: 0 to {self._vocab_size - 1} are allowed")
+        self._check_tokens("a commit", message.token_ids)
         if message.token_ids:
             self._observe(session, message.token_ids)
             session.sampler.append(message.token_ids)
@@ -392,3 +397,11 @@ class DraftEngine:
         if messages:
             self._emit(messages)
         return bool(messages)
+
+
+def _remember(epochs: OrderedDict[str, int], session_id: str, epoch: int) -> None:
+    """Notes the epoch of a session and forgets the sessions that were noted longest ago."""
+    epochs[session_id] = epoch
+    epochs.move_to_end(session_id)
+    while len(epochs) > _NUM_REMEMBERED:
+        epochs.popitem(last=False)
