@@ -23,6 +23,7 @@ from paceline.types import (
     CloseSession,
     Commit,
     DraftState,
+    Echo,
     FinishReason,
     InFlight,
     Mode,
@@ -171,17 +172,19 @@ statuses = st.builds(
     counters=st.dictionaries(st.text(max_size=8), numbers, max_size=4),
 )
 
-to_target = st.lists(opens() | closes | draft_states | trees, max_size=6)
+echoes = st.builds(Echo, uint64)
+to_target = st.lists(opens() | closes | draft_states | trees | echoes, max_size=6)
 from_target = st.lists(
     outcomes()
     | in_flights
     | st.builds(TreeLost, ids, uint64)
     | st.builds(SpeculationWanted, ids, uint64, st.booleans())
-    | failures,
+    | failures
+    | echoes,
     max_size=6,
 )
-to_draft = st.lists(opens() | closes | commits, max_size=6)
-from_draft = st.lists(trees | failures, max_size=6)
+to_draft = st.lists(opens() | closes | commits | echoes, max_size=6)
+from_draft = st.lists(trees | failures | echoes, max_size=6)
 
 
 def sent(message):
@@ -214,7 +217,7 @@ def test_from_draft_through_a_router(messages, status):
     assert (told, num_dropped) == (status, 0)
     assert len(relayed) == len(messages)
     for message, original in zip(relayed, messages, strict=True):
-        if isinstance(original, SessionFailed):
+        if isinstance(original, SessionFailed | Echo):
             assert message == original
         else:
             assert isinstance(message, RelayedNodes)

@@ -23,7 +23,7 @@ from grpc import aio
 
 from paceline.errors import EngineError
 from paceline.transport import start_server
-from paceline.types import CloseSession, OpenSession, Outcome, ReplicaStatus, SessionFailed
+from paceline.types import CloseSession, Echo, OpenSession, Outcome, ReplicaStatus, SessionFailed
 from paceline.workers import Emit, Engine, EngineFactory, ThreadWorker
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,13 @@ class EngineHost:
         async for batch in requests:
             messages, num_malformed = decode(batch)
             self.num_malformed += num_malformed
-            if mine := [m for m in messages if self._admit(stream, m)]:
+            mine = []
+            for message in messages:
+                if isinstance(message, Echo):
+                    stream.push(message)
+                elif self._admit(stream, message):
+                    mine.append(message)
+            if mine:
                 self._worker.send(mine)
 
     async def _write(self, stream: Stream, write: Callable[[Any], Awaitable[None]], encode: Encode) -> None:

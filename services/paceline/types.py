@@ -255,6 +255,14 @@ class DraftState:
 
 
 @dataclass(frozen=True, slots=True)
+class Echo:
+    """To a replica, which sends it back at once: what the way there and back takes. Of no session."""
+
+    sent_ns: int
+    """By the sender's own clock."""
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """What one target step did for one session."""
 

@@ -35,6 +35,7 @@ from paceline.types import (
     CloseSession,
     Commit,
     DraftState,
+    Echo,
     FinishReason,
     InFlight,
     Mode,
@@ -108,7 +109,7 @@ class RelayedNodes:
 
 
 def encode_to_target(
-    messages: Iterable[OpenSession | CloseSession | DraftState | Nodes | RelayedNodes],
+    messages: Iterable[OpenSession | CloseSession | DraftState | Nodes | RelayedNodes | Echo],
 ) -> target_pb2.ToTarget:
     """A batch for a target."""
     batch = target_pb2.ToTarget()
@@ -126,6 +127,8 @@ def encode_to_target(
             _write_open(message, command.open_session)
         elif isinstance(message, CloseSession):
             command.close_session.session_id, command.close_session.epoch = message.session_id, message.epoch
+        elif isinstance(message, Echo):
+            command.echo.sent_ns = message.sent_ns
         else:
             assert_never(message)
     return batch
@@ -133,12 +136,12 @@ def encode_to_target(
 
 def decode_to_target(
     batch: target_pb2.ToTarget,
-) -> tuple[list[OpenSession | CloseSession | DraftState | Nodes], int]:
+) -> tuple[list[OpenSession | CloseSession | DraftState | Nodes | Echo], int]:
     """The messages of a batch, and how many were dropped."""
-    messages: list[OpenSession | CloseSession | DraftState | Nodes] = []
+    messages: list[OpenSession | CloseSession | DraftState | Nodes | Echo] = []
     for command in batch.commands:
         kind = command.WhichOneof("command")
-        message: OpenSession | CloseSession | DraftState | Nodes | None = None
+        message: OpenSession | CloseSession | DraftState | Nodes | Echo | None = None
         if kind == "nodes":
             message = _read_nodes(command.nodes)
         elif kind == "draft_state":
@@ -149,13 +152,15 @@ def decode_to_target(
             message = _read_open(command.open_session)
         elif kind == "close_session":
             message = _read_close(command.close_session)
+        elif kind == "echo":
+            message = Echo(command.echo.sent_ns)
         if message is not None:
             messages.append(message)
     return messages, len(batch.commands) - len(messages)
 
 
 def encode_from_target(
-    messages: Iterable[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed],
+    messages: Iterable[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | Echo],
     status: ReplicaStatus | None = None,
 ) -> target_pb2.FromTarget:
     """A batch of a target's, with its status when that is due."""
@@ -176,6 +181,8 @@ def encode_from_target(
             wanted.session_id, wanted.epoch, wanted.wanted = message.session_id, message.epoch, message.wanted
         elif isinstance(message, SessionFailed):
             _write_failed(message, event.session_failed)
+        elif isinstance(message, Echo):
+            event.echo.sent_ns = message.sent_ns
         else:
             assert_never(message)
     if status is not None:
@@ -185,12 +192,12 @@ def encode_from_target(
 
 def decode_from_target(
     batch: target_pb2.FromTarget,
-) -> tuple[list[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed], ReplicaStatus | None, int]:
+) -> tuple[list[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | Echo], ReplicaStatus | None, int]:
     """The messages of a batch, the target's status if there is one, and how many of all these were dropped."""
-    messages: list[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed] = []
+    messages: list[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | Echo] = []
     for event in batch.events:
         kind = event.WhichOneof("event")
-        message: Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | None = None
+        message: Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | Echo | None = None
         if kind == "outcome":
             message = _read_outcome(event.outcome)
         elif kind == "in_flight":
@@ -205,6 +212,8 @@ def decode_from_target(
                 message = SpeculationWanted(session_id, event.speculation_wanted.epoch, event.speculation_wanted.wanted)
         elif kind == "session_failed":
             message = _read_failed(event.session_failed)
+        elif kind == "echo":
+            message = Echo(event.echo.sent_ns)
         if message is not None:
             messages.append(message)
     num_dropped = len(batch.events) - len(messages)
@@ -217,7 +226,7 @@ def decode_from_target(
 # -- router and draft --------------------------------------------------------------------------------------------------
 
 
-def encode_to_draft(messages: Iterable[OpenSession | CloseSession | Commit]) -> draft_pb2.ToDraft:
+def encode_to_draft(messages: Iterable[OpenSession | CloseSession | Commit | Echo]) -> draft_pb2.ToDraft:
     """A batch for a draft."""
     batch = draft_pb2.ToDraft()
     for message in messages:
@@ -232,17 +241,19 @@ def encode_to_draft(messages: Iterable[OpenSession | CloseSession | Commit]) -> 
             _write_open(message, command.open_session)
         elif isinstance(message, CloseSession):
             command.close_session.session_id, command.close_session.epoch = message.session_id, message.epoch
+        elif isinstance(message, Echo):
+            command.echo.sent_ns = message.sent_ns
         else:
             assert_never(message)
     return batch
 
 
-def decode_to_draft(batch: draft_pb2.ToDraft) -> tuple[list[OpenSession | CloseSession | Commit], int]:
+def decode_to_draft(batch: draft_pb2.ToDraft) -> tuple[list[OpenSession | CloseSession | Commit | Echo], int]:
     """The messages of a batch, and how many were dropped."""
-    messages: list[OpenSession | CloseSession | Commit] = []
+    messages: list[OpenSession | CloseSession | Commit | Echo] = []
     for command in batch.commands:
         kind = command.WhichOneof("command")
-        message: OpenSession | CloseSession | Commit | None = None
+        message: OpenSession | CloseSession | Commit | Echo | None = None
         if kind == "commit":
             if session_id := command.commit.session_id:
                 part = command.commit
@@ -252,13 +263,15 @@ def decode_to_draft(batch: draft_pb2.ToDraft) -> tuple[list[OpenSession | CloseS
             message = _read_open(command.open_session)
         elif kind == "close_session":
             message = _read_close(command.close_session)
+        elif kind == "echo":
+            message = Echo(command.echo.sent_ns)
         if message is not None:
             messages.append(message)
     return messages, len(batch.commands) - len(messages)
 
 
 def encode_from_draft(
-    messages: Iterable[Nodes | SessionFailed], status: ReplicaStatus | None = None
+    messages: Iterable[Nodes | SessionFailed | Echo], status: ReplicaStatus | None = None
 ) -> draft_pb2.FromDraft:
     """A batch of a draft's, with its status when that is due."""
     batch = draft_pb2.FromDraft()
@@ -268,6 +281,8 @@ def encode_from_draft(
             _write_nodes(message, event.nodes)
         elif isinstance(message, SessionFailed):
             _write_failed(message, event.session_failed)
+        elif isinstance(message, Echo):
+            event.echo.sent_ns = message.sent_ns
         else:
             assert_never(message)
     if status is not None:
@@ -277,20 +292,22 @@ def encode_from_draft(
 
 def decode_from_draft(
     batch: draft_pb2.FromDraft,
-) -> tuple[list[RelayedNodes | SessionFailed], ReplicaStatus | None, int]:
+) -> tuple[list[RelayedNodes | SessionFailed | Echo], ReplicaStatus | None, int]:
     """The messages of a batch, the draft's status if there is one, and how many of all these were dropped.
 
     The inside of nodes is not looked at: ``decode_to_target`` does that.
     """
-    messages: list[RelayedNodes | SessionFailed] = []
+    messages: list[RelayedNodes | SessionFailed | Echo] = []
     for event in batch.events:
         kind = event.WhichOneof("event")
-        message: RelayedNodes | SessionFailed | None = None
+        message: RelayedNodes | SessionFailed | Echo | None = None
         if kind == "nodes":
             if session_id := event.nodes.session_id:
                 message = RelayedNodes(session_id, event.nodes.epoch, event.nodes.context_len, event.nodes)
         elif kind == "session_failed":
             message = _read_failed(event.session_failed)
+        elif kind == "echo":
+            message = Echo(event.echo.sent_ns)
         if message is not None:
             messages.append(message)
     num_dropped = len(batch.events) - len(messages)

@@ -310,3 +310,22 @@ def test_a_draining_target_without_another_finishes_what_it_serves(checkpoints, 
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         run(test)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, plain, delay_s):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts, draft_delay_s=delay_s) as (router, _, _):
+            measured = []
+            (link,) = router._drafts.links.values()
+            link._on_latency = measured.append
+            _, result = await collect(router, PROMPT, sampling=ONE)
+            assert result.token_ids == plain(PROMPT, ONE)
+            assert result.speculation.accepted > 0
+            await until(lambda: measured)
+            assert 2 * delay_s < min(measured) < 2 * delay_s + 0.2
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)

@@ -20,7 +20,7 @@ from grpc import aio
 
 from paceline.router.pool import Member
 from paceline.transport import CHANNEL_OPTIONS, TOKEN_KEY
-from paceline.types import ReplicaStatus
+from paceline.types import Echo, ReplicaStatus
 from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
 from paceline.wire import decode_from_draft, decode_from_target, encode_to_draft, encode_to_target
 
@@ -54,11 +54,14 @@ class Link:
         *,
         on_messages: Callable[[Link, Sequence[Any]], None],
         on_change: Callable[[Link], None],
+        on_latency: Callable[[float], None] | None = None,
         silence_s: float,
         token: str = "",
         delay_s: float = 0.0,
     ) -> None:
         """``on_change``: it came up, went down, or its status changed. ``silence_s``: when a silent replica is down.
+
+        ``on_latency`` takes what the way there and back takes, in seconds, with every heartbeat.
 
         ``delay_s`` is added to every message in both directions, for experiments with slow networks.
         """
@@ -72,11 +75,12 @@ class Link:
         self.num_malformed = 0
         self.sessions: dict[str, Any] = {}
         """This router's sessions on the replica, by session id. Kept by the router."""
-        self._on_messages, self._on_change = on_messages, on_change
+        self._on_messages, self._on_change, self._on_latency = on_messages, on_change, on_latency
         self._silence_s, self._delay_s, self._token = silence_s, delay_s, token
         self._outbox: list[Any] = []
         self._wake = asyncio.Event()
         self._heard_at = 0.0
+        self._echo_due = False
         self._num_others = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -157,8 +161,18 @@ class Link:
     def _hear(self, messages: Sequence[Any], status: ReplicaStatus | None) -> None:
         if status is not None:
             self._note(status)
+        if self._echo_due:
+            messages = [message for message in messages if not self._is_echo(message)]
         if messages and self.up:
             self._on_messages(self, messages)
+
+    def _is_echo(self, message: Any) -> bool:
+        if not isinstance(message, Echo):
+            return False
+        self._echo_due = False
+        if self._on_latency is not None:
+            self._on_latency((time.monotonic_ns() - message.sent_ns) / 1e9)
+        return True
 
     async def _write(self, call: Any) -> str:
         try:
@@ -190,6 +204,8 @@ class Link:
                 return
             self.up, self.reason = True, ""
             log.info("%s %s is up at %s", self.kind.name, self.member.replica_id, self.member.address)
+        self._echo_due = True
+        self.send([Echo(time.monotonic_ns())])
         self._on_change(self)
 
     def _down(self, reason: str) -> None:

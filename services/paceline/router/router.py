@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.metrics import RouterMetrics
 from paceline.router.link import DRAFT, TARGET, Link, StreamKind, stop_links
-from paceline.router.pool import PREFIX_TOKENS, Candidate, Lease, Pool, PrefixIndex, choose
+from paceline.router.pool import PREFIX_TOKENS, Candidate, Lease, Member, Pool, PrefixIndex, choose
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Chunk, Result, Session, ToDraft, ToTarget
 from paceline.tokenization import Tokenizer, encode_prompt
@@ -98,7 +98,7 @@ class _Live:
 class _Side:
     """The replicas of one kind: their links, and which of them take sessions."""
 
-    def __init__(self, pool: Pool, make_link: Callable[[Any], Link]) -> None:
+    def __init__(self, pool: Pool, make_link: Callable[[Member], Link]) -> None:
         self.pool = pool
         self.links: dict[str, Link] = {}
         self._make_link = make_link
@@ -160,17 +160,18 @@ class Router:
         self._closing: set[asyncio.Task[None]] = set()
         self._started_s = clock()
 
-        def link(kind: StreamKind, silence_s: float, on_messages: Any, delay_s: float) -> Callable[[Any], Link]:
-            return lambda member: Link(
-                member, kind, on_messages=on_messages, on_change=self._on_link, silence_s=silence_s,
-                token=token, delay_s=delay_s,
-            )  # fmt: skip
+        def link(kind: StreamKind, **options: Any) -> Callable[[Member], Link]:
+            return lambda member: Link(member, kind, on_change=self._on_link, token=token, **options)
 
-        self._targets = _Side(targets, link(TARGET, settings.target_timeout_s, self._from_target, 0.0))
-        self._drafts = (
-            None if drafts is None
-            else _Side(drafts, link(DRAFT, settings.draft_timeout_s, self._from_draft, draft_delay_s))
-        )  # fmt: skip
+        self._targets = _Side(targets, link(TARGET, on_messages=self._from_target, silence_s=settings.target_timeout_s))
+        to_draft = link(
+            DRAFT,
+            on_messages=self._from_draft,
+            on_latency=metrics.draft_link,
+            silence_s=settings.draft_timeout_s,
+            delay_s=draft_delay_s,
+        )
+        self._drafts = None if drafts is None else _Side(drafts, to_draft)
 
     # -- life ----------------------------------------------------------------------------------------------
 

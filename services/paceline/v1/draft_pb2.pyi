@@ -48,24 +48,28 @@ class DraftCommand(_message.Message):
     OPEN_SESSION_FIELD_NUMBER: _builtins.int
     CLOSE_SESSION_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open_session(self) -> _types_pb2.OpenSession: ...
     @_builtins.property
     def close_session(self) -> _types_pb2.CloseSession: ...
     @_builtins.property
     def commit(self) -> Global___Commit: ...
+    @_builtins.property
+    def echo(self) -> _types_pb2.Echo: ...
     def __init__(
         self,
         *,
         open_session: _types_pb2.OpenSession | None = ...,
         close_session: _types_pb2.CloseSession | None = ...,
         commit: Global___Commit | None = ...,
+        echo: _types_pb2.Echo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "open_session", b"open_session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "echo", b"echo", "open_session", b"open_session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "open_session", b"open_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "echo", b"echo", "open_session", b"open_session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "commit"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "commit", "echo"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -147,21 +151,25 @@ class DraftEvent(_message.Message):
 
     NODES_FIELD_NUMBER: _builtins.int
     SESSION_FAILED_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def nodes(self) -> _types_pb2.Nodes: ...
     @_builtins.property
     def session_failed(self) -> _types_pb2.SessionFailed: ...
+    @_builtins.property
+    def echo(self) -> _types_pb2.Echo: ...
     def __init__(
         self,
         *,
         nodes: _types_pb2.Nodes | None = ...,
         session_failed: _types_pb2.SessionFailed | None = ...,
+        echo: _types_pb2.Echo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "nodes", b"nodes", "session_failed", b"session_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "nodes", b"nodes", "session_failed", b"session_failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "nodes", b"nodes", "session_failed", b"session_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "nodes", b"nodes", "session_failed", b"session_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["nodes", "session_failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["nodes", "session_failed", "echo"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

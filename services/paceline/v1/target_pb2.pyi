@@ -49,6 +49,7 @@ class TargetCommand(_message.Message):
     CLOSE_SESSION_FIELD_NUMBER: _builtins.int
     DRAFT_STATE_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open_session(self) -> _types_pb2.OpenSession: ...
     @_builtins.property
@@ -57,6 +58,8 @@ class TargetCommand(_message.Message):
     def draft_state(self) -> Global___DraftState: ...
     @_builtins.property
     def nodes(self) -> _types_pb2.Nodes: ...
+    @_builtins.property
+    def echo(self) -> _types_pb2.Echo: ...
     def __init__(
         self,
         *,
@@ -64,12 +67,13 @@ class TargetCommand(_message.Message):
         close_session: _types_pb2.CloseSession | None = ...,
         draft_state: Global___DraftState | None = ...,
         nodes: _types_pb2.Nodes | None = ...,
+        echo: _types_pb2.Echo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "draft_state", b"draft_state", "nodes", b"nodes", "open_session", b"open_session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "draft_state", b"draft_state", "echo", b"echo", "nodes", b"nodes", "open_session", b"open_session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "draft_state", b"draft_state", "nodes", b"nodes", "open_session", b"open_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "draft_state", b"draft_state", "echo", b"echo", "nodes", b"nodes", "open_session", b"open_session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "draft_state", "nodes"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "draft_state", "nodes", "echo"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -149,6 +153,7 @@ class TargetEvent(_message.Message):
     TREE_LOST_FIELD_NUMBER: _builtins.int
     SESSION_FAILED_FIELD_NUMBER: _builtins.int
     SPECULATION_WANTED_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcome(self) -> Global___Outcome: ...
     @_builtins.property
@@ -159,6 +164,8 @@ class TargetEvent(_message.Message):
     def session_failed(self) -> _types_pb2.SessionFailed: ...
     @_builtins.property
     def speculation_wanted(self) -> Global___SpeculationWanted: ...
+    @_builtins.property
+    def echo(self) -> _types_pb2.Echo: ...
     def __init__(
         self,
         *,
@@ -167,12 +174,13 @@ class TargetEvent(_message.Message):
         tree_lost: Global___TreeLost | None = ...,
         session_failed: _types_pb2.SessionFailed | None = ...,
         speculation_wanted: Global___SpeculationWanted | None = ...,
+        echo: _types_pb2.Echo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "tree_lost", b"tree_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "tree_lost", b"tree_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -536,6 +536,28 @@ class CloseSession(_message.Message):
 Global___CloseSession: _TypeAlias = CloseSession  # noqa: Y015
 
 @_typing.final
+class Echo(_message.Message):
+    """Sent back as it is, at once: what the way there and back takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_NS_FIELD_NUMBER: _builtins.int
+    sent_ns: _builtins.int
+    """By the sender's own clock."""
+    def __init__(
+        self,
+        *,
+        sent_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_ns", b"sent_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Echo: _TypeAlias = Echo  # noqa: Y015
+
+@_typing.final
 class SessionFailed(_message.Message):
     """This session cannot go on at the replica that sends this."""
 
