@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
+from prometheus_client import generate_latest
 from ray import serve
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve import Application
@@ -35,9 +36,10 @@ from paceline.config import (
     apply_worker_environment,
 )
 from paceline.cores import CoreClaim
-from paceline.errors import ConfigError, EngineError, NotFoundError, PacelineError
+from paceline.errors import ConfigError, DeadlineExceededError, EngineError, NotFoundError, PacelineError
 from paceline.metrics import Registry, ReplicaMetrics, RouterMetrics
 from paceline.monitor import Monitor, Report, Reporter, ServerInfo
+from paceline.router.pool import Lease
 from paceline.router.router import ModelFacts
 from paceline.status import to_status
 from paceline.tokenization import load_tokenizer, require_same_tokens
@@ -130,7 +132,7 @@ class _Notes(logging.Handler):
 
 
 class _Pusher:
-    """Sends something to the monitor once a second; a monitor that is away is no reason to stop."""
+    """Does something once a second, such as a report to the monitor; one that is away is no reason to stop."""
 
     def __init__(self, send: Callable[[], Awaitable[Any]]) -> None:
         self._send = send
@@ -143,7 +145,7 @@ class _Pusher:
                 async with asyncio.timeout(_CONTROL_TIMEOUT_S):
                     await self._send()
             except Exception as error:
-                log.debug("a report was not taken: %s", error)
+                log.debug("%s failed: %s", self._send, error)
             await asyncio.sleep(max(0.0, started + _REPORT_S - time.monotonic()))
 
     async def stop(self) -> None:
@@ -172,6 +174,7 @@ class _EngineReplica:
         self._metrics = ReplicaMetrics(registry)
         self._reporter = Reporter(self._replica_id, self.kind, registry)
         self._pusher: _Pusher | None = None
+        self._num_leases = 0
         self._stopped = False
         notes = _Notes(f"loading {self._model()}")
         logging.getLogger("paceline").addHandler(notes)
@@ -221,9 +224,17 @@ class _EngineReplica:
 
     async def lease(self, session_id: str) -> AsyncIterator[None]:
         """A session's place here: open until whoever asked for it cancels, or dies."""
-        while True:
-            yield None
-            await asyncio.sleep(_LEASE_BEAT_S)
+        self._num_leases += 1
+        try:
+            while True:
+                yield None
+                await asyncio.sleep(_LEASE_BEAT_S)
+        finally:
+            self._num_leases -= 1
+
+    async def num_leases(self) -> int:
+        """Leases that are open here."""
+        return self._num_leases
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where routers find it. Read once."""
@@ -364,7 +375,7 @@ class Router:
         self._pools = [ServePool("target", targets)]
         if drafts is not None:
             self._pools.append(ServePool("draft", drafts))
-        registry = Registry(self._replica_id, mirror=True)
+        self._registry = registry = Registry(self._replica_id, mirror=True)
         model_id = self.config.target_config.model_loading_config.model_id
         self._reporter = Reporter(self._replica_id, "router", registry)
         self._router = core.Router(
@@ -380,19 +391,25 @@ class Router:
         self._peers: DeploymentHandle | None = None
         self._dtype: str | None = None
         self._stopped = False
+        self._demand: Lease | None = None
         await self._router.start()
-        self._pusher = _Pusher(self._report)
+        self._pushers = [_Pusher(self._report), _Pusher(self._ask_for_drafts)]
 
     # -- the public service --
 
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """See protos/paceline/v1/generation.proto."""
+        request.request_id = request.request_id or secrets.token_hex(8)
+        deadline = _Deadline(self.config.router_config.default_deadline_s, self._door.cancel, request.request_id)
         try:
             async with contextlib.aclosing(self._door.generate(request)) as responses:
                 async for response in responses:
+                    deadline.check(response.HasField("complete"))
                     yield response
         except Exception as error:
             _set_status(grpc_context, error)
+        finally:
+            deadline.stop()
 
     async def Cancel(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto. The request may be with another router: all are asked."""
@@ -406,6 +423,18 @@ class Router:
     async def is_ready(self) -> bool:
         """Whether a request would be served now."""
         return self._router.ready
+
+    async def statuses(self) -> Mapping[str, list[ReplicaStatus]]:
+        """What the replicas that are up said last, by kind."""
+        return self._router.statuses()
+
+    async def num_requests(self) -> int:
+        """Requests that run or wait here."""
+        return self._router.num_running + self._router.num_queued
+
+    async def own_metrics(self) -> str:
+        """The metrics of this router alone, in Prometheus' text format."""
+        return generate_latest(self._registry.collectors).decode()
 
     async def cancel_here(self, request_id: str) -> bool:
         """Cancels a request if it is with this router."""
@@ -513,7 +542,8 @@ class Router:
     async def stop(self) -> None:
         """Fails what is in progress, gives all leases back. Idempotent."""
         self._stopped = True
-        await self._pusher.stop()
+        for pusher in self._pushers:
+            await pusher.stop()
         await self._router.stop()
         for pool in self._pools:
             await pool.stop()
@@ -537,6 +567,17 @@ class Router:
         )
         await self._monitor.push.remote(self._reporter.report(status))
 
+    async def _ask_for_drafts(self) -> None:
+        """A lease without a replica wakes a draft pool that has been scaled to zero while requests run."""
+        if len(self._pools) < 2:
+            return
+        wanted = self._router.num_running > 0 and not self._pools[1].members()
+        if wanted and self._demand is None:
+            self._demand = self._pools[1].lease(f"{self._router.router_id}.draft-demand", None)
+        elif not wanted and self._demand is not None:
+            self._demand.close()
+            self._demand = None
+
     async def _ask_peers(self, method: str, *args: Any) -> list[Any]:
         """What all routers answer, this one included; those that fail are left out."""
         if self._peers is None:
@@ -549,6 +590,30 @@ class Router:
             log.info("the other routers could not be asked: %s", error)
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+class _Deadline:
+    """Ends a request after the configured time. A client's own deadline is gRPC's matter: Serve does not show it."""
+
+    def __init__(self, timeout_s: float | None, cancel: Callable[[str], bool], request_id: str) -> None:
+        self._timeout_s, self._cancel, self._request_id = timeout_s, cancel, request_id
+        self._passed = False
+        self._timer = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._pass)
+
+    def check(self, is_last: bool) -> None:
+        """Raises DeadlineExceededError if this is the end of a request that was cancelled for its time."""
+        if self._passed and is_last:
+            raise DeadlineExceededError(f"the request took longer than the {self._timeout_s:g} s that it is given here")
+
+    def stop(self) -> None:
+        """The request has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _pass(self) -> None:
+        self._passed = self._cancel(self._request_id)
 
 
 _HEALTH_SERVICES = ("", "paceline.v1.GenerationService")

@@ -16,10 +16,11 @@ import json
 import logging
 import math
 import os
+import random
 import re
-import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +29,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from paceline.checks import Severity, check_service
+from paceline import janitor
+from paceline.checks import require_service
 from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
 
@@ -47,6 +49,7 @@ _GONE_AFTER = 20
 _OBJECT_STORE_BYTES = 80 << 20
 _DRAIN_S = 2.0
 _MANY = 16
+_PORTS = (20000, 30000)
 
 
 def add_parser(commands: Any) -> None:
@@ -136,11 +139,8 @@ def _loading(flag: str, value: str) -> dict[str, str]:
 def run_serve(args: argparse.Namespace) -> int:
     """``paceline serve``."""
     config = read_config(args)
-    for finding in check_service(config, ports=args.address is None):
-        if finding.severity is Severity.ERROR:
-            raise ConfigError(finding.message)
-        if not (args.address is None and finding.message.endswith("wait for ever")):  # our own Ray takes them all
-            log.warning("%s", finding.message)
+    local = args.address is None
+    require_service(config, memory=local, cores=False, ports=local)  # our own Ray is told of as many cores as it takes
     with Service(config, address=args.address, dashboard=args.dashboard, verbose=args.verbose) as service:
         return service.run()
 
@@ -153,7 +153,7 @@ def serve_environment(folder: Path) -> dict[str, str]:
 
     ``folder`` takes what HAProxy keeps on disk. Only set what the user has not set.
     """
-    stats_port, metrics_port = _free_ports(2)
+    stats_port, metrics_port = free_ports(2)
     wanted = {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",  # Serve's Python proxy loses some cancellations
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code, Serve's code and both gRPC servers on one loop
@@ -174,12 +174,23 @@ def serve_environment(folder: Path) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+def _socket_folder() -> Path:
+    """A new folder for sockets, whose paths must be short: HAProxy takes 97 characters, of which Serve adds 70."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="paceline-", dir=base if len(base) <= 8 else "/tmp"))
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody uses now, below those that systems hand out to outgoing connections by themselves:
+    what is free there stays free while Ray starts and takes dozens."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("", port))
+            if port not in ports:
+                ports.append(port)
+    return ports
 
 
 def reserved_cpus(config: ServiceConfig) -> int:
@@ -213,7 +224,8 @@ class Service:
         self.config = config
         self._address, self._dashboard, self._verbose = address, dashboard, verbose
         self._ray_options = ray_options or {}
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._folder = _socket_folder()
+        self._janitor: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
         self._deployed = False
         self._stopping: asyncio.Event | None = None
@@ -234,7 +246,12 @@ class Service:
         self.stop()
 
     def start(self) -> None:
-        """Starts Ray and Serve and deploys, without waiting for the replicas. Raises ConfigError or EngineError."""
+        """Starts Ray and Serve, and deploys, without waiting for the replicas. Raises ConfigError or EngineError."""
+        self._janitor = subprocess.Popen(
+            [sys.executable, "-I", "-S", janitor.__file__, str(self._folder)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         os.environ.update(serve_environment(self._folder))
         signal.signal(signal.SIGTERM, self._interrupt)
         import ray
@@ -252,28 +269,29 @@ class Service:
                 "num_cpus": reserved_cpus(self.config),
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
-        _say(
-            f"starting Ray on this machine, {options['num_cpus']} replica slots"
-            if local
-            else f"joining {self._address}"
-        )
+        _say("starting Ray on this machine" if local else f"joining the Ray cluster at {self._address}")
         try:
             ray.init(address=self._address or "local", **(options | self._ray_options))
         except ConnectionError as error:
             raise ConfigError(f"--address {self._address}: no Ray cluster answers there ({_first(error)})") from error
         signal.signal(signal.SIGTERM, self._interrupt)  # Ray has set its own
         server = self.config.server
-        serve.start(
-            proxy_location="HeadOnly" if local else "EveryNode",
-            http_options={"host": server.host, "port": server.http_port},
-            grpc_options=gRPCOptions(port=server.grpc_port, grpc_servicer_functions=GRPC_SERVICES),
-        )
-        self._deployed = True
-        serve.run_many(
-            [serve.RunTarget(target=build(self.config), name=APPLICATION, route_prefix="/")],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
+        try:
+            serve.start(
+                proxy_location="HeadOnly" if local else "EveryNode",
+                http_options={"host": server.host, "port": server.http_port},
+                grpc_options=gRPCOptions(port=server.grpc_port, grpc_servicer_functions=GRPC_SERVICES),
+            )
+            self._deployed = True
+            serve.run_many(
+                [serve.RunTarget(target=build(self.config), name=APPLICATION, route_prefix="/")],
+                wait_for_ingress_deployment_creation=False,
+                wait_for_applications_running=False,
+            )
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"Ray Serve could not be started: {_gist(str(error))}") from error
 
     def run(self) -> int:
         """Until it is interrupted; returns the exit status. Raises ConfigError or EngineError if it cannot go on."""
@@ -291,9 +309,9 @@ class Service:
                 self._stop_serve()
             with _quiet():
                 ray.shutdown()
-        if self._address is None:
-            _end_strays(self._folder)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._janitor is not None:
+            self._janitor.communicate(b"x")
+            self._janitor = None
 
     def _stop_serve(self) -> None:
         from ray import serve
@@ -455,11 +473,3 @@ def _quiet() -> Iterator[None]:
     """Ray reports the end of its own processes as errors."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
-
-
-def _end_strays(folder: Path) -> None:
-    """Ends an HAProxy of ours whose keeper was killed before it could: the folder is on its command line."""
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if str(folder).encode() in entry.read_bytes() and int(entry.parent.name) != os.getpid():
-                os.kill(int(entry.parent.name), signal.SIGKILL)
