@@ -287,10 +287,11 @@ def corrupted(link: str, message: Any, rng: random.Random) -> Any:
         changes += [{"token_ids": (*message.token_ids, token)} for token in (VOCAB, -1, 2**31, 11)]
         changes += [{"token_ids": tuple((t + 1) % VOCAB for t in message.token_ids)}, {"token_ids": ()}]
     elif isinstance(message, OpenSession):
-        changes += [{"token_ids": ()}, {"token_ids": (*message.token_ids[:-1], VOCAB)}]
+        changes += [{"token_ids": ()}, {"token_ids": (VOCAB, *message.token_ids[1:])}]
         if link == "to_draft":  # a target could not know better: the text would be that of another request
             changes += [{"num_prompt_tokens": n} for n in (0, -1, len(message.token_ids) + 1)]
             changes += [{"seed": -1}, {"seed": message.seed ^ 1}]
+            changes += [{"token_ids": (*message.token_ids[:-1], token)} for token in (VOCAB, -1)]
     elif isinstance(message, DraftState):
         changes += [{"available": not message.available}]
         changes += [{"context_len": message.context_len + d} for d in (-1, 1, 10**6, -(10**6))]
