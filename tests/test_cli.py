@@ -312,11 +312,13 @@ def test_a_model_id_that_nothing_resolves(capfd):
 
 
 @pytest.mark.slow
-def test_the_demo_compares_both_modes():
-    done = run("demo", "--max-tokens", "24", "--repeats", "2", *EAGER)
+@pytest.mark.parametrize("place", [["--local"], pytest.param([], marks=pytest.mark.ray)], ids=["local", "service"])
+def test_the_demo_compares_both_modes(place):
+    done = run("demo", "--max-tokens", "24", "--repeats", "2", *EAGER, *place)
     assert done.returncode == 0, done.stderr
     assert "identical in all 4 runs (24 tokens each)" in done.stdout
-    assert done.stderr == ""
+    if place:
+        assert done.stderr == ""
 
 
 def test_an_over_long_prompt_is_refused(capfd):

@@ -81,9 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="overlapped against plain decoding",
-        description="Decodes one prompt plain and overlapped, in turn, and compares tokens and speed.",
+        description="Starts the service, decodes one prompt plain and overlapped, in turn, and compares tokens and "
+        "speed.",
     )
-    _add_model_flags(demo)
+    _add_model_flags(demo, local="run both engines under this process instead of the service")
     demo.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
     demo.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
     demo.add_argument("--seed", type=int, default=1, metavar="S", help="default 1")
@@ -93,11 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+def _add_model_flags(
+    parser: argparse.ArgumentParser, local: str = "run both engines on this machine (the default)"
+) -> None:
     group = parser.add_argument_group("models")
-    group.add_argument(
-        "--local", action="store_true", default=None, help="run both engines on this machine (the default)"
-    )
+    group.add_argument("--local", action="store_true", default=None, help=local)
     group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
     group.add_argument("--draft", metavar="ID_OR_PATH", help="draft model (default: the embedded one)")
     group.add_argument("--drafter", choices=["model", "ngram"], help="what proposes tokens (default: model)")

@@ -1,18 +1,26 @@
 """``paceline demo``: one prompt, decoded plain and overlapped in turn; the tokens must be the same.
 
-All runs use the same pair of running engines, and the modes alternate, so a machine that drifts does so for both.
+Starts the service, asks it over gRPC and stops it; with ``--local`` both engines run under this process instead. All
+runs use the same pair of running engines, and the modes alternate, so a machine that drifts does so for both.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import statistics
+import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Protocol
 
 from paceline.cli import EXIT_ENGINE, local_config, write_text
-from paceline.errors import InvalidRequestError
+from paceline.client import Client
+from paceline.errors import EngineError, InvalidRequestError
 from paceline.local import LocalPipeline
-from paceline.router.session import Result
+from paceline.router.session import Chunk, Result
+from paceline.serve import free_ports
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
 PROMPT = '''"""Helpers for reading configuration files."""
@@ -28,6 +36,7 @@ class ConfigReader:
 '''
 _MODES = (Mode.PLAIN, Mode.OVERLAPPED)
 _WARM_UP_TOKENS = 48
+_STOP_S = 60.0
 _MEANING = """\
 tokens/s    median of the runs, fastest and slowest in brackets; the tokens of the first outcome are not counted
 per step    tokens that one forward of the target yields: 1 without a draft
@@ -46,15 +55,14 @@ def run_demo(args: argparse.Namespace) -> int:
     results: dict[Mode, list[Result]] = {mode: [] for mode in _MODES}
     pipeline = LocalPipeline(local_config(args))
     pipeline.load()
-    token_ids = pipeline.encode(PROMPT, sampling)
-    print("starting both engines", flush=True)
-    with pipeline:
+    pipeline.encode(PROMPT, sampling)  # refuses what cannot be served before anything is started
+    with _started(pipeline) if args.local else _service(args) as source:
         warm_up = SamplingParams(max_tokens=min(_WARM_UP_TOKENS, args.max_tokens))
         for mode in _MODES:
-            _ = pipeline.generate(token_ids, warm_up, SpeculationParams(mode=mode)).result
+            _ = source.generate(PROMPT, warm_up, SpeculationParams(mode=mode)).result
         for repeat in range(args.repeats):
             for mode in _MODES:
-                generation = pipeline.generate(token_ids, sampling, SpeculationParams(mode=mode))
+                generation = source.generate(PROMPT, sampling, SpeculationParams(mode=mode))
                 if repeat == 0:
                     print(f"--- {mode.value} {'-' * (68 - len(mode.value))}")
                     sys.stdout.write(PROMPT)
@@ -65,6 +73,61 @@ def run_demo(args: argparse.Namespace) -> int:
     if args.target is None and args.draft is None:
         print(f"\n{_SMALL_PAIR}\n")
     return _compare([result for mode in _MODES for result in results[mode]])
+
+
+class _Run(Protocol):
+    """A request in progress."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+    @property
+    def result(self) -> Result: ...
+
+
+class _Source(Protocol):
+    """The service or the one-process pipeline."""
+
+    def generate(self, prompt: str, sampling: SamplingParams, speculation: SpeculationParams, /) -> _Run: ...
+
+
+@contextlib.contextmanager
+def _started(pipeline: LocalPipeline) -> Iterator[_Source]:
+    print("starting both engines", flush=True)
+    with pipeline:
+        yield pipeline
+
+
+@contextlib.contextmanager
+def _service(args: argparse.Namespace) -> Iterator[_Source]:
+    """``paceline serve`` with the same models on free ports, until the end of the block."""
+    grpc_port, http_port = free_ports(2)
+    command = [sys.executable, "-m", "paceline", "serve", "--host", "127.0.0.1"]
+    command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
+    for name in ("target", "draft", "drafter", "dtype"):
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name}", value]
+    if args.compile is not None:
+        command.append("--compile" if args.compile else "--no-compile")
+    if args.verbose:
+        command.append("--verbose")
+    print("starting the service:", " ".join(["paceline", *command[3:]]), flush=True)
+    service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert service.stdout is not None
+        for line in service.stdout:
+            print(line, end="", flush=True)
+            if line.strip() == "ready":
+                break
+        else:
+            raise EngineError(f"the service could not be started: it ended with status {service.wait()}")
+        with Client(f"127.0.0.1:{grpc_port}") as client:
+            yield client
+    finally:
+        service.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            service.wait(_STOP_S)
+        service.kill()
+        service.wait()
 
 
 def table(results: dict[Mode, list[Result]]) -> str:

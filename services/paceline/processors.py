@@ -65,6 +65,7 @@ class SamplerState:
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         params.check_vocabulary(vocab_size)
         self._check("the prompt", prompt_token_ids)
+        self._check("the output", output_token_ids)
         self.greedy = params.temperature == 0
         self.temperature = 1.0 if self.greedy else max(params.temperature, _MIN_TEMPERATURE)
         # Greedy rows are never truncated: it would not change the argmax, only what its logprob means.

@@ -188,8 +188,13 @@ class Link:
 
     async def _listen(self) -> str:
         self._heard_at = time.monotonic()
+        period_s = self._silence_s / 5
         while True:
-            await asyncio.sleep(self._silence_s / 5)
+            started = time.monotonic()
+            await asyncio.sleep(period_s)
+            lag_s = time.monotonic() - started - period_s
+            if lag_s > period_s:  # this loop was held up, and heard nobody meanwhile
+                self._heard_at += lag_s
             silent_s = time.monotonic() - self._heard_at
             if silent_s > (self._silence_s if self.up else _CONNECT_TIMEOUT_S):
                 return f"silent for {silent_s:.1f} s"
