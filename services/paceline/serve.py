@@ -49,7 +49,7 @@ _GONE_AFTER = 20
 _OBJECT_STORE_BYTES = 80 << 20
 _DRAIN_S = 2.0
 _MANY = 16
-_PORTS = (20000, 30000)
+_PORTS, _BLOCK_PORTS, _BLOCK = (26000, 32000), (10000, 26000), 64
 
 
 def add_parser(commands: Any) -> None:
@@ -154,6 +154,10 @@ def serve_environment(folder: Path) -> dict[str, str]:
     ``folder`` takes what HAProxy keeps on disk. Only set what the user has not set.
     """
     stats_port, metrics_port = free_ports(2)
+    # Routers listen with SO_REUSEPORT on the first port of Serve's range: two clusters of one machine would share it,
+    # and each get some of the other's requests.
+    router_ports = _free_block()
+    middle = router_ports + _BLOCK // 2
     wanted = {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",  # Serve's Python proxy loses some cancellations
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code, Serve's code and both gRPC servers on one loop
@@ -167,6 +171,10 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(router_ports),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(middle - 1),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(middle),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(router_ports + _BLOCK - 1),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAIN_S),
         "RAY_SERVE_PORT_QUARANTINE_S": "0",  # all routers belong to one application
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -186,11 +194,26 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     while len(ports) < count:
         port = random.randrange(*_PORTS)
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("", port))
-            if port not in ports:
-                ports.append(port)
+        if port not in ports and _is_free(port):
+            ports.append(port)
     return ports
+
+
+def _free_block() -> int:
+    """The first of _BLOCK ports in a row that nobody uses now."""
+    while True:
+        first = random.randrange(*_BLOCK_PORTS, _BLOCK)
+        if all(_is_free(port) for port in range(first, first + _BLOCK)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def reserved_cpus(config: ServiceConfig) -> int:
@@ -395,7 +418,8 @@ class _Watch:
         for name, deployment in application.deployments.items():
             self._look_at(name, deployment)
         if _name(application.status) == "DEPLOY_FAILED":
-            raise reason_of(application.message)
+            messages = [d.message for d in application.deployments.values() if _name(d.status) == "DEPLOY_FAILED"]
+            raise reason_of("\n".join([application.message, *messages]))
         if not self._ready:
             await self._look_at_start(application)
 

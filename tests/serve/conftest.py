@@ -119,11 +119,13 @@ def pair(tmp_path_factory):
 def app(pair):
     """The application on a cluster of its own, ready."""
     folder = Path(tempfile.mkdtemp(prefix="pl-"))  # sockets need short paths
+    with pytest.MonkeyPatch.context() as patch:  # in this process handles outlive the loop of a test
+        patch.setenv("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "1")
+        from ray import serve
     own = {**serve_environment(folder), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     import ray
-    from ray import serve
 
     from paceline.app import APPLICATION, GRPC_SERVICES, build
 

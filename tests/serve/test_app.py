@@ -25,8 +25,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
+LIMIT_S = 90
 LONG = 1500
 """Tokens of a stream that outlives what is done to it."""
+
+
+def finish(coroutine):
+    """Its result; a test that hangs says where."""
+
+    async def run():
+        async with asyncio.timeout(LIMIT_S):
+            return await coroutine
+
+    return asyncio.run(run())
 
 
 def request(text, max_tokens=32, *, seed=None, temperature=0.0, mode=None, request_id=""):
@@ -111,11 +122,11 @@ def test_streams_equal_plain_decoding_in_one_process(app):
         async with stub_of(app) as stub:
             return await asyncio.gather(*(collect(stub.Generate(request(p, 64))) for p in prompts))
 
-    results = asyncio.run(run())
+    results = finish(run())
     assert [ids for ids, _, _ in results] == plain(app, prompts, 64)
     assert all(c.finish_reason == "length" and c.completion_tokens == 64 for _, _, c in results)
     assert sum(c.speculation.accepted for _, _, c in results) > 0
-    asyncio.run(assert_all_free(app))
+    finish(assert_all_free(app))
 
 
 def test_errors_come_with_status_details_and_trailers(app):
@@ -126,7 +137,7 @@ def test_errors_come_with_status_details_and_trailers(app):
                 await collect(call)
             return caught.value
 
-    error = asyncio.run(run())
+    error = finish(run())
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "max_tokens is 1000000" in error.details()
     assert dict(error.trailing_metadata())["paceline-error"] == "PromptTooLongError"
@@ -167,7 +178,7 @@ def test_every_cancel_frees_the_session_everywhere(app, how):
         await assert_all_free(app)
         assert await ended(app) == finished, "a cancelled request ran to its end"
 
-    asyncio.run(run())
+    finish(run())
 
 
 async def ended(app):
@@ -185,7 +196,7 @@ def test_a_deadline_frees_the_session(app):
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await assert_all_free(app)
 
-    asyncio.run(run())
+    finish(run())
 
 
 def test_cancel_reaches_the_router_that_has_the_request(app):
@@ -200,7 +211,7 @@ def test_cancel_reaches_the_router_that_has_the_request(app):
                 _, _, complete = await reader
                 assert complete.finish_reason == "abort"
 
-    asyncio.run(run())
+    finish(run())
 
 
 def test_reflection_health_model_and_server_info(app):
@@ -227,7 +238,7 @@ def test_reflection_health_model_and_server_info(app):
             fleet = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
             return {pool.name: len(pool.replicas) for pool in fleet.pools} == {"target": 1, "draft": 1, "router": 2}
 
-        asyncio.run(until(reported, 10))
+        finish(until(reported, 10))
 
 
 def test_metrics_are_one_page_for_all_replicas(app):
@@ -239,7 +250,7 @@ def test_metrics_are_one_page_for_all_replicas(app):
         text = page("/metrics")
         return text if 'paceline_replicas_up{kind="router"} 2.0' in text else ""
 
-    text = asyncio.run(until(both_routers_reported))
+    text = finish(until(both_routers_reported))
     assert 'vllm:request_success_total{finished_reason="length",model_name="tests/target.v1"}' in text
     assert page("/health") == "serving\n"
     with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -260,7 +271,7 @@ def test_a_session_holds_one_lease_on_each_pool(app):
     async def _both(app, count):
         return [await leases(app, name) for name in (app.TARGET, app.DRAFT)] == [count, count]
 
-    asyncio.run(run())
+    finish(run())
 
 
 def test_draft_pool_to_zero_and_back_while_streams_run(app):
@@ -288,7 +299,7 @@ def test_draft_pool_to_zero_and_back_while_streams_run(app):
         return await app.running(app.DRAFT) == 1 and all(r.get("draft") for r in await app.ask("Router", "statuses"))
 
     expected = plain(app, prompts, 200)
-    first, without, again = asyncio.run(run())
+    first, without, again = finish(run())
     for results in (first, without, again):
         assert [ids for ids, _, _ in results] == expected
     assert sum(c.speculation.drafted for _, _, c in without) == 0
@@ -322,8 +333,8 @@ def test_a_target_that_drains_or_dies_takes_no_stream_with_it(app):
         states = await app.states(app.TARGET)
         return states == {"RUNNING": 1}
 
-    drained, killed = asyncio.run(run())
+    drained, killed = finish(run())
     expected = plain(app, prompts, LONG)
     assert [ids for ids, _, _ in drained] == expected
     assert [ids for ids, _, _ in killed] == expected
-    asyncio.run(assert_all_free(app))
+    finish(assert_all_free(app))
