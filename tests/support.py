@@ -194,7 +194,10 @@ class Pump:
         pace: float = 0.5,
         tamper: Callable[[Any], list[Any]] | None = None,
         drafter: Any = None,
+        adaptive: bool = True,
+        step_s: Callable[[int], float] | None = None,
     ) -> None:
+        """``step_s``: seconds of a target forward by the number of its tokens; None: no time passes."""
         self.rng = random.Random(seed)
         self.clock = Clock()
         self.late = late
@@ -216,8 +219,17 @@ class Pump:
             max_sessions=max_sessions,
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
+            adaptive=adaptive,
             clock=self.clock,
         )
+        if step_s is not None:
+            forward = self.target.runner.forward
+
+            def timed(steps: Sequence[Any]) -> torch.Tensor:
+                self.clock.now += step_s(sum(len(s.token_ids) for s in steps))
+                return forward(steps)
+
+            self.target.runner.forward = timed  # type: ignore[method-assign]
         if drafter is None and draft is not None:
             drafter = ModelDrafter(draft.runner(draft_pages), max_leaves=max_leaves, max_prefill_tokens=64, top_m=top_m)
         self.drafter = drafter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.target.policy import DRAFT_TIMEOUT_S, Average, WaitPolicy
+from paceline.target.policy import DRAFT_TIMEOUT_S, WaitPolicy
 from paceline.target.session import TargetSession
 from paceline.types import Mode, Node, Nodes, OpenSession, SamplingParams, SpeculationParams
 
@@ -33,15 +33,6 @@ def policy(**values: float) -> WaitPolicy:
 def with_chain(made: TargetSession, *probs: float) -> TargetSession:
     made.tree.add(Node(i + 1, i, 10 + i, p) for i, p in enumerate(probs))
     return made
-
-
-def test_average() -> None:
-    """The first value counts in full, later ones by their weight."""
-    average = Average(0.1)
-    assert average.get(5.0) == 5.0
-    average.add(2.0)
-    average.add(3.0)
-    assert average.get(5.0) == pytest.approx(2.1)
 
 
 def test_wait_after_a_miss_while_the_gain_exceeds_the_cost() -> None:
@@ -100,6 +91,17 @@ def test_never_wait() -> None:
         made = session()
         setattr(made, attribute, value)
         assert ready.wait_until(made, 0.0, others_ready=False) is None
+
+
+def test_never_wait_for_what_would_not_be_verified() -> None:
+    """The budget wants none, or no more than there are; and its own time counts against a token waited for."""
+    ready = policy()
+    assert ready.wait_until(session(), 0.0, others_ready=False, wanted=0) is None
+    assert ready.wait_until(with_chain(session(), 0.9, 0.8), 0.0, others_ready=False, wanted=2) is None
+    assert ready.wait_until(with_chain(session(), 0.9, 0.8), 0.0, others_ready=False, wanted=3) is not None
+    assert ready.wait_until(session(Mode.SEQUENTIAL), 0.0, others_ready=False, wanted=0) is None
+    # 0.504 tokens against 50 * (4 + 7) ms = 0.55.
+    assert ready.wait_until(with_chain(session(), 0.9, 0.8), 0.0, others_ready=False, row_s=0.007) is None
 
 
 def test_sequential_mode_waits_for_its_draft_up_to_the_timeout() -> None:

@@ -15,10 +15,12 @@ from torch import Tensor
 from paceline.errors import InvalidRequestError, PacelineError
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.runner import ModelRunner, SequenceStep
-from paceline.sampling import Row, process
+from paceline.sampling import Row, SamplerState, process, sample_coupled
+from paceline.target.budget import RowBudget
 from paceline.target.policy import WaitPolicy
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
+from paceline.target.steering import Steering
 from paceline.types import (
     Acceptance,
     Cause,
@@ -30,13 +32,18 @@ from paceline.types import (
     OpenSession,
     Outcome,
     Round,
+    SamplingParams,
     SessionFailed,
+    SpeculationWanted,
     TreeLost,
 )
 from paceline.verification import Proposal, Verdict, verify
 
 ToTarget = OpenSession | Nodes | CloseSession | DraftState
-FromTarget = Outcome | InFlight | TreeLost | SessionFailed
+FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
+
+_CALIBRATED_SIZES = (1, 4, 8, 16, 32, 64)
+_TIMED_FORWARDS = 3
 
 
 @dataclass(slots=True)
@@ -57,7 +64,28 @@ class TargetStats:
     proposals_invalid: int = 0
     messages_stale: int = 0
     step_s: float = 0.0
-    """Seconds inside forwards, sampling included."""
+    """Seconds inside steps, from the choice of sessions to their outcomes."""
+    bubble_s: float = 0.0
+    """Seconds between the end of a step and the start of the next forward although a session could step at once."""
+    bubble_steps: int = 0
+    hit_bubble_s: float = 0.0
+    """Of these, before forwards that did nothing but verify proposals that were there when the last step ended."""
+    hit_bubble_steps: int = 0
+    wait_s: float = 0.0
+    """Seconds between two steps in which every session waited for its draft."""
+    waits: int = 0
+    ahead_depth_total: int = 0
+    """Lengths of the proposals that were there when a step ended, up to K each."""
+    ahead_rounds: int = 0
+    draft_rows: int = 0
+    """Draft tokens verified."""
+    draft_rows_trimmed: int = 0
+    """Draft tokens that were there and were not verified, because the step was shorter without them."""
+    nodes_used: int = 0
+    """Draft tokens accepted."""
+    drafts_paused: int = 0
+    """How often a session was told to do without a draft."""
+    drafts_resumed: int = 0
 
 
 class TargetEngine:
@@ -71,24 +99,43 @@ class TargetEngine:
         max_sessions: int,
         max_step_tokens: int,
         max_model_len: int,
+        adaptive: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``max_model_len`` bounds a session's context in tokens, prompt and output together."""
+        """``max_model_len`` bounds a session's context in tokens, prompt and output together.
+
+        ``adaptive``: as many draft tokens per step as pay, and no draft where none do; False: K for every session.
+        """
         self.runner = runner
         self.stats = TargetStats()
         self.policy = WaitPolicy()
+        self.rows = RowBudget(adaptive)
+        self.steering = Steering(self.rows)
         self._emit = emit
         self._clock = clock
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(
-            runner.cache, self.policy, max_sessions=max_sessions, max_step_tokens=max_step_tokens
+            runner.cache,
+            self.policy,
+            max_sessions=max_sessions,
+            max_step_tokens=max_step_tokens,
+            rows=self.rows,
+            trial_rows=self.steering.trial_rows,
         )
         self._sessions: dict[str, TargetSession] = {}
+        self._max_step_tokens = max_step_tokens
+        self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
+        self._all_waited = False  # since the last step
 
     @property
     def num_sessions(self) -> int:
         """Sessions that are open here."""
         return len(self._sessions)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those of them that wait for room."""
+        return len(self._scheduler.waiting)
 
     def receive(self, messages: Sequence[ToTarget]) -> None:
         """Takes messages; those of unknown sessions or other epochs are dropped and counted."""
@@ -116,31 +163,110 @@ class TargetEngine:
             if not session.settled:
                 session.settle()
                 self._check_tree(session)
+                if session.draft_available:
+                    self.stats.ahead_rounds += 1
+                    self.stats.ahead_depth_total += session.num_ahead()
         started = self._clock()
         parts = self._scheduler.schedule(started)
         if not parts:
+            self._all_waited = bool(self._scheduler.running)
+            if not self._all_waited:
+                self._ended_at = None
             return False
         self._announce(parts)
+        forward_at = self._clock()
+        self._count_gap(parts, forward_at)
         logits = self.runner.forward([_sequence(p) for p in parts])
         verifying = [p for p in parts if p.verifies]
         verdicts, failed = self._verify(logits, verifying)
         now = self._clock()
+        num_tokens = sum(p.num_tokens for p in parts)
+        only_decodes = all(p.stop - p.start == 1 for p in parts)
+        costs = self._row_s(parts, num_tokens), self.rows.plain_s(len(verifying))
+        if only_decodes:
+            self.policy.step_s.add(now - started)
+            self.rows.cost.observe(num_tokens, now - forward_at)
         outcomes: list[FromTarget] = list(failed)
         for part in parts:
             if not part.verifies:
                 part.session.commit_rows(self.runner.cache, part.stop)
         for part, verdict in zip(verifying, verdicts, strict=True):
             if verdict is not None:
-                outcomes.append(self._commit(part, verdict, now))
-        if all(p.stop - p.start == 1 for p in parts):
-            self.policy.step_s.add(now - started)
+                outcomes.append(self._commit(part, verdict, started, now, costs))
         self.stats.steps += 1
         self.stats.step_s += now - started
-        self.stats.tokens_computed += sum(p.stop - p.start + len(p.chain) for p in parts)
+        self.stats.tokens_computed += num_tokens
         self.stats.preemptions = self._scheduler.num_preemptions
         if outcomes:
             self._emit(outcomes)
+        if self.rows.adaptive:
+            self._steer(verifying, now)
+        self._ended_at = self._clock()
+        self._all_waited = False
         return True
+
+    def calibrate(self) -> None:
+        """Times steps of 1 to 64 tokens, so that the first sessions meet measured costs. Without sessions only."""
+        assert not self._sessions
+        cache = self.runner.cache
+        pages = cache.allocate(1)
+        device = str(cache.keys[0].device)
+        state = SamplerState(SamplingParams(), 0, (0,), vocab_size=self.runner.vocab_size, device=device)
+        try:
+            for size in _CALIBRATED_SIZES:
+                if size > self._max_step_tokens:
+                    break
+                lengths = [min(4, size - at) for at in range(0, size, 4)]
+                steps = [SequenceStep([0] * n, range(n), range(n), pages, num_logits=n) for n in lengths]
+                rows = [Row(state)] * size
+                times = []
+                for _ in range(_TIMED_FORWARDS + 1):
+                    started = self._clock()
+                    sample_coupled(process(self.runner.forward(steps), rows)).tolist()
+                    times.append(self._clock() - started)
+                for _ in range(_TIMED_FORWARDS):
+                    self.rows.cost.observe(size, min(times))
+        finally:
+            cache.release(pages)
+
+    def _count_gap(self, parts: Sequence[Scheduled], forward_at: float) -> None:
+        """Accounts for the time since the last step."""
+        ended_at = self._ended_at
+        if ended_at is None:
+            return
+        gap_s, stats = forward_at - ended_at, self.stats
+        if self._all_waited:
+            stats.wait_s += gap_s
+            stats.waits += 1
+            return
+        stats.bubble_s += gap_s
+        stats.bubble_steps += 1
+        self.rows.overhead_s.add(gap_s)
+        if all(p.verifies and p.session.cause is Cause.HIT for p in parts):
+            stats.hit_bubble_s += gap_s
+            stats.hit_bubble_steps += 1
+
+    def _row_s(self, parts: Sequence[Scheduled], num_tokens: int) -> float:
+        """By how much one draft token has delayed the sessions of this step, all delays added up."""
+        num_rows = sum(len(p.chain) for p in parts)
+        if not num_rows:
+            return 0.0
+        cost = self.rows.cost
+        added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_rows)
+        return added_s * sum(p.verifies for p in parts) / num_rows
+
+    def _steer(self, verified: Sequence[Scheduled], now: float) -> None:
+        """Ends drafting where it does not pay, asks for it where it may."""
+        steering, num_sessions = self.steering, len(self._scheduler.running)
+        for part in verified:
+            session = part.session
+            if session.draft_available and session.session_id in self._sessions:
+                steering.review(session, now, num_sessions)
+        steering.tick(now, num_sessions)
+        if steering.messages:
+            self.stats.drafts_paused, self.stats.drafts_resumed = steering.num_pauses, steering.num_resumptions
+            self._emit(steering.messages)
+            steering.messages = []
 
     def wait_s(self) -> float | None:
         """How long the engine may sleep after ``step`` returned False; None: until a message comes."""
@@ -164,6 +290,8 @@ class TargetEngine:
                 max_len=self._max_model_len,
                 device=str(self.runner.cache.keys[0].device),
                 now=self._clock(),
+                coupled=self.rows.coupled,
+                rejection=self.rows.rejection,
             )
             self._check_fits(session)
         except PacelineError as error:
@@ -189,6 +317,7 @@ class TargetEngine:
     def _close(self, session: TargetSession) -> None:
         del self._sessions[session.session_id]
         self._scheduler.remove(session)
+        self.steering.forget(session)
 
     def _set_draft(self, session: TargetSession, message: DraftState) -> None:
         if message.available:
@@ -196,7 +325,7 @@ class TargetEngine:
                 self.stats.messages_stale += 1
                 return
             session.follow_draft(message.draft_epoch, message.context_len)
-        session.draft_available = message.available and session.k > 0
+        session.draft_available = message.available and session.k > 0 and not session.paused
 
     def _add_nodes(self, session: TargetSession, message: Nodes) -> None:
         had_proposal = session.tree.anchor.best is not None
@@ -210,6 +339,7 @@ class TargetEngine:
         self.policy.observe_nodes(session, message, now, resolved=resolved)
         session.last_nodes_at = now
         session.draft_silent = False
+        session.draft_heard = True
         if message.idle:
             session.idle_context_len = message.context_len
         session.nodes_context_len = message.context_len
@@ -233,7 +363,7 @@ class TargetEngine:
             session = part.session
             if not part.verifies or session.cause is Cause.START:
                 continue
-            if session.mode is Mode.PLAIN or session.max_draft() == 0:
+            if session.mode is Mode.PLAIN or session.paused or session.max_draft() == 0:
                 session.cause = Cause.DISABLED
             elif session.mode is Mode.SEQUENTIAL and session.draft_available:
                 session.cause = Cause.SEQUENTIAL
@@ -269,14 +399,20 @@ class TargetEngine:
             row += num_rows
         return verdicts, failed
 
-    def _commit(self, part: Scheduled, verdict: Verdict, now: float) -> Outcome:
+    def _commit(
+        self, part: Scheduled, verdict: Verdict, started: float, now: float, costs: tuple[float, float]
+    ) -> Outcome:
         session = part.session
+        row_s, plain_s = costs
         count, finish_reason = session.cut(verdict.token_ids)
         token_ids = verdict.token_ids[:count]
         num_accepted = min(verdict.num_accepted, count)
         self.stats.proposals_invalid += verdict.num_invalid
         self.stats.rounds += 1
         self.stats.tokens_emitted += count
+        self.stats.draft_rows += len(part.chain)
+        self.stats.draft_rows_trimmed += part.num_trimmed
+        self.stats.nodes_used += num_accepted
         round_ = Round(len(part.chain), num_accepted, session.cause)
         first = session.cause is Cause.START
         outcome = Outcome(
@@ -293,6 +429,16 @@ class TargetEngine:
             self.stats.cached_tokens += session.cached_tokens
         else:
             self.policy.observe_round(round_.num_drafted, num_accepted, count, now - session.outcome_at)
+            if session.draft_available:
+                waited_s = 0.0 if session.waiting_since is None else started - session.waiting_since
+                lost = (waited_s + row_s * len(part.chain)) / plain_s if plain_s > 0 else 0.0
+                self.steering.observe(session, len(part.chain), part.num_trimmed, num_accepted, lost)
+        session.waiting_since = None
+        if len(part.chain):
+            num_tried = min(len(part.chain), verdict.num_accepted + 1)
+            session.hits.add(num_tried, sum(part.chain.probs[:num_tried]), verdict.num_accepted)
+        elif session.draft_available:
+            session.hits.fade()
         if finish_reason is not None:
             self._close(session)
             return outcome

@@ -4,7 +4,8 @@ Waiting is worth its time while the tokens it is expected to add exceed what the
 time (Dinkelbach's criterion for maximising tokens / time): wait iff ``gain > rate * cost``, with
 
 - gain: the probability that the draft token waited for is accepted, path included;
-- cost: the expected time until it arrives, from the delays measured on earlier rounds;
+- cost: the expected time until it arrives, from the delays measured on earlier rounds, and the time that verifying
+  it takes (``budget.py``);
 - rate: the session's tokens per second so far (of all sessions until it has its own).
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from paceline.target.cost import Average
 from paceline.target.session import TargetSession
 from paceline.types import Mode, Nodes
 
@@ -20,22 +22,6 @@ DRAFT_TIMEOUT_S = 1.0
 """A draft that has sent nothing for so long while it was waited for does not serve the session now."""
 _GIVE_UP = 3.0
 """Waiting ends at this multiple of the expected delay."""
-
-
-@dataclass(slots=True)
-class Average:
-    """Exponential moving average; the first value counts in full."""
-
-    weight: float = 0.1
-    value: float | None = None
-
-    def add(self, value: float) -> None:
-        """Takes a measurement."""
-        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
-
-    def get(self, default: float) -> float:
-        """The average, or ``default`` before the first measurement."""
-        return default if self.value is None else self.value
 
 
 @dataclass(slots=True)
@@ -73,15 +59,35 @@ class WaitPolicy:
         if resolved and message.context_len == session.num_tokens:
             self.link_s.add(max(0.0, now - session.outcome_at - self._answer_s()))
 
-    def wait_until(self, session: TargetSession, now: float, *, others_ready: bool) -> float | None:
-        """Until when ``session`` should wait for its draft; None: step now. May be asked again on every message."""
-        wanted = session.max_draft()
-        if wanted == 0 or not session.draft_available or session.draft_silent:
+    def may_wait(self, session: TargetSession, *, others_ready: bool) -> bool:
+        """False: ``wait_until`` is None, however many draft tokens are wanted."""
+        return (
+            session.draft_available
+            and (session.mode is Mode.SEQUENTIAL or not others_ready)
+            and not (session.draft_silent or session.idle or (session.on_trial and not session.draft_heard))
+            and session.decoding
+            and session.max_draft() > 0
+        )
+
+    def wait_until(
+        self,
+        session: TargetSession,
+        now: float,
+        *,
+        others_ready: bool,
+        wanted: int | None = None,
+        row_s: float = 0.0,
+    ) -> float | None:
+        """Until when ``session`` should wait for its draft; None: step now. May be asked again on every message.
+
+        ``wanted``: draft tokens that would be verified if they were there (``budget.py``); None: all it may have.
+        A token that would not be is never waited for. ``row_s``: how much longer one more makes the step.
+        """
+        if not self.may_wait(session, others_ready=others_ready):
             return None
-        if session.idle or not session.decoding:
-            return None
+        wanted = session.max_draft() if wanted is None else min(wanted, session.max_draft())
         chain = session.tree.proposal(wanted)
-        if len(chain) == wanted:
+        if len(chain) >= wanted:
             return None
         if session.mode is Mode.SEQUENTIAL:
             limit = max(session.outcome_at, session.last_nodes_at) + DRAFT_TIMEOUT_S
@@ -101,7 +107,7 @@ class WaitPolicy:
             if not len(chain):
                 self.link_s.add(elapsed)  # at least; enough to stop waiting in vain
             return None
-        cost = max(expected - elapsed, expected / 4)
+        cost = max(expected - elapsed, expected / 4) + row_s
         return since + limit_s if gain > self._rate() * cost else None
 
     def _next_s(self) -> float:

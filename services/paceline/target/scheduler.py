@@ -1,6 +1,7 @@
 """Which sessions take part in the next step, and with how many tokens.
 
 Order of service: sessions that decode, then prefill chunks of admitted sessions, then admission from the queue.
+How many draft tokens each brings is a matter of the whole step (``budget.py``).
 A step never exceeds its token budget; a session that no page is left for is preempted, the youngest first, and
 recomputed later from its tokens.
 """
@@ -8,12 +9,13 @@ recomputed later from its tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache, pages_for
 from paceline.speculation import Chain
+from paceline.target.budget import RowBudget, blind_offer, first_tokens, offer
 from paceline.target.policy import WaitPolicy
 from paceline.target.session import TargetSession
 
@@ -26,6 +28,13 @@ class Scheduled:
     start: int
     stop: int
     chain: Chain
+    num_trimmed: int = 0
+    """Draft tokens that the session had beyond those."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes for it."""
+        return self.stop - self.start + len(self.chain)
 
     @property
     def verifies(self) -> bool:
@@ -36,9 +45,21 @@ class Scheduled:
 class Scheduler:
     """Queue and running set of one target engine."""
 
-    def __init__(self, cache: KVCache, policy: WaitPolicy, *, max_sessions: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        policy: WaitPolicy,
+        *,
+        max_sessions: int,
+        max_step_tokens: int,
+        rows: RowBudget | None = None,
+        trial_rows: Callable[[TargetSession], int] = lambda session: 0,
+    ) -> None:
+        """``trial_rows``: draft tokens of a session that are verified whatever ``rows`` decides."""
         self._cache = cache
         self._policy = policy
+        self._rows = rows or RowBudget(adaptive=False)
+        self._trial_rows = trial_rows
         self._max_sessions = max_sessions
         self._max_step_tokens = max_step_tokens
         self.waiting: deque[TargetSession] = deque()
@@ -63,44 +84,112 @@ class Scheduler:
         """Chooses the parts of the next step; empty if every session waits for a draft or there is none."""
         self.wait_until = None
         self._admit()
-        budget = self._max_step_tokens
-        parts: list[Scheduled] = []
         decoding = [s for s in self.running if s.decoding]
-        others_ready = len(decoding) < len(self.running)
-        waits = {id(s): self._policy.wait_until(s, now, others_ready=others_ready) for s in decoding}
-        others_ready = others_ready or any(until is None for until in waits.values())
-        for session in decoding:
-            until = waits[id(session)]
-            if until is not None and others_ready:  # asked again: now a wait would cost a whole step
-                until = self._policy.wait_until(session, now, others_ready=True)
-            if until is not None:
-                self.wait_until = until if self.wait_until is None else min(self.wait_until, until)
-            elif budget > 0 and session in self.running:
-                budget -= self._take(parts, session, session.num_tokens, budget)
-        for session in [s for s in self.running if not s.decoding]:
+        ready = self._not_waiting(decoding, now)
+        budget = self._max_step_tokens
+        prefilling = [s for s in self.running if not s.decoding]
+        wanted = self._allot(ready, prefilling) if self._rows.adaptive else {}
+        parts: list[Scheduled] = []
+        for session in ready:
+            if budget > 0 and session in self.running:
+                budget -= self._take(parts, session, session.num_tokens, budget, wanted)
+        for session in prefilling:
             if budget > 0 and session in self.running:
                 stop = min(session.num_tokens, session.num_computed + budget)
-                budget -= self._take(parts, session, stop, budget)
+                budget -= self._take(parts, session, stop, budget, wanted)
         return parts
 
-    def _take(self, parts: list[Scheduled], session: TargetSession, stop: int, budget: int) -> int:
+    def _not_waiting(self, decoding: list[TargetSession], now: float) -> list[TargetSession]:
+        """Those that step now; ``wait_until`` is set for the others."""
+        policy = self._policy
+        prefilling = len(decoding) < len(self.running)
+        may_wait = [s for s in decoding if policy.may_wait(s, others_ready=prefilling)]
+        if not may_wait:
+            return decoding
+        wanted: dict[int, int] = {}
+        row_s = 0.0
+        if self._rows.adaptive:
+            wanted = self._allot_if_sent(decoding)
+            at = sum(1 + min(s.num_ahead(), wanted[id(s)]) for s in decoding)
+            row_s = len(decoding) * (self._rows.cost.seconds(at + 1) - self._rows.cost.seconds(at))
+
+        def until_of(session: TargetSession, *, others_ready: bool) -> float | None:
+            k = wanted.get(id(session))
+            return policy.wait_until(session, now, others_ready=others_ready, wanted=k, row_s=row_s)
+
+        waits = {id(s): until_of(s, others_ready=prefilling) for s in may_wait}
+        others_ready = prefilling or len(may_wait) < len(decoding) or any(until is None for until in waits.values())
+        ready = []
+        for session in decoding:
+            until = waits.get(id(session))
+            if until is not None and others_ready:  # asked again: now a wait would cost a whole step
+                until = until_of(session, others_ready=True)
+            if until is None:
+                ready.append(session)
+                continue
+            self.wait_until = until if self.wait_until is None else min(self.wait_until, until)
+            if session.waiting_since is None:
+                session.waiting_since = now
+        return ready
+
+    def _allot(self, ready: list[TargetSession], prefilling: list[TargetSession]) -> dict[int, int]:
+        """Draft tokens by id of the session, for a step of these."""
+        budget = self._max_step_tokens - len(ready)
+        num_context = len(ready)
+        sessions = list(ready)
+        for session in prefilling:
+            missing = session.num_tokens - session.num_computed
+            if missing <= budget:
+                sessions.append(session)
+            num_context += min(missing, budget)
+            budget -= min(missing, budget)
+        offers = [_offer(s) for s in sessions]
+        counts = self._rows.allot(
+            offers,
+            num_sessions=len(sessions),
+            num_context=num_context,
+            limit=self._max_step_tokens - len(ready),
+        )
+        return {id(s): max(count, self._trial_rows(s)) for s, count in zip(sessions, counts, strict=True)}
+
+    def _allot_if_sent(self, decoding: list[TargetSession]) -> dict[int, int]:
+        """The same for sessions that decode, if their drafts had sent all that they may."""
+        offers = [_offer(s, sent=s.draft_available and not s.idle) for s in decoding]
+        num_sessions = len(decoding)
+        counts = self._rows.allot(
+            offers,
+            num_sessions=num_sessions,
+            num_context=num_sessions,
+            limit=max(0, self._max_step_tokens - num_sessions),
+        )
+        return {id(s): max(count, self._trial_rows(s)) for s, count in zip(decoding, counts, strict=True)}
+
+    def _take(
+        self, parts: list[Scheduled], session: TargetSession, stop: int, budget: int, wanted: dict[int, int]
+    ) -> int:
         """Adds a part, preempting younger sessions for its pages; returns the tokens it uses."""
         num_context = stop - session.num_computed
-        reaches_end = stop == session.num_tokens
-        chain = session.proposal(budget - num_context) if reaches_end else Chain()
+        chain, num_trimmed, num_reserved = Chain(), 0, 0
+        if stop == session.num_tokens:
+            limit = min(budget - num_context, wanted.get(id(session), session.k))
+            available = session.proposal(session.k)
+            chain = first_tokens(available, limit)
+            num_trimmed = len(available) - len(chain)
+            # Under the rejection rule whether pages suffice must not depend on how long the chain is.
+            num_reserved = min(limit, session.max_draft()) if session.rejection and len(chain) else len(chain)
         while True:
             try:
-                session.reserve(self._cache, stop + len(chain))
+                session.reserve(self._cache, stop + num_reserved)
                 break
             except ResourceExhaustedError:
-                if len(chain):
-                    chain = Chain()
+                if num_reserved:
+                    chain, num_reserved = Chain(), 0
                     continue
                 victim = self.running[-1]
                 self._preempt(victim, parts)
                 if victim is session:
                     return 0
-        parts.append(Scheduled(session, session.num_computed, stop, chain))
+        parts.append(Scheduled(session, session.num_computed, stop, chain, num_trimmed))
         return num_context + len(chain)
 
     def _preempt(self, session: TargetSession, parts: list[Scheduled]) -> None:
@@ -130,3 +219,14 @@ class Scheduler:
         assert len(known) == len(sessions)
         assert not any(s.pages for s in self.waiting), "a waiting session holds no pages"
         self._cache.check_integrity([s.pages for s in known])
+
+
+def _offer(session: TargetSession, *, sent: bool = False) -> Sequence[float]:
+    """See ``budget.offer``. ``sent``: as if its draft had sent all that it may."""
+    if not session.k:
+        return ()
+    chain = session.proposal(session.k)
+    if not session.rejection:
+        return offer(chain, session.max_draft(), session.hits, extend=sent)
+    # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.
+    return blind_offer(session.max_draft(), session.hits) if len(chain) or sent else ()

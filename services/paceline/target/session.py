@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, flat_rows, page_hash, pages_for
 from paceline.sampling import SamplerState
 from paceline.speculation import Chain, SpeculationTree
+from paceline.target.budget import Hits
 from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession
+
+
+@dataclass(slots=True)
+class Account:
+    """What drafting brought and cost a session since it was last judged (``steering.py``)."""
+
+    rounds: int = 0
+    rows: int = 0
+    """Draft tokens verified."""
+    scheduled: int = 0
+    """Rounds with any."""
+    trimmed: int = 0
+    """Draft tokens that were there and were not verified."""
+    accepted: int = 0
+    lost: float = 0.0
+    """Tokens that plain decoding would have made, of all sessions, in the time that the drafts took."""
+    num_sessions: int = 0
+    """Beside how many others it was opened, itself included."""
 
 
 class TargetSession:
@@ -18,7 +38,18 @@ class TargetSession:
     [num_tokens, num_tokens + k)   the proposal of the running step; overwritten later where rejected
     """
 
-    def __init__(self, message: OpenSession, *, vocab_size: int, max_len: int, device: str, now: float) -> None:
+    def __init__(
+        self,
+        message: OpenSession,
+        *,
+        vocab_size: int,
+        max_len: int,
+        device: str,
+        now: float,
+        coupled: Hits | None = None,
+        rejection: Hits | None = None,
+    ) -> None:
+        """``coupled`` and ``rejection``: what is known of the acceptance of other sessions, by rule."""
         sampling, speculation = message.sampling, message.speculation
         self.session_id = message.session_id
         self.epoch = message.epoch
@@ -41,10 +72,10 @@ class TargetSession:
             vocab_size=vocab_size,
             device=device,
         )
-        self._rejection = speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0
+        self.rejection = speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0
         self._vocab_size = vocab_size
         self.draft_epoch = message.epoch
-        self.tree = SpeculationTree(vocab_size, len(self.tokens), rejection=self._rejection)
+        self.tree = SpeculationTree(vocab_size, len(self.tokens), rejection=self.rejection)
         self.pages: list[int] = []
         self.num_computed = 0
         self.cached_tokens = 0
@@ -64,6 +95,24 @@ class TargetSession:
         self.outcome_at = now
         """When the last outcome was known, seconds."""
         self.last_nodes_at = now
+        self.waiting_since: float | None = None
+        """When it began to wait for its draft, in this round."""
+        # Whether drafting is worth its cost.
+        self.hits = Hits((rejection if self.rejection else coupled) or Hits())
+        self.account = Account()
+        self.paused = False
+        """Drafting does not pay now: plain rounds until it is asked for again."""
+        self.draft_heard = False
+        """Nodes have come since the draft was opened."""
+        self.on_trial = False
+        """A draft was asked for again; until it pays."""
+        self.unheard_rounds = 0
+        self.num_failures = 0
+        """How often in a row drafting has not paid."""
+        self.num_load_failures = 0
+        """Of these, after it was asked for because there were fewer sessions."""
+        self.resumed_by_load = False
+        self.resumed_at = now
 
     @property
     def num_tokens(self) -> int:
@@ -104,16 +153,35 @@ class TargetSession:
 
     def proposal(self, limit: int) -> Chain:
         """What to verify now, at most ``limit`` draft tokens."""
-        k = min(self.max_draft(), limit)
+        k = 0 if self.paused else min(self.max_draft(), limit)
         return self.tree.proposal(k) if k > 0 else Chain()
+
+    def num_ahead(self) -> int:
+        """Length of the best path below the anchor, up to K."""
+        num, node = 0, self.tree.anchor.best
+        while node is not None and num < self.k:
+            num, node = num + 1, node.best
+        return num
+
+    def pause_drafting(self) -> None:
+        """Plain rounds from now on."""
+        self.paused, self.on_trial, self.draft_available = True, False, False
+
+    def resume_drafting(self, now: float, *, forget: bool) -> None:
+        """A draft is welcome again; it comes by ``follow_draft``. ``forget``: what earlier ones were worth."""
+        self.paused, self.on_trial, self.draft_heard = False, True, False
+        self.account, self.unheard_rounds, self.resumed_at = Account(), 0, now
+        if forget:
+            self.hits.forget()
 
     def follow_draft(self, draft_epoch: int, context_len: int) -> None:
         """Starts a new tree for a draft that was opened with the first ``context_len`` tokens."""
         self.draft_epoch = draft_epoch
-        self.tree = SpeculationTree(self._vocab_size, context_len, rejection=self._rejection)
+        self.tree = SpeculationTree(self._vocab_size, context_len, rejection=self.rejection)
         self.tree.walk(self.tokens[context_len:])
         self._outcome = ()
         self.idle_context_len = self.nodes_context_len = -1
+        self.draft_heard = False
 
     def reserve(self, cache: KVCache, num_rows: int) -> None:
         """Holds pages for rows [0, num_rows); raises ResourceExhaustedError and changes nothing on failure."""

@@ -1,0 +1,207 @@
+"""How many draft tokens of which session a step verifies: the choice with the most expected tokens per second.
+
+A step over n sessions that verifies draft tokens with path probabilities p_1 >= p_2 >= .. yields, with the m likeliest,
+
+    E(m) = n + p_1 + .. + p_m  tokens  in  D(m) = h + C(n) + C(t + m) - C(t)  seconds,
+
+where C is the measured cost of a step by its tokens (``cost.py``), h what passes between two steps, and t the tokens
+that the step computes anyway: n, and prefill chunks, whose own cost is the same whatever is drafted. The m with the
+largest E / D is chosen. A path probability never exceeds that of the node before it, so the likeliest m tokens are
+always prefixes of chains, and E is concave; C is lumpy, so every m is looked at, up to where a convex function below C
+proves that none further can be better.
+
+Under the rejection rule whether a position is proposed must not depend on drawn values, nor on anything that does: not
+on the probabilities of nodes, and not on how long the chain is. Such a session offers the same from averages of its
+earlier rounds, whatever its chain, as soon as there is a first token (``blind_offer``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.speculation import Chain
+from paceline.target.cost import Average, StepCost
+
+PRIOR_ACCEPTANCE = 0.7
+_ENGINE_WEIGHT, _SESSION_WEIGHT = 8.0, 32.0
+_SESSION_KEEP = 0.98
+_ENGINE_KEEP = 0.998
+_IDLE_KEEP = 0.97
+
+
+@dataclass(slots=True)
+class Hits:
+    """Verified draft tokens up to the first rejection, fading; leaning on ``parent`` with the weight of a few."""
+
+    parent: Hits | None = None
+    trials: float = 0.0
+    predicted: float = 0.0
+    """Sum of the nodes' own probabilities."""
+    accepted: float = 0.0
+
+    def add(self, trials: int, predicted: float, accepted: int) -> None:
+        """Takes what a round has decided, here and in the parent."""
+        keep = (_ENGINE_KEEP if self.parent is None else _SESSION_KEEP) ** trials
+        self.trials = keep * self.trials + trials
+        self.predicted = keep * self.predicted + predicted
+        self.accepted = keep * self.accepted + accepted
+        if self.parent is not None:
+            self.parent.add(trials, predicted, accepted)
+
+    def fade(self) -> None:
+        """A round passed without a trial: what was known here counts less, so that bad luck does not last."""
+        self.trials *= _IDLE_KEEP
+        self.predicted *= _IDLE_KEEP
+        self.accepted *= _IDLE_KEEP
+
+    def forget(self) -> None:
+        """Another draft serves from now on."""
+        self.trials = self.predicted = self.accepted = 0.0
+
+    def rate(self) -> float:
+        """Probability that a draft token is accepted, given that those before it were."""
+        prior, weight = (
+            (PRIOR_ACCEPTANCE, _ENGINE_WEIGHT) if self.parent is None else (self.parent.rate(), _SESSION_WEIGHT)
+        )
+        return (self.accepted + weight * prior) / (self.trials + weight)
+
+    def correction(self) -> float:
+        """What the nodes' own probabilities have to be multiplied by."""
+        prior, weight = (1.0, _ENGINE_WEIGHT) if self.parent is None else (self.parent.correction(), _SESSION_WEIGHT)
+        return (self.accepted + weight * prior) / (self.predicted + weight)
+
+
+def first_tokens(chain: Chain, num_tokens: int) -> Chain:
+    """The chain's first tokens."""
+    if len(chain) <= num_tokens:
+        return chain
+    n = max(0, num_tokens)
+    return Chain(chain.node_ids[:n], chain.token_ids[:n], chain.probs[:n], chain.qs[:n])
+
+
+def offer(chain: Chain, num_wanted: int, hits: Hits, *, extend: bool = False) -> list[float]:
+    """Coupled rule: probabilities of a session's draft tokens, each given those before it.
+
+    At most ``num_wanted``. ``extend``: as if its draft had already sent that many.
+    """
+    correction = hits.correction()
+    probs = [min(1.0, correction * prob) for prob in chain.probs[:num_wanted]]
+    if extend:
+        probs.extend([hits.rate()] * (num_wanted - len(probs)))
+    return probs
+
+
+def blind_offer(num_wanted: int, hits: Hits) -> tuple[float, ...]:
+    """Rejection rule: the same from earlier rounds alone, for as many tokens as may be proposed, there or not."""
+    return (hits.rate(),) * num_wanted
+
+
+def allot(
+    offers: Sequence[Sequence[float]],
+    cost: StepCost,
+    *,
+    num_sessions: int,
+    num_context: int,
+    limit: int,
+    overhead_s: float = 0.0,
+) -> list[int]:
+    """How many draft tokens of each session to verify: the m of the module's head.
+
+    Args:
+        offers: of each session, see ``offer`` and ``blind_offer``.
+        num_sessions: n, sessions that the step yields tokens for.
+        num_context: t, tokens that the step computes anyway.
+        limit: the most draft tokens in all.
+        overhead_s: h.
+
+    As many as offered before the cost of any step is known.
+    """
+    counts = [0] * len(offers)
+    if not cost.known:
+        for i, probs in enumerate(offers):
+            counts[i] = min(len(probs), limit)
+            limit -= counts[i]
+        return counts
+    heap = [(-probs[0], i) for i, probs in enumerate(offers) if probs]
+    heapq.heapify(heap)
+    order: list[int] = []
+    num_best = 0
+    base_s = overhead_s + cost.seconds(num_sessions) - cost.seconds(num_context)
+    tokens = float(num_sessions)
+    best = tokens / (base_s + cost.seconds(num_context))
+    while heap and len(order) < limit:
+        path, i = heap[0]
+        at = num_context + len(order)
+        floor_s = cost.floor(at)
+        # With j more: at most (tokens + j * path) / (floor + j * slope), which lies between these two.
+        if -path <= best * (cost.floor(at + 1) - floor_s) and tokens <= best * (base_s + floor_s):
+            break
+        tokens -= path
+        order.append(i)
+        counts[i] += 1
+        probs = offers[i]
+        if counts[i] < len(probs):
+            heapq.heapreplace(heap, (path * probs[counts[i]], i))
+        else:
+            heapq.heappop(heap)
+        value = tokens / (base_s + cost.seconds(at + 1))
+        if value > best:
+            best, num_best = value, len(order)
+    for i in order[num_best:]:
+        counts[i] -= 1
+    return counts
+
+
+def ideal_gain(cost: StepCost, num_sessions: int, acceptance: float, k: int, overhead_s: float = 0.0) -> float:
+    """How many times the tokens per second of plain decoding an ideal draft would bring at this load, at least 1.
+
+    Ideal: every session always has a proposal of k tokens, each accepted with probability a given those before it.
+    Of n sessions, m = q n + r draft tokens then yield n (1 + a + .. + a^q) + r a^(q+1) tokens, and the gain is
+
+        max over 0 <= m <= n k of  (n (1 + a + .. + a^q) + r a^(q+1)) / n * (h + C(n)) / (h + C(n + m)).
+    """
+    if not cost.known or num_sessions == 0:
+        return 1.0
+    plain_s = overhead_s + cost.seconds(num_sessions)
+    tokens, path, best = float(num_sessions), acceptance, 1.0
+    at = num_sessions
+    for _ in range(k):
+        for _ in range(num_sessions):
+            at += 1
+            tokens += path
+            best = max(best, tokens / num_sessions * plain_s / (overhead_s + cost.seconds(at)))
+        path *= acceptance
+        floor_s, slope = cost.floor(at), cost.floor(at + 1) - cost.floor(at)
+        rate = best * num_sessions / plain_s
+        if path <= rate * slope and tokens <= rate * (overhead_s + floor_s):
+            break
+    return best
+
+
+@dataclass(slots=True)
+class RowBudget:
+    """What one engine has measured, and its decisions by ``allot``. ``adaptive`` False: every proposal in full."""
+
+    adaptive: bool = True
+    cost: StepCost = field(default_factory=StepCost)
+    overhead_s: Average = field(default_factory=lambda: Average(0.05))
+    """What passes between two steps while there is something to do."""
+    coupled: Hits = field(default_factory=Hits)
+    rejection: Hits = field(default_factory=Hits)
+
+    def plain_s(self, num_sessions: int) -> float:
+        """Seconds of a plain step of so many sessions, start to start."""
+        return self.overhead_s.get(0.0) + self.cost.seconds(num_sessions)
+
+    def allot(self, offers: Sequence[Sequence[float]], *, num_sessions: int, num_context: int, limit: int) -> list[int]:
+        """See ``allot``."""
+        return allot(
+            offers,
+            self.cost,
+            num_sessions=num_sessions,
+            num_context=num_context,
+            limit=limit,
+            overhead_s=self.overhead_s.get(0.0),
+        )

@@ -1,0 +1,224 @@
+"""Which sessions are worth a draft at all: drafts that cost more than they bring are told to stop, and tried again.
+
+Every round of a session that has a draft is put to its account (``Account``). In plain tokens, what its rounds have
+brought is
+
+    net = accepted - lost,  lost = sum over its rounds of (waited_s + n row_s) / plain_s,
+
+where plain_s = h + C(n) is the time of one plain token at the load of the round, waited_s the time that the session
+waited for its draft, and row_s by how much its draft tokens made the step longer, (C(t + m) - C(t)) * its share of the
+m, for each of the n sessions in it. ``judge`` ends drafting for a
+session whose account shows next to no draft tokens (the budget gives it none, or its draft sends none in time) or next
+to no gain.
+
+Drafting is asked for again
+
+- by load: at once when so many sessions have left that the gain of an ideal draft (``ideal_gain``), with the share of
+  draft tokens that was accepted before, is worth it;
+- by time: after 2, 4, 8, .. seconds; one session at a time, and no more often than costs half a percent of the time.
+  Such a trial computes a few draft tokens whatever the budget says, so that no wrong average stays for ever.
+
+Both are slower every time that drafting has not paid for long, so no session flaps.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from paceline.target.budget import RowBudget, ideal_gain
+from paceline.target.session import Account, TargetSession
+from paceline.types import SpeculationWanted
+
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 64.0
+_WINDOW_ROUNDS = 32
+_SHORT_ROUNDS = 8
+_FEW_ROWS = 0.1
+_LEAST_NET = 0.03
+_TRIAL_NET = 0.06
+_TRIAL_ROUNDS = 16
+_NODES_LIMIT_ROUNDS = 64
+_WORTH_GAIN = 1.05
+_NO_GAIN = 1.02
+_CLEAR_GAIN = 1.1
+_FEWER_SESSIONS = 0.75
+_SHORT_SPELL_S = 10.0
+_TRIAL_SHARE = 0.005
+_TRIAL_LIMIT_S = 5.0
+_TRIAL_ROWS = 3
+_TRIAL_ROW_ROUNDS = 4
+_ANY_LOAD = 1 << 30
+
+
+class Judgement(enum.Enum):
+    """What an account says about drafting for its session."""
+
+    OPEN = "open"
+    """Too few rounds so far."""
+    PAYS = "pays"
+    NOT_SCHEDULED = "not_scheduled"
+    """The draft sends tokens, the budget has no room for them: a matter of load."""
+    NOT_SENT = "not_sent"
+    """Next to nothing comes in time."""
+    NO_GAIN = "no_gain"
+    """What is accepted is not worth what drafting costs."""
+
+
+def judge(account: Account, *, trial: bool = False, gain: float | None = None) -> Judgement:
+    """Judges a session by its account since the last judgement; pure.
+
+    ``gain`` is the present ``ideal_gain`` where it matters. With r = rounds in the account:
+
+    - r < 32 (in a trial 16): OPEN, unless net < -4 tokens, or nothing was verified in 8 rounds and gain < 1.02;
+    - draft tokens verified per round < 0.1: NOT_SENT if less than 0.5 per round were there; else NOT_SCHEDULED, but
+      PAYS if gain > 1.1: then it is a matter of luck so far, not of load;
+    - net / r < 0.03 (to end a trial well: 0.06): NO_GAIN;
+    - PAYS otherwise.
+    """
+    rounds = account.rounds
+    net = account.accepted - account.lost
+    hopeless = account.rows == 0 and rounds >= _SHORT_ROUNDS and gain is not None and gain < _NO_GAIN
+    if rounds < (_TRIAL_ROUNDS if trial else _WINDOW_ROUNDS) and net > -4.0 and not hopeless:
+        return Judgement.OPEN
+    if account.rows < _FEW_ROWS * rounds:
+        if account.trimmed < 0.5 * rounds:
+            return Judgement.NOT_SENT
+        return Judgement.PAYS if gain is not None and gain > _CLEAR_GAIN else Judgement.NOT_SCHEDULED
+    if net < (_TRIAL_NET if trial else _LEAST_NET) * rounds:
+        return Judgement.NO_GAIN
+    return Judgement.PAYS
+
+
+def pause_s(num_failures: int) -> float:
+    """Seconds until drafting is tried again after it has not paid so many times in a row: 2, 4, 8, .. 64."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** max(0, num_failures - 1))
+
+
+@dataclass(slots=True)
+class _Pause:
+    """A session without a draft, by decision."""
+
+    session: TargetSession
+    until: float
+    judgement: Judgement
+    num_sessions: int
+    """When it was paused; ``_ANY_LOAD`` once a trial of another has paid at the present load."""
+
+
+@dataclass(slots=True)
+class Steering:
+    """Decides for all sessions of one engine. ``messages`` are to be sent."""
+
+    budget: RowBudget
+    messages: list[SpeculationWanted] = field(default_factory=list)
+    num_pauses: int = 0
+    num_resumptions: int = 0
+    _paused: dict[str, _Pause] = field(default_factory=dict)
+    _trial: TargetSession | None = None
+    _next_trial_at: float = 0.0
+    _next_review_at: float = 0.0
+    _num_sessions: int = 0
+
+    def trial_rows(self, session: TargetSession) -> int:
+        """Draft tokens that a session on trial has verified whatever the budget says."""
+        on_trial = session is self._trial and session.account.scheduled < _TRIAL_ROW_ROUNDS
+        return _TRIAL_ROWS if on_trial else 0
+
+    def forget(self, session: TargetSession) -> None:
+        """The session has ended."""
+        self._paused.pop(session.session_id, None)
+        if self._trial is session:
+            self._trial = None
+
+    def observe(self, session: TargetSession, num_rows: int, num_trimmed: int, accepted: int, lost: float) -> None:
+        """Takes a round of a session that has a draft and is not paused; ``lost``: see the module's head."""
+        account = session.account
+        if not session.draft_heard:
+            session.unheard_rounds += 1
+            if session.unheard_rounds < _NODES_LIMIT_ROUNDS:
+                account.lost += lost
+                return
+        account.rounds += 1
+        account.rows += num_rows
+        account.scheduled += num_rows > 0
+        account.trimmed += num_trimmed
+        account.accepted += accepted
+        account.lost += lost
+
+    def review(self, session: TargetSession, now: float, num_sessions: int) -> None:
+        """Decides about a session after one of its rounds."""
+        trial = session is self._trial
+        account = session.account
+        if num_sessions <= _FEWER_SESSIONS * account.num_sessions:
+            session.account = account = Account()  # what was learned under another load
+        account.num_sessions = max(account.num_sessions, num_sessions)
+        gain = None
+        if account.trimmed and account.rounds >= _SHORT_ROUNDS and account.rows < _FEW_ROWS * account.rounds:
+            gain = self._gain(session, num_sessions)
+        judgement = judge(account, trial=trial, gain=gain)
+        if judgement is Judgement.OPEN:
+            return
+        if trial:
+            self._trial = None
+            net_loss_s = max(0.0, account.lost - account.accepted) * self.budget.plain_s(num_sessions) / num_sessions
+            self._next_trial_at = now + net_loss_s / _TRIAL_SHARE
+            if judgement is Judgement.PAYS:
+                for pause in self._paused.values():
+                    if pause.judgement is Judgement.NOT_SCHEDULED:
+                        pause.num_sessions = _ANY_LOAD
+                        pause.session.hits.forget()
+        session.account = Account()
+        session.unheard_rounds = 0
+        session.on_trial = False
+        if judgement is not Judgement.PAYS:
+            self._pause(session, judgement, now, num_sessions)
+        elif now - session.resumed_at > _SHORT_SPELL_S:
+            session.num_failures = session.num_load_failures = 0
+
+    def tick(self, now: float, num_sessions: int) -> None:
+        """Asks for drafts again where it is time; cheap when nothing is due."""
+        trial = self._trial
+        if trial is not None and trial.account.rounds == 0 and now - trial.resumed_at > _TRIAL_LIMIT_S:
+            self._trial = None  # no draft has come for it
+        fewer = num_sessions < self._num_sessions
+        self._num_sessions = num_sessions
+        if not self._paused or not (fewer or now >= self._next_review_at):
+            return
+        resumed = []
+        for pause in self._paused.values():
+            session = pause.session
+            if num_sessions <= _FEWER_SESSIONS * pause.num_sessions:
+                rested = session.num_load_failures == 0 or now >= pause.until
+                if rested and self._gain(session, num_sessions) >= _WORTH_GAIN:
+                    resumed.append(session)
+                    continue
+            if now >= pause.until and self._trial is None and now >= self._next_trial_at:
+                self._trial = session
+                resumed.append(session)
+        for session in resumed:
+            self._resume(session, now, forget=session is self._trial)
+        self._next_review_at = now + 0.1
+
+    def _gain(self, session: TargetSession, num_sessions: int) -> float:
+        return ideal_gain(
+            self.budget.cost, num_sessions, session.hits.rate(), session.k, self.budget.overhead_s.get(0.0)
+        )
+
+    def _pause(self, session: TargetSession, judgement: Judgement, now: float, num_sessions: int) -> None:
+        if now - session.resumed_at > _SHORT_SPELL_S:
+            session.num_failures = session.num_load_failures = 0
+        session.num_failures += 1
+        session.num_load_failures += session.resumed_by_load
+        session.pause_drafting()
+        until = now + pause_s(session.num_failures)
+        self._paused[session.session_id] = _Pause(session, until, judgement, num_sessions)
+        self.num_pauses += 1
+        self.messages.append(SpeculationWanted(session.session_id, session.epoch, False))
+
+    def _resume(self, session: TargetSession, now: float, *, forget: bool) -> None:
+        del self._paused[session.session_id]
+        session.resume_drafting(now, forget=forget)
+        session.resumed_by_load = not forget
+        self.num_resumptions += 1
+        self.messages.append(SpeculationWanted(session.session_id, session.epoch, True))
