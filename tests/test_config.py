@@ -71,7 +71,7 @@ def test_the_default_is_the_embedded_pair_with_one_replica_of_each():
     assert not config.log.prompts
     router = config.router_config
     assert (router.max_queued_requests, router.recovery_timeout_s) == (64, 30)
-    assert (router.draft_timeout_s, router.target_timeout_s, router.default_deadline_s) == (1.0, 5.0, None)
+    assert (router.draft_timeout_s, router.target_timeout_s, router.request_timeout_s) == (1.0, 5.0, None)
 
 
 def test_model_source_and_tokenizer_source_default_to_the_model():
@@ -183,7 +183,7 @@ REFUSALS = [
     ("router_config.recovery_timeout_s", 0, "more than 0"),
     ("router_config.draft_timeout_s", "soon", "a number"),
     ("router_config.target_timeout_s", None, "a number"),
-    ("router_config.default_deadline_s", 0, "more than 0"),
+    ("router_config.request_timeout_s", 0, "more than 0"),
     ("server.host", 1, "text"),
     ("server.grpc_port", 65536, "at least 1 and at most 65535"),
     ("server.http_port", 0, "at least 1 and at most 65535"),
@@ -369,7 +369,7 @@ EXAMPLE = {
         "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}},
     },
     "draft_config": {"kind": "ngram", "engine_kwargs": {"max_match": 6}},
-    "router_config": {"default_deadline_s": 60, "deployment_config": {"num_replicas": 2}},
+    "router_config": {"request_timeout_s": 60, "deployment_config": {"num_replicas": 2}},
     "log": {"json": True, "level": "WARNING"},
 }
 
@@ -441,7 +441,7 @@ def test_overrides_change_single_keys():
         [
             "target_config.engine_kwargs.max_sessions=32",
             "draft_config.engine_kwargs.fan_out=3",
-            "router_config.default_deadline_s=2.5",
+            "router_config.request_timeout_s=2.5",
             "log.json=true",
             "server.host=::1",
             "target_config.deployment_config.ray_actor_options={num_gpus: 1}",
@@ -450,7 +450,7 @@ def test_overrides_change_single_keys():
     assert config.target_config.engine_kwargs.max_sessions == 32
     assert config.draft_config.engine_kwargs.fan_out == 3
     assert config.pair().draft == DraftModelConfig(path=str(DRAFT_DIR)), "what was not named is left as it was"
-    assert config.router_config.default_deadline_s == 2.5
+    assert config.router_config.request_timeout_s == 2.5
     assert config.log.as_json
     assert config.server.host == "::1"
     assert config.target_config.deployment_config.ray_actor_options.num_gpus == 1

@@ -36,7 +36,7 @@ from paceline.config import (
     apply_worker_environment,
 )
 from paceline.cores import CoreClaim
-from paceline.errors import ConfigError, DeadlineExceededError, EngineError, NotFoundError, PacelineError
+from paceline.errors import ConfigError, EngineError, NotFoundError, PacelineError
 from paceline.metrics import Registry, ReplicaMetrics, RouterMetrics
 from paceline.monitor import Monitor, Report, Reporter, ServerInfo
 from paceline.router.pool import Lease
@@ -385,6 +385,7 @@ class Router:
             self.config.router_config,
             metrics=RouterMetrics(registry, model_id),
             token=internal_token(),
+            draft_delay_s=self.config.router_config.draft_link_delay_s,
         )
         self._door = GenerationDoor(self._router)
         self._myself = serve.get_replica_context()
@@ -399,17 +400,12 @@ class Router:
 
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """See protos/paceline/v1/generation.proto."""
-        request.request_id = request.request_id or secrets.token_hex(8)
-        deadline = _Deadline(self.config.router_config.default_deadline_s, self._door.cancel, request.request_id)
         try:
             async with contextlib.aclosing(self._door.generate(request)) as responses:
                 async for response in responses:
-                    deadline.check(response.HasField("complete"))
                     yield response
         except Exception as error:
             _set_status(grpc_context, error)
-        finally:
-            deadline.stop()
 
     async def Cancel(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto. The request may be with another router: all are asked."""
@@ -590,30 +586,6 @@ class Router:
             log.info("the other routers could not be asked: %s", error)
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-
-class _Deadline:
-    """Ends a request after the configured time. A client's own deadline is gRPC's matter: Serve does not show it."""
-
-    def __init__(self, timeout_s: float | None, cancel: Callable[[str], bool], request_id: str) -> None:
-        self._timeout_s, self._cancel, self._request_id = timeout_s, cancel, request_id
-        self._passed = False
-        self._timer = None
-        if timeout_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._pass)
-
-    def check(self, is_last: bool) -> None:
-        """Raises DeadlineExceededError if this is the end of a request that was cancelled for its time."""
-        if self._passed and is_last:
-            raise DeadlineExceededError(f"the request took longer than the {self._timeout_s:g} s that it is given here")
-
-    def stop(self) -> None:
-        """The request has ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _pass(self) -> None:
-        self._passed = self._cancel(self._request_id)
 
 
 _HEALTH_SERVICES = ("", "paceline.v1.GenerationService")

@@ -390,8 +390,10 @@ class RouterConfig(_Strict):
     """Silence after which a draft counts as hung: sessions go on by plain decoding."""
     target_timeout_s: float = Field(default=5.0, gt=0)
     """Silence after which a target counts as hung: sessions move to another."""
-    default_deadline_s: float | None = Field(default=None, gt=0)
-    """Time given to a request whose client set no deadline. None: no limit."""
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
+    draft_link_delay_s: float = Field(default=0.0, ge=0, le=10)
+    """For experiments with slow networks: added to each way between router and drafts."""
     deployment_config: DeploymentConfig = DeploymentConfig()
 
     def deployment_options(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 import pytest
 from tests.service.support import Replica, collect, replicas, routed, run, tiny_pair, until
 
-from paceline.errors import EngineError, ResourceExhaustedError
+from paceline.errors import DeadlineExceededError, EngineError, ResourceExhaustedError
 from paceline.types import Cause, Mode, SamplingParams, SpeculationParams
 
 STEP_S = 0.02
@@ -194,6 +194,20 @@ def test_without_any_target_left_a_request_ends_as_unavailable_within_the_stated
             with pytest.raises(EngineError, match="no target replica was up for 1 s"):
                 await collect(router, PROMPT, sampling=ONE)
             assert router._live == {}
+
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+def test_a_request_that_takes_too_long_ends_and_frees_what_it_held(checkpoints):
+    config = tiny_pair(checkpoints)
+
+    async def test():
+        async with routed(config, targets, drafts, request_timeout_s=0.5) as (router, _, _):
+            with pytest.raises(DeadlineExceededError, match=r"longer than 0\.5 s"):
+                await collect(router, PROMPT, sampling=ONE.model_copy(update={"max_tokens": 1500}))
+            assert router._live == {}
+            assert await open_sessions(router) == [0, 0]
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         run(test)

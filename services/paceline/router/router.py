@@ -20,7 +20,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
+from paceline.errors import (
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    PacelineError,
+    ResourceExhaustedError,
+)
 from paceline.metrics import RouterMetrics
 from paceline.router.link import DRAFT, TARGET, Link, StreamKind, stop_links
 from paceline.router.pool import PREFIX_TOKENS, Candidate, Lease, Member, Pool, PrefixIndex, choose
@@ -50,6 +56,11 @@ class Settings(Protocol):
     @property
     def recovery_timeout_s(self) -> float:
         """How long a request waits for a target when none is up."""
+        ...
+
+    @property
+    def request_timeout_s(self) -> float | None:
+        """Longest time of a request; None: no limit."""
         ...
 
     @property
@@ -485,8 +496,10 @@ class Router:
                 self._fail(live, EngineError(self._no_target("the target was lost and")))
             if not self._targets.open_links():
                 for live in [live for live in self._queue if live.arrived_s < oldest]:
-                    self._queue.remove(live)
                     self._fail(live, EngineError(self._no_target("")))
+            if (limit_s := self._settings.request_timeout_s) is not None:
+                for live in [live for live in self._live.values() if live.arrived_s < self._clock() - limit_s]:
+                    self._fail(live, DeadlineExceededError(f"the request took longer than {limit_s:g} s"))
 
     def _no_target(self, what: str) -> str:
         reasons = "; ".join(f"{rid}: {link.reason}" for rid, link in self._targets.links.items() if not link.up)
@@ -494,6 +507,10 @@ class Router:
         return f"{what} {waited}".strip() + (f" ({reasons})" if reasons else "")
 
     def _fail(self, live: _Live, error: PacelineError) -> None:
+        if live.result is not None or live.error is not None:
+            return
+        if live in self._queue:
+            self._queue.remove(live)
         actions = live.session.cancel()
         self._apply(live, Actions(to_target=actions.to_target, to_draft=actions.to_draft))
         live.error = error
