@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -25,8 +26,10 @@ from paceline.router.session import Result
 from paceline.sampling import Row, SamplerState, process, sample_coupled
 from paceline.target import engine as target_engine
 from paceline.target import session as target_session
+from paceline.target.budget import RowBudget
 from paceline.target.engine import _verdicts
 from paceline.target.session import TargetSession
+from paceline.target.steering import Judgement, Steering
 from paceline.tokenization import load_tokenizer
 from paceline.types import (
     Acceptance,
@@ -246,6 +249,54 @@ def test_hits_and_misses_both_occur() -> None:
     assert causes[Cause.HIT] > 20
     assert causes[Cause.TOKEN] + causes[Cause.K] > 5
     assert causes[Cause.LATE] > 5
+
+
+# -- control: whatever it decides, the text is the same ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers of draft tokens in every step; sessions whose drafts are paused and resumed at random."""
+    rng = random.Random(0)
+
+    def any_number(self, offers, **options):
+        return [rng.randint(0, len(o)) for o in offers]
+
+    def any_pause(self, session, now, num_sessions):
+        if rng.random() < 0.05:
+            self._pause(session, Judgement.NO_GAIN, now, num_sessions)
+
+    def any_resumption(self, now, num_sessions):
+        for pause in list(self._paused.values()):
+            if rng.random() < 0.3:
+                self._resume(pause.session, now, forget=rng.random() < 0.5)
+
+    monkeypatch.setattr(RowBudget, "allot", any_number)
+    monkeypatch.setattr(Steering, "review", any_pause)
+    monkeypatch.setattr(Steering, "tick", any_resumption)
+    target, draft = pair("llama")
+    requests = mixed_batch(temperature)
+    reference = plain_reference(target, requests)
+    for mode in SPECULATING:
+        pump = Pump(target, draft, seed=4, pages=9, draft_pages=40, max_step_tokens=48)
+        assert_same(pump.run(in_mode(requests, mode)), reference)
+        stats = pump.target.stats
+        assert min(stats.draft_rows_trimmed, stats.drafts_paused, stats.drafts_resumed) > 4
+        assert stats.nodes_used > 10
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_measured_control_gives_identical_tokens(adaptive: bool) -> None:
+    """Steps that take time by their size, so that budget, waiting and pauses act as they do in service."""
+    target, draft = pair("qwen3")
+    requests = mixed_batch(1.0, max_tokens=60)
+    reference = plain_reference(target, requests)
+    pump = Pump(target, draft, seed=4, adaptive=adaptive, step_s=lambda n: 0.004 * max(4, n))
+    assert_same(pump.run(requests), reference)
+    stats = pump.target.stats
+    assert (stats.draft_rows_trimmed > 50) == adaptive
+    assert (stats.drafts_paused > 0) == adaptive
+    assert stats.bubble_s > 0
 
 
 # -- mutants: each must be caught by the identity above -------------------------------------------------------------
@@ -497,6 +548,35 @@ def test_rejection_rule_with_a_wrong_q_is_caught(tiny_pair) -> None:
     law = _law(tiny_pair[0], [1, 2, 3], 4)
     counts, _, _ = _sample_texts(tiny_pair, 2000, Mode.SEQUENTIAL, 4, tamper=_wrong_q)
     assert _p_value(counts, law) < _FALSE_ALARM
+
+
+def _only_the_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that lets a chain through only if its first token is not too likely (earlier rounds say 0.7 or less)."""
+
+    def unlikely_only(self, offers, **options):
+        return [len(o) if o and o[0] < 0.75 else 0 for o in offers]
+
+    monkeypatch.setattr(RowBudget, "allot", unlikely_only)
+    monkeypatch.setattr(Steering, "review", lambda *args: None)
+
+
+def _tells_what_was_drawn(message):
+    """A draft that gives each node the probability with which its token was drawn."""
+    if not isinstance(message, Nodes):
+        return [message]
+    nodes = tuple(
+        n if n.q is None else replace(n, prob=n.q.probs[n.q.token_ids.index(n.token_id)]) for n in message.nodes
+    )
+    return [replace(message, nodes=nodes)]
+
+
+def test_rejection_rule_keeps_the_law_under_any_budget(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that would choose chains by the probabilities of their nodes gets to see none of them."""
+    _only_the_unlikely(monkeypatch)
+    law = _law(tiny_pair[0], [1, 2, 3], 4)
+    counts, drafted, _ = _sample_texts(tiny_pair, 1280, Mode.OVERLAPPED, 4, tamper=_tells_what_was_drawn)
+    assert drafted > 400
+    assert _p_value(counts, law) > _FALSE_ALARM
 
 
 def test_rejection_rule_logprobs_and_repeatability() -> None:

@@ -193,18 +193,49 @@ def test_first_tokens() -> None:
     assert len(first_tokens(chain, -1)) == 0
 
 
+def rejecting_session(*probs: float, token_id: int = 10) -> TargetSession:
+    """Its draft has sent a chain with these probabilities."""
+    speculation = SpeculationParams(acceptance=Acceptance.REJECTION, max_draft_tokens=4)
+    message = OpenSession("s", 1, (1, 2), 2, 0, SamplingParams(temperature=1.0, max_tokens=100), speculation)
+    session = TargetSession(message, vocab_size=100, max_len=1000, device="cpu", now=0.0)
+    for i, prob in enumerate(probs):
+        q = SparseDistribution((token_id + i, 5), (0.5, 0.5))
+        session.tree.add([Node(i + 1, i, token_id + i, prob, q=q)])
+    return session
+
+
+@pytest.mark.parametrize(
+    ("decide", "lawful"),
+    [(_offer, True), (lambda session: offer(session.proposal(4), 4, session.hits), False)],
+    ids=["blind", "mutant"],
+)
+def test_under_the_rejection_rule_the_choice_keeps_the_law_exactly(decide, lawful: bool) -> None:
+    """p = (0.5, 0.5), q = (0.7, 0.3), a draft that tells with each node how likely it was drawn, and a step whose
+    fifth token pays from a probability of 0.4 on: a choice by node probabilities emits the first token too often."""
+    p, q = (0.5, 0.5), (0.7, 0.3)
+    cost = learned(lambda n: {4: 1.0, 5: 1.1}.get(n, 9.0), (4, 5, 6))
+    emitted = [0.0, 0.0]
+    for x in (0, 1):
+        session = rejecting_session(q[x], token_id=10 + x)
+        used = allot([decide(session)], cost, num_sessions=4, num_context=4, limit=9)[0] > 0
+        accepted = min(1.0, p[x] / q[x]) if used else 0.0
+        rest = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)] if used else list(p)
+        for v in (0, 1):
+            recovered = rest[v] / sum(rest)
+            emitted[v] += q[x] * (accepted * (v == x) + (1 - accepted) * recovered)
+    assert sum(emitted) == pytest.approx(1)
+    assert (emitted == pytest.approx(p)) == lawful
+
+
 @pytest.mark.parametrize("probs", [(0.9,), (0.1,), (0.9, 0.9, 0.9, 0.9), (0.1, 0.9, 0.2)])
 def test_under_the_rejection_rule_the_choice_sees_nothing_that_was_drawn(probs: tuple[float, ...]) -> None:
     """Whatever the nodes, their probabilities and their number: one and the same offer, from earlier rounds.
 
     So what is proposed at a position is decided by earlier rounds and by sessions whose noise is independent.
     """
-    speculation = SpeculationParams(acceptance=Acceptance.REJECTION, max_draft_tokens=4)
-    message = OpenSession("s", 1, (1, 2), 2, 0, SamplingParams(temperature=1.0, max_tokens=100), speculation)
-    session = TargetSession(message, vocab_size=100, max_len=1000, device="cpu", now=0.0)
-    session.hits.add(10, 7.0, 9)
+    session = rejecting_session()
     assert _offer(session) == ()
-    for i, prob in enumerate(probs):
-        session.tree.add([Node(i + 1, i, 10 + i, prob, q=SparseDistribution((10 + i, 5), (0.5, 0.5)))])
+    session = rejecting_session(*probs)
+    session.hits.add(10, 7.0, 9)
     assert len(session.proposal(4)) == len(probs)
     assert _offer(session) == blind_offer(4, session.hits) == (session.hits.rate(),) * 4

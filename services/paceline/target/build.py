@@ -38,13 +38,15 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
     runner = model.runner(num_pages)
     report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
-    return TargetEngine(
+    engine = TargetEngine(
         runner,
         emit,
         max_sessions=config.max_sessions,
         max_step_tokens=config.max_step_tokens,
         max_model_len=max_len,
     )
+    engine.calibrate()
+    return engine
 
 
 def _page_bytes(model: LoadedModel) -> int:
