@@ -39,7 +39,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not ray"
 
 test-ray: setup
-	timeout 900 $(BIN)/python -m pytest -q -m "ray and not gpu"
+	timeout 2400 $(BIN)/python -m pytest -q -m "ray and not gpu"
 
 protos: setup
 	rm -f $(V1)/*_pb2.py $(V1)/*_pb2.pyi $(V1)/*_pb2_grpc.py $(V1)/*_pb2_grpc.pyi
