@@ -102,8 +102,10 @@ class Scheduler:
     def _not_waiting(self, decoding: list[TargetSession], now: float) -> list[TargetSession]:
         """Those that step now; ``wait_until`` is set for the others."""
         policy = self._policy
-        prefilling = len(decoding) < len(self.running)
-        may_wait = [s for s in decoding if policy.may_wait(s, others_ready=prefilling)]
+        others_ready = len(decoding) < len(self.running) or any(
+            not policy.may_wait(s, others_ready=False) or s.num_ahead() >= s.max_draft() for s in decoding
+        )
+        may_wait = [s for s in decoding if policy.may_wait(s, others_ready=others_ready)]
         if not may_wait:
             return decoding
         wanted: dict[int, int] = {}
@@ -117,8 +119,8 @@ class Scheduler:
             k = wanted.get(id(session))
             return policy.wait_until(session, now, others_ready=others_ready, wanted=k, row_s=row_s)
 
-        waits = {id(s): until_of(s, others_ready=prefilling) for s in may_wait}
-        others_ready = prefilling or len(may_wait) < len(decoding) or any(until is None for until in waits.values())
+        waits = {id(s): until_of(s, others_ready=others_ready) for s in may_wait}
+        others_ready = others_ready or any(until is None for until in waits.values())
         ready = []
         for session in decoding:
             until = waits.get(id(session))

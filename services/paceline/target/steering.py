@@ -70,7 +70,7 @@ def judge(account: Account, *, trial: bool = False, gain: float | None = None) -
 
     ``gain`` is the present ``ideal_gain`` where it matters. With r = rounds in the account:
 
-    - r < 32 (in a trial 16): OPEN, unless net < -4 tokens, or nothing was verified in 8 rounds and gain < 1.02;
+    - r < 32 (in a trial 16): OPEN, unless r >= 8 and either net < -4 or nothing was verified and gain < 1.02;
     - draft tokens verified per round < 0.1: NOT_SENT if less than 0.5 per round were there; else NOT_SCHEDULED, but
       PAYS if gain > 1.1: then it is a matter of luck so far, not of load;
     - net / r < 0.03 (to end a trial well: 0.06): NO_GAIN;
@@ -79,7 +79,8 @@ def judge(account: Account, *, trial: bool = False, gain: float | None = None) -
     rounds = account.rounds
     net = account.accepted - account.lost
     hopeless = account.rows == 0 and rounds >= _SHORT_ROUNDS and gain is not None and gain < _NO_GAIN
-    if rounds < (_TRIAL_ROUNDS if trial else _WINDOW_ROUNDS) and net > -4.0 and not hopeless:
+    costly = rounds >= _SHORT_ROUNDS and net < -4.0
+    if rounds < (_TRIAL_ROUNDS if trial else _WINDOW_ROUNDS) and not (costly or hopeless):
         return Judgement.OPEN
     if account.rows < _FEW_ROWS * rounds:
         if account.trimmed < 0.5 * rounds:
