@@ -32,20 +32,18 @@ def add_parser(subparsers: Any) -> None:
     )
     add_local_flags(local)
     local.set_defaults(run=run_local)
+    serve = kinds.add_parser(
+        "serve",
+        help="a service on this machine against the one-process pipeline",
+        description="Starts a service and compares it with the one-process pipeline on the same prompts, in one run.",
+    )
+    add_serve_flags(serve)
+    serve.set_defaults(run=run_serve)
 
 
 def add_local_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of ``paceline bench local``."""
-    target, draft = embedded_paths()
-    group = parser.add_argument_group("models")
-    group.add_argument("--target", default=str(target), metavar="P", help="default: the embedded target")
-    group.add_argument("--draft", default=str(draft), metavar="P", help="default: the embedded draft")
-    group.add_argument("--grow-target", type=_size, metavar="SIZE", help="cost of a larger target, e.g. 150M")
-    group.add_argument(
-        "--grow-draft", type=_draft_size, metavar="SIZE", help='likewise; "fifth": a fifth of the target\'s size'
-    )
-    group.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    group.add_argument("--no-compile", dest="compile", action="store_false", help="run the engines eagerly")
+    group = _add_model_flags(parser)
     group.add_argument("--worker", choices=["process", "thread"], default="process")
     group = parser.add_argument_group("what is compared")
     group.add_argument("--modes", type=_several(_mode), default=tuple(Mode), metavar="MODE,...")
@@ -71,6 +69,46 @@ def add_local_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write raw records and summaries")
 
 
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``paceline bench serve``."""
+    _add_model_flags(parser)
+    parser.add_argument("--draft-tokens", type=_k, default=8, metavar="K", help="default 8")
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--prompts", type=_positive(), metavar="N",
+        help="requests of a unit, but at least two per session (default 8); with --prompts-file also how many of it",
+    )  # fmt: skip
+    group.add_argument("--prompts-file", type=Path, metavar="FILE", help='JSONL with a field "prompt"')
+    group.add_argument("--max-tokens", type=_positive(), default=128, metavar="N", help="default 128")
+    group.add_argument("--temperatures", type=_several(_temperature), default=(0.0, 1.0), metavar="T,...")
+    group.add_argument(
+        "--sessions", type=_several(_positive(1024)), default=(1, 4, 16), metavar="N,...",
+        help="requests at once, one load after the other (default 1,4,16)",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft-link-delay-ms", type=_several(_delay), default=(0.0,), metavar="D,...",
+        help="added to each way between router and draft; a service is started for each (default 0)",
+    )  # fmt: skip
+    group.add_argument("--repeats", type=_positive(), default=1, metavar="R")
+    group.add_argument("--seed", type=_natural, default=0, metavar="S", help="of prompts and sampling")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write raw records and summaries")
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What both kinds share."""
+    target, draft = embedded_paths()
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", default=str(target), metavar="P", help="default: the embedded target")
+    group.add_argument("--draft", default=str(draft), metavar="P", help="default: the embedded draft")
+    group.add_argument("--grow-target", type=_size, metavar="SIZE", help="cost of a larger target, e.g. 150M")
+    group.add_argument(
+        "--grow-draft", type=_draft_size, metavar="SIZE", help='likewise; "fifth": a fifth of the target\'s size'
+    )
+    group.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    group.add_argument("--no-compile", dest="compile", action="store_false", help="run the engines eagerly")
+    return group
+
+
 def settings_of(args: argparse.Namespace) -> Settings:
     """What the flags say. Raises ConfigError where they contradict each other."""
     baselines = args.baselines
@@ -80,13 +118,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError(
             f"--sessions is {args.sessions}: transformers' generate is measured one at a time, use --baselines none"
         )
-    if args.max_tokens < 2:
-        raise ConfigError("--max-tokens is 1: at least 2 are needed, the first belongs to prefill")
+    _check_common(args)
     prompts = args.prompts if args.prompts is not None else None if args.prompts_file else 8
     if prompts is not None and prompts % args.sessions:
         raise ConfigError(f"--prompts is {prompts}: it must be a multiple of --sessions ({args.sessions})")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {str(args.json)!r}: its directory does not exist")
     return Settings(
         target=args.target, draft=args.draft, grow_target=args.grow_target, grow_draft=args.grow_draft,
         modes=args.modes, baselines=baselines, num_prompts=prompts, prompts_file=args.prompts_file,
@@ -95,6 +130,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
         sessions=args.sessions, seed=args.seed, dtype=args.dtype, acceptance=Acceptance(args.acceptance),
         growth=args.growth, tree_step_tokens=args.tree_step_tokens, compile=args.compile, worker=args.worker,
     )  # fmt: skip
+
+
+def _check_common(args: argparse.Namespace) -> None:
+    """Raises ConfigError."""
+    if args.max_tokens < 2:
+        raise ConfigError("--max-tokens is 1: at least 2 are needed, the first belongs to prefill")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {str(args.json)!r}: its directory does not exist")
 
 
 def run_local(args: argparse.Namespace) -> int:
@@ -115,6 +158,28 @@ def run_local(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(data, default=str, indent=1) + "\n", encoding="utf-8")
     own = {mode.value for mode in Mode}
     return 1 if any(r.identical is False for r in records if r.mode in own) else 0
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """``paceline bench serve``. Returns 1 if any request's tokens differ from plain decoding's in one process."""
+    from paceline.bench import serve, serve_report  # gRPC is for this kind only
+
+    _check_common(args)
+    given = serve.Settings(
+        target=args.target, draft=args.draft, grow_target=args.grow_target, grow_draft=args.grow_draft,
+        num_prompts=args.prompts, prompts_file=args.prompts_file, max_tokens=args.max_tokens,
+        temperatures=args.temperatures, sessions=args.sessions, delays_ms=args.draft_link_delay_ms,
+        repeats=args.repeats, draft_tokens=args.draft_tokens, seed=args.seed, dtype=args.dtype, compile=args.compile,
+    )  # fmt: skip
+    settings = serve.grown_settings(given)
+    facts = {"target": model_facts(settings.target), "draft": model_facts(settings.draft)}
+    outcome = serve.measure(settings)
+    print(serve_report.render(facts, settings, outcome))
+    if args.json is not None:
+        paths = {"target": facts["target"].path, "draft": facts["draft"].path}
+        data = serve_report.as_json(asdict(given) | paths, facts, outcome)
+        args.json.write_text(json.dumps(data, default=str) + "\n", encoding="utf-8")
+    return 1 if serve.differing(outcome.units) else 0
 
 
 def _several(kind: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
@@ -171,6 +236,16 @@ def _temperature(text: str) -> float:
         value = -1.0
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text!r} is given, a number from 0 to 100 is needed")
+    return value
+
+
+def _delay(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is given, milliseconds from 0 to 10000 are needed")
     return value
 
 

