@@ -476,7 +476,7 @@ def _gist(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if not lines:
         return ""
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    errors = [line for line in lines if re.match(r"([\w.]+(Error|Exception): |\[ALERT\])", line)]
     return errors[-1] if errors else lines[0]
 
 

@@ -81,12 +81,18 @@ async def leases(app, deployment):
 async def assert_all_free(app):
     """No lease, no session, nothing queued."""
 
-    async def free():
-        held = [await leases(app, name) for name in (app.TARGET, app.DRAFT)]
-        sessions = [s.num_sessions for kind in ("target", "draft") for s in await replicas(app, kind)]
-        return not any(held) and not any(sessions) and not any(await app.ask("Router", "num_requests"))
+    seen = {}
 
-    await until(free, 15, "everything is free")
+    async def free():
+        seen["leases"] = [await leases(app, name) for name in (app.TARGET, app.DRAFT)]
+        seen["sessions"] = [(s.kind, s.num_sessions) for k in ("target", "draft") for s in await replicas(app, k)]
+        seen["requests"] = await app.ask("Router", "num_requests")
+        return not any([*seen["leases"], *(count for _, count in seen["sessions"]), *seen["requests"]])
+
+    try:
+        await until(free, 15)
+    except AssertionError:
+        pytest.fail(f"still held: {seen}")
 
 
 def plain(app, prompts, max_tokens):
@@ -125,7 +131,6 @@ def test_streams_equal_plain_decoding_in_one_process(app):
     results = finish(run())
     assert [ids for ids, _, _ in results] == plain(app, prompts, 64)
     assert all(c.finish_reason == "length" and c.completion_tokens == 64 for _, _, c in results)
-    assert sum(c.speculation.accepted for _, _, c in results) > 0
     finish(assert_all_free(app))
 
 
@@ -257,19 +262,20 @@ def test_metrics_are_one_page_for_all_replicas(app):
         page("/nothing")
 
 
-def test_a_session_holds_one_lease_on_each_pool(app):
+def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app):
     async def run():
         async with stub_of(app) as stub:
             calls = [stub.Generate(request(letters(9, i), LONG)) for i in range(3)]
             for call in calls:
                 await call.read()
-            await until(lambda: _both(app, 3), 10, "3 leases on each pool")
+            await until(lambda: held(), 10, "3 leases on the targets")
+            assert await leases(app, app.DRAFT) <= 3  # a target gives a draft back that does not pay
             for call in calls:
                 call.cancel()
         await assert_all_free(app)
 
-    async def _both(app, count):
-        return [await leases(app, name) for name in (app.TARGET, app.DRAFT)] == [count, count]
+    async def held():
+        return await leases(app, app.TARGET) == 3
 
     finish(run())
 
@@ -303,7 +309,6 @@ def test_draft_pool_to_zero_and_back_while_streams_run(app):
     for results in (first, without, again):
         assert [ids for ids, _, _ in results] == expected
     assert sum(c.speculation.drafted for _, _, c in without) == 0
-    assert sum(c.speculation.accepted for _, _, c in again) > 0
 
 
 def test_a_target_that_drains_or_dies_takes_no_stream_with_it(app):

@@ -89,13 +89,14 @@ class Running:
         self.log = folder / "serve.log"
         self._out = self.log.open("w")
         models = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--dtype", "float32"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         ports = ["--host", "127.0.0.1", "--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "paceline", "serve", *models, "--no-compile", *ports, *more],
             stdout=self._out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+            env=environment | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
         )
 
     def __enter__(self):
