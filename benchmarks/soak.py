@@ -523,6 +523,21 @@ def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
     return found
 
 
+def task_rises(quiets: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Steady rise of each replica's tasks over all pauses but the first third, and their number at the last one."""
+    seen: dict[str, list[tuple[float, float]]] = {}
+    for quiet in quiets:
+        for replica_id, tasks in quiet["tasks"].items():
+            seen.setdefault(replica_id, []).append((quiet["at_s"], tasks))
+    rises = {}
+    for replica_id, points in seen.items():
+        later = points[len(points) // 3 :]
+        if len(later) >= 4:  # replicas come and go, and their links have tasks
+            slope, fit = line(later)
+            rises[replica_id] = (slope * (later[-1][0] - later[0][0]) if fit > 0.5 else 0.0, points[-1][1])
+    return rises
+
+
 def judge(load: Load, found: Sequence[Trend]) -> list[str]:
     """What is wrong beyond the faults that were seen at once."""
     wrong = [
@@ -530,15 +545,10 @@ def judge(load: Load, found: Sequence[Trend]) -> list[str]:
         for t in found
         if t.leaks and t.role != "soak"
     ]
-    first = {}
-    for quiet in load.quiets:
-        for replica_id, tasks in quiet["tasks"].items():
-            first.setdefault(replica_id, tasks)
-    last = load.quiets[-1]["tasks"] if load.quiets else {}
     wrong += [
-        f"{replica_id}: {tasks:.0f} asyncio tasks at rest instead of {first[replica_id]:.0f}"
-        for replica_id, tasks in last.items()
-        if tasks > first[replica_id] + MAX_TASKS_MORE
+        f"{replica_id}: asyncio tasks at rest rise by {rise:.0f}, to {last:.0f}"
+        for replica_id, (rise, last) in task_rises(load.quiets).items()
+        if rise > MAX_TASKS_MORE
     ]
     if not load.ended:
         wrong.append("no request was sent")

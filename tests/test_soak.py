@@ -111,6 +111,15 @@ def test_what_is_left_over_is_named() -> None:
     assert not any(soak.leftovers(replace(info, pools={"target": (idle,)}, sessions_running=0)).values())
 
 
+def test_tasks_may_step_up_but_not_go_on_rising() -> None:
+    def quiets(counts: list[float]) -> list[dict[str, Any]]:
+        return [{"at_s": 90.0 * i, "tasks": {"r": count}} for i, count in enumerate(counts)]
+
+    assert soak.task_rises(quiets([34, 34, 44, 44, 44, 44, 44])) == {"r": (0.0, 44)}
+    assert soak.task_rises(quiets([34, 44])) == {}
+    assert soak.task_rises(quiets([34, 38, 42, 46, 50, 54, 58]))["r"][0] == pytest.approx(16)
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
