@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _PIN = "pin:"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 5.0
+_ANSWER_S = 5.0
+"""A call that has no answer within this time waits for a replica: it can be cancelled."""
 
 Deployment = tuple[str, str]
 """Names of an application and of a deployment in it."""
@@ -150,7 +152,7 @@ class ServePool:
         self._unwatch()
         tasks = [lease.task for lease in self._leases if lease.task is not None]
         for lease in list(self._leases):
-            lease.close()
+            lease.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _call(self, session_id: str, replica_id: str | None) -> Any:
@@ -180,10 +182,22 @@ class _ServeLease:
         self.replica_id = replica_id
         self.task: asyncio.Task[None] | None = None
         self._session_id, self._call = session_id, call
-        self._held = False
+        self._held = self._closed = False
 
     def close(self) -> None:
-        """See Lease."""
+        """See Lease. A call that is on its way to a replica must not be cancelled: Serve would lose track of it, and
+        the replica would hold the place for ever. So its first answer is awaited, for a while."""
+        if self._closed or self.task is None:
+            return
+        self._closed = True
+        if self._held:
+            self.task.cancel()
+        else:
+            timer = asyncio.get_running_loop().call_later(_ANSWER_S, self.task.cancel)
+            self.task.add_done_callback(lambda _: timer.cancel())
+
+    def abort(self) -> None:
+        """Ends it now, wherever it is."""
         if self.task is not None:
             self.task.cancel()
 
@@ -200,6 +214,8 @@ class _ServeLease:
             try:
                 async for _ in call:
                     self._held, pause_s = True, _FIRST_RETRY_S
+                    if self._closed:
+                        return
                 reason = "the replica ended it"
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
@@ -207,5 +223,7 @@ class _ServeLease:
                 call.cancel()
                 self._held = False
             log.info("the lease of session %s broke: %s", self._session_id, reason)
+            if self._closed:
+                return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)

@@ -37,6 +37,10 @@ class Call:
         if self.handle.assigns and not self.beats:
             self.beats += 1
             return
+        if not self.beats:
+            await self.handle.answer.wait()
+            self.beats += 1
+            return
         await asyncio.Event().wait()
 
     def cancel(self):
@@ -49,6 +53,7 @@ class Handle:
     deployment_name: str = "Target:m"
     assigns: bool = True
     failures: int = 0
+    answer: asyncio.Event = field(default_factory=asyncio.Event)
     pins: list = field(default_factory=list)
     cancelled: list = field(default_factory=list)
 
@@ -115,6 +120,25 @@ def test_a_lease_is_pinned_and_closed():
     asyncio.run(run())
 
 
+def test_a_lease_that_is_on_its_way_is_cancelled_only_when_it_has_been_answered():
+    async def run():
+        handle = Handle()
+        pool, registry = pool_of(handle)
+        registry.publish(KEY, {"a": A})
+        await asyncio.sleep(0)
+        lease = pool.lease("s", "a")
+        handle.assigns = False
+        await asyncio.sleep(0.01)
+        lease.close()
+        await asyncio.sleep(0.05)
+        assert (handle.cancelled, pool.num_leases) == ([], 1)
+        handle.answer.set()
+        await asyncio.sleep(0.01)
+        assert (handle.cancelled, pool.num_leases) == (["s"], 0)
+
+    asyncio.run(run())
+
+
 def test_a_lease_that_breaks_is_taken_again_while_its_replica_is_there():
     async def run():
         handle = Handle(failures=1)
@@ -131,7 +155,7 @@ def test_a_lease_that_breaks_is_taken_again_while_its_replica_is_there():
     asyncio.run(run())
 
 
-def test_a_lease_to_a_replica_that_has_gone_ends_quietly():
+def test_a_lease_to_a_replica_that_has_gone_ends_quietly(monkeypatch):
     async def run():
         handle = Handle(assigns=False)
         pool, registry = pool_of(handle)
@@ -145,8 +169,9 @@ def test_a_lease_to_a_replica_that_has_gone_ends_quietly():
         pool.lease("held", "a")
         pool.lease("other", "b")
         await asyncio.sleep(0.01)
+        monkeypatch.setattr("paceline.placement._ANSWER_S", 0.05)
         registry.publish(KEY, {"b": B})  # a drains: what is held there stays until its session has moved
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         assert handle.cancelled == ["waits"]
         await pool.stop()
         assert pool.num_leases == 0
