@@ -48,7 +48,7 @@ _WAVES = 2
 """A unit has at least as many requests per session."""
 _WARM_UP_TOKENS = 24
 _COUNTERS_TIMEOUT_S = 10.0
-_REQUEST_TIMEOUT_S = 600.0
+_REQUEST_TIMEOUT_S = 300.0
 _IDLE_S = 3.0
 
 
