@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
@@ -218,6 +218,8 @@ class _EngineReplica:
         assert self._monitor is not None
         status = self._host.status()
         self._metrics.update(status)
+        own = {"leases": float(self._num_leases), "asyncio_tasks": float(len(asyncio.all_tasks()))}
+        status = replace(status, counters={**status.counters, **own})
         await self._monitor.push.remote(self._reporter.report(status))
 
     # -- called by Serve --
@@ -560,6 +562,10 @@ class Router:
             pid=os.getpid(),
             node=ray.util.get_node_ip_address(),
             model=self.config.target_config.model_loading_config.model_id,
+            counters={
+                "leases": float(sum(pool.num_leases for pool in self._pools)),
+                "asyncio_tasks": float(len(asyncio.all_tasks())),
+            },
         )
         await self._monitor.push.remote(self._reporter.report(status))
 

@@ -80,7 +80,7 @@ class Link:
         self._outbox: list[Any] = []
         self._wake = asyncio.Event()
         self._heard_at = 0.0
-        self._echo_due = False
+        self._echo_ns = 0
         self._num_others = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -122,7 +122,11 @@ class Link:
         pause_s = _FIRST_RETRY_S
         while True:
             async with aio.insecure_channel(self.member.address, options=CHANNEL_OPTIONS) as channel:
-                reason = await self._stream(channel)
+                try:
+                    reason = await self._stream(channel)
+                except Exception as error:  # a fault of ours: to stay up without a reader would hang every session
+                    log.exception("the stream to %s %s failed unforeseen", self.kind.name, self.member.replica_id)
+                    reason = f"{type(error).__name__}: {error}"
             if self.up:
                 pause_s = _FIRST_RETRY_S
                 self._down(reason)
@@ -161,16 +165,14 @@ class Link:
     def _hear(self, messages: Sequence[Any], status: ReplicaStatus | None) -> None:
         if status is not None:
             self._note(status)
-        if self._echo_due:
-            messages = [message for message in messages if not self._is_echo(message)]
+        messages = [message for message in messages if not self._is_echo(message)]
         if messages and self.up:
             self._on_messages(self, messages)
 
     def _is_echo(self, message: Any) -> bool:
         if not isinstance(message, Echo):
             return False
-        self._echo_due = False
-        if self._on_latency is not None:
+        if message.sent_ns == self._echo_ns and self._on_latency is not None:
             self._on_latency((time.monotonic_ns() - message.sent_ns) / 1e9)
         return True
 
@@ -209,8 +211,8 @@ class Link:
                 return
             self.up, self.reason = True, ""
             log.info("%s %s is up at %s", self.kind.name, self.member.replica_id, self.member.address)
-        self._echo_due = True
-        self.send([Echo(time.monotonic_ns())])
+        self._echo_ns = time.monotonic_ns()
+        self.send([Echo(self._echo_ns)])
         self._on_change(self)
 
     def _down(self, reason: str) -> None:
