@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from paceline import local
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig
 from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
-from paceline.local import DraftFactory, LocalPipeline, TargetFactory
+from paceline.factories import DraftFactory, TargetFactory
+from paceline.local import LocalPipeline
 from paceline.tokenization import JsonTokenizer
 from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession, SamplingParams, SessionFailed
 from paceline.types import SpeculationParams as Speculation

@@ -29,9 +29,9 @@ from ray.serve.handle import DeploymentHandle
 from paceline import logs, metrics
 from paceline.checkpoints import read_checkpoint
 from paceline.config import (
-    LocalConfig,
     ModelDraftConfig,
     NgramDraftConfig,
+    PairConfig,
     ServiceConfig,
     apply_worker_environment,
 )
@@ -39,6 +39,7 @@ from paceline.cores import CoreClaim
 from paceline.errors import ConfigError, EngineError, NotFoundError, PacelineError
 from paceline.metrics import Registry, ReplicaMetrics, RouterMetrics
 from paceline.monitor import Monitor, Report, Reporter, ServerInfo
+from paceline.replica import ReplicaServer
 from paceline.router.pool import Lease
 from paceline.router.router import ModelFacts
 from paceline.status import to_status
@@ -182,9 +183,17 @@ class _EngineReplica:
         if monitor is not None:
             startup = _Pusher(lambda: self._note_startup(notes.text, time.monotonic() - started))
         try:
-            self._host = self._make_host()
-            await self._host.start()
-            self._server, self._port = await self._serve()
+            self._server = self._make_server(
+                self.config.pair(),
+                replica_id=self._replica_id,
+                bind=self._node,
+                node=self._node,
+                token=internal_token(),
+                model=self._model(),
+                core=None if self._core is None else self._core.core,
+            )
+            await self._server.start()
+            self._host = self._server.host
         finally:
             logging.getLogger("paceline").removeHandler(notes)
             if startup is not None:
@@ -193,22 +202,14 @@ class _EngineReplica:
             self._pusher = _Pusher(self._report)
         log.info("%s %s is ready after %.1f s", self.kind, self._replica_id, time.monotonic() - started)
 
-    def _make_host(self) -> Any:
+    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
         raise NotImplementedError
 
     def _model(self) -> str:
         raise NotImplementedError
 
-    def _add_service(self, server: Any) -> None:
-        raise NotImplementedError
-
     def _runs_on_cpu(self) -> bool:
         return not ray.get_runtime_context().get_accelerator_ids().get("GPU")
-
-    async def _serve(self) -> tuple[Any, int]:
-        from paceline.transport import start_server
-
-        return await start_server(self._add_service, self._node, token=internal_token())
 
     async def _note_startup(self, doing: str, elapsed_s: float) -> None:
         assert self._monitor is not None
@@ -241,7 +242,7 @@ class _EngineReplica:
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where routers find it. Read once."""
         incarnation = self._host.status().incarnation
-        return {"address": f"{self._node}:{self._port}", "incarnation": incarnation, "node": self._node}
+        return {"address": self._server.address, "incarnation": incarnation, "node": self._node}
 
     def record_routing_stats(self) -> dict[str, Any]:
         """For request routers that ask."""
@@ -261,8 +262,7 @@ class _EngineReplica:
         self._stopped = True
         if self._pusher is not None:
             await self._pusher.stop()
-        await self._server.stop(None)
-        await self._host.stop()
+        await self._server.stop()
         if self._core is not None:
             self._core.release()
 
@@ -276,22 +276,10 @@ class Target(_EngineReplica):
 
     kind = "target"
 
-    def _make_host(self) -> Any:
-        from paceline.local import TargetFactory
-        from paceline.replica import EngineHost
-        from paceline.target.service import describe
+    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
+        from paceline.target.service import target_server
 
-        pair = self.config.pair()
-        return EngineHost(
-            self.kind,
-            TargetFactory(LocalConfig(**pair.model_dump())),
-            describe,
-            replica_id=self._replica_id,
-            max_sessions=pair.max_sessions,
-            model=self._model(),
-            node=self._node,
-            core=None if self._core is None else self._core.core,
-        )
+        return target_server(config, **options)
 
     def _model(self) -> str:
         return self.config.target_config.model_loading_config.model_id
@@ -305,39 +293,21 @@ class Target(_EngineReplica):
         model = self.config.pair().target
         return str(resolve_dtype(model.dtype, torch.device(resolve_device(model.device)))).removeprefix("torch.")
 
-    def _add_service(self, server: Any) -> None:
-        from paceline.target.service import TargetService
-        from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
-
-        add_TargetServiceServicer_to_server(TargetService(self._host), server)
-
 
 class Draft(_EngineReplica):
     """A draft replica."""
 
     kind = "draft"
 
-    def _make_host(self) -> Any:
-        from paceline.draft.service import describe
-        from paceline.local import DraftFactory
-        from paceline.replica import EngineHost
+    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
+        from paceline.draft.service import draft_server
 
-        pair = self.config.pair()
         if isinstance(self.config.draft_config, ModelDraftConfig):
             require_same_tokens(
                 load_tokenizer(self.config.target_config.model_loading_config.tokenizer),
                 load_tokenizer(self.config.draft_config.model_loading_config.tokenizer),
             )
-        return EngineHost(
-            self.kind,
-            DraftFactory(LocalConfig(**pair.model_dump())),
-            describe,
-            replica_id=self._replica_id,
-            max_sessions=pair.draft_max_sessions or pair.max_sessions,
-            model=self._model(),
-            node=self._node,
-            core=None if self._core is None else self._core.core,
-        )
+        return draft_server(config, **options)
 
     def _model(self) -> str:
         assert self.config.draft_config is not None
@@ -345,12 +315,6 @@ class Draft(_EngineReplica):
 
     def _runs_on_cpu(self) -> bool:
         return isinstance(self.config.draft_config, ModelDraftConfig) and super()._runs_on_cpu()
-
-    def _add_service(self, server: Any) -> None:
-        from paceline.draft.service import DraftService
-        from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
-
-        add_DraftServiceServicer_to_server(DraftService(self._host), server)
 
 
 class Router:

@@ -10,59 +10,30 @@ they fail.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from paceline.checkpoints import Checkpoint, read_checkpoint, require_path
-from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, cache_dir
+from paceline.config import DraftModelConfig, LocalConfig
 from paceline.errors import EngineError, PacelineError
+from paceline.factories import DraftFactory, TargetFactory
 from paceline.generation import Generation
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Session, ToDraft, ToTarget
 from paceline.tokenization import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
 from paceline.types import SamplingParams, SpeculationParams
-from paceline.workers import Emit, Engine, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
+from paceline.workers import EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
 
 log = logging.getLogger(__name__)
 
 _RESTART_S, _LONGEST_RESTART_S = 0.5, 60.0
 """Pause before a dead draft is started again, doubled each time."""
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFactory:
-    """Builds the target engine in its worker."""
-
-    config: LocalConfig
-
-    def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
-        from paceline.target.build import build_target_engine
-
-        with _building("target", self.config.target):
-            return build_target_engine(self.config, emit)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftFactory:
-    """Builds the draft engine in its worker."""
-
-    config: LocalConfig
-
-    def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
-        from paceline.draft.build import build_draft_engine
-
-        with _building("draft", self.config.draft):
-            return build_draft_engine(self.config, emit)
 
 
 class LocalPipeline:
@@ -351,23 +322,6 @@ class LocalPipeline:
             self._draft.send(list(to_draft))
         if to_target:
             self._target.send(list(to_target))
-
-
-@contextlib.contextmanager
-def _building(name: str, config: ModelConfig | NgramConfig | None) -> Iterator[None]:
-    """Says how a model is run, and whose it was if building the engine fails in an unforeseen way."""
-    if not isinstance(config, ModelConfig):
-        yield
-        return
-    facts = f"dtype {config.dtype}, device {config.device}, compile {config.compile}"
-    log.info("%s %s: %s; compiled models are kept in %s", name, config.path, facts, cache_dir() / "compiled")
-    try:
-        yield
-    except PacelineError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise EngineError(f"the {name} could not be built from {config.path!r}: {reason}") from error
 
 
 def embedded_paths() -> tuple[Path, Path]:

@@ -153,7 +153,7 @@ def serve_environment(folder: Path) -> dict[str, str]:
 
     ``folder`` takes what HAProxy keeps on disk. Only set what the user has not set.
     """
-    stats_port, metrics_port = free_ports(2)
+    stats_port, metrics_port, fallback_http_port, fallback_grpc_port = free_ports(4)
     # Routers listen with SO_REUSEPORT on the first port of Serve's range: two clusters of one machine would share it,
     # and each get some of the other's requests.
     router_ports = _free_block()
@@ -175,11 +175,28 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(middle - 1),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(middle),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(router_ports + _BLOCK - 1),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAIN_S),
         "RAY_SERVE_PORT_QUARANTINE_S": "0",  # all routers belong to one application
+        "RAY_worker_niceness": "0",  # 15 by default: anything else on the machine would come before the engines
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets a variable for the block, in this process alone: what is started later does not see it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _socket_folder() -> Path:
@@ -278,7 +295,9 @@ class Service:
         os.environ.update(serve_environment(self._folder))
         signal.signal(signal.SIGTERM, self._interrupt)
         import ray
-        from ray import serve
+
+        with _environment("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "1"):  # here handles outlive the loop of ``run``
+            from ray import serve
         from ray.serve.config import gRPCOptions
 
         from paceline.app import APPLICATION, GRPC_SERVICES, build

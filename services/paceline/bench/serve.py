@@ -34,7 +34,8 @@ from paceline.bench.prompts import Prompt, file_prompts, held_out_prompts
 from paceline.bench.records import RequestRecord, RoundRecord
 from paceline.config import DraftModelConfig, DType, LocalConfig, ModelConfig
 from paceline.errors import ConfigError, EngineError
-from paceline.local import LocalPipeline, TargetFactory
+from paceline.factories import TargetFactory
+from paceline.local import LocalPipeline
 from paceline.router.session import Chunk, Result
 from paceline.types import Mode, ReplicaStatus, SamplingParams, SpeculationParams
 from paceline.workers import Emit, Engine

@@ -12,10 +12,10 @@ from grpc import aio
 from paceline.config import PairConfig
 from paceline.draft.engine import DraftEngine
 from paceline.errors import EngineError
+from paceline.factories import DraftFactory
 from paceline.replica import EngineHost, ReplicaServer
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire import decode_to_draft, encode_from_draft
-from paceline.workers import Emit
 
 
 class DraftService(draft_pb2_grpc.DraftServiceServicer):
@@ -53,17 +53,12 @@ def draft_server(
 ) -> ReplicaServer:
     """A draft replica, not started yet. ``core``: the one to pin the engine's thread to."""
 
-    def build(emit: Emit) -> DraftEngine:
-        from paceline.draft.build import build_draft_engine
-
-        return build_draft_engine(config, emit)
-
     def add(host: EngineHost, server: aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftService(host), server)
 
     host = EngineHost(
         "draft",
-        build,
+        DraftFactory(config),
         describe,
         replica_id=replica_id,
         max_sessions=config.draft_max_sessions or config.max_sessions,

@@ -11,11 +11,11 @@ from grpc import aio
 
 from paceline.config import PairConfig
 from paceline.errors import EngineError
+from paceline.factories import TargetFactory
 from paceline.replica import EngineHost, ReplicaServer
 from paceline.target.engine import TargetEngine
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire import decode_to_target, encode_from_target
-from paceline.workers import Emit
 
 
 class TargetService(target_pb2_grpc.TargetServiceServicer):
@@ -60,17 +60,12 @@ def target_server(
 ) -> ReplicaServer:
     """A target replica, not started yet. ``core``: the one to pin the engine's thread to."""
 
-    def build(emit: Emit) -> TargetEngine:
-        from paceline.target.build import build_target_engine
-
-        return build_target_engine(config, emit)
-
     def add(host: EngineHost, server: aio.Server) -> None:
         target_pb2_grpc.add_TargetServiceServicer_to_server(TargetService(host), server)
 
     host = EngineHost(
         "target",
-        build,
+        TargetFactory(config),
         describe,
         replica_id=replica_id,
         max_sessions=config.max_sessions,
