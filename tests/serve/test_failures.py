@@ -151,10 +151,14 @@ async def replaced(app, kind, lost):
 
 
 async def speculates(app):
-    """A request is served with hits."""
-    async with stub_of(app) as stub:
-        _, _, complete = await collect(stub.Generate(request(PROMPTS[0], NUM_TOKENS)))
-    return complete.speculation.hits > 0 and complete.speculation.accepted > 0
+    """Draft tokens are accepted again. Whether drafts pay is the target's to judge: it may take several requests."""
+
+    async def accepted():
+        async with stub_of(app) as stub:
+            _, _, complete = await collect(stub.Generate(request(PROMPTS[0], 40)))
+        return complete.speculation.hits > 0 and complete.speculation.accepted > 0
+
+    await until(accepted, 30, "it speculates again")
 
 
 @dataclass
@@ -278,7 +282,7 @@ def test_a_rolling_update_of_the_draft_replaces_the_draft_only(two, expected):
         assert await pids(two, "target") == before["target"]
         assert await pids(two, "router") == before["router"]
         assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
-        assert await speculates(two)
+        await speculates(two)
 
     finish(run())
 
@@ -295,7 +299,7 @@ def test_a_killed_draft_is_not_missed_and_its_successor_speculates(two, expected
             await settled(two, target=2)
         report("draft killed", traffic)
         assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
-        assert await speculates(two)
+        await speculates(two)
 
     finish(run())
 
@@ -316,7 +320,7 @@ def test_a_draft_that_hangs_or_crawls_does_not_hold_streams_up(two, expected):
         report("draft slow", traffic)
         assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
         assert await pids(two, "draft") == {pid}, "short hangs are no reason to replace it"
-        await until(lambda: speculates(two), 10, "it speculates again")
+        await speculates(two)
 
     finish(run())
 
@@ -401,25 +405,32 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(two):
 
     async def run():
         async with stub_of(two) as stub, stub_of(two) as other:
-            calls = [
-                (stub, other)[i % 2].Generate(request(letters(9, i % 20), 1900, temperature=1.0, seed=i))
-                for i in range(90)
-            ]
-            ends = [asyncio.create_task(refusal(call)) for call in calls]
-            done, _ = await asyncio.wait(ends, timeout=8, return_when=asyncio.FIRST_COMPLETED)
+
+            def start(i):
+                message = request(letters(9, i % 20), 1900, temperature=1.0, seed=i)
+                call = (stub, other)[i % 2].Generate(message)
+                calls.append(call)
+                return asyncio.create_task(refusal(call))
+
+            calls = []
+            crowd = [start(i) for i in range(90)]
+            await asyncio.wait(crowd, timeout=15, return_when=asyncio.FIRST_COMPLETED)
+            late = [start(i) for i in range(8)]  # both routers are full, or nearly so
+            done, _ = await asyncio.wait(late, timeout=15, return_when=asyncio.FIRST_COMPLETED)
             for call in calls:
                 call.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+            await asyncio.gather(*crowd, *late, return_exceptions=True)
             errors = [task.result() for task in done]
         assert errors
-        for error, took_s in errors:
+        for error, _ in errors:
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert f"at most {MAX_QUEUED} may wait" in error.details()
             trailers = dict(error.trailing_metadata())
             assert trailers["paceline-error"] == "ResourceExhaustedError"
             assert int(trailers["grpc-retry-pushback-ms"]) > 0
-            assert took_s < SLACK_S
-        print(f"queue full: refused after {min(took_s for _, took_s in errors):.3f} s")
+        took_s = min(took_s for _, took_s in errors)
+        print(f"queue full: refused after {took_s:.3f} s")
+        assert took_s < SLACK_S
         await assert_all_free(two)
 
     finish(run())
