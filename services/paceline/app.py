@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
 from prometheus_client import generate_latest
+from pydantic import BaseModel
 from ray import serve
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from paceline import logs, metrics
+from paceline import __version__, logs, metrics
 from paceline.checkpoints import read_checkpoint
 from paceline.config import (
     ModelDraftConfig,
@@ -432,7 +435,6 @@ class Router:
 
     async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto."""
-        from paceline import __version__
         from paceline.wire import server_info
 
         try:
@@ -620,11 +622,14 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
     Raises ConfigError if ``args`` is refused.
     """
     config = args if isinstance(args, ServiceConfig) else ServiceConfig.parse(args)
-    monitor = _deployment(MonitorReplica, config, {"ray_actor_options": {"num_cpus": 0}, "num_replicas": 1}, "Monitor")
+    monitor_options = {"ray_actor_options": {"num_cpus": 0}, "num_replicas": 1}
+    monitor = _deployment(MonitorReplica, config, monitor_options, "Monitor", ())
     bound = monitor.bind()
     targets = build_target_deployment(config, bind_kwargs={"monitor": bound})
     drafts = None if config.draft_config is None else build_draft_deployment(config, bind_kwargs={"monitor": bound})
-    router = _deployment(Router, config, config.router_config.deployment_options(), "Router")
+    names = (config.target_config.model_loading_config, config.draft_config and draft_name(config.draft_config))
+    needs = (*names, config.target_config.engine_kwargs, config.router_config, config.server)
+    router = _deployment(Router, config, config.router_config.deployment_options(), "Router", needs)
     return cast(Application, router.bind(config.to_dict(), targets, drafts, bound))
 
 
@@ -642,10 +647,11 @@ def build_target_deployment(
 ) -> Application:
     """The pool of targets. ``bind_kwargs``: more arguments of its class; ``override_serve_options``: of Serve's."""
     options = config.target_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
+    needs = (config.target_config,)
     name = name_prefix + deployment_name(config.target_config.model_loading_config.model_id)
     return cast(
         Application,
-        _deployment(deployment_cls, config, options, name).bind(config.to_dict(), **(bind_kwargs or {})),
+        _deployment(deployment_cls, config, options, name, needs).bind(config.to_dict(), **(bind_kwargs or {})),
     )
 
 
@@ -661,10 +667,12 @@ def build_draft_deployment(
     if config.draft_config is None:
         raise ConfigError("draft_config is null: there is no draft to deploy")
     options = config.draft_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
+    target = config.target_config
+    needs = (config.draft_config, target.model_loading_config, target.engine_kwargs)
     name = name_prefix + deployment_name(draft_name(config.draft_config))
     return cast(
         Application,
-        _deployment(deployment_cls, config, options, name).bind(config.to_dict(), **(bind_kwargs or {})),
+        _deployment(deployment_cls, config, options, name, needs).bind(config.to_dict(), **(bind_kwargs or {})),
     )
 
 
@@ -681,10 +689,15 @@ def draft_name(config: ModelDraftConfig | NgramDraftConfig) -> str:
     return config.model_loading_config.model_id if isinstance(config, ModelDraftConfig) else config.kind
 
 
-def _deployment(cls: type, config: ServiceConfig, options: Mapping[str, Any], name: str) -> Any:
+def _deployment(cls: type, config: ServiceConfig, options: Mapping[str, Any], name: str, needs: Sequence[Any]) -> Any:
+    """A deployment whose replicas are replaced when what it ``needs`` of the configuration has changed, and only then:
+    a new draft leaves the targets as they are. What Serve can change in place it does."""
     defaults = {
         "max_ongoing_requests": 4096,
         "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
         "logging_config": {"enable_access_log": False, "log_level": config.log.level},
     }
-    return serve.deployment(name=name, **(defaults | dict(options)))(cls)
+    parts = [part.model_dump(exclude={"deployment_config"}) if isinstance(part, BaseModel) else part for part in needs]
+    content = json.dumps([__version__, config.log.model_dump(), parts], sort_keys=True, default=str)
+    version = hashlib.sha256(content.encode()).hexdigest()[:12]
+    return serve.deployment(name=name, **(defaults | dict(options)))(cls).options(version=version, _internal=True)

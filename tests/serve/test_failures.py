@@ -73,11 +73,11 @@ def application(config, versions):
 
     config = ServiceConfig.parse(config)
     monitor = service._deployment(
-        service.MonitorReplica, config, {"ray_actor_options": {"num_cpus": 0}, "num_replicas": 1}, "Monitor"
+        service.MonitorReplica, config, {"ray_actor_options": {"num_cpus": 0}, "num_replicas": 1}, "Monitor", ()
     ).bind()
     targets = service.build_target_deployment(config, bind_kwargs={"monitor": monitor}, deployment_cls=breakable())
     drafts = service.build_draft_deployment(config, bind_kwargs={"monitor": monitor})
-    router = service._deployment(service.Router, config, config.router_config.deployment_options(), "Router").bind(
+    router = service._deployment(service.Router, config, config.router_config.deployment_options(), "Router", ()).bind(
         config.to_dict(), targets, drafts, monitor
     )
     parts = {"monitor": monitor, "target": targets, "draft": drafts, "router": router}

@@ -826,14 +826,7 @@ def test_a_fault_of_our_own_on_a_link_hangs_no_session(config, shared, plain, mo
     "garbage",
     [
         confident_and_wrong,
-        pytest.param(
-            unknown_parents,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=TimeoutError,
-                reason="messages that add no node renew the patience of a sequential session (target/policy.py)",
-            ),
-        ),
+        unknown_parents,
     ],
     ids=lambda garbage: garbage.__name__,
 )

@@ -307,6 +307,10 @@ class TargetEngine:
             raise InvalidRequestError(
                 f"the context has {session.num_tokens} tokens: fewer than {self._max_model_len} are allowed"
             )
+        if session.num_tokens >= session.max_tokens:
+            raise InvalidRequestError(
+                f"the context has {session.num_tokens} tokens and ends at {session.max_tokens}: nothing is left to do"
+            )
         most = session.max_tokens + 1
         if pages_for(most) > self.runner.cache.num_pages:
             raise InvalidRequestError(
@@ -337,8 +341,9 @@ class TargetEngine:
         now = self._clock()
         resolved = session.settled and not had_proposal and session.tree.anchor.best is not None
         self.policy.observe_nodes(session, message, now, resolved=resolved)
-        session.last_nodes_at = now
-        session.draft_silent = False
+        if added.added:  # nodes that are of no use are no reason to wait for more
+            session.last_nodes_at = now
+            session.draft_silent = False
         session.draft_heard = True
         if message.idle:
             session.idle_context_len = message.context_len
