@@ -57,8 +57,13 @@ class KVCache:
         """``num_pages`` can be allocated; one scratch page comes on top."""
         self.num_pages = num_pages
         shape = (num_pages + 1, PAGE_SIZE)
-        self.keys = [torch.zeros(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device) for la in layers]
-        self.values = [torch.zeros(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device) for la in layers]
+        # Written to here and now: zeros that are only promised would let a process grow for as long as it serves.
+        self.keys = [
+            torch.empty(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device).zero_() for la in layers
+        ]
+        self.values = [
+            torch.empty(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device).zero_() for la in layers
+        ]
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
