@@ -28,7 +28,7 @@ from tests.fake_service import (
     wait_until,
 )
 
-from paceline import wire
+from paceline import api
 from paceline.client import AsyncClient, Client, Tls
 from paceline.errors import (
     ConfigError,
@@ -136,9 +136,9 @@ def test_the_result_is_the_one_of_the_session(server, generate, stop, matched):
     async def script(request, context):
         counts = {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 2}
         for piece in chunks:
-            message = wire.chunk_to_proto(piece, **counts, logprobs=request.logprobs)
+            message = api.chunk_to_proto(piece, **counts, logprobs=request.logprobs)
             yield pb.GenerateResponse(request_id=request.request_id, chunk=message)
-        yield pb.GenerateResponse(request_id=request.request_id, complete=wire.complete_to_proto(session.result))
+        yield pb.GenerateResponse(request_id=request.request_id, complete=api.complete_to_proto(session.result))
 
     server.script = script
     assert session.result.matched_stop == matched

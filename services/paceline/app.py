@@ -407,8 +407,8 @@ class Router:
 
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto."""
+        from paceline.api import model_info
         from paceline.types import MAX_DRAFT_TOKENS, Mode
-        from paceline.wire import model_info
 
         draft = self.config.draft_config
         return model_info(
@@ -435,7 +435,7 @@ class Router:
 
     async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto."""
-        from paceline.wire import server_info
+        from paceline.api import server_info
 
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):

@@ -34,7 +34,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stubs
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from paceline import wire
+from paceline import api, wire
 from paceline.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -181,10 +181,10 @@ class _Transcript:
         kind = message.WhichOneof("response")
         try:
             if kind == "complete":
-                self._result = wire.complete_from_proto(message.complete, self._chunks)
+                self._result = api.complete_from_proto(message.complete, self._chunks)
             if kind != "chunk":  # or something that only newer clients know
                 return None
-            chunk = wire.chunk_from_proto(message.chunk)
+            chunk = api.chunk_from_proto(message.chunk)
         except PacelineError as error:
             self.over, self._error = True, error
             return None
@@ -464,7 +464,7 @@ class _Base(Generic[StreamT]):
         request = _request(prompt, sampling, speculation, stop, request_id, sampling_fields)
         timeout_s = _checked_timeout(timeout_s)
         transcript = _Transcript(request, self.address, timeout_s)
-        return self._open(wire.request_to_proto(request, logprobs), transcript, timeout_s)
+        return self._open(api.request_to_proto(request, logprobs), transcript, timeout_s)
 
     def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> StreamT:
         raise NotImplementedError

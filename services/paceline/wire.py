@@ -1,6 +1,6 @@
-"""Our values as protobuf messages and back: the only module that knows both. Knows no sockets and no engines.
+"""The streams between router and replicas as protobuf messages and back. Knows no sockets and no engines.
 
-Between router and replicas a message is a batch, in order::
+A message is a batch, in order::
 
     router ── encode_to_target ────▶ decode_to_target ─── target
     router ◀─ decode_from_target ─── encode_from_target ─ target
@@ -12,25 +12,20 @@ columns, and a router relays them without looking inside. Decoding never raises:
 dropped, and the number of those is returned. What depends on a session's state (ids, ranges, the sum of q) is
 checked where that state is, by ``speculation.py`` and the engines.
 
-With clients: a request that cannot be served is an InvalidRequestError that names the field as the protocol does.
+What both protocols carry, parameters, rounds and statuses, is here too; the rest of the public one is in ``api.py``.
 """
 
 from __future__ import annotations
 
 import math
-import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, TypeVar, assert_never
+from typing import Any, assert_never
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from paceline.errors import EngineError, InvalidRequestError
-from paceline.explain import explain
-from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.types import (
-    Acceptance,
     Cause,
     CloseSession,
     Commit,
@@ -38,30 +33,22 @@ from paceline.types import (
     Echo,
     FinishReason,
     InFlight,
-    Mode,
     Node,
     Nodes,
     OpenSession,
     Outcome,
     ReplicaStatus,
-    Request,
     Round,
     SamplingParams,
     SessionFailed,
     SparseDistribution,
     SpeculationParams,
-    SpeculationStats,
     SpeculationWanted,
     TreeLost,
 )
-from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
+from paceline.v1 import draft_pb2, target_pb2, types_pb2
 
-MAX_REQUEST_ID_LEN = 256
-"""Characters of a request's id: it travels with every message of its session."""
-
-_MAX_UINT32 = 2**32 - 1
-
-_CAUSES = {
+CAUSES = {
     types_pb2.CAUSE_HIT: Cause.HIT,
     types_pb2.CAUSE_MISS_TOKEN: Cause.TOKEN,
     types_pb2.CAUSE_MISS_K: Cause.K,
@@ -71,7 +58,8 @@ _CAUSES = {
     types_pb2.CAUSE_SEQUENTIAL: Cause.SEQUENTIAL,
     types_pb2.CAUSE_START: Cause.START,
 }
-_CAUSES_TO_PROTO = {cause: number for number, cause in _CAUSES.items()}
+"""Every cause that this version knows, by its number in the protocol."""
+_CAUSES_TO_PROTO = {cause: number for number, cause in CAUSES.items()}
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_UNSPECIFIED: None,
     types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -90,8 +78,6 @@ _STATUS_SCALARS = (
     "replica_id", "kind", "incarnation", "num_sessions", "num_waiting", "max_sessions", "kv_pages_used", "kv_pages",
     "busy_s", "pid", "node", "model", "draining",
 )  # fmt: skip
-
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,13 +356,13 @@ def _write_outcome(message: Outcome, proto: target_pb2.Outcome) -> None:
     proto.session_id, proto.epoch, proto.context_len = message.session_id, message.epoch, message.context_len
     proto.token_ids.extend(message.token_ids)
     proto.logprobs.extend(message.logprobs)
-    _write_round(message.round, proto.round)
+    write_round(message.round, proto.round)
     proto.finish_reason = _FINISH_REASONS_TO_PROTO[message.finish_reason]
     proto.cached_tokens = message.cached_tokens
 
 
 def _read_outcome(proto: target_pb2.Outcome) -> Outcome | None:
-    session_id, round_, reason = proto.session_id, _read_round(proto.round), proto.finish_reason
+    session_id, round_, reason = proto.session_id, read_round(proto.round), proto.finish_reason
     token_ids, logprobs = tuple(proto.token_ids[:]), tuple(proto.logprobs[:])
     if not session_id or round_ is None or reason not in _FINISH_REASONS or len(token_ids) != len(logprobs):
         return None
@@ -386,23 +372,13 @@ def _read_outcome(proto: target_pb2.Outcome) -> Outcome | None:
     )
 
 
-def _write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
-    proto.drafted, proto.accepted = round_.num_drafted, round_.num_accepted
-    proto.cause = _CAUSES_TO_PROTO[round_.cause]
-
-
-def _read_round(proto: types_pb2.SpeculationRound) -> Round | None:
-    drafted, accepted, cause = proto.drafted, proto.accepted, _CAUSES.get(proto.cause)
-    return Round(drafted, accepted, cause) if cause is not None and accepted <= drafted else None
-
-
 def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
     proto.session_id, proto.epoch, proto.seed = message.session_id, message.epoch, message.seed
     proto.token_ids.extend(message.token_ids)
     proto.num_prompt_tokens = message.num_prompt_tokens
     # Every field is written, so that two versions with different defaults do not sample differently.
-    proto.sampling.CopyFrom(_sampling_to_proto(message.sampling, SamplingParams.model_fields))
-    proto.speculation.CopyFrom(_speculation_to_proto(message.speculation, SpeculationParams.model_fields))
+    proto.sampling.CopyFrom(sampling_to_proto(message.sampling, SamplingParams.model_fields))
+    proto.speculation.CopyFrom(speculation_to_proto(message.speculation, SpeculationParams.model_fields))
     proto.eos_token_ids.extend(message.eos_token_ids)
 
 
@@ -413,8 +389,8 @@ def _read_open(proto: types_pb2.OpenSession) -> OpenSession | None:
     if not proto.HasField("sampling") or not proto.HasField("speculation"):
         return None
     try:
-        sampling = SamplingParams(**_sampling_fields(proto.sampling))
-        speculation = SpeculationParams(**_given(proto.speculation, _SPECULATION_SCALARS))
+        sampling = SamplingParams(**sampling_fields(proto.sampling))
+        speculation = SpeculationParams(**speculation_fields(proto.speculation))
     except ValidationError:
         return None
     return OpenSession(
@@ -443,6 +419,21 @@ def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
     return SessionFailed(proto.session_id, proto.epoch, proto.message) if proto.session_id else None
 
 
+# -- what the public protocol carries, too -----------------------------------------------------------------------------
+
+
+def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
+    """Fills the message in place."""
+    proto.drafted, proto.accepted = round_.num_drafted, round_.num_accepted
+    proto.cause = _CAUSES_TO_PROTO[round_.cause]
+
+
+def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
+    """None if it is no valid round."""
+    drafted, accepted, cause = proto.drafted, proto.accepted, CAUSES.get(proto.cause)
+    return Round(drafted, accepted, cause) if cause is not None and accepted <= drafted else None
+
+
 def status_to_proto(status: ReplicaStatus) -> types_pb2.ReplicaStatus:
     """What a replica says of itself."""
     scalars = {name: getattr(status, name) for name in _STATUS_SCALARS}
@@ -457,10 +448,7 @@ def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
     return ReplicaStatus(counters=dict(proto.counters), **scalars)
 
 
-# -- parameters --------------------------------------------------------------------------------------------------------
-
-
-def _sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_pb2.SamplingParams:
+def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_pb2.SamplingParams:
     """Of the scalars, those that are named."""
     return types_pb2.SamplingParams(
         logit_bias=params.logit_bias,
@@ -470,7 +458,7 @@ def _sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_
     )
 
 
-def _sampling_fields(proto: types_pb2.SamplingParams) -> dict[str, Any]:
+def sampling_fields(proto: types_pb2.SamplingParams) -> dict[str, Any]:
     """Arguments of SamplingParams: what the message holds, so that defaults stand for the rest."""
     fields = _given(proto, _SAMPLING_SCALARS)
     if proto.logit_bias:
@@ -482,294 +470,18 @@ def _sampling_fields(proto: types_pb2.SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def _speculation_to_proto(params: SpeculationParams, names: Collection[str]) -> types_pb2.SpeculationOptions:
+def speculation_to_proto(params: SpeculationParams, names: Collection[str]) -> types_pb2.SpeculationOptions:
     """Those fields that are named."""
     return types_pb2.SpeculationOptions(
         **{name: getattr(params, name) for name in _SPECULATION_SCALARS if name in names}
     )
 
 
+def speculation_fields(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:
+    """Arguments of SpeculationParams: what the message holds, so that defaults stand for the rest."""
+    return _given(proto, _SPECULATION_SCALARS)
+
+
 def _given(proto: Any, names: Sequence[str]) -> dict[str, Any]:
     """The optional scalars that a message holds."""
     return {name: getattr(proto, name) for name in names if proto.HasField(name)}
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2.GenerateRequest:
-    """A request as a client sends it: fields that were not set stay absent, the server's defaults stand for them.
-
-    Raises InvalidRequestError for what the protocol cannot carry.
-    """
-    sampling = request.sampling
-    _check_utf8("request_id", request.request_id)
-    for stop in request.stop:
-        _check_utf8("sampling_params.stop", stop)
-    proto = generation_pb2.GenerateRequest(
-        request_id=request.request_id,
-        sampling_params=_sampling_to_proto(sampling, sampling.model_fields_set),
-        speculation=_speculation_to_proto(request.speculation, request.speculation.model_fields_set),
-        logprobs=logprobs,
-    )
-    proto.sampling_params.stop.extend(request.stop)
-    if isinstance(request.prompt, str):
-        _check_utf8("text", request.prompt)
-        proto.text = request.prompt
-    else:
-        _check_uint32("tokenized.input_ids", request.prompt)
-        proto.tokenized.SetInParent()  # it is there even if it is empty
-        proto.tokenized.input_ids.extend(request.prompt)
-    return proto
-
-
-def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
-    """What a client asks for; an id is drawn if it names none.
-
-    Raises InvalidRequestError with the field, its value and what is allowed. Whether token ids are in the
-    vocabulary and the prompt fits the context is for those to say who know the model.
-    """
-    if len(proto.request_id) > MAX_REQUEST_ID_LEN:
-        size = len(proto.request_id)
-        raise InvalidRequestError(f"request_id has {size} characters: at most {MAX_REQUEST_ID_LEN} are allowed")
-    prompt: str | tuple[int, ...]
-    kind = proto.WhichOneof("input")
-    if kind == "text":
-        prompt = proto.text
-        if not prompt:
-            raise InvalidRequestError("text is empty: at least one character is needed")
-    elif kind == "tokenized":
-        prompt = tuple(proto.tokenized.input_ids[:])
-        if not prompt:
-            raise InvalidRequestError("tokenized.input_ids is empty: at least one token id is needed")
-    else:
-        raise InvalidRequestError("the request has no input: text or tokenized is needed")
-    stop = tuple(proto.sampling_params.stop)
-    if "" in stop:
-        raise InvalidRequestError(
-            f"sampling_params.stop[{stop.index('')}] is '': each stop string needs at least one character"
-        )
-    return Request(
-        request_id=proto.request_id or secrets.token_hex(16),
-        prompt=prompt,
-        sampling=_validated(SamplingParams, "sampling_params", _sampling_fields(proto.sampling_params)),
-        speculation=_validated(SpeculationParams, "speculation", _speculation_fields(proto.speculation)),
-        stop=stop,
-    )
-
-
-def _speculation_fields(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:
-    fields = _given(proto, _SPECULATION_SCALARS)
-    if not proto.HasField("enabled"):
-        return fields
-    mode = fields.get("mode")
-    if proto.enabled and mode == Mode.PLAIN:
-        raise InvalidRequestError(
-            "speculation.enabled is true and speculation.mode is 'plain': with true the mode must be 'sequential' or"
-            " 'overlapped', or absent"
-        )
-    if not proto.enabled:
-        if mode not in (None, Mode.PLAIN):
-            raise InvalidRequestError(
-                f"speculation.enabled is false and speculation.mode is {mode!r}: with false the mode must be 'plain' or"
-                " absent"
-            )
-        fields["mode"] = Mode.PLAIN
-    return fields
-
-
-def _validated(kind: type[_Model], path: str, fields: Mapping[str, Any]) -> _Model:
-    try:
-        return kind(**fields)
-    except ValidationError as error:
-        fault = error.errors()[0].get("ctx", {}).get("error")
-        text = str(fault) if fault is not None else explain(error, kind).replace("Input should be ", "")
-        raise InvalidRequestError(f"{path}.{text}") from None
-
-
-def _check_uint32(field: str, values: Collection[int]) -> None:
-    if values and (wrong := max(values)) > _MAX_UINT32:
-        raise InvalidRequestError(f"{field} holds {wrong}: at most {_MAX_UINT32} is allowed")
-    if values and (wrong := min(values)) < 0:
-        raise InvalidRequestError(f"{field} holds {wrong}: at least 0 is allowed")
-
-
-def _check_utf8(field: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{field} holds {text[error.start]!r} at {error.start}: it must be text that UTF-8 can carry"
-        ) from None
-
-
-# -- responses ---------------------------------------------------------------------------------------------------------
-
-
-def chunk_to_proto(
-    chunk: Chunk, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, logprobs: bool = False
-) -> generation_pb2.GenerateStreamChunk:
-    """A chunk for a client. ``completion_tokens`` counts up to the end of this chunk."""
-    proto = generation_pb2.GenerateStreamChunk(
-        token_ids=chunk.token_ids,
-        text=chunk.text,
-        output_logprobs=chunk.logprobs if logprobs else (),
-        drafted=chunk.drafted,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        cached_tokens=cached_tokens,
-    )
-    for text, drafted in chunk.segments:
-        proto.segments.add(text=text, drafted=drafted)
-    if chunk.round is not None:
-        _write_round(chunk.round, proto.round)
-    return proto
-
-
-def chunk_from_proto(proto: generation_pb2.GenerateStreamChunk) -> Chunk:
-    """A chunk from a server; no logprobs unless they were asked for.
-
-    Raises EngineError if it makes no sense, which is what a server of another version may send.
-    """
-    round_ = _read_round(proto.round) if proto.HasField("round") else None
-    if round_ is None and proto.HasField("round"):
-        raise EngineError(
-            f"the server sent a round of cause {proto.round.cause} with {proto.round.accepted} of"
-            f" {proto.round.drafted} tokens accepted: this client knows the causes 1 to {max(_CAUSES)}"
-        )
-    token_ids, logprobs, drafted = tuple(proto.token_ids[:]), tuple(proto.output_logprobs[:]), tuple(proto.drafted[:])
-    if len(drafted) != len(token_ids) or len(logprobs) not in (0, len(token_ids)):
-        raise EngineError(
-            f"the server sent {len(token_ids)} tokens with {len(drafted)} flags and {len(logprobs)} log probabilities"
-        )
-    segments = tuple((segment.text, segment.drafted) for segment in proto.segments)
-    return Chunk(token_ids, logprobs, drafted, segments, round_)
-
-
-def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:
-    """The end of a stream; text, tokens and logprobs are in its chunks."""
-    usage, stats, timing = result.usage, result.speculation, result.timing
-    histogram = stats.acceptance_histogram
-    proto = generation_pb2.GenerateComplete(
-        finish_reason=result.finish_reason,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-        spec_accepted_tokens=stats.accepted,
-        spec_draft_tokens=stats.drafted,
-        speculation=generation_pb2.SpeculationStats(
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            hits=stats.hits,
-            misses=stats.misses,
-            causes={cause.value: count for cause, count in stats.causes.items()},
-            acceptance_histogram=[histogram.get(i, 0) for i in range(max(histogram, default=-1) + 1)],
-        ),
-        timing=generation_pb2.Timing(
-            queue_s=timing.queue_s,
-            prefill_s=timing.prefill_s,
-            decode_s=timing.decode_s,
-            tokens_per_s=timing.tokens_per_s,
-        ),
-        seed=result.seed,
-    )
-    if isinstance(result.matched_stop, int):
-        proto.matched_token_id = result.matched_stop
-    elif result.matched_stop is not None:
-        proto.matched_stop_str = result.matched_stop
-    return proto
-
-
-def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence[Chunk]) -> Result:
-    """The result of a stream: its end, and all its chunks in order.
-
-    Raises EngineError if it makes no sense, which is what a server of another version may send.
-    """
-    stats, timing = proto.speculation, proto.timing
-    try:
-        finish_reason = FinishReason(proto.finish_reason)
-        causes = {Cause(name): count for name, count in stats.causes.items()}
-    except ValueError as error:
-        raise EngineError(f"the server sent a result that this client does not know: {error}") from None
-    matched_stop: int | str | None = None
-    if proto.HasField("matched_token_id"):
-        matched_stop = proto.matched_token_id
-    elif proto.HasField("matched_stop_str"):
-        matched_stop = proto.matched_stop_str
-    return Result(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
-        finish_reason=finish_reason,
-        usage=Usage(proto.prompt_tokens, proto.completion_tokens, proto.cached_tokens),
-        speculation=SpeculationStats(
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            causes=causes,
-            acceptance_histogram={i: count for i, count in enumerate(stats.acceptance_histogram) if count},
-        ),
-        timing=Timing(
-            prefill_s=timing.prefill_s,
-            decode_s=timing.decode_s,
-            tokens_per_s=timing.tokens_per_s,
-            queue_s=timing.queue_s,
-        ),
-        seed=proto.seed,
-        matched_stop=matched_stop,
-    )
-
-
-def model_info(
-    *,
-    model_id: str,
-    draft_model_id: str | None,
-    tokenizer_fingerprint: str,
-    vocab_size: int,
-    max_context_length: int,
-    eos_token_ids: Iterable[int],
-    dtype: str,
-    modes: Iterable[Mode] = tuple(Mode),
-    acceptances: Iterable[Acceptance] = tuple(Acceptance),
-    max_draft_tokens: int,
-) -> generation_pb2.GetModelInfoResponse:
-    """What is served. ``draft_model_id`` None: no draft."""
-    return generation_pb2.GetModelInfoResponse(
-        model_id=model_id,
-        draft_model_id=draft_model_id or "",
-        tokenizer_fingerprint=tokenizer_fingerprint,
-        vocab_size=vocab_size,
-        max_context_length=max_context_length,
-        eos_token_ids=eos_token_ids,
-        dtype=dtype,
-        modes=list(modes),
-        acceptances=list(acceptances),
-        max_draft_tokens=max_draft_tokens,
-    )
-
-
-def server_info(
-    *,
-    version: str,
-    uptime_s: float,
-    pools: Mapping[str, Iterable[ReplicaStatus]],
-    sessions_running: int,
-    sessions_queued: int,
-    speculation: SpeculationStats,
-) -> generation_pb2.GetServerInfoResponse:
-    """The state of the service. ``speculation``: all sessions since the start."""
-    chances = speculation.hits + speculation.misses
-    return generation_pb2.GetServerInfoResponse(
-        version=version,
-        uptime_s=uptime_s,
-        pools=[
-            generation_pb2.Pool(name=name, replicas=[status_to_proto(status) for status in replicas])
-            for name, replicas in pools.items()
-        ],
-        sessions_running=sessions_running,
-        sessions_queued=sessions_queued,
-        acceptance_rate=speculation.accepted / speculation.drafted if speculation.drafted else 0.0,
-        acceptance_length=1 + speculation.accepted / speculation.rounds if speculation.rounds else 0.0,
-        hit_rate=speculation.hits / chances if chances else 0.0,
-    )

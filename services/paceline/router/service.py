@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
+from paceline.api import chunk_to_proto, complete_to_proto, request_from_proto
 from paceline.errors import PacelineError
 from paceline.router.router import Router
 from paceline.router.session import Chunk, Result
 from paceline.v1 import generation_pb2
-from paceline.wire import chunk_to_proto, complete_to_proto, request_from_proto
 
 log = logging.getLogger(__name__)
 
