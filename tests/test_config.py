@@ -9,7 +9,6 @@ import pytest
 import yaml
 from tests.support import pair
 
-from paceline import memory
 from paceline.config import (
     AutoscalingConfig,
     DeploymentConfig,
@@ -23,8 +22,7 @@ from paceline.config import (
 )
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
-from paceline.memory import available_bytes, draft_pages, fraction_pages, session_pages, target_pages
-from paceline.model.kv_cache import PAGE_SIZE
+from paceline.memory import PAGE_SIZE, available_bytes, draft_pages, fraction_pages, session_pages, target_pages
 from paceline.target.build import _page_bytes
 from paceline.types import MAX_DRAFT_TOKENS
 
@@ -517,10 +515,6 @@ def test_the_embedded_serve_config_file_validates():
 
 def pair_config(**options):
     return PairConfig(target=ModelConfig(path="x"), **options)
-
-
-def test_pages_are_those_of_the_cache():
-    assert memory.PAGE_TOKENS == PAGE_SIZE
 
 
 def test_pages_where_nothing_is_configured():

@@ -10,6 +10,7 @@ import pydantic
 import pytest
 
 from paceline import logs
+from paceline.config import LogConfig
 from paceline.errors import EngineError, PacelineError
 from paceline.logs import PromptText
 from paceline.router.session import Session
@@ -42,7 +43,7 @@ def forms(text):
 
 class TestJson:
     def test_one_object_per_line(self, capsys):
-        logs.configure_service(logging.INFO, json=True, replica_id="router-0")
+        logs.configure_service(LogConfig(json=True), replica_id="router-0")
         log.info("opened on %s\nand more", "target-1", extra={"epoch": 2, "nodes": (1, 2)})
         log.debug("not printed")
         (line,) = objects(capsys)
@@ -57,7 +58,7 @@ class TestJson:
         }
 
     def test_extra_fields_never_replace_the_line_s_own(self, capsys):
-        logs.configure_service(logging.INFO, json=True)
+        logs.configure_service(LogConfig(json=True))
         log.info("hello", extra={"level": "fake", "time": 0, "unprintable": object})
         (line,) = objects(capsys)
         assert line["level"] == "INFO"
@@ -72,7 +73,7 @@ class TestJson:
             record.package = "theirs"
             return record
 
-        logs.configure_service(logging.INFO, json=True)
+        logs.configure_service(LogConfig(json=True))
         logging.setLogRecordFactory(adding)
         try:
             log.info("hello", extra={"k": 1})
@@ -82,21 +83,21 @@ class TestJson:
         assert line.keys() == {"time", "level", "logger", "message", "k"}
 
     def test_other_libraries_write_objects_too_from_warnings_on(self, capsys):
-        logs.configure_service(logging.DEBUG, json=True)
+        logs.configure_service(LogConfig(level="DEBUG", json=True))
         logging.getLogger("asyncio").warning("slow")
         logging.getLogger("asyncio").info("not printed")
         assert [line["logger"] for line in objects(capsys)] == ["asyncio"]
 
     def test_configuring_again_does_not_print_twice(self, capsys):
         logs.configure(logging.INFO)
-        logs.configure_service(logging.INFO)
-        logs.configure_service(logging.INFO, json=True)
+        logs.configure_service(LogConfig())
+        logs.configure_service(LogConfig(json=True))
         log.info("once")
         assert [line["message"] for line in objects(capsys)] == ["once"]
         assert logs.level() == logging.INFO
 
     def test_errors_with_their_causes(self, capsys):
-        logs.configure_service(logging.INFO, json=True)
+        logs.configure_service(LogConfig(json=True))
         try:
             try:
                 raise KeyError("inner")
@@ -115,7 +116,7 @@ class TestJson:
 
 class TestPlain:
     def test_a_readable_line(self, capsys):
-        logs.configure_service(logging.INFO, replica_id="target-1")
+        logs.configure_service(LogConfig(), replica_id="target-1")
         with logs.request("r1", "s1"):
             log.warning("no draft\nfor now", extra={"reason": "it hangs", "epoch": 3})
         (line,) = capsys.readouterr().err.splitlines()
@@ -125,7 +126,7 @@ class TestPlain:
         )
 
     def test_a_client_s_request_id_cannot_forge_a_line(self, capsys):
-        logs.configure_service(logging.INFO)
+        logs.configure_service(LogConfig())
         with logs.request("r1\n2026-01-01T00:00:00.000Z ERROR paceline: forged"):
             log.info("hello")
         assert len(capsys.readouterr().err.splitlines()) == 1
@@ -142,7 +143,7 @@ class TestPlain:
 
 class TestRequest:
     def test_ids_follow_tasks_and_do_not_mix(self, capsys):
-        logs.configure_service(logging.INFO, json=True)
+        logs.configure_service(LogConfig(json=True))
 
         async def inner(i):
             await asyncio.sleep(0)
@@ -167,7 +168,7 @@ class TestRequest:
             assert line.get("request_id") == expected
 
     def test_a_bound_logger_names_its_request_inside_a_generator(self, capsys):
-        logs.configure_service(logging.INFO, json=True)
+        logs.configure_service(LogConfig(json=True))
 
         async def generate(i):
             bound = logs.bind(log, request_id=f"r{i}")
@@ -195,12 +196,12 @@ class TestSecrets:
         assert str([PromptText("abc")]) == "[<3 characters>]"
 
     def test_prompts_can_be_asked_for(self, capsys):
-        logs.configure_service(logging.INFO, json=True, prompts=True)
+        logs.configure_service(LogConfig(json=True, prompts=True))
         log.info("prompt %s", PromptText("abc"), extra={"tokens": PromptText((1, 2))})
         (line,) = objects(capsys)
         assert line["message"] == "prompt 'abc'"
         assert line["tokens"] == "(1, 2)"
-        logs.configure_service(logging.INFO, json=True)
+        logs.configure_service(LogConfig(json=True))
         log.info("prompt %s", PromptText("abc"))
         assert objects(capsys)[0]["message"] == "prompt <3 characters>"
 
@@ -208,7 +209,7 @@ class TestSecrets:
     @pytest.mark.parametrize("as_json", [False, True])
     def test_nothing_of_the_prompt_is_in_the_lines_of_a_failing_request(self, as_json, prompt, capsys):
         """Every way in which a request can fail, with errors that quote what they were given, whole or in part."""
-        logs.configure_service(logging.DEBUG, json=as_json)
+        logs.configure_service(LogConfig(level="DEBUG", json=as_json))
         told = []
 
         class Body(pydantic.BaseModel):
@@ -253,7 +254,7 @@ class TestSecrets:
             assert not any(form in text for text in told)
 
     def test_a_short_prompt_leaves_the_messages_whole(self, capsys):
-        logs.configure_service(logging.INFO, json=True)
+        logs.configure_service(LogConfig(json=True))
         with logs.request("r1", prompt="a"):
             log.info("a draft was lost")
         assert objects(capsys)[0]["message"] == "a draft was lost"

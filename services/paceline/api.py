@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from paceline.errors import EngineError, InvalidRequestError
-from paceline.explain import explain
+from paceline.explain import explain_parameter
 from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.types import (
     Acceptance,
@@ -135,9 +135,7 @@ def _validated(kind: type[_Model], path: str, fields: Mapping[str, Any]) -> _Mod
     try:
         return kind(**fields)
     except ValidationError as error:
-        fault = error.errors()[0].get("ctx", {}).get("error")
-        text = str(fault) if fault is not None else explain(error, kind).replace("Input should be ", "")
-        raise InvalidRequestError(f"{path}.{text}") from None
+        raise InvalidRequestError(f"{path}.{explain_parameter(error, kind)}") from None
 
 
 def _check_uint32(field: str, values: Collection[int]) -> None:

@@ -171,7 +171,7 @@ class _EngineReplica:
         self.config = ServiceConfig.parse(config)
         self._monitor = monitor
         self._replica_id = replica_id()
-        _configure_logs(self.config, self._replica_id)
+        logs.configure_service(self.config.log, replica_id=self._replica_id)
         self._node = ray.util.get_node_ip_address()
         self._core = CoreClaim.take() if self._runs_on_cpu() else None
         registry = Registry(self._replica_id, mirror=True)
@@ -338,7 +338,7 @@ class Router:
         self.config = ServiceConfig.parse(config)
         self._monitor, self._targets = monitor, targets
         self._replica_id = replica_id()
-        _configure_logs(self.config, self._replica_id)
+        logs.configure_service(self.config.log, replica_id=self._replica_id)
         self._incarnation = time.time_ns()
         self._facts = await asyncio.to_thread(model_facts, self.config)
         self._pools = [ServePool("target", targets)]
@@ -598,11 +598,6 @@ def internal_token() -> str:
     """
     _internal_kv_put(_TOKEN_KEY, secrets.token_hex(16), overwrite=False, namespace=_NAMESPACE)
     return bytes(_internal_kv_get(_TOKEN_KEY, namespace=_NAMESPACE)).decode()
-
-
-def _configure_logs(config: ServiceConfig, replica: str) -> None:
-    level = logging.getLevelNamesMapping()[config.log.level]
-    logs.configure_service(level, config.log.as_json, replica_id=replica, prompts=config.log.prompts)
 
 
 def _loop_runs() -> bool:

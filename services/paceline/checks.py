@@ -22,7 +22,7 @@ from paceline.config import DeploymentConfig, ModelConfig, ModelDraftConfig, Pai
 from paceline.errors import ConfigError
 from paceline.memory import (
     DEFAULT_SESSION_TOKENS,
-    PAGE_TOKENS,
+    PAGE_SIZE,
     available_bytes,
     draft_pages,
     gib,
@@ -76,7 +76,7 @@ class ModelFacts:
     @property
     def page_bytes(self) -> int:
         """Bytes of one KV page; 0 if unknown."""
-        return PAGE_TOKENS * (self.kv_values or 0) * self.item_bytes
+        return PAGE_SIZE * (self.kv_values or 0) * self.item_bytes
 
     def replica_bytes(self, num_pages: int) -> int:
         """Bytes of a replica with as many KV pages and the scratch page."""
@@ -190,7 +190,7 @@ def _check_lengths(pair: PairConfig, limit: int) -> list[Finding]:
         return [_error(f"{engine}.max_model_len", f"is {max_len}: the target was made for at most {limit}")]
     needed = session_pages(max_len)
     if pair.kv_pages is not None and pair.kv_pages < needed:
-        longest = pair.kv_pages * PAGE_TOKENS - MAX_DRAFT_TOKENS
+        longest = pair.kv_pages * PAGE_SIZE - MAX_DRAFT_TOKENS
         problem = f"is {pair.kv_pages}, which holds no session longer than {longest} tokens: {max_len} need {needed}"
         return [_warning(f"{engine}.kv_pages", problem)]
     return []
@@ -325,7 +325,7 @@ def _check_target(pair: PairConfig, facts: ModelFacts, num_pages: int, max_len: 
     if pair.kv_pages is not None:
         return [_error(f"{engine}.kv_pages", f"is {pair.kv_pages}: it {problem} {max(fitting, 1)}")]
     if fitting < session_pages(max_len):
-        longest = fitting * PAGE_TOKENS - MAX_DRAFT_TOKENS
+        longest = fitting * PAGE_SIZE - MAX_DRAFT_TOKENS
         if longest < 2:
             return [_error(f"{_TARGET}.model_loading_config", _too_large(facts, left))]
         return [_error(f"{engine}.max_model_len", f"is {max_len}: it {problem} {longest}")]

@@ -44,7 +44,7 @@ from paceline.errors import (
     PacelineError,
     ResourceExhaustedError,
 )
-from paceline.explain import explain
+from paceline.explain import explain_parameter
 from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.status import from_rpc_error, is_ours
 from paceline.types import FinishReason, ReplicaStatus, Request, SamplingParams, SpeculationParams, SpeculationStats
@@ -274,9 +274,7 @@ def _request(
     try:
         sampling = sampling or SamplingParams(**fields)
     except ValidationError as error:
-        fault = error.errors()[0].get("ctx", {}).get("error")  # of a rule about several fields
-        text = str(fault) if fault is not None else explain(error, SamplingParams).replace("Input should be ", "")
-        raise InvalidRequestError(text) from error
+        raise InvalidRequestError(explain_parameter(error, SamplingParams)) from error
     if sampling.seed is None:
         sampling = sampling.model_copy(update={"seed": secrets.randbits(64)})
     return Request(

@@ -63,6 +63,12 @@ def explain(error: ValidationError, model: type[BaseModel], elsewhere: Mapping[s
     return f"{key or 'the configuration'} is {value}: it must be {allowed}"
 
 
+def explain_parameter(error: ValidationError, model: type[BaseModel]) -> str:
+    """As ``explain``, for the parameters of a request: a rule about several of them speaks for itself."""
+    fault = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+    return str(fault) if fault is not None else explain(error, model).replace("Input should be ", "")
+
+
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of a tree of models by its dotted path."""
     for name, field in _fields(model).items():

@@ -21,6 +21,8 @@ from typing import Any
 
 import pydantic
 
+from paceline.config import LogConfig
+
 _ROOT = "paceline"
 
 _MIN_HIDDEN = 8
@@ -38,9 +40,7 @@ class _Sentence(logging.Formatter):
 
 def configure(log_level: int) -> None:
     """Prints Paceline's records from ``log_level`` on, those of other libraries from warnings on."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Sentence("paceline: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[_handler(_Sentence("paceline: %(message)s"))])
     logging.getLogger(_ROOT).setLevel(log_level)
 
 
@@ -49,23 +49,26 @@ def level() -> int:
     return logging.getLogger(_ROOT).getEffectiveLevel()
 
 
-def configure_service(log_level: int, json: bool = False, *, replica_id: str = "", prompts: bool = False) -> None:
+def configure_service(config: LogConfig, *, replica_id: str = "") -> None:
     """As ``configure``, with one structured line per record, of other libraries too. May be called again.
 
-    ``json``: JSON objects instead of plain lines. ``replica_id``: named in every line of this process.
-    ``prompts``: print prompts and texts instead of their lengths.
+    ``replica_id``: named in every line of this process.
     """
     global _prompts
-    _prompts = prompts
+    _prompts = config.prompts
     root = logging.getLogger()
     for handler in root.handlers[:]:
         if isinstance(handler.formatter, (_Sentence, _Line)):
             root.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLine(replica_id) if json else _Line(replica_id))
-    root.addHandler(handler)
+    root.addHandler(_handler(_JsonLine(replica_id) if config.as_json else _Line(replica_id)))
     root.setLevel(logging.WARNING)
-    logging.getLogger(_ROOT).setLevel(log_level)
+    logging.getLogger(_ROOT).setLevel(config.level)
+
+
+def _handler(formatter: logging.Formatter) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    return handler
 
 
 # -- what must not be read ----------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from paceline.config import PairConfig
 from paceline.errors import ConfigError
 from paceline.types import MAX_DRAFT_TOKENS
 
-PAGE_TOKENS = 64
-"""KV rows per page: ``kv_cache.PAGE_SIZE``, which needs torch to be read."""
+PAGE_SIZE = 64
+"""KV rows per page; also the key tile of the batch-invariant shapes (``model/shapes.py``)."""
 DEFAULT_SESSION_TOKENS = 1024
 """Positions per session that the KV cache is sized for where nothing is configured."""
 
@@ -17,9 +17,9 @@ _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number about this large."""
 
 
-def pages_for(num_tokens: int) -> int:
-    """Pages that hold ``num_tokens`` KV rows."""
-    return -(-num_tokens // PAGE_TOKENS)
+def pages_for(num_rows: int) -> int:
+    """Pages that hold ``num_rows`` KV rows."""
+    return -(-num_rows // PAGE_SIZE)
 
 
 def session_pages(max_len: int) -> int:
@@ -53,7 +53,7 @@ def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes
     enough = (needed + 1) * page_bytes / max(left_bytes, 1)
     if enough <= 1:
         remedies.append(f"raise kv_fraction to at least {-(-enough * 1000 // 1) / 1000:g}")
-    longest = num_pages * PAGE_TOKENS - MAX_DRAFT_TOKENS
+    longest = num_pages * PAGE_SIZE - MAX_DRAFT_TOKENS
     if longest >= 2:
         remedies.append(f"lower max_model_len to at most {longest}")
     raise ConfigError(

@@ -202,11 +202,9 @@ def decode_from_target(
             message = Echo(event.echo.sent_ns)
         if message is not None:
             messages.append(message)
-    num_dropped = len(batch.events) - len(messages)
-    if not batch.HasField("status"):
-        return messages, None, num_dropped
     status = status_from_proto(batch.status)
-    return messages, status, num_dropped + (status is None)
+    num_dropped = len(batch.events) - len(messages) + (batch.HasField("status") and status is None)
+    return messages, status, num_dropped
 
 
 # -- router and draft --------------------------------------------------------------------------------------------------
@@ -296,11 +294,9 @@ def decode_from_draft(
             message = Echo(event.echo.sent_ns)
         if message is not None:
             messages.append(message)
-    num_dropped = len(batch.events) - len(messages)
-    if not batch.HasField("status"):
-        return messages, None, num_dropped
     status = status_from_proto(batch.status)
-    return messages, status, num_dropped + (status is None)
+    num_dropped = len(batch.events) - len(messages) + (batch.HasField("status") and status is None)
+    return messages, status, num_dropped
 
 
 # -- one message of a batch: _write_* fills it in place, _read_* returns None if it is no valid value ------------------

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.errors import ResourceExhaustedError
-
-PAGE_SIZE = 64
-"""KV rows per page; also the key tile of the batch-invariant shapes (``shapes.py``)."""
+from paceline.memory import PAGE_SIZE as PAGE_SIZE
+from paceline.memory import pages_for as pages_for  # both also belong to what this module offers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,6 @@ class LayerSpec:
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of KV per token in this layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
-
-
-def pages_for(num_rows: int) -> int:
-    """Pages that hold ``num_rows`` KV rows."""
-    return -(-num_rows // PAGE_SIZE)
 
 
 class KVCache:

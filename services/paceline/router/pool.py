@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-PREFIX_TOKENS = 64
-"""Prefixes are compared in pieces of so many tokens: the page size of the targets' KV caches."""
+from paceline.memory import PAGE_SIZE
 
 _REMEMBERED_PIECES = 65536
 _MORE_LOAD = 2
@@ -122,14 +121,14 @@ class PrefixIndex:
         known = self._pieces.get(replica_id)
         if not known:
             return 0
-        return PREFIX_TOKENS * sum(1 for _ in itertools.takewhile(known.__contains__, _chain(token_ids)))
+        return PAGE_SIZE * sum(1 for _ in itertools.takewhile(known.__contains__, _chain(token_ids)))
 
 
 def _chain(token_ids: Sequence[int]) -> Iterable[int]:
-    """One number for each whole piece, which stands for the prompt up to its end."""
+    """One number for each piece that fills a KV page of the targets; it stands for the prompt up to its end."""
     digest = 0
-    for end in range(PREFIX_TOKENS, len(token_ids) + 1, PREFIX_TOKENS):
-        digest = hash((digest, tuple(token_ids[end - PREFIX_TOKENS : end])))
+    for end in range(PAGE_SIZE, len(token_ids) + 1, PAGE_SIZE):
+        digest = hash((digest, tuple(token_ids[end - PAGE_SIZE : end])))
         yield digest
 
 

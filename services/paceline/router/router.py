@@ -27,9 +27,10 @@ from paceline.errors import (
     PacelineError,
     ResourceExhaustedError,
 )
+from paceline.memory import PAGE_SIZE
 from paceline.metrics import RouterMetrics
 from paceline.router.link import DRAFT, TARGET, Link, StreamKind, stop_links
-from paceline.router.pool import PREFIX_TOKENS, Candidate, Lease, Member, Pool, PrefixIndex, choose
+from paceline.router.pool import Candidate, Lease, Member, Pool, PrefixIndex, choose
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Chunk, Result, Session, ToDraft, ToTarget
 from paceline.tokenization import Tokenizer, encode_prompt
@@ -291,9 +292,9 @@ class Router:
 
     def _check_room(self, num_tokens: int) -> None:
         pages = [s.kv_pages for s in self._targets.statuses() if s.kv_pages]
-        if pages and num_tokens > PREFIX_TOKENS * max(pages):
+        if pages and num_tokens > PAGE_SIZE * max(pages):
             raise InvalidRequestError(
-                f"prompt and max_tokens need {num_tokens} tokens of KV, the targets hold {PREFIX_TOKENS * max(pages)}: "
+                f"prompt and max_tokens need {num_tokens} tokens of KV, the targets hold {PAGE_SIZE * max(pages)}: "
                 "shorten the prompt or lower max_tokens"
             )
 
