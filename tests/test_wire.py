@@ -24,7 +24,6 @@ from tests.messages import (
     probs,
     rounds,
     sampling_params,
-    seconds,
     sent,
     speculation_params,
     statuses,
@@ -56,7 +55,7 @@ from paceline.types import (
     TreeLost,
 )
 from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
-from paceline.wire import RelayedNodes
+from paceline.wire import MAX_STEP_S, RelayedNodes
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -101,7 +100,7 @@ trees = st.builds(
     uint31,
     tuples(coupled_node) | tuples(rejection_node),
     st.booleans(),
-    seconds,
+    st.floats(0, MAX_STEP_S),
 )
 failures = st.builds(SessionFailed, ids, uint64, st.text(max_size=20))
 in_flights = st.builds(InFlight, ids, uint64, uint31, tokens)
@@ -248,6 +247,8 @@ MALFORMED_TO_TARGET = {
     "step_s is nan": nodes_with(step_s=NAN),
     "step_s is negative": nodes_with(step_s=-1.0),
     "step_s is infinite": nodes_with(step_s=INF),
+    "step_s is more than an hour": nodes_with(step_s=3600.1),
+    "step_s is finite and absurd": nodes_with(step_s=1e308),
     "open without id": open_with(session_id=""),
     "open without tokens": open_with(token_ids=[]),
     "open without a prompt": open_with(num_prompt_tokens=0),

@@ -48,6 +48,9 @@ from paceline.types import (
 )
 from paceline.v1 import draft_pb2, target_pb2, types_pb2
 
+MAX_STEP_S = 3600.0
+"""Longest tree step that a draft may tell of, in seconds: the target averages them, and one absurd value would stay."""
+
 CAUSES = {
     types_pb2.CAUSE_HIT: Cause.HIT,
     types_pb2.CAUSE_MISS_TOKEN: Cause.TOKEN,
@@ -327,7 +330,7 @@ def _read_nodes(proto: types_pb2.Nodes) -> Nodes | None:
     node_ids, parent_ids, token_ids = proto.node_ids[:], proto.parent_ids[:], proto.token_ids[:]
     probs, sampled = proto.probs[:], proto.sampled[:]
     size = len(node_ids)
-    if not session_id or not 0 <= step_s < math.inf:
+    if not session_id or not 0 <= step_s <= MAX_STEP_S:
         return None
     if not len(parent_ids) == len(token_ids) == len(probs) == size or math.isnan(sum(probs)):
         return None
