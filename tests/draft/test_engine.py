@@ -10,10 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support import pair
 
+from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
+from paceline.draft import build
 from paceline.draft import engine as engine_module
 from paceline.draft.engine import DraftEngine
 from paceline.draft.ngram import NgramDrafter
+from paceline.embedded import TARGET_DIR
 from paceline.types import Cause, CloseSession, Commit, Nodes, SamplingParams, SessionFailed
 
 from .fakes import VOCAB, Harness, TableDrafter, open_session, plain
@@ -295,6 +299,51 @@ def test_a_gap_in_the_commits_ends_the_session_and_it_is_opened_again() -> None:
         harness.round(5)
     assert harness.targets["s"].causes.count(Cause.HIT) > 0
     assert harness.targets["other"].causes.count(Cause.HIT) > 0
+
+
+def test_a_context_longer_than_the_draft_holds_ends_its_session_at_once() -> None:
+    harness = Harness(max_context_len=50)
+    harness.open(open_session("other", seed=1))
+    harness.open(open_session(text=[1] * 50))
+    assert harness.engine.num_sessions == 2, "as long as that is allowed"
+    harness.engine.receive([Commit("s", 0, 50, (1,) * 200_000)])
+    harness.engine.receive([open_session("t", text=[1] * 51)])
+    assert harness.engine.num_sessions == 1
+    assert harness.engine.stats.nodes_missed == 0, "none of the tokens was looked at"
+    told = {name: reason for name, _, reason in failures(harness)}
+    assert "has 200050 tokens" in told["s"]
+    assert "has 51 tokens: the draft holds at most 50" in told["t"]
+    assert harness.engine.stats.refused_sessions == 2
+    harness.engine.check_integrity()
+    for _ in range(5):
+        harness.round(5)
+    assert harness.targets["other"].causes.count(Cause.HIT) > 0
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "longest"),
+    [
+        (NgramConfig(), {"max_model_len": 300}, 300),
+        (NgramConfig(), {"max_model_len": 1 << 18}, 1024),
+        (DraftModelConfig(path="small"), {"max_model_len": 300}, 300),
+        (DraftModelConfig(path="small"), {"max_model_len": 1 << 18}, 2048),
+        (DraftModelConfig(path="small"), {"max_sessions": 1, "tree_budget": 1}, 18 * 64),
+    ],
+    ids=["n-gram", "n-gram: the target", "model", "model: its positions", "model: its cache"],
+)
+def test_what_is_built_holds_the_longest_context_that_it_can(
+    draft: Any, options: dict[str, int], longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "load_model", lambda config: pair("llama")[1])
+    config = PairConfig(target=ModelConfig(path=str(TARGET_DIR)), draft=draft, tree_step_tokens=8, **options)
+    sent: list[Nodes | SessionFailed] = []
+    engine = build.build_draft_engine(config, sent.extend)
+    engine.receive([open_session("fits", text=[1] * longest), open_session("longer", text=[1] * (longest + 1))])
+    engine.step()
+    assert engine.num_sessions == 1
+    (failed,) = [message for message in sent if isinstance(message, SessionFailed)]
+    assert failed.session_id == "longer"
+    assert f"the context has {longest + 1} tokens: the draft holds at most {longest}" in failed.message
 
 
 @pytest.mark.parametrize("in_flight", [(999,), (-1, 0, 2**70), tuple(range(10_000))])

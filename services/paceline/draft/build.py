@@ -13,7 +13,7 @@ from paceline.draft.engine import DraftEngine
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
-from paceline.memory import draft_pages
+from paceline.memory import PAGE_SIZE, draft_pages
 from paceline.model.loading import load_model
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.types import Nodes, SessionFailed
@@ -61,8 +61,9 @@ def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | Sess
     drafter: Drafter
     if config.draft is None:
         raise ConfigError("draft is not configured: name a draft model or an n-gram drafter")
-    vocab_size = inspect_checkpoint(config.target.path).vocab_size
+    target = inspect_checkpoint(config.target.path)
     if isinstance(config.draft, NgramConfig):
+        max_context_len = min(config.max_model_len or target.max_model_len, target.max_model_len)
         drafter = NgramDrafter(
             min_match=config.draft.min_match,
             max_match=config.draft.max_match,
@@ -72,10 +73,18 @@ def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | Sess
         model = load_model(config.draft)
         max_len = min(config.max_model_len or model.max_len, model.max_len)
         runner = model.runner(draft_pages(config, max_len))
+        max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
         drafter = ModelDrafter(
             runner,
             max_leaves=config.tree_step_tokens or affordable_width(runner),
             max_prefill_tokens=config.max_step_tokens,
             top_m=config.draft_top_m,
         )
-    return DraftEngine(drafter, emit, vocab_size=vocab_size, tree_budget=config.tree_budget, fan_out=config.fan_out)
+    return DraftEngine(
+        drafter,
+        emit,
+        vocab_size=target.vocab_size,
+        tree_budget=config.tree_budget,
+        fan_out=config.fan_out,
+        max_context_len=max_context_len,
+    )

@@ -69,7 +69,7 @@ class DraftStats:
     invalid_messages: int = 0
     """Opens and commits that no router sends."""
     refused_sessions: int = 0
-    """There was no room for one more."""
+    """There was no room for one more, or for a context as long as theirs."""
     failed_sessions: int = 0
     """Sessions ended by SessionFailed, whatever the reason."""
     prefill_chunks: int = 0
@@ -85,7 +85,7 @@ class DraftEngine:
 
     `vocab_size`: token ids of both models are below it. `tree_budget`: nodes per session beyond the context.
     `fan_out`: children published below an expanded node. `max_sessions`: more are refused. `device`: where the
-    candidates and sampler states live.
+    candidates and sampler states live. `max_context_len`: tokens; a session that is or grows longer is ended.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class DraftEngine:
         tree_budget: int = 64,
         fan_out: int = 3,
         max_sessions: int = 4096,
+        max_context_len: int = 1 << 20,
         device: str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -107,6 +108,7 @@ class DraftEngine:
         self._tree_budget = tree_budget
         self._fan_out = fan_out
         self._max_sessions = max_sessions
+        self._max_context_len = max_context_len
         self._device = device
         self._clock = clock
         self._step_s = 0.0
@@ -203,12 +205,19 @@ class DraftEngine:
         """Raises for a session that cannot be served; its sampler checks what it was asked for."""
         if len(self._sessions) >= self._max_sessions:
             raise ResourceExhaustedError(f"{len(self._sessions)} sessions are open: no more are allowed")
+        self._check_length(len(message.token_ids))
         if not 0 < message.num_prompt_tokens <= len(message.token_ids):
             raise InvalidRequestError(
                 f"num_prompt_tokens is {message.num_prompt_tokens}: "
                 f"1 to the context's length ({len(message.token_ids)}) are allowed"
             )
         self._check_tokens("the context", message.token_ids)
+
+    def _check_length(self, context_len: int) -> None:
+        if context_len > self._max_context_len:
+            raise ResourceExhaustedError(
+                f"the context has {context_len} tokens: the draft holds at most {self._max_context_len}"
+            )
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
@@ -262,6 +271,7 @@ class DraftEngine:
         if message.context_len > tree.context_len:
             self.stats.lost_commits += 1
             raise EngineError(f"commits were lost: this one is at {message.context_len}, not {tree.context_len}")
+        self._check_length(tree.context_len + len(message.token_ids))
         self._check_tokens("a commit", message.token_ids)
         if message.token_ids:
             self._observe(session, message.token_ids)

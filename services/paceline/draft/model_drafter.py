@@ -50,7 +50,7 @@ class _Session:
     def take_rows(self, cache: KVCache, count: int) -> list[int]:
         """``count`` unused rows; raises ResourceExhaustedError and changes nothing if there is no page for them."""
         fresh = count - len(self.free_rows)
-        missing = -(-(self.num_rows + fresh) // PAGE_SIZE) - len(self.pages) if fresh > 0 else 0
+        missing = pages_for(self.num_rows + fresh) - len(self.pages) if fresh > 0 else 0
         if missing > 0:
             self.pages.extend(cache.allocate(missing))
             grown = len(self.pages) * PAGE_SIZE
