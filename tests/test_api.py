@@ -170,6 +170,8 @@ def test_a_request_is_served_or_refused(params, options, text):
     [
         (Request("r", (1, 2**32)), ("tokenized.input_ids", "4294967296", "at most 4294967295")),
         (Request("r", (1, -1)), ("tokenized.input_ids", "-1", "at least 0")),
+        (Request("r", "a", SamplingParams().model_copy(update={"seed": -1})), ("seed is -1", f"at most {2**64 - 1}")),
+        (Request("r", "a", SamplingParams().model_copy(update={"seed": 2**64})), (f"seed is {2**64}", "at least 0")),
         (Request("r", "a\ud800"), ("text", "\\ud800", "at 1")),
         (Request("r\ud800", "a"), ("request_id", "\\ud800")),
         (Request("r", "a", stop=("\ud800",)), ("sampling_params.stop", "\\ud800")),

@@ -78,7 +78,7 @@ def refused(capsys, *arguments):
         (["--drafter", "ngram", "--draft", "x"], ["--drafter ngram"]),
         (["--top-p", "nan"], ["--top-p is nan"]),
         (["--max-tokens", "many"], ["--max-tokens", "many"]),
-        (["--seed", str(2**64)], [f"--seed is {2**64}", f"less than {2**64}"]),
+        (["--seed", str(2**64)], [f"--seed is {2**64}", f"at most {2**64 - 1}"]),
         (["--repetition-penalty", "inf"], ["--repetition-penalty is inf"]),
         (["--temperature", "101"], ["--temperature is 101.0", "at most 100"]),
         (["--draft-tokens", "-1"], ["--draft-tokens is -1", "at least 0"]),

@@ -55,6 +55,7 @@ def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2
     Raises InvalidRequestError for what the protocol cannot carry.
     """
     sampling = request.sampling
+    sampling.check_seed()
     _check_utf8("request_id", request.request_id)
     for stop in request.stop:
         _check_utf8("sampling_params.stop", stop)

@@ -27,6 +27,7 @@ MAX_DRAFT_TOKENS = 16
 MAX_TOKENS = 2**31
 """Counts and token ids of requests are below it."""
 MAX_LOGIT_BIAS = 1e4
+MAX_SEED = 2**64 - 1
 
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
 
@@ -111,7 +112,7 @@ class SamplingParams(_Params):
     max_tokens: int = Field(default=128, ge=1, lt=MAX_TOKENS)
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     """64-bit key of the session's noise; drawn at random by the session if absent."""
 
     @model_validator(mode="after")
@@ -126,6 +127,11 @@ class SamplingParams(_Params):
                 allowed = f"at most {MAX_LOGIT_BIAS:g} either way, or -inf, is allowed"
                 raise ValueError(f"logit_bias[{token_id}] is {bias}: {allowed}")
         return self
+
+    def check_seed(self) -> None:
+        """Raises InvalidRequestError if the seed is out of range, as that of a copy may be: pydantic checks none."""
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise InvalidRequestError(f"seed is {self.seed}: at least 0 and at most {MAX_SEED} is allowed")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError if a token id that is named is not below ``vocab_size``."""

@@ -102,6 +102,13 @@ def test_given_seed_is_kept_and_missing_seed_is_drawn():
     assert make().seed != make().seed  # two equal 64-bit draws: probability 5e-20
 
 
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_out_of_range_is_refused_whatever_made_the_parameters(seed):
+    sampling = SamplingParams().model_copy(update={"seed": seed})
+    with pytest.raises(InvalidRequestError, match=f"^seed is {seed}: at least 0 and at most {2**64 - 1} is allowed$"):
+        Session("s", PROMPT, sampling, SpeculationParams(), decode=decode)
+
+
 def test_outcome_is_committed_at_once_and_in_flight_follows():
     session = make()
     session.open()

@@ -199,6 +199,7 @@ class Session:
             raise InvalidRequestError("the prompt holds no token: at least one is needed")
         if not all(stop):
             raise InvalidRequestError("a stop string is empty: each needs at least one character")
+        sampling.check_seed()
         self.session_id = session_id
         self.seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
         self.sampling = sampling.model_copy(update={"seed": self.seed})
