@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,51 @@ def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     random_model("llama").config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="could not be loaded"):
         load_pretrained(str(tmp_path), torch.float32)
+
+
+def with_layers(model: PreTrainedModel, num_layers: int, path: Path) -> str:
+    """A checkpoint whose configuration has another number of layers than its weights."""
+    model.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
+    return str(path)
+
+
+def test_parameters_that_no_file_holds_are_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They would be random numbers; transformers only prints a table of them."""
+    path = with_layers(random_model("llama"), 12, tmp_path)
+    capfd.readouterr()
+    with pytest.raises(ConfigError) as caught:
+        load_pretrained(path, torch.float32)
+    first = ", ".join(f"model.layers.2.self_attn.{name}_proj.weight" for name in "qkv")
+    assert str(caught.value) == f"model '{tmp_path}' is not whole: no weight file holds {first} and 87 more"
+    assert capfd.readouterr().err == ""
+
+
+def test_parameters_that_have_no_place_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once, with the first few names."""
+    path = with_layers(random_model("llama"), 1, tmp_path)
+    capfd.readouterr()
+    load_pretrained(path, torch.float32)
+    (record,) = [record for record in caplog.records if record.name.startswith("paceline")]
+    assert record.levelname == "WARNING"
+    assert "no place for model.layers.1.input_layernorm.weight, model.layers.1.mlp" in record.getMessage()
+    assert record.getMessage().endswith(" and 6 more")
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_tied_weights_are_not_missing(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One tensor in the file, two parameters of the model."""
+    config = FAMILIES[family]()
+    config.tie_word_embeddings = True
+    model = random_model(config)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    again = load_pretrained(saved(model, tmp_path), torch.float32)
+    assert torch.equal(again.get_output_embeddings().weight, model.get_input_embeddings().weight)
+    assert not caplog.records
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,11 @@ from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.runner import ModelRunner, StepFunction
 from paceline.model.step import Step, probe_layers
+
+_NUM_NAMED = 3
+"""Parameters that a message names; of the others it gives the number."""
+
+log = logging.getLogger(__name__)
 
 _FROM_PRETRAINED = threading.Lock()
 """transformers builds models under a process-wide default device: two threads must not load at once."""
@@ -87,24 +95,52 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
 
 
 def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads a causal language model with transformers.
+    """Loads a causal language model with transformers. What its files hold beyond it is warned of.
 
     Raises:
-        ConfigError: with the reason in one sentence.
+        ConfigError: with the reason in one sentence; also for parameters that no weight file holds, which
+            transformers would draw at random. Weights that are tied to others need not be there.
     """
     inspect_checkpoint(path)
-    progress = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
+    model: PreTrainedModel
     try:
-        with _FROM_PRETRAINED:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(Path(path).expanduser(), dtype=dtype)
+        with _FROM_PRETRAINED, _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                Path(path).expanduser(), dtype=dtype, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
+    if missing := [name for name in model.state_dict() if name in info["missing_keys"]]:
+        raise ConfigError(f"model {path!r} is not whole: no weight file holds {_named(missing)}")
+    if unexpected := sorted(info["unexpected_keys"]):
+        log.warning("model %r: its configuration has no place for %s", path, _named(unexpected))
+    return model
+
+
+def _named(parameters: Collection[str]) -> str:
+    """The first few names, and how many there are beyond them."""
+    names = [*parameters][:_NUM_NAMED]
+    more = len(parameters) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bar of transformers, and the table of parameters that it prints instead of an error."""
+    loader, progress = logging.getLogger("transformers.modeling_utils"), hf_logging.is_progress_bar_enabled()
+    loader.addFilter(_is_no_report)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
     finally:
+        loader.removeFilter(_is_no_report)
         if progress:
             hf_logging.enable_progress_bar()
-    return model
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def resolve_device(name: str) -> str:
