@@ -32,17 +32,19 @@ from paceline.errors import EngineError, InvalidRequestError
 from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.types import (
     MAX_DRAFT_TOKENS,
+    Acceptance,
     Cause,
     FinishReason,
     Mode,
+    ModelInfo,
     Request,
     Round,
     SamplingParams,
+    ServerInfo,
     SpeculationParams,
     SpeculationStats,
 )
 from paceline.v1 import generation_pb2, types_pb2
-from paceline.wire import status_from_proto
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -303,45 +305,43 @@ def test_a_complete_that_makes_no_sense():
         api.complete_from_proto(generation_pb2.GenerateComplete(finish_reason="stop", speculation=stats_), [])
 
 
-@given(statuses, stats)
-def test_server_info(status, speculation):
-    proto = sent(
-        api.server_info(
-            version="1.2",
-            uptime_s=0.1,
-            pools={"target": [status, status], "draft": []},
-            sessions_running=3,
-            sessions_queued=4,
-            speculation=speculation,
-        )
-    )
-    assert [(pool.name, len(pool.replicas)) for pool in proto.pools] == [("target", 2), ("draft", 0)]
-    assert status_from_proto(proto.pools[0].replicas[1]) == status
-    assert (proto.version, proto.uptime_s, proto.sessions_running, proto.sessions_queued) == ("1.2", 0.1, 3, 4)
+rates = st.floats(0, 1)
+model_infos = st.builds(
+    ModelInfo,
+    model_id=ids,
+    draft_model_id=st.none() | ids,
+    tokenizer_fingerprint=st.text(max_size=8),
+    vocab_size=uint31,
+    max_context_length=uint31,
+    eos_token_ids=tokens,
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    modes=tuples(st.sampled_from(Mode)),
+    acceptances=tuples(st.sampled_from(Acceptance)),
+    max_draft_tokens=st.integers(0, MAX_DRAFT_TOKENS),
+)
+server_infos = st.builds(
+    ServerInfo,
+    version=st.text(max_size=8),
+    uptime_s=seconds,
+    pools=st.dictionaries(st.sampled_from(["target", "draft", "router"]), tuples(statuses, 2)),
+    sessions_running=uint31,
+    sessions_queued=uint31,
+    acceptance_rate=rates,
+    acceptance_length=st.floats(1, 1 + MAX_DRAFT_TOKENS),
+    hit_rate=rates,
+)
 
 
-def test_rates_are_defined_once():
-    speculation = SpeculationStats(rounds=8, drafted=12, accepted=6, causes={Cause.HIT: 3, Cause.K: 1, Cause.START: 1})
-    common = {"version": "1", "uptime_s": 0.0, "pools": {}, "sessions_running": 0, "sessions_queued": 0}
-    proto = api.server_info(**common, speculation=speculation)
-    assert (proto.acceptance_rate, proto.acceptance_length, proto.hit_rate) == (0.5, 1.75, 0.75)
-    nothing = api.server_info(**common, speculation=SpeculationStats())
-    assert (nothing.acceptance_rate, nothing.acceptance_length, nothing.hit_rate) == (0.0, 0.0, 0.0)
+@given(model_infos)
+def test_model_info(info):
+    assert api.model_info_from_proto(sent(api.model_info_to_proto(info))) == info
 
 
-def test_model_info():
-    proto = sent(
-        api.model_info(
-            model_id="big",
-            draft_model_id=None,
-            tokenizer_fingerprint="f00",
-            vocab_size=300,
-            max_context_length=2048,
-            eos_token_ids=(7, 8),
-            dtype="float32",
-            max_draft_tokens=MAX_DRAFT_TOKENS,
-        )
-    )
-    assert (proto.model_id, proto.draft_model_id, list(proto.eos_token_ids)) == ("big", "", [7, 8])
-    assert list(proto.modes) == ["plain", "sequential", "overlapped"]
-    assert list(proto.acceptances) == ["coupled", "rejection"]
+@given(server_infos)
+def test_server_info(info):
+    assert api.server_info_from_proto(sent(api.server_info_to_proto(info))) == info
+
+
+def test_a_replica_without_a_name_is_left_out():
+    nameless = generation_pb2.Pool(name="draft", replicas=[types_pb2.ReplicaStatus(kind="draft")])
+    assert api.server_info_from_proto(generation_pb2.GetServerInfoResponse(pools=[nameless])).pools == {"draft": ()}

@@ -253,7 +253,7 @@ class TestServerInfo:
         assert list(info.pools) == ["router", "target"]
         assert (info.sessions_running, info.sessions_queued) == (3, 3)
         assert info.acceptance_rate == 0.5
-        assert info.acceptance_length == 3.0
+        assert info.acceptance_length == 3.0, "of the two rounds with a proposal: plain ones have no part in it"
         assert info.hit_rate == 0.5
         assert info.uptime_s == 5
         clock.now += 20

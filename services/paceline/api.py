@@ -7,7 +7,7 @@ protocol does. The streams between router and replicas are in ``wire.py``.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -16,13 +16,13 @@ from paceline.errors import EngineError, InvalidRequestError
 from paceline.explain import explain_parameter
 from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.types import (
-    Acceptance,
     Cause,
     FinishReason,
     Mode,
-    ReplicaStatus,
+    ModelInfo,
     Request,
     SamplingParams,
+    ServerInfo,
     SpeculationParams,
     SpeculationStats,
 )
@@ -34,6 +34,7 @@ from paceline.wire import (
     sampling_to_proto,
     speculation_fields,
     speculation_to_proto,
+    status_from_proto,
     status_to_proto,
     write_round,
 )
@@ -42,6 +43,10 @@ MAX_REQUEST_ID_LEN = 256
 """Characters of a request's id: it travels with every message of its session."""
 
 _MAX_UINT32 = 2**32 - 1
+
+_SERVER_INFO_SCALARS = (
+    "version", "uptime_s", "sessions_running", "sessions_queued", "acceptance_rate", "acceptance_length", "hit_rate",
+)  # fmt: skip
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -273,55 +278,52 @@ def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence
     )
 
 
-def model_info(
-    *,
-    model_id: str,
-    draft_model_id: str | None,
-    tokenizer_fingerprint: str,
-    vocab_size: int,
-    max_context_length: int,
-    eos_token_ids: Iterable[int],
-    dtype: str,
-    modes: Iterable[Mode] = tuple(Mode),
-    acceptances: Iterable[Acceptance] = tuple(Acceptance),
-    max_draft_tokens: int,
-) -> generation_pb2.GetModelInfoResponse:
-    """What is served. ``draft_model_id`` None: no draft."""
+def model_info_to_proto(info: ModelInfo) -> generation_pb2.GetModelInfoResponse:
+    """What is served, for a client."""
     return generation_pb2.GetModelInfoResponse(
-        model_id=model_id,
-        draft_model_id=draft_model_id or "",
-        tokenizer_fingerprint=tokenizer_fingerprint,
-        vocab_size=vocab_size,
-        max_context_length=max_context_length,
-        eos_token_ids=eos_token_ids,
-        dtype=dtype,
-        modes=list(modes),
-        acceptances=list(acceptances),
-        max_draft_tokens=max_draft_tokens,
+        model_id=info.model_id,
+        draft_model_id=info.draft_model_id or "",
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        vocab_size=info.vocab_size,
+        max_context_length=info.max_context_length,
+        eos_token_ids=info.eos_token_ids,
+        dtype=info.dtype,
+        modes=info.modes,
+        acceptances=info.acceptances,
+        max_draft_tokens=info.max_draft_tokens,
     )
 
 
-def server_info(
-    *,
-    version: str,
-    uptime_s: float,
-    pools: Mapping[str, Iterable[ReplicaStatus]],
-    sessions_running: int,
-    sessions_queued: int,
-    speculation: SpeculationStats,
-) -> generation_pb2.GetServerInfoResponse:
-    """The state of the service. ``speculation``: all sessions since the start."""
-    chances = speculation.hits + speculation.misses
+def model_info_from_proto(proto: generation_pb2.GetModelInfoResponse) -> ModelInfo:
+    """What a server serves."""
+    return ModelInfo(
+        model_id=proto.model_id,
+        draft_model_id=proto.draft_model_id or None,
+        tokenizer_fingerprint=proto.tokenizer_fingerprint,
+        vocab_size=proto.vocab_size,
+        max_context_length=proto.max_context_length,
+        eos_token_ids=tuple(proto.eos_token_ids),
+        dtype=proto.dtype,
+        modes=tuple(proto.modes),
+        acceptances=tuple(proto.acceptances),
+        max_draft_tokens=proto.max_draft_tokens,
+    )
+
+
+def server_info_to_proto(info: ServerInfo) -> generation_pb2.GetServerInfoResponse:
+    """The state of the service, for a client."""
+    pools = [
+        generation_pb2.Pool(name=name, replicas=map(status_to_proto, replicas)) for name, replicas in info.pools.items()
+    ]
     return generation_pb2.GetServerInfoResponse(
-        version=version,
-        uptime_s=uptime_s,
-        pools=[
-            generation_pb2.Pool(name=name, replicas=[status_to_proto(status) for status in replicas])
-            for name, replicas in pools.items()
-        ],
-        sessions_running=sessions_running,
-        sessions_queued=sessions_queued,
-        acceptance_rate=speculation.accepted / speculation.drafted if speculation.drafted else 0.0,
-        acceptance_length=1 + speculation.accepted / speculation.rounds if speculation.rounds else 0.0,
-        hit_rate=speculation.hits / chances if chances else 0.0,
+        pools=pools, **{name: getattr(info, name) for name in _SERVER_INFO_SCALARS}
+    )
+
+
+def server_info_from_proto(proto: generation_pb2.GetServerInfoResponse) -> ServerInfo:
+    """The state that a server tells of; replicas that do not say who they are are left out."""
+    replicas = {pool.name: map(status_from_proto, pool.replicas) for pool in proto.pools}
+    return ServerInfo(
+        pools={name: tuple(status for status in found if status is not None) for name, found in replicas.items()},
+        **{name: getattr(proto, name) for name in _SERVER_INFO_SCALARS},
     )

@@ -29,7 +29,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from paceline import __version__, logs, metrics
+from paceline import __version__, logs
 from paceline.checkpoints import read_checkpoint
 from paceline.config import (
     ModelDraftConfig,
@@ -41,13 +41,13 @@ from paceline.config import (
 from paceline.cores import CoreClaim
 from paceline.errors import ConfigError, EngineError, NotFoundError, PacelineError
 from paceline.metrics import Registry, ReplicaMetrics, RouterMetrics
-from paceline.monitor import Monitor, Report, Reporter, ServerInfo
+from paceline.monitor import Monitor, Report, Reporter
 from paceline.replica import ReplicaServer
 from paceline.router.pool import Lease
 from paceline.router.router import ModelFacts
 from paceline.status import to_status
 from paceline.tokenization import load_tokenizer, require_same_tokens
-from paceline.types import Cause, ReplicaStatus, SpeculationStats
+from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus, ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -107,21 +107,9 @@ class MonitorReplica:
         """All metrics in Prometheus' text format."""
         return self._monitor.exposition()
 
-    async def server_info(self) -> tuple[ServerInfo, SpeculationStats]:
-        """The fleet at a glance, and all rounds since the monitor began."""
-        totals = self._monitor.totals()
-        rounds = {Cause(labels[0]): int(count) for labels, count in _numbers(totals, metrics.ROUNDS).items()}
-        stats = SpeculationStats(
-            rounds=sum(rounds.values()),
-            drafted=int(sum(_numbers(totals, metrics.DRAFT_TOKENS).values())),
-            accepted=int(sum(_numbers(totals, metrics.ACCEPTED_TOKENS).values())),
-            causes=rounds,
-        )
-        return self._monitor.server_info(), stats
-
-
-def _numbers(samples: metrics.Samples, metric: metrics.Metric) -> dict[tuple[str, ...], float]:
-    return {labels: v for labels, v in samples.get(metric.name, {}).items() if not isinstance(v, tuple)}
+    async def server_info(self) -> ServerInfo:
+        """The fleet at a glance; uptime and events since the monitor began."""
+        return self._monitor.server_info()
 
 
 class _Notes(logging.Handler):
@@ -407,11 +395,10 @@ class Router:
 
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto."""
-        from paceline.api import model_info
-        from paceline.types import MAX_DRAFT_TOKENS, Mode
+        from paceline.api import model_info_to_proto
 
         draft = self.config.draft_config
-        return model_info(
+        info = ModelInfo(
             model_id=self.config.target_config.model_loading_config.model_id,
             draft_model_id=None if draft is None else draft_name(draft),
             tokenizer_fingerprint=self._facts.tokenizer.fingerprint,
@@ -420,8 +407,10 @@ class Router:
             eos_token_ids=self._facts.eos_token_ids,
             dtype=await self._served_dtype(),
             modes=tuple(Mode) if draft is not None else (Mode.PLAIN,),
+            acceptances=tuple(Acceptance),
             max_draft_tokens=MAX_DRAFT_TOKENS if draft is not None else 0,
         )
+        return model_info_to_proto(info)
 
     async def _served_dtype(self) -> str:
         """As the targets resolved it; as it is configured while none is up."""
@@ -435,25 +424,16 @@ class Router:
 
     async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto."""
-        from paceline.api import server_info
+        from paceline.api import server_info_to_proto
+        from paceline.v1.generation_pb2 import GetServerInfoResponse
 
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
-                info, speculation = await self._monitor.server_info.remote()
+                info = await self._monitor.server_info.remote()
         except Exception as error:
             _set_status(grpc_context, EngineError(f"the monitor does not answer: {type(error).__name__}"))
-            return server_info(
-                version=__version__, uptime_s=0, pools={}, sessions_running=0, sessions_queued=0,
-                speculation=SpeculationStats(),
-            )  # fmt: skip
-        return server_info(
-            version=__version__,
-            uptime_s=info.uptime_s,
-            pools=info.pools,
-            sessions_running=info.sessions_running,
-            sessions_queued=info.sessions_queued,
-            speculation=speculation,
-        )
+            return GetServerInfoResponse()
+        return server_info_to_proto(info)
 
     # -- health and metrics --
 

@@ -23,7 +23,7 @@ import operator
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stubs
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from paceline import api, wire
+from paceline import api
 from paceline.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -47,7 +47,15 @@ from paceline.errors import (
 from paceline.explain import explain_parameter
 from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.status import from_rpc_error, is_ours
-from paceline.types import FinishReason, ReplicaStatus, Request, SamplingParams, SpeculationParams, SpeculationStats
+from paceline.types import (
+    FinishReason,
+    ModelInfo,
+    Request,
+    SamplingParams,
+    ServerInfo,
+    SpeculationParams,
+    SpeculationStats,
+)
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -115,43 +123,6 @@ def _read(path: Path | None) -> bytes | None:
         return None if path is None else path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What is served, and what a request may ask for."""
-
-    model_id: str
-    draft_model_id: str | None
-    """None: no draft, every session is plain."""
-    tokenizer_fingerprint: str
-    """Of the vocabulary and merges, by content."""
-    vocab_size: int
-    max_context_length: int
-    """Prompt and completion together."""
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    modes: tuple[str, ...]
-    acceptances: tuple[str, ...]
-    max_draft_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """The state of a service."""
-
-    version: str
-    uptime_s: float
-    pools: Mapping[str, tuple[ReplicaStatus, ...]]
-    """Replicas by kind: ``target``, ``draft``, ``router``."""
-    sessions_running: int
-    sessions_queued: int
-    acceptance_rate: float
-    """Accepted over drafted tokens since the start; 0.0 before any was drafted."""
-    acceptance_length: float
-    """Tokens that a round emits on average, the next token included; 0.0 before the first round."""
-    hit_rate: float
-    """Hits over hits and misses since the start; 0.0 before any."""
 
 
 # -- what both clients share -------------------------------------------------------------------------------------
@@ -336,35 +307,6 @@ def _cancel(request_id: str) -> _Call[bool]:
     return _Call(f"/{_SERVICE}/Cancel", request, pb.CancelResponse, lambda answer: bool(answer.cancelled))
 
 
-def _model_info(answer: pb.GetModelInfoResponse) -> ModelInfo:
-    return ModelInfo(
-        model_id=answer.model_id,
-        draft_model_id=answer.draft_model_id or None,
-        tokenizer_fingerprint=answer.tokenizer_fingerprint,
-        vocab_size=answer.vocab_size,
-        max_context_length=answer.max_context_length,
-        eos_token_ids=tuple(answer.eos_token_ids),
-        dtype=answer.dtype,
-        modes=tuple(answer.modes),
-        acceptances=tuple(answer.acceptances),
-        max_draft_tokens=answer.max_draft_tokens,
-    )
-
-
-def _server_info(answer: pb.GetServerInfoResponse) -> ServerInfo:
-    replicas = {pool.name: map(wire.status_from_proto, pool.replicas) for pool in answer.pools}
-    return ServerInfo(
-        version=answer.version,
-        uptime_s=answer.uptime_s,
-        pools={name: tuple(status for status in found if status is not None) for name, found in replicas.items()},
-        sessions_running=answer.sessions_running,
-        sessions_queued=answer.sessions_queued,
-        acceptance_rate=answer.acceptance_rate,
-        acceptance_length=answer.acceptance_length,
-        hit_rate=answer.hit_rate,
-    )
-
-
 def _check_serving(answer: Any) -> None:
     """Raises EngineError unless the health check says that a request would be served."""
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
@@ -372,8 +314,12 @@ def _check_serving(answer: Any) -> None:
         raise EngineError(f"it is up, and says that it is {state}")
 
 
-_MODEL_INFO = _Call(f"/{_SERVICE}/GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse, _model_info)
-_SERVER_INFO = _Call(f"/{_SERVICE}/GetServerInfo", pb.GetServerInfoRequest(), pb.GetServerInfoResponse, _server_info)
+_MODEL_INFO = _Call(
+    f"/{_SERVICE}/GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse, api.model_info_from_proto
+)
+_SERVER_INFO = _Call(
+    f"/{_SERVICE}/GetServerInfo", pb.GetServerInfoRequest(), pb.GetServerInfoResponse, api.server_info_from_proto
+)
 _HEALTH = _Call(
     "/grpc.health.v1.Health/Check",
     health_pb2.HealthCheckRequest(service=_SERVICE),

@@ -17,9 +17,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from paceline import metrics
+from paceline import __version__, metrics
 from paceline.metrics import Kind, Registry, Samples, Value
-from paceline.types import Cause, ReplicaStatus
+from paceline.types import MISSES, Cause, ReplicaStatus, ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ SILENT_S = 10.0
 
 _MAX_SILENT = 256
 """Silent processes that are remembered, in case they were only paused. An older one that came back counts twice."""
-
-_MISSES = (Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN)
 
 _Values = dict[tuple[str, ...], Value]
 
@@ -61,24 +59,6 @@ class Reporter:
         samples = self._registry.samples()
         self._registry.mirror(samples)
         return Report(self._source_id, self._kind, status, samples, self._sequence)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """The fleet at a glance."""
-
-    uptime_s: float
-    """Of the monitor."""
-    pools: Mapping[str, tuple[ReplicaStatus, ...]]
-    """Kind -> the newest status of each process that reports now, by replica id."""
-    sessions_running: int
-    sessions_queued: int
-    acceptance_rate: float
-    """Accepted draft tokens / verified draft tokens; 0 before there were any."""
-    acceptance_length: float
-    """Tokens per round that verified a draft token, 1 + accepted / rounds; 1 before there were any."""
-    hit_rate: float
-    """Hits / (hits + misses); 0 before there were any."""
 
 
 @dataclass(slots=True)
@@ -134,8 +114,9 @@ class Monitor:
         )
         rounds = totals.get(metrics.ROUNDS.name, {})
         hits = _number(rounds.get((Cause.HIT.value,), 0.0))
-        misses = sum(_number(rounds.get((cause.value,), 0.0)) for cause in _MISSES)
+        misses = sum(_number(rounds.get((cause.value,), 0.0)) for cause in MISSES)
         return ServerInfo(
+            version=__version__,
             uptime_s=self._clock() - self._started_s,
             pools={
                 kind: tuple(sorted(statuses, key=lambda status: status.replica_id))

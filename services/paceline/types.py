@@ -84,6 +84,10 @@ class Cause(enum.StrEnum):
     """The first round: its context is the prompt, there was no outcome to hit."""
 
 
+MISSES = (Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN)
+"""Causes of rounds that found no continuation of the previous outcome."""
+
+
 class _Params(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -360,6 +364,43 @@ class ReplicaStatus:
     """Counted events since the replica started."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served, and what a request may ask for."""
+
+    model_id: str
+    draft_model_id: str | None
+    """None: no draft, every session is plain."""
+    tokenizer_fingerprint: str
+    """Of the vocabulary and merges, by content."""
+    vocab_size: int
+    max_context_length: int
+    """Prompt and completion together."""
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    modes: tuple[str, ...]
+    acceptances: tuple[str, ...]
+    max_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """The state of a service; events are counted since its start."""
+
+    version: str
+    uptime_s: float
+    pools: Mapping[str, tuple[ReplicaStatus, ...]]
+    """``target``, ``draft`` or ``router`` -> the newest status of each replica that reports now."""
+    sessions_running: int
+    sessions_queued: int
+    acceptance_rate: float
+    """Accepted over drafted tokens; 0 before any was drafted."""
+    acceptance_length: float
+    """Tokens per round that verified a draft token, the next token included: 1 + accepted / rounds; 1 before any."""
+    hit_rate: float
+    """Hits over hits and misses; 0 before any."""
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """Counted events of one session; rates are derived, never stored."""
@@ -389,4 +430,4 @@ class SpeculationStats:
     @property
     def misses(self) -> int:
         """Rounds that found no continuation of the previous outcome."""
-        return sum(self.causes.get(c, 0) for c in (Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN))
+        return sum(self.causes.get(cause, 0) for cause in MISSES)

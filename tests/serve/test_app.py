@@ -246,20 +246,41 @@ def test_reflection_health_model_and_server_info(app):
         finish(until(reported, 10))
 
 
-def test_metrics_are_one_page_for_all_replicas(app):
-    def page(path):
-        with urllib.request.urlopen(app.url + path, timeout=10) as reply:
-            return reply.read().decode()
+def page(app, path):
+    with urllib.request.urlopen(app.url + path, timeout=10) as reply:
+        return reply.read().decode()
 
+
+def test_the_acceptance_length_is_that_of_the_metrics(app):
+    def total(name):
+        lines = page(app, "/metrics").splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}_total"))
+
+    async def run():
+        async with stub_of(app) as stub:
+            for mode in ("sequential", "plain"):
+                await collect(stub.Generate(request("def read", mode=mode)))
+
+            async def agrees():
+                info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+                drafts, accepted = (total(f"vllm:spec_decode_num_{name}") for name in ("drafts", "accepted_tokens"))
+                return total("paceline_rounds") and info.acceptance_length == 1 + (accepted / drafts if drafts else 0)
+
+            await until(agrees, 10)
+
+    finish(run())
+
+
+def test_metrics_are_one_page_for_all_replicas(app):
     def both_routers_reported():
-        text = page("/metrics")
+        text = page(app, "/metrics")
         return text if 'paceline_replicas_up{kind="router"} 2.0' in text else ""
 
     text = finish(until(both_routers_reported))
     assert 'vllm:request_success_total{finished_reason="length",model_name="tests/target.v1"}' in text
-    assert page("/health") == "serving\n"
+    assert page(app, "/health") == "serving\n"
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        page("/nothing")
+        page(app, "/nothing")
 
 
 def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app):

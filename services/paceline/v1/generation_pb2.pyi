@@ -538,7 +538,9 @@ class GetServerInfoResponse(_message.Message):
     acceptance_rate: _builtins.float
     """Accepted over drafted tokens since the start; 0 before any was drafted."""
     acceptance_length: _builtins.float
-    """Tokens that a round emits on average, the next token included, since the start; 0 before the first round."""
+    """Tokens per round that verified a draft token, the next token included, since the start: 1 + accepted / rounds; 1
+    before any.
+    """
     hit_rate: _builtins.float
     """Hits over hits and misses since the start; 0 before any."""
     @_builtins.property

@@ -636,7 +636,7 @@ class Nodes(_message.Message):
     idle: _builtins.bool
     """The draft will send nothing more before the next commit."""
     step_s: _builtins.float
-    """Seconds that the draft's tree step took; 0 if these nodes came without one."""
+    """Seconds that the draft's tree step took, at most an hour; 0 if these nodes came without one."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Unique within (session, epoch), and larger than the parent's; 0 is the last token of the context that the
