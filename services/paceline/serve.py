@@ -35,7 +35,7 @@ from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.app import Startup
+    from paceline.deployments import Startup
 
 log = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ def finish(coroutine):
 
 def breakable():
     """A target class whose engine fails on demand. Local, so that replicas need no test module to load it."""
-    from paceline.app import Target
+    from paceline.deployments import Target
 
     class Breakable(Target):
         async def break_engine(self):
