@@ -6,7 +6,7 @@
             print(chunk.text, end="")
         print(stream.result.usage)
 
-What both share is in ``_Transcript`` (a stream's messages become chunks and a Result), ``_Call`` (the unary RPCs)
+What both share is in ``transcript.py`` (a stream's messages become chunks and a Result), ``_Call`` (the unary RPCs)
 and ``_Base``; the pairs of classes below differ in how they wait.
 
 Retries: gRPC itself repeats a call that failed with UNAVAILABLE before the first message came, twice at most. A
@@ -45,17 +45,9 @@ from paceline.errors import (
     ResourceExhaustedError,
 )
 from paceline.explain import explain_parameter
-from paceline.router.session import Chunk, Result, Timing, Usage
-from paceline.status import from_rpc_error, is_ours
-from paceline.types import (
-    FinishReason,
-    ModelInfo,
-    Request,
-    SamplingParams,
-    ServerInfo,
-    SpeculationParams,
-    SpeculationStats,
-)
+from paceline.router.session import Chunk, Result
+from paceline.transcript import Transcript, explained
+from paceline.types import ModelInfo, Request, SamplingParams, ServerInfo, SpeculationParams
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -126,109 +118,6 @@ def _read(path: Path | None) -> bytes | None:
 
 
 # -- what both clients share -------------------------------------------------------------------------------------
-
-
-class _Transcript:
-    """What one stream has said so far, and what that means. Knows nothing of connections."""
-
-    def __init__(self, request: Request, address: str, timeout_s: float | None) -> None:
-        self.request = request
-        self.over = False
-        """No message is to be awaited any more."""
-        self.cancelled = False
-        """By this client: the end is an abort, whatever the connection says."""
-        self._address = address
-        self._timeout_s = timeout_s
-        self._result: Result | None = None
-        self._error: PacelineError | None = None
-        self._chunks: list[Chunk] = []
-        self._num_tokens = 0
-        self._prompt_tokens = 0 if isinstance(request.prompt, str) else len(request.prompt)
-        self._cached_tokens = 0
-        self._started_s = self._first_s = self._last_s = time.perf_counter()
-
-    def feed(self, message: pb.GenerateResponse) -> Chunk | None:
-        """Takes in one message; the end follows it (``end``), even after the last one."""
-        kind = message.WhichOneof("response")
-        try:
-            if kind == "complete":
-                self._result = api.complete_from_proto(message.complete, self._chunks)
-            if kind != "chunk":  # or something that only newer clients know
-                return None
-            chunk = api.chunk_from_proto(message.chunk)
-        except PacelineError as error:
-            self.over, self._error = True, error
-            return None
-        self._last_s = time.perf_counter()
-        if not self._chunks:
-            self._first_s = self._last_s
-        self._chunks.append(chunk)
-        self._num_tokens += len(chunk.token_ids)
-        self._prompt_tokens = message.chunk.prompt_tokens
-        self._cached_tokens = message.chunk.cached_tokens
-        return chunk
-
-    def end(self, error: grpc.RpcError | None = None) -> None:
-        """The stream is over: after the result, by a cancel, or too early."""
-        self.over = True
-        if self._result is not None:
-            return
-        if self.cancelled:
-            self._result = self._aborted()
-        elif error is None:
-            self._error = EngineError(f"the service at {self._address} ended the stream without a result")
-        else:
-            self._error = _explained(error, self._address, self._timeout_s, self._num_tokens)
-
-    def check(self) -> None:
-        """Raises what the stream failed with."""
-        if self._error is not None:
-            raise self._error
-
-    @property
-    def result(self) -> Result:
-        """Of a stream that is over. Raises what it failed with."""
-        self.check()
-        assert self._result is not None
-        return self._result
-
-    def _aborted(self) -> Result:
-        """What has come, by this client's clock."""
-        stats = SpeculationStats()
-        for chunk in self._chunks:
-            if chunk.round is not None:
-                stats.add(chunk.round)
-        decode_s = self._last_s - self._first_s
-        num_later = self._num_tokens - len(self._chunks[0].token_ids) if self._chunks else 0
-        first_s = self._first_s if self._chunks else time.perf_counter()
-        assert self.request.sampling.seed is not None
-        return Result(
-            text="".join(chunk.text for chunk in self._chunks),
-            token_ids=tuple(token_id for chunk in self._chunks for token_id in chunk.token_ids),
-            logprobs=tuple(logprob for chunk in self._chunks for logprob in chunk.logprobs),
-            finish_reason=FinishReason.ABORT,
-            usage=Usage(self._prompt_tokens, self._num_tokens, self._cached_tokens),
-            speculation=stats,
-            timing=Timing(first_s - self._started_s, decode_s, num_later / decode_s if decode_s > 0 else 0.0),
-            seed=self.request.sampling.seed,
-        )
-
-
-def _explained(error: grpc.RpcError, address: str, timeout_s: float | None, num_tokens: int) -> PacelineError:
-    """The error to raise; what did not come from a Paceline server says where it happened."""
-    found = from_rpc_error(error)
-    if not is_ours(error):
-        code, reason = error.code(), str(found).rpartition("Failed to connect to remote host: ")[2]
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
-            found = DeadlineExceededError(f"the time limit of {timeout_s:g} s was over after {num_tokens} tokens")
-        elif code is grpc.StatusCode.UNAVAILABLE and num_tokens == 0:
-            found = EngineError(f"the service at {address} cannot be reached: {reason}")
-        elif num_tokens and isinstance(found, EngineError):
-            found = EngineError(f"the stream from {address} broke after {num_tokens} tokens: {reason}")
-        elif code is grpc.StatusCode.UNIMPLEMENTED:
-            found = ConfigError(f"what answers at {address} is no Paceline service of this version: {reason}")
-    found.__cause__ = error
-    return found
 
 
 def _request(
@@ -407,17 +296,17 @@ class _Base(Generic[StreamT]):
         self._require_open()
         request = _request(prompt, sampling, speculation, stop, request_id, sampling_fields)
         timeout_s = _checked_timeout(timeout_s)
-        transcript = _Transcript(request, self.address, timeout_s)
+        transcript = Transcript(request, self.address, timeout_s)
         return self._open(api.request_to_proto(request, logprobs), transcript, timeout_s)
 
-    def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> StreamT:
+    def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> StreamT:
         raise NotImplementedError
 
 
 class _Stream:
     """What can be done to a stream without waiting."""
 
-    def __init__(self, call: Any, transcript: _Transcript, client: object) -> None:
+    def __init__(self, call: Any, transcript: Transcript, client: object) -> None:
         self._call = call
         self._transcript = transcript
         self._client = client  # its channel lives as long as the stream
@@ -501,7 +390,7 @@ class Client(_Base[Stream]):
             self._channel = grpc.secure_channel(self.address, self._credentials, self._options)
         self._stub = GenerationServiceStub(self._channel)
 
-    def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> Stream:
+    def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> Stream:
         return Stream(self._stub.Generate(message, timeout=timeout_s), transcript, self)
 
     def _ask(self, call: _Call[T], timeout_s: float) -> T:
@@ -509,7 +398,7 @@ class Client(_Base[Stream]):
         try:
             answer = call.on(self._channel)(call.request, timeout=_checked_timeout(timeout_s))
         except grpc.RpcError as error:
-            raise _explained(error, self.address, timeout_s, 0) from error
+            raise explained(error, self.address, timeout_s, 0) from error
         return call.read(answer)
 
     def cancel(self, request_id: str, *, timeout_s: float = _INFO_TIMEOUT_S) -> bool:
@@ -561,7 +450,7 @@ class AsyncStream(_Stream):
     task, or dropping the last reference, as an ``async for`` loop does that is left early.
     """
 
-    def __init__(self, call: Any, transcript: _Transcript, client: object) -> None:
+    def __init__(self, call: Any, transcript: Transcript, client: object) -> None:
         self._loop = asyncio.get_running_loop()
         super().__init__(call, transcript, client)
         self._messages = aiter(call)
@@ -647,7 +536,7 @@ class AsyncClient(_Base[AsyncStream]):
             self._made = channel, GenerationServiceStub(channel)
         return self._made
 
-    def _open(self, message: pb.GenerateRequest, transcript: _Transcript, timeout_s: float | None) -> AsyncStream:
+    def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> AsyncStream:
         return AsyncStream(self._connection()[1].Generate(message, timeout=timeout_s), transcript, self)
 
     async def _ask(self, call: _Call[T], timeout_s: float) -> T:
@@ -655,7 +544,7 @@ class AsyncClient(_Base[AsyncStream]):
         try:
             answer = await call.on(self._connection()[0])(call.request, timeout=_checked_timeout(timeout_s))
         except grpc.RpcError as error:
-            raise _explained(error, self.address, timeout_s, 0) from error
+            raise explained(error, self.address, timeout_s, 0) from error
         return call.read(answer)
 
     async def cancel(self, request_id: str, *, timeout_s: float = _INFO_TIMEOUT_S) -> bool:
