@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from paceline import __version__, logs
 from paceline.config import (
@@ -28,6 +28,7 @@ from paceline.config import (
     wants_colour,
 )
 from paceline.errors import ConfigError, InvalidRequestError, PacelineError
+from paceline.explain import explain_parameter
 from paceline.generation import Generation
 from paceline.local import LocalPipeline, embedded_paths
 from paceline.router.session import Chunk, Result
@@ -318,28 +319,11 @@ def _run_demo(args: argparse.Namespace) -> int:
 
 def describe(error: ValidationError) -> str:
     """One sentence for the first mistake: the flag, the value and what is allowed."""
-    detail = error.errors()[0]
-    field = str(detail["loc"][0]) if detail["loc"] else ""
+    kinds: dict[str, type[BaseModel]] = {kind.__name__: kind for kind in (SamplingParams, SpeculationParams)}
+    text = explain_parameter(error, kinds.get(error.title, BaseModel))
+    field = str(next(iter(error.errors()[0]["loc"]), ""))
     flag = _FLAGS.get(field, "--" + field.replace("_", "-"))
-    context = detail.get("ctx", {})
-    signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    if not field:
-        return str(context.get("error", detail["msg"]))
-    bounds = _bounds(error.title, field, signs)
-    allowed = " and ".join(bounds) if bounds else detail["msg"]
-    return f"{flag} is {detail['input']!r}: it must be {allowed}"
-
-
-def _bounds(model: str, field: str, signs: dict[str, str]) -> list[str]:
-    kinds = {kind.__name__: kind for kind in (SamplingParams, SpeculationParams)}
-    info = kinds[model].model_fields.get(field) if model in kinds else None
-    found: list[str] = []
-    for constraint in info.metadata if info is not None else []:
-        for name, sign in signs.items():
-            bound = getattr(constraint, name, None)
-            if bound is not None:
-                found.append(f"{sign} {bound}")
-    return found
+    return flag + text.removeprefix(field) if field and text.startswith(field) else text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
