@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
+import string
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, processors
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -25,6 +30,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -40,6 +46,7 @@ torch.set_num_threads(1)
 
 VOCAB = 300
 EOS = 7
+_NUM_SPECIAL = 10
 SLIDING_WINDOW = 24
 
 _BASE: dict[str, Any] = {
@@ -132,6 +139,28 @@ def noisy_copy(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTraine
             if weight.dim() > 1:
                 weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * noise)
     return noisy.to(model.dtype)
+
+
+def letters_tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
+    """Ids 0 to 9 are special, the others are one or two letters: any text of letters has tokens and a text again."""
+    pairs = ["".join(pair) for pair in itertools.product(string.ascii_lowercase, repeat=2)]
+    words = [f"<{i}>" for i in range(_NUM_SPECIAL)] + list(string.ascii_lowercase) + pairs
+    vocab = {word: i for i, word in enumerate(words[:size])}
+    merges = [tuple(word) for word in vocab if len(word) == 2]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges))
+    backend.add_special_tokens(list(itertools.islice(vocab, _NUM_SPECIAL)))
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=f"<{EOS}>")
+
+
+def save_pair(folder: Path) -> Path:
+    """Directories ``target`` and ``draft`` with random weights and one tokenizer."""
+    target = random_model("llama")
+    for name, model in (("target", target), ("draft", noisy_copy(target, 0.05))):
+        model.save_pretrained(folder / name)
+        letters_tokenizer().save_pretrained(folder / name)
+    return folder
 
 
 @functools.cache

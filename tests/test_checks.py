@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support import FAMILIES, VOCAB, pair, random_model
-from tests.test_local import letters_tokenizer
+from tests.support import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
 from transformers import GPT2Config, LlamaConfig
 
 from paceline import checks

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
-import string
 import time
 from dataclasses import dataclass, field
 
 import pytest
-from tests.support import VOCAB, noisy_copy, prompt, random_model
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, processors
-from transformers import PreTrainedTokenizerFast
+from tests.support import VOCAB, letters_tokenizer, prompt, save_pair
 
 from paceline import local
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig
@@ -26,31 +21,12 @@ from paceline.types import SpeculationParams as Speculation
 
 TIMEOUT_S = 60
 MAX_LEN = 2048
-NUM_SPECIAL = 10
-
-
-def letters_tokenizer(size=VOCAB):
-    """Ids 0 to 9 are special, the others are one or two letters: any text of letters has tokens and a text again."""
-    pairs = ["".join(pair) for pair in itertools.product(string.ascii_lowercase, repeat=2)]
-    words = [f"<{i}>" for i in range(NUM_SPECIAL)] + list(string.ascii_lowercase) + pairs
-    vocab = {word: i for i, word in enumerate(words[:size])}
-    merges = [tuple(word) for word in vocab if len(word) == 2]
-    backend = Backend(models.BPE(vocab=vocab, merges=merges))
-    backend.add_special_tokens(list(itertools.islice(vocab, NUM_SPECIAL)))
-    backend.decoder = decoders.Fuse()
-    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<7>")
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Directories of a target and a good draft with random weights."""
-    folder = tmp_path_factory.mktemp("models")
-    target = random_model("llama")
-    for name, model in (("target", target), ("draft", noisy_copy(target, 0.05))):
-        model.save_pretrained(folder / name)
-        letters_tokenizer().save_pretrained(folder / name)
-    return folder
+    return save_pair(tmp_path_factory.mktemp("models"))
 
 
 @dataclass

@@ -12,22 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.support import noisy_copy, random_model
-from tests.test_local import letters_tokenizer
+from tests.support import save_pair
 
 from paceline.serve import free_ports, serve_environment
 
 START_S = 150
 """Generous: on a loaded machine of two cores every process needs seconds to import torch."""
-
-
-def save_pair(folder: Path) -> Path:
-    """Directories ``target`` and ``draft`` with random weights and one tokenizer."""
-    target = random_model("llama")
-    for name, model in (("target", target), ("draft", noisy_copy(target, 0.05))):
-        model.save_pretrained(folder / name)
-        letters_tokenizer().save_pretrained(folder / name)
-    return folder
 
 
 def config_for(pair: Path, **changes):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support import noisy_copy, random_model
-from tests.test_local import letters_tokenizer
+from tests.support import save_pair
 
 from paceline.config import LocalConfig
 from paceline.local import LocalPipeline
@@ -14,12 +13,7 @@ from paceline.types import Mode, SamplingParams, SpeculationParams
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """Directories of a target and a good draft with random weights."""
-    folder = tmp_path_factory.mktemp("models")
-    target = random_model("llama")
-    for name, model in (("target", target), ("draft", noisy_copy(target, 0.05))):
-        model.save_pretrained(folder / name)
-        letters_tokenizer().save_pretrained(folder / name)
-    return folder
+    return save_pair(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
