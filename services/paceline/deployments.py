@@ -126,7 +126,7 @@ class _EngineReplica:
         self.config = ServiceConfig.parse(config)
         self._monitor = monitor
         self._replica_id = replica_id()
-        logs.configure_service(self.config.log, replica_id=self._replica_id)
+        logs.configure_replica(self.config.log, self._replica_id)
         self._node = ray.util.get_node_ip_address()
         self._core = CoreClaim.take() if self._runs_on_cpu() else None
         registry = Registry(self._replica_id, mirror=True)

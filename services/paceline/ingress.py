@@ -52,7 +52,7 @@ class Router:
         self.config = ServiceConfig.parse(config)
         self._monitor, self._targets = monitor, targets
         self._replica_id = replica_id()
-        logs.configure_service(self.config.log, replica_id=self._replica_id)
+        logs.configure_replica(self.config.log, self._replica_id)
         self._incarnation = time.time_ns()
         self._facts = await asyncio.to_thread(model_facts, self.config)
         self._pools = [ServePool("target", targets)]

@@ -27,7 +27,7 @@ from paceline.generation import Generation
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Session, ToDraft, ToTarget
 from paceline.tokenization import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
-from paceline.types import SamplingParams, SpeculationParams
+from paceline.types import SamplingParams, SpeculationParams, SpeculationWanted
 from paceline.workers import EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class LocalPipeline:
         self._target = make_target()
         self._draft = make_draft() if config.draft is not None or draft_factory is not None else None
         self._draft_up = self._draft is not None
+        self._draft_wanted = True  # by the target's controller, when it last spoke of any session
         self._stopping = threading.Event()
         self._restart: threading.Thread | None = None
 
@@ -209,7 +210,7 @@ class LocalPipeline:
         while self._waiting and len(self._live) < self.config.max_sessions:
             generation = self._waiting.popleft()
             self._live[generation.session.session_id] = generation
-            actions = generation.session.open(draft_available=self._draft_up)
+            actions = generation.session.open(self._draft_up, draft_wanted=self._draft_wanted)
             self._send(actions.to_target, actions.to_draft)
 
     def _from_target(self, messages: Sequence[Any]) -> None:
@@ -223,6 +224,8 @@ class LocalPipeline:
                 if generation is None:
                     self.num_unknown += 1
                     continue
+                if isinstance(message, SpeculationWanted):
+                    self._draft_wanted = message.wanted
                 actions = generation.session.on_target(message)
                 to_target += actions.to_target
                 append_commits(to_draft, actions.to_draft)

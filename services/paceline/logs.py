@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TextIO
 
 import pydantic
 
@@ -49,10 +49,10 @@ def level() -> int:
     return logging.getLogger(_ROOT).getEffectiveLevel()
 
 
-def configure_service(config: LogConfig, *, replica_id: str = "") -> None:
+def configure_service(config: LogConfig, *, replica_id: str = "", stream: TextIO | None = None) -> None:
     """As ``configure``, with one structured line per record, of other libraries too. May be called again.
 
-    ``replica_id``: named in every line of this process.
+    ``replica_id``: named in every line of this process. ``stream``: where they go, by default standard error.
     """
     global _prompts
     _prompts = config.prompts
@@ -60,13 +60,18 @@ def configure_service(config: LogConfig, *, replica_id: str = "") -> None:
     for handler in root.handlers[:]:
         if isinstance(handler.formatter, (_Sentence, _Line)):
             root.removeHandler(handler)
-    root.addHandler(_handler(_JsonLine(replica_id) if config.as_json else _Line(replica_id)))
+    root.addHandler(_handler(_JsonLine(replica_id) if config.as_json else _Line(replica_id), stream))
     root.setLevel(logging.WARNING)
     logging.getLogger(_ROOT).setLevel(config.level)
 
 
-def _handler(formatter: logging.Formatter) -> logging.Handler:
-    handler = logging.StreamHandler(sys.stderr)
+def configure_replica(config: LogConfig, replica_id: str) -> None:
+    """``configure_service`` in a replica, past the ``sys.stderr`` of Serve, which keeps a thousand lines to itself."""
+    configure_service(config, replica_id=replica_id, stream=sys.__stderr__)
+
+
+def _handler(formatter: logging.Formatter, stream: TextIO | None = None) -> logging.Handler:
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
     return handler
 

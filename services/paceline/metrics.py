@@ -198,6 +198,9 @@ REPLICAS_UP = _gauge("paceline_replicas_up", "replicas", "Processes that report 
 
 _ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
     ("target", "preemptions"): PREEMPTIONS,
+    ("draft", "step_s"): _counter(
+        "paceline_draft_step_seconds_total", "seconds", "Time that drafts have spent inside tree steps."
+    ),
     ("target", "step_s"): _counter(
         "paceline_target_step_seconds_total",
         "seconds",
@@ -265,6 +268,7 @@ for _engine, _field, _unit, _help in (
     ("draft", "tree_steps", "steps", "Tree steps of drafts."),
     ("draft", "forwards", "steps", "Forwards of tree steps, retries included."),
     ("draft", "leaves", "nodes", "Nodes expanded."),
+    ("draft", "messages", "messages", "Messages of drafts, one per session and step at most."),
 ):
     _ENGINE_COUNTERS[_engine, _field] = _counter(f"paceline_{_engine}_{_field}_total", _unit, _help)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,6 +95,25 @@ def test_sessions_share_steps_and_forwards() -> None:
     assert harness.engine.num_sessions == 0
     assert not harness.engine.step()
     harness.engine.check_integrity()
+
+
+def test_nodes_are_sent_together_while_the_target_verifies_and_each_at_once_when_it_may_wait() -> None:
+    """Rounds of 20 steps of a millisecond: after a hit about five messages, after a miss one for every step."""
+    harness = Harness(TableDrafter(max_leaves=1), tree_budget=4096)
+    now = itertools.count()
+    harness.engine._clock = lambda: next(now) * 5e-4  # asked at the start of a step and before it sends
+    harness.open(open_session())
+    target, sent, hit = harness.targets["s"], {True: [], False: []}, False
+    for _ in range(60):
+        missed, emits = harness.engine.stats.nodes_missed, harness.emits
+        harness.round(20)
+        if len(target.causes) > 3:  # the first rounds tell how long one is
+            sent[hit].append(harness.emits - emits)
+        hit = harness.engine.stats.nodes_missed == missed
+    assert len(sent[True]) > 5
+    assert max(sent[True]) <= 8
+    assert len(sent[False]) > 5
+    assert max(sent[False]) == 20
 
 
 def test_an_unexpanded_anchor_comes_first() -> None:

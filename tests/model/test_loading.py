@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,16 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     before = model(torch.tensor([[1, 2, 3]]), use_cache=False).logits
     probe_layers(model)
     assert torch.equal(model(torch.tensor([[1, 2, 3]]), use_cache=False).logits, before)
+
+
+def test_models_are_probed_side_by_side() -> None:
+    """Engines in threads of one process load at the same time; each model is asked about its own layers."""
+    from paceline.model.step import probe_layers
+
+    models = [random_model("qwen3") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        seen = list(pool.map(lambda i: len(probe_layers(models[i % 2])[0]), range(40)))
+    assert seen == [models[0].config.num_hidden_layers] * 40
 
 
 def test_devices_and_dtypes() -> None:

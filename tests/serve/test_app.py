@@ -7,9 +7,11 @@ import contextlib
 import os
 import signal
 import urllib.request
+from pathlib import Path
 
 import grpc
 import pytest
+import ray
 from tests.serve.conftest import config_for, letters, until
 
 from paceline.config import LocalConfig
@@ -269,6 +271,25 @@ def test_the_acceptance_length_is_that_of_the_metrics(app):
             await until(agrees, 10)
 
     finish(run())
+
+
+def test_what_replicas_log_is_in_the_files_of_ray_at_once(app):
+    """A failed request is named there, what it said is not."""
+    request_id, prompt = "find-me-in-the-log", "nobody else's business"
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+
+    def lines():
+        return [line for file in folder.glob("worker-*.err") for line in file.read_text(errors="replace").splitlines()]
+
+    async def run():
+        async with stub_of(app) as stub:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await collect(stub.Generate(request(prompt, 10**6, request_id=request_id)))
+        await until(lambda: any(request_id in line for line in lines()), what="the request is named")
+
+    finish(run())
+    assert sum("is ready after" in line for line in lines()) >= 2
+    assert not any(prompt in line for line in lines())
 
 
 def test_metrics_are_one_page_for_all_replicas(app):

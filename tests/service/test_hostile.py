@@ -337,10 +337,10 @@ async def absurd(raw, victim):
             raw.command(nodes=nodes("wide", probs=[0.5] * size, **chain)),
             raw.command(open_session=opened("over", token_ids=[10] * 2048)),
         )
-    else:  # the commit fits no cache: its session gets no nodes any more
+    else:  # the commit fits no cache: its session ends
         commit = {"token_ids": huge, "in_flight": range(100_000)}
         await raw.send(raw.command(commit=draft_pb2.Commit(session_id="wide", epoch=5, context_len=3, **commit)))
-    refused = {"long", "over"} if raw.command is target_pb2.TargetCommand else {"long"}
+    refused = {"long", "over"} if raw.command is target_pb2.TargetCommand else {"long", "wide"}
     await until(lambda: refused == set(raw.failed()), what="what does not fit is refused")
     return {}
 
@@ -743,7 +743,7 @@ GARBAGE = [
     (contexts_to_come, lambda c: c.router["relay"]),
     (somebody_else, lambda c: c.router["unknown"]),
     (empty_events, lambda c: c.link),
-    (gives_up, lambda c: c.router["relay"]),
+    (gives_up, lambda c: c.router["relay"] + c.router["unknown"]),  # whether it has another draft by then is chance
     (echoes, lambda c: 1),
     (absurd_times, lambda c: c.target["nodes_added"]),
 ]
@@ -822,19 +822,7 @@ def test_a_fault_of_our_own_on_a_link_hangs_no_session(config, shared, plain, mo
     run(test, 40)
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        confident_and_wrong,
-        pytest.param(
-            unknown_parents,
-            marks=pytest.mark.xfail(
-                raises=TimeoutError, reason="a sequential session has too much patience with a draft that is of no use"
-            ),
-        ),
-    ],
-    ids=lambda garbage: garbage.__name__,
-)
+@pytest.mark.parametrize("garbage", [confident_and_wrong, unknown_parents], ids=lambda garbage: garbage.__name__)
 def test_a_draft_that_never_stops_talking_does_not_hold_a_session_up(config, plain, garbage):
     """It sends the same every few milliseconds, asked or not."""
 

@@ -55,12 +55,15 @@ class SyntheticRunner:
         self.vocab_size = VOCAB
         self.cost = cost
         self.steps: list[tuple[float, int, int]] = []
+        self.slowed_by = lambda: 0.0
+        """By which share the draft slows a step down now: it runs on the same machine."""
         self._clock, self._rng, self._noise = clock, rng, noise
 
     def forward(self, steps: Sequence[Any]) -> torch.Tensor:
         num_tokens = sum(len(s.token_ids) for s in steps)
         self.steps.append((self._clock.now, num_tokens, len(steps)))
-        self._clock.now += self.cost(num_tokens) * (1 + self._noise * abs(self._rng.gauss(0, 1)))
+        noise = self._noise * abs(self._rng.gauss(0, 1))
+        self._clock.now += self.cost(num_tokens) * (1 + noise) * (1 + self.slowed_by())
         chosen = [
             next_token(s.token_ids[i], s.positions[i] + 1)
             for s in steps
@@ -125,6 +128,7 @@ class Simulation:
     """A closed loop: as many sessions as ``load`` says at any time, each replaced when it ends.
 
     ``k`` None: adaptive with K = 8; else fixed. ``noise``: relative standard deviation of step times (upwards).
+    ``contention``: by which share a busy draft makes them longer.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class Simulation:
         tree_budget: int = 64,
         overhead_s: float = 2e-4,
         noise: float = 0.0,
+        contention: float = 0.0,
         max_tokens: int = 400,
         mode: Mode = Mode.OVERLAPPED,
         speculation: dict[str, Any] | None = None,
@@ -170,7 +175,9 @@ class Simulation:
             tree_budget=tree_budget,
             clock=self.clocks["draft"],
         )
+        self.runner.slowed_by = lambda: contention if self.draft.num_sessions else 0.0
         self.sessions: dict[str, Session] = {}
+        self._draft_wanted = True
         self.wanted: list[tuple[float, str, bool]] = []
         self.emitted: list[tuple[float, int]] = []
         self._options = (max_tokens, k, mode, temperature, speculation or {})
@@ -244,7 +251,7 @@ class Simulation:
             clock=self.clocks["target"],
         )  # fmt: skip
         self.sessions[name] = session
-        self._send(now, session.open(draft_available=True))
+        self._send(now, session.open(draft_wanted=self._draft_wanted))
 
     def _relay(self, at: float, source: str, message: Any) -> None:
         session = self.sessions.get(message.session_id)
@@ -257,6 +264,7 @@ class Simulation:
         self._send(at, actions)
         if isinstance(message, SpeculationWanted):
             self.wanted.append((at, message.session_id, message.wanted))
+            self._draft_wanted = message.wanted
             if actions.draft_wanted:
                 self._send(at, session.on_draft_up())
         actions = session.digest()

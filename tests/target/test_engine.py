@@ -163,6 +163,15 @@ def test_prefix_sharing_gives_the_same_tokens_for_less_work() -> None:
     assert pump.target.stats.tokens_computed == 150 + 2 * 22 + 3 * 11
 
 
+def test_a_session_of_one_step_leaves_its_prefix_to_others() -> None:
+    """It ends with the step that computes its prompt."""
+    target, _ = pair("llama")
+    pump = Pump(target, None)
+    for name, max_tokens in (("first", 1), ("second", 12)):
+        pump.run(in_mode({name: Request(prompt(0, 140), SamplingParams(max_tokens=max_tokens))}, Mode.PLAIN))
+    assert [pump.results[name].usage.cached_tokens for name in ("first", "second")] == [0, 128]
+
+
 def test_sessions_beyond_the_limit_wait_their_turn() -> None:
     """max_sessions bounds what runs, not what is accepted."""
     direct = Direct(max_sessions=2)

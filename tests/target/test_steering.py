@@ -97,6 +97,36 @@ def test_a_draft_that_does_not_pay_costs_at_most_two_percent(draft: str, num_ses
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("num_sessions", "options"),
+    [
+        (1, {"acceptance": 0.0}),
+        (4, {"draft_step_s": 0.05}),
+        (16, {"acceptance": 0.5}),
+        (16, {"acceptance": 0.9, "contention": 0.3}),
+    ],
+)
+def test_short_sessions_do_not_each_pay_for_what_others_have_found_out(num_sessions, options, noise) -> None:
+    """Of 50 to 100 tokens, with a draft that is useless, too slow, or not worth what it takes from the target."""
+
+    def run(k: int | None) -> Simulation:
+        load = lambda now: num_sessions  # noqa: E731
+        return Simulation(k=k, load=load, noise=noise, max_tokens=100, calibrate=True, **options).run(40.0)
+
+    adaptive, plain = run(None), run(0)
+    assert adaptive.tokens_per_s(10.0, 40.0) >= 0.98 * plain.tokens_per_s(10.0, 40.0)
+
+
+def test_a_draft_that_has_become_good_is_noticed_by_short_sessions() -> None:
+    """It was useless for twenty seconds."""
+    simulation = Simulation(acceptance=0.0, max_tokens=100).run(20.0)
+    simulation.drafter.acceptance = 0.8
+    simulation.run(100.0)
+    plain = Simulation(k=0, max_tokens=100).run(20.0)
+    assert simulation.tokens_per_s(90.0, 100.0) > 1.5 * plain.tokens_per_s(0.0, 20.0)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_load_steps_switch_drafting_off_and_on_without_flapping(noise: float) -> None:
     """1, 16, 1 sessions of long texts at an acceptance that pays for one only."""
 

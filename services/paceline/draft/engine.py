@@ -78,6 +78,10 @@ class DraftStats:
     """Calls of the drafter's expand: tree_steps, and retries after an error."""
     leaves: int = 0
     """Nodes expanded; leaves / tree_steps is the mean batch."""
+    step_s: float = 0.0
+    """Seconds inside tree steps."""
+    messages: int = 0
+    """Sent to sessions."""
 
 
 class DraftEngine:
@@ -157,8 +161,8 @@ class DraftEngine:
         else:
             worked = self._grow() or self._prefill()
         self._prefill_next = not self._prefill_next
-        elapsed_s = self._clock() - started
-        self._step_s = elapsed_s if self.stats.tree_steps > tree_steps else 0.0
+        self._step_s = self._clock() - started if self.stats.tree_steps > tree_steps else 0.0
+        self.stats.step_s += self._step_s
         return self._flush() or worked
 
     def wait_s(self) -> float | None:
@@ -288,8 +292,10 @@ class DraftEngine:
             self._drafter.advance(session.session_id, message.token_ids, node_ids, kept)
         session.in_flight = frozenset(i for i in message.in_flight if tree.get(i))
         session.frontier.commit(session.in_flight)
-        if message.token_ids and walk.unresolved:
-            session.frontier.push(tree.anchor)
+        if message.token_ids:
+            session.begin_round(self._clock(), hit=not walk.unresolved)
+            if walk.unresolved:
+                session.frontier.push(tree.anchor)
         session.idle = False
 
     def _observe(self, session: DraftSession, token_ids: Sequence[int]) -> None:
@@ -391,9 +397,10 @@ class DraftEngine:
         """Sends what is queued, and says once per commit of each session that needs nothing more."""
         messages: list[Nodes | SessionFailed] = list(self._failures)
         self._failures.clear()
+        now = self._clock()
         for session in self._sessions.values():
             idle = session.ready and session.next_leaf(self._tree_budget) is None
-            if session.outbox or (idle and not session.idle):
+            if (idle and not session.idle) or (session.outbox and session.may_send(now)):
                 nodes = Nodes(
                     session.session_id,
                     session.epoch,
@@ -405,6 +412,7 @@ class DraftEngine:
                 messages.append(nodes)
                 session.outbox, session.idle = [], idle
         if messages:
+            self.stats.messages += len(messages)
             self._emit(messages)
         return bool(messages)
 

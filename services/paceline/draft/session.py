@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from paceline.draft.calibration import Calibration
 from paceline.draft.drafter import Leaf
 from paceline.draft.growth import Frontier, Growth
@@ -10,13 +12,17 @@ from paceline.processors import Row, SamplerState
 from paceline.speculation import SpeculationTree, TreeNode
 from paceline.types import Node, OpenSession, SparseDistribution
 
+_ROUND_WEIGHT = 0.2
+_HOLD_ROUNDS = 0.2
+"""Every message costs its peers a fraction of a millisecond, so a target that verifies gets about five."""
+
 
 class DraftSession:
     """A session's tree and what grows it."""
 
     __slots__ = (
-        "calibration", "epoch", "frontier", "growth", "idle", "in_flight", "next_node_id",
-        "outbox", "ready", "rule", "saguaro", "sampler", "session_id", "tree",
+        "calibration", "committed_at", "epoch", "frontier", "growth", "hold_until", "idle", "in_flight",
+        "next_node_id", "outbox", "ready", "round_s", "rule", "saguaro", "sampler", "session_id", "tree",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +46,27 @@ class DraftSession:
         self.ready = False
         self.idle = False
         """Idleness was announced since the last commit."""
+        self.committed_at: float | None = None
+        self.round_s = 0.0
+        """Time between two commits: a moving average."""
+        self.hold_until = 0.0
+        """Nodes found before are sent together then; inf: each at once, since the target may wait for it."""
+
+    def begin_round(self, now: float, *, hit: bool) -> None:
+        """The target has stepped at ``now``. ``hit``: all that it decided was in the tree, so it does not wait."""
+        if self.committed_at is not None:
+            seconds = now - self.committed_at
+            self.round_s += (_ROUND_WEIGHT if self.round_s else 1.0) * (seconds - self.round_s)
+        self.committed_at = now
+        self.hold_until = now if hit else math.inf
+
+    def may_send(self, now: float) -> bool:
+        """Whether what is queued goes out at ``now``; if so, more is held back for a while."""
+        if self.hold_until < math.inf:
+            if now < self.hold_until:
+                return False
+            self.hold_until = now + _HOLD_ROUNDS * self.round_s
+        return True
 
     def next_leaf(self, tree_budget: int, planned: int = 0) -> TreeNode | None:
         """The node to expand next. The anchor is exempt from the budget: it is being waited for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from paceline.model.attention import IMPLEMENTATION
 from paceline.model.kv_cache import LayerSpec
 
 _PROBE = "paceline_probe"
+_PROBING = threading.Lock()
+"""Attention functions are registered by name for the whole process; engines in threads load side by side."""
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 
@@ -80,17 +83,18 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return query.new_zeros(shape), None
 
-    AttentionInterface.register(_PROBE, record)
     previous = config._attn_implementation
-    try:
-        model.set_attn_implementation(_PROBE)
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"{name} does not support a registered attention function: {error}") from error
-    finally:
-        if previous is not None:
-            model.set_attn_implementation(previous)
+    with _PROBING:
+        AttentionInterface.register(_PROBE, record)
+        try:
+            model.set_attn_implementation(_PROBE)
+            with torch.no_grad():
+                model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(f"{name} does not support a registered attention function: {error}") from error
+        finally:
+            if previous is not None:
+                model.set_attn_implementation(previous)
     num_layers = config.num_hidden_layers
     if sorted(seen) != list(range(num_layers)):
         raise ConfigError(

@@ -75,6 +75,8 @@ class Link:
         self.num_malformed = 0
         self.sessions: dict[str, Any] = {}
         """This router's sessions on the replica, by session id. Kept by the router."""
+        self.draft_wanted = True
+        """Whether the target last asked for a draft or to do without: new sessions begin so. Kept by the router."""
         self._on_messages, self._on_change, self._on_latency = on_messages, on_change, on_latency
         self._silence_s, self._delay_s, self._token = silence_s, delay_s, token
         self._outbox: list[Any] = []

@@ -34,7 +34,7 @@ from paceline.router.pool import Candidate, Lease, Member, Pool, PrefixIndex, ch
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Chunk, Result, Session, ToDraft, ToTarget
 from paceline.tokenization import Tokenizer, encode_prompt
-from paceline.types import CloseSession, ReplicaStatus, Request
+from paceline.types import CloseSession, ReplicaStatus, Request, SpeculationWanted
 
 log = logging.getLogger(__name__)
 
@@ -370,11 +370,12 @@ class Router:
         queue_s = self._clock() - live.arrived_s
         self._metrics.admitted(queue_s)
         live.opened = True
-        draft = self._choose_draft(live) if live.session.speculates else None
+        draft = self._choose_draft(live) if live.session.speculates and link.draft_wanted else None
         self._attach_target(live, link)
         if draft is not None:
             self._attach_draft(live, draft)
-        self._apply(live, live.session.open(draft_available=draft is not None, queue_s=queue_s))
+        actions = live.session.open(draft is not None, draft_wanted=link.draft_wanted, queue_s=queue_s)
+        self._apply(live, actions)
         live.admitted.set()
 
     def _rehome(self, live: _Live, reason: str) -> None:
@@ -535,6 +536,8 @@ class Router:
                 self._metrics.dropped("unknown", 1)
                 continue
             draft = live.draft
+            if isinstance(message, SpeculationWanted):
+                link.draft_wanted = message.wanted
             actions = live.session.on_target(message)
             to_target += actions.to_target
             if draft is not None and actions.to_draft:

@@ -88,6 +88,18 @@ class TargetStats:
     drafts_resumed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What drafting costs in one step, in seconds."""
+
+    row_s: float
+    """By how much one draft token delays the sessions of the step, all delays added up."""
+    slowed_s: float
+    """By how much the draft of one session does, for what it takes from the machine."""
+    plain_s: float
+    """A plain step of the same sessions without drafts, start to start."""
+
+
 class TargetEngine:
     """``schedule -> forward -> verify -> commit`` over all sessions of one target replica."""
 
@@ -182,10 +194,12 @@ class TargetEngine:
         now = self._clock()
         num_tokens = sum(p.num_tokens for p in parts)
         only_decodes = all(p.stop - p.start == 1 for p in parts)
-        costs = self._row_s(parts, num_tokens), self.rows.plain_s(len(verifying))
+        costs = self._costs(parts, verifying, num_tokens)
         if only_decodes:
             self.policy.step_s.add(now - started)
-            self.rows.cost.observe(num_tokens, now - forward_at)
+            self.rows.observe_step(
+                num_tokens, now - forward_at, num_sessions=len(parts), num_drafted=self._num_drafted()
+            )
         outcomes: list[FromTarget] = list(failed)
         for part in parts:
             if not part.verifies:
@@ -225,7 +239,7 @@ class TargetEngine:
                     sample_coupled(process(self.runner.forward(steps), rows)).tolist()
                     times.append(self._clock() - started)
                 for _ in range(_TIMED_FORWARDS):
-                    self.rows.cost.observe(size, min(times))
+                    self.rows.observe_step(size, min(times), num_sessions=1, num_drafted=0)
         finally:
             cache.release(pages)
 
@@ -246,14 +260,19 @@ class TargetEngine:
             stats.hit_bubble_s += gap_s
             stats.hit_bubble_steps += 1
 
-    def _row_s(self, parts: Sequence[Scheduled], num_tokens: int) -> float:
-        """By how much one draft token has delayed the sessions of this step, all delays added up."""
-        num_rows = sum(len(p.chain) for p in parts)
-        if not num_rows:
-            return 0.0
+    def _costs(self, parts: Sequence[Scheduled], verifying: Sequence[Scheduled], num_tokens: int) -> _Costs:
+        num_rows, num_verifying = sum(len(p.chain) for p in parts), len(verifying)
         cost = self.rows.cost
         added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_rows)
-        return added_s * sum(p.verifies for p in parts) / num_rows
+        row_s = added_s * num_verifying / num_rows if num_rows else 0.0
+        num_drafted, slowed_s, plain_s = self._num_drafted(), 0.0, self.rows.plain_s(num_verifying)
+        if 2 * num_drafted >= num_verifying > 0:
+            slowed_s = (self.rows.slowdown(num_verifying) - 1.0) * plain_s * num_verifying / num_drafted
+        return _Costs(row_s, slowed_s, plain_s)
+
+    def _num_drafted(self) -> int:
+        """Running sessions that have a draft."""
+        return sum(s.draft_available for s in self._scheduler.running)
 
     def _steer(self, verified: Sequence[Scheduled], now: float) -> None:
         """Ends drafting where it does not pay, asks for it where it may."""
@@ -263,6 +282,10 @@ class TargetEngine:
             if session.draft_available and session.session_id in self._sessions:
                 steering.review(session, now, num_sessions)
         steering.tick(now, num_sessions)
+        self._emit_steering()
+
+    def _emit_steering(self) -> None:
+        steering = self.steering
         if steering.messages:
             self.stats.drafts_paused, self.stats.drafts_resumed = steering.num_pauses, steering.num_resumptions
             self._emit(steering.messages)
@@ -299,6 +322,9 @@ class TargetEngine:
             return
         self._sessions[message.session_id] = session
         self._scheduler.add(session)
+        if self.rows.adaptive:
+            self.steering.begin(session, self._clock(), len(self._sessions))
+            self._emit_steering()
 
     def _check_fits(self, session: TargetSession) -> None:
         if not session.tokens:
@@ -321,7 +347,7 @@ class TargetEngine:
     def _close(self, session: TargetSession) -> None:
         del self._sessions[session.session_id]
         self._scheduler.remove(session)
-        self.steering.forget(session)
+        self.steering.forget(session, self._clock(), len(self._sessions))
 
     def _set_draft(self, session: TargetSession, message: DraftState) -> None:
         if message.available:
@@ -343,7 +369,7 @@ class TargetEngine:
         self.policy.observe_nodes(session, message, now, resolved=resolved)
         if added.added:  # nodes that are of no use are no reason to wait for more
             session.last_nodes_at = now
-            session.draft_silent = False
+            session.draft_silent = session.draft_silent and session.tree.anchor.best is None
         session.draft_heard = True
         if message.idle:
             session.idle_context_len = message.context_len
@@ -404,11 +430,8 @@ class TargetEngine:
             row += num_rows
         return verdicts, failed
 
-    def _commit(
-        self, part: Scheduled, verdict: Verdict, started: float, now: float, costs: tuple[float, float]
-    ) -> Outcome:
+    def _commit(self, part: Scheduled, verdict: Verdict, started: float, now: float, costs: _Costs) -> Outcome:
         session = part.session
-        row_s, plain_s = costs
         count, finish_reason = session.cut(verdict.token_ids)
         token_ids = verdict.token_ids[:count]
         num_accepted = min(verdict.num_accepted, count)
@@ -436,7 +459,8 @@ class TargetEngine:
             self.policy.observe_round(round_.num_drafted, num_accepted, count, now - session.outcome_at)
             if session.draft_available:
                 waited_s = 0.0 if session.waiting_since is None else started - session.waiting_since
-                lost = (waited_s + row_s * len(part.chain)) / plain_s if plain_s > 0 else 0.0
+                lost_s = waited_s + costs.row_s * len(part.chain) + costs.slowed_s
+                lost = lost_s / costs.plain_s if costs.plain_s > 0 else 0.0
                 self.steering.observe(session, len(part.chain), part.num_trimmed, num_accepted, lost)
         session.waiting_since = None
         if len(part.chain):
@@ -444,11 +468,10 @@ class TargetEngine:
             session.hits.add(num_tried, sum(part.chain.probs[:num_tried]), verdict.num_accepted)
         elif session.draft_available:
             session.hits.fade()
+        session.commit_outcome(token_ids, now)
+        session.commit_rows(self.runner.cache, part.stop + num_accepted)  # to its end: others may share the prefix
         if finish_reason is not None:
             self._close(session)
-            return outcome
-        session.commit_outcome(token_ids, now)
-        session.commit_rows(self.runner.cache, part.stop + num_accepted)
         return outcome
 
 

@@ -19,7 +19,7 @@ from paceline.target.session import TargetSession
 from paceline.types import Mode, Nodes
 
 DRAFT_TIMEOUT_S = 1.0
-"""A draft that has sent nothing for so long while it was waited for does not serve the session now."""
+"""A draft that has sent nothing for so long while it was waited for does not serve the session until it has."""
 _GIVE_UP = 3.0
 """Waiting ends at this multiple of the expected delay."""
 

@@ -83,7 +83,7 @@ class TargetSession:
         # The draft, as far as the target knows.
         self.draft_available = self.k > 0
         self.draft_silent = False
-        """The draft was waited for in vain; until it sends nodes again."""
+        """The draft was waited for in vain; until it sends something to propose."""
         self.idle_context_len = -1
         """The draft said that it will send nothing more for a context of this length."""
         self.nodes_context_len = -1

@@ -3,13 +3,16 @@
 Every round of a session that has a draft is put to its account (``Account``). In plain tokens, what its rounds have
 brought is
 
-    net = accepted - lost,  lost = sum over its rounds of (waited_s + n row_s) / plain_s,
+    net = accepted - lost,  lost = sum over its rounds of (waited_s + n row_s + n slowed_s / d) / plain_s,
 
-where plain_s = h + C(n) is the time of one plain token at the load of the round, waited_s the time that the session
-waited for its draft, and row_s by how much its draft tokens made the step longer, (C(t + m) - C(t)) * its share of the
-m, for each of the n sessions in it. ``judge`` ends drafting for a
-session whose account shows next to no draft tokens (the budget gives it none, or its draft sends none in time) or next
-to no gain.
+where plain_s = h + Q(n) is the time of one plain token at the load of the round while nobody drafts, waited_s the time
+that the session waited for its draft, row_s by how much its draft tokens made the step longer, (C(t + m) - C(t)) * its
+share of the m, for each of the n sessions in it, and slowed_s, about C(n) - Q(n), what the drafts of d sessions take
+from the target's machine. ``judge`` ends drafting for a session whose account shows next to no draft tokens (the budget
+gives it none, or its draft sends none in time) or next to no gain.
+
+A session that begins where drafting has not paid for others lately (``_forbids``) begins without, so that short ones
+do not each find out anew.
 
 Drafting is asked for again
 
@@ -24,11 +27,15 @@ Both are slower every time that drafting has not paid for long, so no session fl
 from __future__ import annotations
 
 import enum
+import logging
+from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.target.budget import RowBudget, ideal_gain
+from paceline.target.budget import RowBudget, load_class
 from paceline.target.session import Account, TargetSession
 from paceline.types import SpeculationWanted
+
+log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 64.0
@@ -49,19 +56,21 @@ _TRIAL_LIMIT_S = 5.0
 _TRIAL_ROWS = 3
 _TRIAL_ROW_ROUNDS = 4
 _ANY_LOAD = 1 << 30
+_RECENT_JUDGEMENTS = 12
+_ENOUGH_JUDGEMENTS = 4
 
 
 class Judgement(enum.Enum):
     """What an account says about drafting for its session."""
 
-    OPEN = "open"
+    OPEN = "not judged"
     """Too few rounds so far."""
-    PAYS = "pays"
-    NOT_SCHEDULED = "not_scheduled"
+    PAYS = "worth it"
+    NOT_SCHEDULED = "not scheduled"
     """The draft sends tokens, the budget has no room for them: a matter of load."""
-    NOT_SENT = "not_sent"
+    NOT_SENT = "not sent in time"
     """Next to nothing comes in time."""
-    NO_GAIN = "no_gain"
+    NO_GAIN = "not worth it"
     """What is accepted is not worth what drafting costs."""
 
 
@@ -117,20 +126,44 @@ class Steering:
     num_resumptions: int = 0
     _paused: dict[str, _Pause] = field(default_factory=dict)
     _trial: TargetSession | None = None
+    _trial_account: Account | None = None
+    """Of a session on trial that ended too early."""
     _next_trial_at: float = 0.0
     _next_review_at: float = 0.0
     _num_sessions: int = 0
+    _recent: dict[int, deque[bool]] = field(default_factory=dict)
+    """Whether drafting paid for the last sessions judged, by load."""
+
+    def begin(self, session: TargetSession, now: float, num_sessions: int) -> None:
+        """A session has been opened, ``num_sessions`` are open: without a draft, if nothing speaks for one.
+
+        Once one was told to do without, each is told, since routers open a session as they were last told of any.
+        """
+        if not session.draft_available:
+            return
+        if self._forbids(num_sessions):
+            self._pause(session, Judgement.NOT_SCHEDULED, now, num_sessions)
+            self._paused[session.session_id].until = now
+        elif self.num_pauses:
+            self.messages.append(SpeculationWanted(session.session_id, session.epoch, True))
+
+    def _forbids(self, num_sessions: int) -> bool:
+        """Whether, beside about as many sessions, drafting did not pay for at least four of the last twelve judged,
+        nor for a quarter of them."""
+        recent = self._recent.get(load_class(num_sessions), ())
+        return len(recent) - sum(recent) >= max(_ENOUGH_JUDGEMENTS, 3 * sum(recent))
 
     def trial_rows(self, session: TargetSession) -> int:
         """Draft tokens that a session on trial has verified whatever the budget says."""
         on_trial = session is self._trial and session.account.scheduled < _TRIAL_ROW_ROUNDS
         return _TRIAL_ROWS if on_trial else 0
 
-    def forget(self, session: TargetSession) -> None:
-        """The session has ended."""
+    def forget(self, session: TargetSession, now: float, num_sessions: int) -> None:
+        """The session has ended. An undecided trial is continued by another one."""
         self._paused.pop(session.session_id, None)
         if self._trial is session:
-            self._trial = None
+            self._end_trial(session, now, num_sessions)
+            self._trial_account = session.account
 
     def observe(self, session: TargetSession, num_rows: int, num_trimmed: int, accepted: int, lost: float) -> None:
         """Takes a round of a session that has a draft and is not paused; ``lost``: see the module's head."""
@@ -161,14 +194,15 @@ class Steering:
         if judgement is Judgement.OPEN:
             return
         if trial:
-            self._trial = None
-            net_loss_s = max(0.0, account.lost - account.accepted) * self.budget.plain_s(num_sessions) / num_sessions
-            self._next_trial_at = now + net_loss_s / _TRIAL_SHARE
+            self._end_trial(session, now, num_sessions)
             if judgement is Judgement.PAYS:
+                self._recent.pop(load_class(num_sessions), None)
                 for pause in self._paused.values():
                     if pause.judgement is Judgement.NOT_SCHEDULED:
                         pause.num_sessions = _ANY_LOAD
                         pause.session.hits.forget()
+        recent = self._recent.setdefault(load_class(num_sessions), deque(maxlen=_RECENT_JUDGEMENTS))
+        recent.append(judgement is Judgement.PAYS)
         session.account = Account()
         session.unheard_rounds = 0
         session.on_trial = False
@@ -176,6 +210,15 @@ class Steering:
             self._pause(session, judgement, now, num_sessions)
         elif now - session.resumed_at > _SHORT_SPELL_S:
             session.num_failures = session.num_load_failures = 0
+
+    def _end_trial(self, session: TargetSession, now: float, num_sessions: int) -> None:
+        """The next one waits until this one's cost is a small share of the time: its session's, and what the draft
+        took from the machine meanwhile."""
+        self._trial, self._trial_account = None, None
+        net_loss = max(0.0, session.account.lost - session.account.accepted)
+        slowed_s = (now - session.resumed_at) * (1.0 - 1.0 / self.budget.slowdown(num_sessions))
+        cost_s = net_loss * self.budget.plain_s(num_sessions) / max(1, num_sessions) + slowed_s
+        self._next_trial_at = now + max(FIRST_PAUSE_S, cost_s / _TRIAL_SHARE)
 
     def tick(self, now: float, num_sessions: int) -> None:
         """Asks for drafts again where it is time; cheap when nothing is due."""
@@ -186,7 +229,7 @@ class Steering:
         self._num_sessions = num_sessions
         if not self._paused or not (fewer or now >= self._next_review_at):
             return
-        resumed = []
+        resumed, due = [], []
         for pause in self._paused.values():
             session = pause.session
             if num_sessions <= _FEWER_SESSIONS * pause.num_sessions:
@@ -194,17 +237,19 @@ class Steering:
                 if rested and self._gain(session, num_sessions) >= _WORTH_GAIN:
                     resumed.append(session)
                     continue
-            if now >= pause.until and self._trial is None and now >= self._next_trial_at:
-                self._trial = session
-                resumed.append(session)
+            if now >= pause.until:
+                due.append(session)
         for session in resumed:
-            self._resume(session, now, forget=session is self._trial)
+            self._resume(session, now, forget=False)
+        if due and self._trial is None and now >= self._next_trial_at:
+            self._trial = max(due, key=lambda s: s.max_tokens - s.num_tokens)  # the longest to go
+            self._resume(self._trial, now, forget=True)
+            if self._trial_account is not None:
+                self._trial.account = self._trial_account
         self._next_review_at = now + 0.1
 
     def _gain(self, session: TargetSession, num_sessions: int) -> float:
-        return ideal_gain(
-            self.budget.cost, num_sessions, session.hits.rate(), session.k, self.budget.overhead_s.get(0.0)
-        )
+        return self.budget.gain(num_sessions, session.hits.rate(), session.k)
 
     def _pause(self, session: TargetSession, judgement: Judgement, now: float, num_sessions: int) -> None:
         if now - session.resumed_at > _SHORT_SPELL_S:
@@ -213,6 +258,8 @@ class Steering:
         session.num_load_failures += session.resumed_by_load
         session.pause_drafting()
         until = now + pause_s(session.num_failures)
+        log.debug("drafting is %s beside %d sessions", judgement.value, num_sessions - 1,
+                  extra={"session_id": session.session_id})  # fmt: skip
         self._paused[session.session_id] = _Pause(session, until, judgement, num_sessions)
         self.num_pauses += 1
         self.messages.append(SpeculationWanted(session.session_id, session.epoch, False))
