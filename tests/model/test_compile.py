@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from paceline.model import compile as compile_module
 from paceline.model.compile import artifact_key
 from paceline.model.loading import LoadedModel, prepare
+from paceline.model.package import CompiledPackage
+from paceline.model.runner import SequenceStep, StepInputs
 from paceline.model.selftest import check_invariance
 from paceline.types import Mode, SamplingParams
 
@@ -100,3 +105,34 @@ def test_compiled_families(family: str, dtype: torch.dtype) -> None:
         same_tokens(compiled, compiled)
     else:
         assert "NOT batch-invariant" in str(report)
+
+
+def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None:
+    """Nobody is made to hand the lock over here, so the other thread runs only while a step does without it."""
+    model = prepare(smallest(), compile=True)
+    runner = model.runner(4)
+    pages = runner.cache.allocate(1)
+    step, turns, done = SequenceStep([1], [0], [0], pages, num_logits=1), 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            time.sleep(0)  # hands the lock over itself
+
+    runner.forward([step])
+    before, thread = sys.getswitchinterval(), threading.Thread(target=count)
+    inputs = StepInputs([step], runner.cache, model.dtype, None).tensors
+    try:
+        sys.setswitchinterval(1000.0)
+        thread.start()
+        (package,) = (tmp_path / "compiled").glob("*.pt2")
+        run, turns = CompiledPackage(package), 0
+        for _ in range(20):
+            run(*inputs)
+        seen = turns
+    finally:
+        sys.setswitchinterval(before)
+        done.set()
+        thread.join()
+    assert seen > 0

@@ -293,7 +293,7 @@ class DraftEngine:
         session.in_flight = frozenset(i for i in message.in_flight if tree.get(i))
         session.frontier.commit(session.in_flight)
         if message.token_ids:
-            session.begin_round(self._clock(), hit=not walk.unresolved)
+            session.begin_round(self._clock(), node_ids, hit=not walk.unresolved)
             if walk.unresolved:
                 session.frontier.push(tree.anchor)
         session.idle = False
@@ -405,12 +405,12 @@ class DraftEngine:
                     session.session_id,
                     session.epoch,
                     session.tree.context_len,
-                    tuple(session.outbox),
+                    session.take_outbox(),
                     idle,
                     self._step_s,
                 )
                 messages.append(nodes)
-                session.outbox, session.idle = [], idle
+                session.idle = idle
         if messages:
             self.stats.messages += len(messages)
             self._emit(messages)

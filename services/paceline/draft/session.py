@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from paceline.draft.calibration import Calibration
 from paceline.draft.drafter import Leaf
@@ -21,7 +22,7 @@ class DraftSession:
     """A session's tree and what grows it."""
 
     __slots__ = (
-        "calibration", "committed_at", "epoch", "frontier", "growth", "hold_until", "idle", "in_flight",
+        "_passed", "calibration", "committed_at", "epoch", "frontier", "growth", "hold_until", "idle", "in_flight",
         "next_node_id", "outbox", "ready", "round_s", "rule", "saguaro", "sampler", "session_id", "tree",
     )  # fmt: skip
 
@@ -43,6 +44,8 @@ class DraftSession:
         self.in_flight: frozenset[int] = frozenset()
         self.next_node_id = 1
         self.outbox: list[Node] = []
+        self._passed: set[int] = set()
+        """Nodes that were committed since it was last sent: the target needs them to follow."""
         self.ready = False
         self.idle = False
         """Idleness was announced since the last commit."""
@@ -52,13 +55,18 @@ class DraftSession:
         self.hold_until = 0.0
         """Nodes found before are sent together then; inf: each at once, since the target may wait for it."""
 
-    def begin_round(self, now: float, *, hit: bool) -> None:
-        """The target has stepped at ``now``. ``hit``: all that it decided was in the tree, so it does not wait."""
+    def begin_round(self, now: float, passed: Sequence[int], *, hit: bool) -> None:
+        """The target has stepped at ``now``, along the nodes ``passed``; others have left the tree with their branches.
+
+        ``hit``: all that it decided was in the tree, so it does not wait.
+        """
         if self.committed_at is not None:
             seconds = now - self.committed_at
             self.round_s += (_ROUND_WEIGHT if self.round_s else 1.0) * (seconds - self.round_s)
         self.committed_at = now
         self.hold_until = now if hit else math.inf
+        self._passed.update(passed)
+        self.outbox = [node for node in self.outbox if node.node_id in self._passed or self.tree.get(node.node_id)]
 
     def may_send(self, now: float) -> bool:
         """Whether what is queued goes out at ``now``; if so, more is held back for a while."""
@@ -67,6 +75,12 @@ class DraftSession:
                 return False
             self.hold_until = now + _HOLD_ROUNDS * self.round_s
         return True
+
+    def take_outbox(self) -> tuple[Node, ...]:
+        """What is queued."""
+        nodes, self.outbox = tuple(self.outbox), []
+        self._passed.clear()
+        return nodes
 
     def next_leaf(self, tree_budget: int, planned: int = 0) -> TreeNode | None:
         """The node to expand next. The anchor is exempt from the budget: it is being waited for."""

@@ -23,6 +23,7 @@ from torch.export import Dim
 from transformers import PreTrainedModel
 
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
+from paceline.model.package import CompiledPackage
 from paceline.model.runner import SequenceStep, StepFunction, StepInputs
 from paceline.model.step import Step
 
@@ -64,13 +65,7 @@ def compiled_step(
             _compile(model, layers, sliding_window, temporary)
             temporary.rename(path)
             _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
-    loaded = torch._inductor.aoti_load_package(str(path))
-
-    def step(*inputs: object) -> torch.Tensor:
-        logits: torch.Tensor = loaded(*inputs)
-        return logits
-
-    return step
+    return CompiledPackage(path)
 
 
 def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, path: Path) -> None:

@@ -182,8 +182,8 @@ def ideal_gain(cost: StepCost, num_sessions: int, acceptance: float, k: int, ove
 
 
 def load_class(num_sessions: int) -> int:
-    """What was learned beside so many sessions holds from 1, 2, 4, 8, .. of them to the next power of two."""
-    return num_sessions.bit_length()
+    """What was learned beside so many sessions holds for 1, 2, 3 and 4, 5 to 8, 9 to 16, .. of them."""
+    return max(0, num_sessions - 1).bit_length()
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ do not each find out anew.
 
 Drafting is asked for again
 
-- by load: at once when so many sessions have left that the gain of an ideal draft (``ideal_gain``), with the share of
-  draft tokens that was accepted before, is worth it;
+- by load: within half a second when so many sessions have left that the gain of an ideal draft (``ideal_gain``), with
+  the share of draft tokens that was accepted before, is worth it;
 - by time: after 2, 4, 8, .. seconds; one session at a time, and no more often than costs half a percent of the time.
   Such a trial computes a few draft tokens whatever the budget says, so that no wrong average stays for ever.
 
@@ -55,6 +55,7 @@ _TRIAL_SHARE = 0.005
 _TRIAL_LIMIT_S = 5.0
 _TRIAL_ROWS = 3
 _TRIAL_ROW_ROUNDS = 4
+_PEAK_S = 0.25
 _ANY_LOAD = 1 << 30
 _RECENT_JUDGEMENTS = 12
 _ENOUGH_JUDGEMENTS = 4
@@ -130,7 +131,9 @@ class Steering:
     """Of a session on trial that ended too early."""
     _next_trial_at: float = 0.0
     _next_review_at: float = 0.0
-    _num_sessions: int = 0
+    _peak_since: float = 0.0
+    _peak: int = 0
+    _last_peak: int = 0
     _recent: dict[int, deque[bool]] = field(default_factory=dict)
     """Whether drafting paid for the last sessions judged, by load."""
 
@@ -184,6 +187,9 @@ class Steering:
         """Decides about a session after one of its rounds."""
         trial = session is self._trial
         account = session.account
+        if not trial and session.paid_at != load_class(num_sessions) and self._forbids(num_sessions):
+            self._pause(session, Judgement.NOT_SCHEDULED, now, num_sessions)
+            return
         if num_sessions <= _FEWER_SESSIONS * account.num_sessions:
             session.account = account = Account()  # what was learned under another load
         account.num_sessions = max(account.num_sessions, num_sessions)
@@ -208,7 +214,9 @@ class Steering:
         session.on_trial = False
         if judgement is not Judgement.PAYS:
             self._pause(session, judgement, now, num_sessions)
-        elif now - session.resumed_at > _SHORT_SPELL_S:
+            return
+        session.paid_at = load_class(num_sessions)
+        if now - session.resumed_at > _SHORT_SPELL_S:
             session.num_failures = session.num_load_failures = 0
 
     def _end_trial(self, session: TargetSession, now: float, num_sessions: int) -> None:
@@ -225,9 +233,8 @@ class Steering:
         trial = self._trial
         if trial is not None and trial.account.rounds == 0 and now - trial.resumed_at > _TRIAL_LIMIT_S:
             self._trial = None  # no draft has come for it
-        fewer = num_sessions < self._num_sessions
-        self._num_sessions = num_sessions
-        if not self._paused or not (fewer or now >= self._next_review_at):
+        num_sessions = self._lasting(num_sessions, now)
+        if not self._paused or now < self._next_review_at:
             return
         resumed, due = [], []
         for pause in self._paused.values():
@@ -247,6 +254,14 @@ class Steering:
             if self._trial_account is not None:
                 self._trial.account = self._trial_account
         self._next_review_at = now + 0.1
+
+    def _lasting(self, num_sessions: int, now: float) -> int:
+        """The most sessions of the last quarter to half of a second: where one follows another there are fewer between
+        the two, which is no reason to resume those that go on."""
+        if now - self._peak_since > _PEAK_S:
+            self._peak_since, self._last_peak, self._peak = now, self._peak, 0
+        self._peak = max(self._peak, num_sessions)
+        return max(self._peak, self._last_peak)
 
     def _gain(self, session: TargetSession, num_sessions: int) -> float:
         return self.budget.gain(num_sessions, session.hits.rate(), session.k)
