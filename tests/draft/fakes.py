@@ -203,7 +203,8 @@ class Harness:
         self.drafter = drafter or TableDrafter()
         self.sent: list[Nodes | SessionFailed] = []
         self.emits = 0
-        self.engine = DraftEngine(self.drafter, self._emit, vocab_size=VOCAB, **options)
+        # Time stands still: what is sent with what does not depend on the machine.
+        self.engine = DraftEngine(self.drafter, self._emit, vocab_size=VOCAB, clock=lambda: 0.0, **options)
         self.targets: dict[str, FakeTarget] = {}
 
     def open(self, message: OpenSession) -> None:
