@@ -43,9 +43,9 @@ LONGEST_STREAM_S = 24 * 3600
 """Streams that are older than this may be cut when routers come or go."""
 
 _EXIT_INTERRUPTED = 130
-_POLL_S, _REPEAT_S = 0.5, 10.0
-_GONE_AFTER = 20
-"""Polls without an answer after which Ray is taken for dead."""
+_POLL_S, _READY_POLL_S, _REPEAT_S = 0.5, 1.0, 10.0
+_GONE_AFTER_S = 10.0
+"""Without an answer for so long Ray is taken for dead."""
 _OBJECT_STORE_BYTES = 80 << 20
 _DRAIN_S = 2.0
 _MANY = 16
@@ -179,8 +179,12 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAIN_S),
         "RAY_SERVE_PORT_QUARANTINE_S": "0",  # all routers belong to one application
+        # Work that never rests, on the cores that the engines need: by default ten times a second in every process.
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_worker_niceness": "0",  # 15 by default: anything else on the machine would come before the engines
         "RAY_USAGE_STATS_ENABLED": "0",
+        "MALLOC_ARENA_MAX": "2",  # by default every thread comes to hold some tens of MB that others cannot use
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
@@ -389,7 +393,7 @@ class Service:
                 if watch.became_ready():
                     self._announce()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), _POLL_S)
+                    await asyncio.wait_for(self._stopping.wait(), _READY_POLL_S if watch.is_ready else _POLL_S)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
@@ -407,14 +411,14 @@ class _Watch:
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._ready = self._announced = False
+        self.is_ready = self._announced = False
         self._running: dict[str, tuple[int, int]] = {}
         self._said: dict[str, tuple[str, float]] = {}
-        self._failed_polls = 0
+        self._answered = time.monotonic()
 
     def became_ready(self) -> bool:
         """True once."""
-        first, self._announced = self._ready and not self._announced, self._ready
+        first, self._announced = self.is_ready and not self._announced, self.is_ready
         return first
 
     async def poll(self) -> None:
@@ -425,10 +429,9 @@ class _Watch:
 
         try:
             status = await asyncio.wait_for(asyncio.to_thread(serve.status), 10)
-            self._failed_polls = 0
+            self._answered = time.monotonic()
         except Exception as error:
-            self._failed_polls += 1
-            if self._failed_polls > _GONE_AFTER:
+            if time.monotonic() - self._answered > _GONE_AFTER_S:
                 raise EngineError(f"Ray does not answer any more: {_first(error)}") from error
             return
         application = status.applications.get(APPLICATION)
@@ -439,7 +442,7 @@ class _Watch:
         if _name(application.status) == "DEPLOY_FAILED":
             messages = [d.message for d in application.deployments.values() if _name(d.status) == "DEPLOY_FAILED"]
             raise reason_of("\n".join([application.message, *messages]))
-        if not self._ready:
+        if not self.is_ready:
             await self._look_at_start(application)
 
     def _look_at(self, name: str, deployment: Any) -> None:
@@ -451,7 +454,7 @@ class _Watch:
             fewer = " (a replica has ended)" if running < before[0] and now[1] >= before[1] else ""
             _say(f"{name}: {running} of {now[1]} running{fewer}")
         message = deployment.message
-        if not self._ready and "ConfigError" in message:  # a further try would fail like the first
+        if not self.is_ready and "ConfigError" in message:  # a further try would fail like the first
             raise reason_of(message)
         if message and (running < now[1]):
             self._say_once(name, _gist(message))
@@ -470,7 +473,7 @@ class _Watch:
         if _name(application.status) == "RUNNING":
             router = serve.get_deployment_handle("Router", APPLICATION)
             with contextlib.suppress(Exception):
-                self._ready = await asyncio.wait_for(router.is_ready.remote(), 2)
+                self.is_ready = await asyncio.wait_for(router.is_ready.remote(), 2)
 
     def _say_once(self, key: str, text: str) -> None:
         """Again after a while, with the time since the start: a user wants to see that it is alive."""
