@@ -14,12 +14,12 @@ from tests.support import prompt, random_model
 from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.model import runner as runner_module
 from paceline.model import shapes
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import prepare
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.model.selftest import check_invariance
+from paceline.model.shapes import padded_tokens
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -193,7 +193,7 @@ def test_each_rule_without_it(monkeypatch: pytest.MonkeyPatch, rule: str, dtype:
     elif rule == "QUERY_MULTIPLE":
         monkeypatch.setattr(shapes, "QUERY_MULTIPLE", 1)
     else:
-        monkeypatch.setattr(runner_module, "MIN_TOKENS", 1)
+        monkeypatch.setattr(shapes, "MIN_TOKENS", 1)
     runner = make(dtype, pages=8)
     report = check_invariance(runner)
     assert report.holds == ("NOT batch-invariant" not in str(report))
@@ -212,7 +212,7 @@ def test_at_least_one_rule_is_needed_in_fp32_where_mkl_is(monkeypatch: pytest.Mo
         return
     monkeypatch.setattr(shapes, "KEY_PAGES", {r: r for r in range(8)})
     monkeypatch.setattr(shapes, "QUERY_MULTIPLE", 1)
-    monkeypatch.setattr(runner_module, "MIN_TOKENS", 1)
+    monkeypatch.setattr(shapes, "MIN_TOKENS", 1)
     report = check_invariance(make(torch.float32, pages=8))
     assert not report.holds
     assert "NOT batch-invariant" in str(report)
@@ -248,3 +248,20 @@ def _short_gpt2():
     return random_model(
         GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=48, tie_word_embeddings=False)
     )
+
+
+def test_steps_come_in_few_sizes() -> None:
+    """Every size costs memory for good; none is padded by more than a quarter."""
+    sizes = [padded_tokens(n) for n in range(1, 1025)]
+    assert len(set(sizes)) < 60
+    assert all(n <= size <= max(4, 1.25 * n) for n, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    runner = make(torch.float32)
+    seen = set()
+    step = runner._step
+    runner._step = lambda *inputs: (seen.add((inputs[0].shape[1], len(inputs[2]))), step(*inputs))[1]
+    pages = runner.cache.allocate(4)
+    for n in range(60, 90):
+        assert runner.forward([SequenceStep([1] * n, range(n), range(n), pages, num_logits=n - 20)]).shape[0] == n - 20
+    assert {size for size, _ in seen} == {60, 64, 80, 96}
+    assert {size for _, size in seen} == {40, 44, 48, 52, 56, 60, 64, 80}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, pages_for
-from paceline.model.shapes import MIN_TOKENS, QUERY_ROW_LEN, padded_pages, padded_row_len
+from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
 
 StepFunction = Callable[..., Tensor]
 """The traced signature: see ``StepInputs.tensors``."""
@@ -59,8 +59,8 @@ class StepInputs:
             for first in range(0, end - base, row_len):
                 rows.append((step, first, min(row_len, end - base - first), base + first))
         self.num_logits = len(logits_index)
-        logits_index.extend([0] * (MIN_TOKENS - len(logits_index)))
-        padding = max(0, MIN_TOKENS - len(tokens))
+        logits_index.extend([0] * (padded_tokens(self.num_logits) - self.num_logits))
+        padding = padded_tokens(len(tokens)) - len(tokens)
         tokens.extend([0] * padding)
         positions.extend([0] * padding)
         write_rows.extend(range(cache.scratch_row, cache.scratch_row + padding))

@@ -36,3 +36,13 @@ def padded_pages(num_pages: int) -> int:
 def padded_row_len(num_tokens: int) -> int:
     """Smallest batch-invariant query row length that covers ``num_tokens``."""
     return -(-num_tokens // QUERY_MULTIPLE) * QUERY_MULTIPLE
+
+
+def padded_tokens(num_tokens: int) -> int:
+    """Tokens, or rows of logits, that a step computes for ``num_tokens``.
+
+    oneDNN keeps code of its own for every number that it has met, some megabytes a model: so there are few. Exact up
+    to 16, multiples of 2 up to 32, of 4 up to 64, of 16 up to 256, of 64 beyond.
+    """
+    multiple = next((m for end, m in ((16, 1), (32, 2), (64, 4), (256, 16)) if num_tokens <= end), 64)
+    return max(MIN_TOKENS, -(-num_tokens // multiple) * multiple)
