@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.processes import ServiceProcess, num_descriptors, read_process
+from paceline.bench.processes import Process, ServiceProcess, num_descriptors, read_process
 from paceline.bench.prompts import held_out_prompts, held_out_texts
 from paceline.client import AsyncClient, AsyncStream, ServerInfo
 from paceline.config import LocalConfig, ModelConfig
@@ -47,6 +47,8 @@ GRACE_S = 20.0
 """A client that has not come back so long after its deadline hangs."""
 MAX_TASKS_MORE = 8
 MAX_DESCRIPTORS_MORE = 16
+LOG_MONITOR, MAX_LOGS = "log monitor", 200
+"""Ray's log monitor keeps two files of every worker open, also of those that have ended, up to so many."""
 MAX_RSS_MORE = 48 << 20
 """By how much the fitted line may rise after the first third of a process's life."""
 MIN_SPAN_S = {"descriptors": 60.0, "rss_bytes": 300.0}
@@ -392,7 +394,7 @@ class Load:
                 self.samples.append(
                     {
                         "at_s": at_s, "quiet": quiet, "pid": process.pid, "started": process.started,
-                        "role": "soak" if own else process.role, "command": process.command[:60],
+                        "role": "soak" if own else role_of(process), "command": process.command[:60],
                         "rss_bytes": process.rss_bytes, "threads": process.threads, "cpu_s": process.cpu_s,
                         "descriptors": num_descriptors(process.pid),
                     }
@@ -464,6 +466,11 @@ def figures(info: ServerInfo) -> dict[str, Any]:
 # -- trends ---------------------------------------------------------------------------------------------------------
 
 
+def role_of(process: Process) -> str:
+    """What a process of the service is there for."""
+    return LOG_MONITOR if "log_monitor.py" in process.command else process.role
+
+
 @dataclass(frozen=True)
 class Trend:
     """A line through the samples of one process, its first third left out."""
@@ -484,6 +491,8 @@ class Trend:
     def leaks(self) -> bool:
         """Whether it rises by more than it may, and steadily."""
         limit = MAX_DESCRIPTORS_MORE if self.what == "descriptors" else MAX_RSS_MORE
+        if self.what == "descriptors" and self.role == LOG_MONITOR:
+            limit = MAX_LOGS
         return self.span_s >= MIN_SPAN_S[self.what] and self.rise > limit and self.fit > 0.5
 
 

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import soak
 
 from paceline.router.session import Result, Timing, Usage
+from paceline.bench.processes import Process
 from paceline.types import (
     Acceptance,
     FinishReason,
@@ -132,3 +133,11 @@ def test_a_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     output = capsys.readouterr()
     assert status == 0, output.out
     assert "nothing stays, nothing differs, nothing hangs" in output.out
+
+
+@pytest.mark.parametrize(("per_sample", "leaks"), [(5, False), (30, True)])
+def test_the_log_monitor_may_keep_the_logs_of_ended_workers_open_up_to_a_limit(per_sample: int, leaks: bool) -> None:
+    process = Process(8, 1, 1, "python -u site-packages/ray/_private/log_monitor.py --session-dir=x", 0.0, 0, 1)
+    samples = _samples([20.0 + per_sample * i for i in range(12)], "descriptors", role=soak.role_of(process))
+    (trend,) = soak.trends(samples)
+    assert trend.leaks is leaks
