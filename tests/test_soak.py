@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from benchmarks import soak
 
-from paceline.router.session import Result, Timing, Usage
 from paceline.bench.processes import Process
+from paceline.router.session import Result, Timing, Usage
 from paceline.types import (
     Acceptance,
     FinishReason,
