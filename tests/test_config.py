@@ -98,6 +98,7 @@ def test_pair_carries_every_engine_setting():
                     "max_sessions": 3,
                     "max_model_len": 512,
                     "max_step_tokens": 64,
+                    "adaptive": False,
                     "kv_fraction": 0.5,
                 }
             },
@@ -122,6 +123,7 @@ def test_pair_carries_every_engine_setting():
         draft_max_sessions=6,
         max_model_len=512,
         max_step_tokens=64,
+        adaptive=False,
         kv_fraction=0.5,
         tree_budget=32,
         tree_step_tokens=4,

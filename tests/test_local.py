@@ -71,6 +71,7 @@ class TappedEngine:
 
 def config_of(folder, **options):
     return LocalConfig(
+        adaptive=False,  # what one test makes of its draft is no lesson for the next
         target=ModelConfig(path=str(folder / "target"), dtype="float32", compile=False),
         draft=DraftModelConfig(path=str(folder / "draft"), dtype="float32", compile=False),
         **{"worker": "thread", "pin_cores": False, "max_sessions": 8, **options},

@@ -263,7 +263,7 @@ def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pyte
         return [rng.randint(0, len(o)) for o in offers]
 
     def any_pause(self, session, now, num_sessions):
-        if rng.random() < 0.05:
+        if rng.random() < 0.1:
             self._pause(session, Judgement.NO_GAIN, now, num_sessions)
 
     def any_resumption(self, now, num_sessions):
@@ -538,7 +538,7 @@ def test_rejection_rule_keeps_the_law(tiny_pair, mode: Mode) -> None:
     law = _law(tiny_pair[0], [1, 2, 3], 4)
     assert sum(law.values()) == pytest.approx(1)
     counts, drafted, accepted = _sample_texts(tiny_pair, 2000, mode, 4)
-    assert 0.3 * drafted < accepted < 0.95 * drafted
+    assert 0.2 * drafted < accepted < 0.95 * drafted
     assert drafted > 800
     assert _p_value(counts, law) > _FALSE_ALARM
 

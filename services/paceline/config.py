@@ -77,6 +77,9 @@ class PairConfig(_Config):
     """Longest context in tokens. None: what the target was trained for."""
     max_step_tokens: int = Field(default=256, ge=32, le=65536)
     """Tokens of one target forward, prefill chunks and proposals together."""
+    adaptive: bool = True
+    """As many draft tokens per step as pay by measured times, and no draft where none do. False: as many as a request
+    allows, always."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of the target. None: enough for max_sessions at 1024 positions, or one at max_model_len."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
@@ -158,6 +161,9 @@ class TargetEngineKwargs(_Strict):
     """Longest context in tokens. None: what the target was trained for."""
     max_step_tokens: int = Field(default=256, ge=32, le=65536)
     """Tokens of one forward, prefill chunks and proposals together."""
+    adaptive: bool = True
+    """As many draft tokens per step as pay by measured times, and no draft where none do. False: as many as a request
+    allows, always."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)

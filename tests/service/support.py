@@ -32,6 +32,7 @@ def tiny_pair(folder, **changes) -> PairConfig:
     """The pair of the ``checkpoints`` fixture, in float32 and as it is."""
     exact = {"dtype": "float32", "compile": False, "device": "cpu"}
     return PairConfig(
+        adaptive=False,  # what one test makes of its draft is no lesson for the next
         target=ModelConfig(path=str(folder / "target"), **exact),
         draft=DraftModelConfig(path=str(folder / "draft"), **exact),
         **{"max_model_len": 2048, "tree_step_tokens": 8, "max_sessions": 8, **changes},

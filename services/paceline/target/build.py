@@ -44,6 +44,7 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
         max_sessions=config.max_sessions,
         max_step_tokens=config.max_step_tokens,
         max_model_len=max_len,
+        adaptive=config.adaptive,
     )
     engine.calibrate()
     return engine
