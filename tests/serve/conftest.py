@@ -28,7 +28,8 @@ def config_for(pair: Path, **changes):
     return {
         "target_config": {
             "model_loading_config": {"model_id": "tests/target.v1", "model_source": str(pair / "target")},
-            "engine_kwargs": engine | {"max_sessions": 24},
+            # What one test makes of its draft is no lesson for the next.
+            "engine_kwargs": engine | {"max_sessions": 24, "adaptive": False},
             "deployment_config": deployment,
         },
         "draft_config": {
