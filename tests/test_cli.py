@@ -33,7 +33,11 @@ def command(*arguments):
 
 
 def run(*arguments, stdin=None):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, input=stdin, timeout=300)
+    # A cluster that other tests have started in this process is none of its business, nor are the ports of it.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, input=stdin, timeout=300, env=environment
+    )
 
 
 def refused(capsys, *arguments):
