@@ -13,6 +13,7 @@ from tests.support import FAMILIES, Pump, Request, in_mode, noisy_copy, plain_re
 from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.model import compile as compile_module
+from paceline.model import package
 from paceline.model.compile import artifact_key
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.package import CompiledPackage
@@ -126,8 +127,8 @@ def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None
     try:
         sys.setswitchinterval(1000.0)
         thread.start()
-        (package,) = (tmp_path / "compiled").glob("*.pt2")
-        run, turns = CompiledPackage(package), 0
+        (file,) = (tmp_path / "compiled").glob("*.pt2")
+        run, turns = CompiledPackage(file), 0
         for _ in range(20):
             run(*inputs)
         seen = turns
@@ -136,3 +137,19 @@ def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None
         done.set()
         thread.join()
     assert seen > 0
+
+
+def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so, and gives the same logits."""
+    model = prepare(smallest(), compile=True)
+    monkeypatch.setattr(package, "_NEEDS_EXECUTOR", b"")
+    by_torch = prepare(smallest(), compile=True)
+    assert "hold up other threads" in caplog.text
+    logits = []
+    for one in (model, by_torch):
+        runner = one.runner(4)
+        step = SequenceStep([1, 2], [0, 1], [0, 1], runner.cache.allocate(1), num_logits=2)
+        logits.append(runner.forward([step]))
+    assert torch.equal(*logits)

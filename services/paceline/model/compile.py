@@ -23,7 +23,7 @@ from torch.export import Dim
 from transformers import PreTrainedModel
 
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
-from paceline.model.package import CompiledPackage
+from paceline.model.package import load_package
 from paceline.model.runner import SequenceStep, StepFunction, StepInputs
 from paceline.model.step import Step
 
@@ -65,7 +65,7 @@ def compiled_step(
             _compile(model, layers, sliding_window, temporary)
             temporary.rename(path)
             _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
-    return CompiledPackage(path)
+    return load_package(path)
 
 
 def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, path: Path) -> None:

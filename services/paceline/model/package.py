@@ -9,6 +9,7 @@ for the next one. ``ctypes`` releases the lock around a foreign function; the fu
 from __future__ import annotations
 
 import ctypes
+import logging
 import tempfile
 import weakref
 import zipfile
@@ -20,6 +21,9 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from paceline.errors import EngineError
+from paceline.model.runner import StepFunction
+
+_log = logging.getLogger(__name__)
 
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -29,16 +33,23 @@ _capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, 
 _NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
 
 
+def load_package(path: Path) -> StepFunction:
+    """The step in a package. Raises EngineError if it cannot be loaded here."""
+    with zipfile.ZipFile(path) as package:
+        sources = [package.read(name) for name in package.namelist() if name.endswith(".cpp")]
+    if any(_NEEDS_EXECUTOR in source for source in sources):
+        _log.warning("%s calls operators that only torch's loader can: its steps hold up other threads", path.name)
+        loaded: StepFunction = torch._inductor.aoti_load_package(str(path))
+        return loaded
+    return CompiledPackage(path)
+
+
 class CompiledPackage:
     """The one model of a CPU package, with one output. ``inputs`` are flattened as they were for the export."""
 
     def __init__(self, path: Path) -> None:
         """Raises EngineError if the package cannot be loaded here."""
         with zipfile.ZipFile(path) as package, tempfile.TemporaryDirectory(prefix="paceline-package-") as folder:
-            names = package.namelist()
-            sources = [package.read(name) for name in names if name.endswith(".cpp")]
-            if any(_NEEDS_EXECUTOR in source for source in sources):
-                raise EngineError(f"{path} calls operators that only torch's loader can: its model is not supported")
             package.extractall(folder)
             (library,) = Path(folder).rglob("*.so")
             self._library = ctypes.CDLL(str(library))
