@@ -29,7 +29,6 @@ _ENGINE_WEIGHT, _SESSION_WEIGHT = 8.0, 32.0
 _SESSION_KEEP = 0.98
 _ENGINE_KEEP = 0.998
 _IDLE_KEEP = 0.97
-_MOST_SLOWDOWN = 1.5
 
 
 @dataclass(slots=True)
@@ -192,41 +191,22 @@ class RowBudget:
 
     adaptive: bool = True
     cost: StepCost = field(default_factory=StepCost)
-    quiet: StepCost = field(default_factory=StepCost)
-    """The same of steps beside which nobody drafted."""
-    slowdowns: dict[int, Average] = field(default_factory=dict)
-    """See ``slowdown``; by load."""
     overhead_s: Average = field(default_factory=lambda: Average(0.05))
     """What passes between two steps while there is something to do."""
     coupled: Hits = field(default_factory=Hits)
     rejection: Hits = field(default_factory=Hits)
 
-    def observe_step(self, num_tokens: int, seconds: float, *, num_sessions: int, num_drafted: int) -> None:
-        """Takes the duration of a step that only decoded, beside drafts of ``num_drafted`` sessions."""
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """Takes the duration of a step that only decoded."""
         self.cost.observe(num_tokens, seconds)
-        if num_drafted == 0:
-            self.quiet.observe(num_tokens, seconds)
-        elif 2 * num_drafted >= num_sessions and self.quiet.known:  # the drafts of fewer are lost in the noise
-            slowdown = self.cost.seconds(num_sessions) / self.quiet.seconds(num_sessions)
-            average = self.slowdowns.setdefault(load_class(num_sessions), Average(0.05))
-            average.add(min(max(slowdown, 1.0), _MOST_SLOWDOWN))
-
-    def slowdown(self, num_sessions: int) -> float:
-        """By which factor drafts prolong a step of so many sessions: they may share a machine with their target."""
-        average = self.slowdowns.get(load_class(num_sessions))
-        return 1.0 if average is None else average.get(1.0)
 
     def plain_s(self, num_sessions: int) -> float:
-        """Seconds of a plain step of so many sessions, start to start, if nobody drafted."""
-        seconds = self.cost.seconds(num_sessions)
-        if self.quiet.known:
-            seconds = min(seconds, self.quiet.seconds(num_sessions))
-        return self.overhead_s.get(0.0) + seconds
+        """Seconds of a plain step of so many sessions, start to start."""
+        return self.overhead_s.get(0.0) + self.cost.seconds(num_sessions)
 
     def gain(self, num_sessions: int, acceptance: float, k: int) -> float:
-        """``ideal_gain``, less what drafts take from the target's machine."""
-        ideal = ideal_gain(self.cost, num_sessions, acceptance, k, self.overhead_s.get(0.0))
-        return max(1.0, ideal / self.slowdown(num_sessions))
+        """See ``ideal_gain``."""
+        return ideal_gain(self.cost, num_sessions, acceptance, k, self.overhead_s.get(0.0))
 
     def allot(self, offers: Sequence[Sequence[float]], *, num_sessions: int, num_context: int, limit: int) -> list[int]:
         """See ``allot``."""

@@ -94,10 +94,8 @@ class _Costs:
 
     row_s: float
     """By how much one draft token delays the sessions of the step, all delays added up."""
-    slowed_s: float
-    """By how much the draft of one session does, for what it takes from the machine."""
     plain_s: float
-    """A plain step of the same sessions without drafts, start to start."""
+    """A plain step of the same sessions, start to start."""
 
 
 class TargetEngine:
@@ -137,6 +135,7 @@ class TargetEngine:
         self._sessions: dict[str, TargetSession] = {}
         self._max_step_tokens = max_step_tokens
         self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
+        self._decided_at = 0.0  # of the last step: its outcomes were known
         self._all_waited = False  # since the last step
 
     @property
@@ -188,6 +187,7 @@ class TargetEngine:
         self._announce(parts)
         forward_at = self._clock()
         self._count_gap(parts, forward_at)
+        num_emitted = self.stats.tokens_emitted
         logits = self.runner.forward([_sequence(p) for p in parts])
         verifying = [p for p in parts if p.verifies]
         verdicts, failed = self._verify(logits, verifying)
@@ -197,9 +197,7 @@ class TargetEngine:
         costs = self._costs(parts, verifying, num_tokens)
         if only_decodes:
             self.policy.step_s.add(now - started)
-            self.rows.observe_step(
-                num_tokens, now - forward_at, num_sessions=len(parts), num_drafted=self._num_drafted()
-            )
+            self.rows.observe_step(num_tokens, now - forward_at)
         outcomes: list[FromTarget] = list(failed)
         for part in parts:
             if not part.verifies:
@@ -214,8 +212,10 @@ class TargetEngine:
         if outcomes:
             self._emit(outcomes)
         if self.rows.adaptive:
+            if only_decodes and self._ended_at is not None:
+                self._measure(len(parts), self.stats.tokens_emitted - num_emitted, now - self._decided_at)
             self._steer(verifying, now)
-        self._ended_at = self._clock()
+        self._ended_at, self._decided_at = self._clock(), now
         self._all_waited = False
         return True
 
@@ -239,7 +239,7 @@ class TargetEngine:
                     sample_coupled(process(self.runner.forward(steps), rows)).tolist()
                     times.append(self._clock() - started)
                 for _ in range(_TIMED_FORWARDS):
-                    self.rows.observe_step(size, min(times), num_sessions=1, num_drafted=0)
+                    self.rows.observe_step(size, min(times))
         finally:
             cache.release(pages)
 
@@ -265,14 +265,14 @@ class TargetEngine:
         cost = self.rows.cost
         added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_rows)
         row_s = added_s * num_verifying / num_rows if num_rows else 0.0
-        num_drafted, slowed_s, plain_s = self._num_drafted(), 0.0, self.rows.plain_s(num_verifying)
-        if 2 * num_drafted >= num_verifying > 0:
-            slowed_s = (self.rows.slowdown(num_verifying) - 1.0) * plain_s * num_verifying / num_drafted
-        return _Costs(row_s, slowed_s, plain_s)
+        return _Costs(row_s, self.rows.plain_s(num_verifying))
 
-    def _num_drafted(self) -> int:
-        """Running sessions that have a draft."""
-        return sum(s.draft_available for s in self._scheduler.running)
+    def _measure(self, num_sessions: int, num_tokens: int, seconds: float) -> None:
+        """Tells the governor what a step has brought, unless no session of it may have a draft."""
+        may = [s for s in self._scheduler.running if s.k > 0]
+        if may:
+            heard = sum(s.draft_available and s.draft_heard for s in may)
+            self.steering.governor.measure(num_sessions, num_tokens, seconds, drafting=2 * heard >= len(may))
 
     def _steer(self, verified: Sequence[Scheduled], now: float) -> None:
         """Ends drafting where it does not pay, asks for it where it may."""
@@ -281,7 +281,7 @@ class TargetEngine:
             session = part.session
             if session.draft_available and session.session_id in self._sessions:
                 steering.review(session, now, num_sessions)
-        steering.tick(now, num_sessions)
+        steering.tick(now, num_sessions, self._sessions.values())
         self._emit_steering()
 
     def _emit_steering(self) -> None:
@@ -459,7 +459,7 @@ class TargetEngine:
             self.policy.observe_round(round_.num_drafted, num_accepted, count, now - session.outcome_at)
             if session.draft_available:
                 waited_s = 0.0 if session.waiting_since is None else started - session.waiting_since
-                lost_s = waited_s + costs.row_s * len(part.chain) + costs.slowed_s
+                lost_s = waited_s + costs.row_s * len(part.chain)
                 lost = lost_s / costs.plain_s if costs.plain_s > 0 else 0.0
                 self.steering.observe(session, len(part.chain), part.num_trimmed, num_accepted, lost)
         session.waiting_since = None

@@ -107,8 +107,6 @@ class TargetSession:
         self.on_trial = False
         """A draft was asked for again; until it pays."""
         self.unheard_rounds = 0
-        self.paid_at: int | None = None
-        """Load at which it was last judged that drafting pays (``budget.load_class``)."""
         self.num_failures = 0
         """How often in a row drafting has not paid."""
         self.num_load_failures = 0

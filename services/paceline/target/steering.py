@@ -1,20 +1,16 @@
 """Which sessions are worth a draft at all: drafts that cost more than they bring are told to stop, and tried again.
 
-Every round of a session that has a draft is put to its account (``Account``). In plain tokens, what its rounds have
-brought is
+By load, all sessions together: ``governor.py``. By session: every round of one that has a draft is put to its account
+(``Account``). In plain tokens, what its rounds have brought is
 
-    net = accepted - lost,  lost = sum over its rounds of (waited_s + n row_s + n slowed_s / d) / plain_s,
+    net = accepted - lost,  lost = sum over its rounds of (waited_s + n row_s) / plain_s,
 
-where plain_s = h + Q(n) is the time of one plain token at the load of the round while nobody drafts, waited_s the time
-that the session waited for its draft, row_s by how much its draft tokens made the step longer, (C(t + m) - C(t)) * its
-share of the m, for each of the n sessions in it, and slowed_s, about C(n) - Q(n), what the drafts of d sessions take
-from the target's machine. ``judge`` ends drafting for a session whose account shows next to no draft tokens (the budget
-gives it none, or its draft sends none in time) or next to no gain.
+where plain_s = h + C(n) is the time of one plain token at the load of the round, waited_s the time that the session
+waited for its draft, and row_s by how much its draft tokens made the step longer, (C(t + m) - C(t)) * its share of the
+m, for each of the n sessions in it. ``judge`` ends drafting for a session whose account shows next to no draft tokens
+(its draft sends none in time) or next to no gain.
 
-A session that begins where drafting has not paid for others lately (``_forbids``) begins without, so that short ones
-do not each find out anew.
-
-Drafting is asked for again
+Drafting is asked for again for such a session
 
 - by load: within half a second when so many sessions have left that the gain of an ideal draft (``ideal_gain``), with
   the share of draft tokens that was accepted before, is worth it;
@@ -28,10 +24,11 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paceline.target.budget import RowBudget, load_class
+from paceline.target.budget import RowBudget
+from paceline.target.governor import Governor
 from paceline.target.session import Account, TargetSession
 from paceline.types import SpeculationWanted
 
@@ -47,8 +44,6 @@ _TRIAL_NET = 0.06
 _TRIAL_ROUNDS = 16
 _NODES_LIMIT_ROUNDS = 64
 _WORTH_GAIN = 1.05
-_NO_GAIN = 1.02
-_CLEAR_GAIN = 1.1
 _FEWER_SESSIONS = 0.75
 _SHORT_SPELL_S = 10.0
 _TRIAL_SHARE = 0.005
@@ -56,9 +51,7 @@ _TRIAL_LIMIT_S = 5.0
 _TRIAL_ROWS = 3
 _TRIAL_ROW_ROUNDS = 4
 _PEAK_S = 0.25
-_ANY_LOAD = 1 << 30
-_RECENT_JUDGEMENTS = 12
-_ENOUGH_JUDGEMENTS = 4
+_REVIEW_S = 0.1
 
 
 class Judgement(enum.Enum):
@@ -67,35 +60,30 @@ class Judgement(enum.Enum):
     OPEN = "not judged"
     """Too few rounds so far."""
     PAYS = "worth it"
-    NOT_SCHEDULED = "not scheduled"
-    """The draft sends tokens, the budget has no room for them: a matter of load."""
     NOT_SENT = "not sent in time"
     """Next to nothing comes in time."""
     NO_GAIN = "not worth it"
     """What is accepted is not worth what drafting costs."""
+    LOAD = "not worth it at this load"
+    """Of all sessions."""
 
 
-def judge(account: Account, *, trial: bool = False, gain: float | None = None) -> Judgement:
-    """Judges a session by its account since the last judgement; pure.
+def judge(account: Account, *, trial: bool = False) -> Judgement:
+    """Judges a session by its account since the last judgement; pure. With r = rounds in the account:
 
-    ``gain`` is the present ``ideal_gain`` where it matters. With r = rounds in the account:
-
-    - r < 32 (in a trial 16): OPEN, unless r >= 8 and either net < -4 or nothing was verified and gain < 1.02;
-    - draft tokens verified per round < 0.1: NOT_SENT if less than 0.5 per round were there; else NOT_SCHEDULED, but
-      PAYS if gain > 1.1: then it is a matter of luck so far, not of load;
+    - r < 32 (in a trial 16): OPEN, unless r >= 8 and net < -4;
+    - draft tokens verified per round < 0.1: NOT_SENT if less than 0.5 per round were there; else they have no room,
+      which is a matter of load: PAYS;
     - net / r < 0.03 (to end a trial well: 0.06): NO_GAIN;
     - PAYS otherwise.
     """
     rounds = account.rounds
     net = account.accepted - account.lost
-    hopeless = account.rows == 0 and rounds >= _SHORT_ROUNDS and gain is not None and gain < _NO_GAIN
     costly = rounds >= _SHORT_ROUNDS and net < -4.0
-    if rounds < (_TRIAL_ROUNDS if trial else _WINDOW_ROUNDS) and not (costly or hopeless):
+    if rounds < (_TRIAL_ROUNDS if trial else _WINDOW_ROUNDS) and not costly:
         return Judgement.OPEN
     if account.rows < _FEW_ROWS * rounds:
-        if account.trimmed < 0.5 * rounds:
-            return Judgement.NOT_SENT
-        return Judgement.PAYS if gain is not None and gain > _CLEAR_GAIN else Judgement.NOT_SCHEDULED
+        return Judgement.NOT_SENT if account.trimmed < 0.5 * rounds else Judgement.PAYS
     if net < (_TRIAL_NET if trial else _LEAST_NET) * rounds:
         return Judgement.NO_GAIN
     return Judgement.PAYS
@@ -114,7 +102,7 @@ class _Pause:
     until: float
     judgement: Judgement
     num_sessions: int
-    """When it was paused; ``_ANY_LOAD`` once a trial of another has paid at the present load."""
+    """When it was paused."""
 
 
 @dataclass(slots=True)
@@ -134,8 +122,11 @@ class Steering:
     _peak_since: float = 0.0
     _peak: int = 0
     _last_peak: int = 0
-    _recent: dict[int, deque[bool]] = field(default_factory=dict)
-    """Whether drafting paid for the last sessions judged, by load."""
+
+    governor: Governor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.governor = Governor(self.budget)
 
     def begin(self, session: TargetSession, now: float, num_sessions: int) -> None:
         """A session has been opened, ``num_sessions`` are open: without a draft, if nothing speaks for one.
@@ -144,17 +135,10 @@ class Steering:
         """
         if not session.draft_available:
             return
-        if self._forbids(num_sessions):
-            self._pause(session, Judgement.NOT_SCHEDULED, now, num_sessions)
-            self._paused[session.session_id].until = now
+        if not self.governor.wanted(num_sessions):
+            self._pause(session, Judgement.LOAD, now, num_sessions)
         elif self.num_pauses:
             self.messages.append(SpeculationWanted(session.session_id, session.epoch, True))
-
-    def _forbids(self, num_sessions: int) -> bool:
-        """Whether, beside about as many sessions, drafting did not pay for at least four of the last twelve judged,
-        nor for a quarter of them."""
-        recent = self._recent.get(load_class(num_sessions), ())
-        return len(recent) - sum(recent) >= max(_ENOUGH_JUDGEMENTS, 3 * sum(recent))
 
     def trial_rows(self, session: TargetSession) -> int:
         """Draft tokens that a session on trial has verified whatever the budget says."""
@@ -187,64 +171,57 @@ class Steering:
         """Decides about a session after one of its rounds."""
         trial = session is self._trial
         account = session.account
-        if not trial and session.paid_at != load_class(num_sessions) and self._forbids(num_sessions):
-            self._pause(session, Judgement.NOT_SCHEDULED, now, num_sessions)
-            return
         if num_sessions <= _FEWER_SESSIONS * account.num_sessions:
             session.account = account = Account()  # what was learned under another load
         account.num_sessions = max(account.num_sessions, num_sessions)
-        gain = None
-        if account.trimmed and account.rounds >= _SHORT_ROUNDS and account.rows < _FEW_ROWS * account.rounds:
-            gain = self._gain(session, num_sessions)
-        judgement = judge(account, trial=trial, gain=gain)
+        judgement = judge(account, trial=trial)
         if judgement is Judgement.OPEN:
             return
         if trial:
             self._end_trial(session, now, num_sessions)
-            if judgement is Judgement.PAYS:
-                self._recent.pop(load_class(num_sessions), None)
-                for pause in self._paused.values():
-                    if pause.judgement is Judgement.NOT_SCHEDULED:
-                        pause.num_sessions = _ANY_LOAD
-                        pause.session.hits.forget()
-        recent = self._recent.setdefault(load_class(num_sessions), deque(maxlen=_RECENT_JUDGEMENTS))
-        recent.append(judgement is Judgement.PAYS)
         session.account = Account()
         session.unheard_rounds = 0
         session.on_trial = False
         if judgement is not Judgement.PAYS:
             self._pause(session, judgement, now, num_sessions)
             return
-        session.paid_at = load_class(num_sessions)
         if now - session.resumed_at > _SHORT_SPELL_S:
             session.num_failures = session.num_load_failures = 0
 
     def _end_trial(self, session: TargetSession, now: float, num_sessions: int) -> None:
-        """The next one waits until this one's cost is a small share of the time: its session's, and what the draft
-        took from the machine meanwhile."""
+        """The next one waits until this one's cost is a small share of the time."""
         self._trial, self._trial_account = None, None
         net_loss = max(0.0, session.account.lost - session.account.accepted)
-        slowed_s = (now - session.resumed_at) * (1.0 - 1.0 / self.budget.slowdown(num_sessions))
-        cost_s = net_loss * self.budget.plain_s(num_sessions) / max(1, num_sessions) + slowed_s
+        cost_s = net_loss * self.budget.plain_s(num_sessions) / max(1, num_sessions)
         self._next_trial_at = now + max(FIRST_PAUSE_S, cost_s / _TRIAL_SHARE)
 
-    def tick(self, now: float, num_sessions: int) -> None:
-        """Asks for drafts again where it is time; cheap when nothing is due."""
+    def tick(self, now: float, num_running: int, sessions: Iterable[TargetSession]) -> None:
+        """Ends drafting of all where the governor says so, and asks for it again where it is time."""
         trial = self._trial
         if trial is not None and trial.account.rounds == 0 and now - trial.resumed_at > _TRIAL_LIMIT_S:
             self._trial = None  # no draft has come for it
-        num_sessions = self._lasting(num_sessions, now)
-        if not self._paused or now < self._next_review_at:
-            return
+        num_sessions = self._lasting(num_running, now)
+        if not self.governor.wanted(num_sessions):
+            for session in sessions:
+                if session.k > 0 and not session.paused:
+                    self._pause(session, Judgement.LOAD, now, num_sessions)
+        elif self._paused and now >= self._next_review_at:
+            self._next_review_at = now + _REVIEW_S
+            self._review_pauses(now, num_sessions)
+
+    def _review_pauses(self, now: float, num_sessions: int) -> None:
         resumed, due = [], []
         for pause in self._paused.values():
             session = pause.session
-            if num_sessions <= _FEWER_SESSIONS * pause.num_sessions:
-                rested = session.num_load_failures == 0 or now >= pause.until
-                if rested and self._gain(session, num_sessions) >= _WORTH_GAIN:
+            if pause.judgement is Judgement.LOAD:
+                resumed.append(session)
+            elif (
+                num_sessions <= _FEWER_SESSIONS * pause.num_sessions
+                and self._gain(session, num_sessions) >= _WORTH_GAIN
+            ):
+                if session.num_load_failures == 0 or now >= pause.until:
                     resumed.append(session)
-                    continue
-            if now >= pause.until:
+            elif now >= pause.until:
                 due.append(session)
         for session in resumed:
             self._resume(session, now, forget=False)
@@ -253,7 +230,6 @@ class Steering:
             self._resume(self._trial, now, forget=True)
             if self._trial_account is not None:
                 self._trial.account = self._trial_account
-        self._next_review_at = now + 0.1
 
     def _lasting(self, num_sessions: int, now: float) -> int:
         """The most sessions of the last quarter to half of a second: where one follows another there are fewer between
@@ -267,10 +243,13 @@ class Steering:
         return self.budget.gain(num_sessions, session.hits.rate(), session.k)
 
     def _pause(self, session: TargetSession, judgement: Judgement, now: float, num_sessions: int) -> None:
-        if now - session.resumed_at > _SHORT_SPELL_S:
-            session.num_failures = session.num_load_failures = 0
-        session.num_failures += 1
-        session.num_load_failures += session.resumed_by_load
+        if judgement is not Judgement.LOAD:
+            if now - session.resumed_at > _SHORT_SPELL_S:
+                session.num_failures = session.num_load_failures = 0
+            session.num_failures += 1
+            session.num_load_failures += session.resumed_by_load
+        if session is self._trial:
+            self._trial = None
         session.pause_drafting()
         until = now + pause_s(session.num_failures)
         log.debug("drafting is %s beside %d sessions", judgement.value, num_sessions - 1,
