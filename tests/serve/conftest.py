@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import shutil
 import tempfile
 import time
@@ -114,8 +113,6 @@ def app(pair):
         patch.setenv("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "1")
         from ray import serve
     own = {**serve_environment(folder), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
     import ray
 
     from paceline.app import APPLICATION, GRPC_SERVICES, build
@@ -123,19 +120,22 @@ def app(pair):
     config = config_for(pair)
     server = config["server"]
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=1,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            _temp_dir=str(folder / "ray"),
-        )
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": server["host"], "port": server["http_port"]},
-            grpc_options={"port": server["grpc_port"], "grpc_servicer_functions": GRPC_SERVICES},
-        )
+        with pytest.MonkeyPatch.context() as patch:  # what tests start later must not take the ports of this one
+            for name, value in own.items():
+                patch.setenv(name, value)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=1,
+                object_store_memory=80 << 20,
+                log_to_driver=False,
+                _temp_dir=str(folder / "ray"),
+            )
+            serve.start(
+                proxy_location="HeadOnly",
+                http_options={"host": server["host"], "port": server["http_port"]},
+                grpc_options={"port": server["grpc_port"], "grpc_servicer_functions": GRPC_SERVICES},
+            )
         serve.run_many(
             [serve.RunTarget(build(config), name=APPLICATION, route_prefix="/", external_scaler_enabled=True)],
             wait_for_applications_running=False,
@@ -147,8 +147,6 @@ def app(pair):
         serve.shutdown()
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 async def _ready(app: App) -> None:

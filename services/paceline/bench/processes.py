@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from typing import Any, Self
 
 from paceline.config import ServiceConfig
 from paceline.errors import EngineError
+from paceline.serve import free_ports
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -31,7 +30,6 @@ _START_TIMEOUT_S = 600.0
 """The first start on a machine compiles the models."""
 _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.1
-_ROUTER_PORTS = 16
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -107,43 +105,6 @@ def cpu_by_role(before: list[Process], after: list[Process]) -> dict[str, float]
     for process in after:
         spent[process.role] += process.cpu_s - earlier.get((process.pid, process.started), 0.0)
     return spent
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-def _own_ports() -> dict[str, str]:
-    """Environment that gives Serve ports which no other service of this machine has.
-
-    Its own are the same for all: fallback proxies answer for one another then, and routers even share one port (Serve
-    turns the sharing of ports off by a string, where gRPC takes a number).
-    """
-    base = _free_range(2 * _ROUTER_PORTS + 2)
-    bounds = {
-        "DIRECT_INGRESS_MIN_HTTP_PORT": base,
-        "DIRECT_INGRESS_MAX_HTTP_PORT": base + _ROUTER_PORTS,
-        "DIRECT_INGRESS_MIN_GRPC_PORT": base + _ROUTER_PORTS,
-        "DIRECT_INGRESS_MAX_GRPC_PORT": base + 2 * _ROUTER_PORTS,
-        "FALLBACK_PROXY_HTTP_PORT": base + 2 * _ROUTER_PORTS,
-        "FALLBACK_PROXY_GRPC_PORT": base + 2 * _ROUTER_PORTS + 1,
-    }
-    return {f"RAY_SERVE_{name}": str(port) for name, port in bounds.items()}
-
-
-def _free_range(count: int) -> int:
-    """The first of as many ports in a row that nobody listens on, below those that the system hands out."""
-    while True:
-        base = random.randrange(20_000, 30_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(base, base + count):
-                stack.enter_context(socket.socket()).bind(("", port))
-            return base  # all of them could be had
 
 
 def _end_with_parent() -> None:
@@ -229,7 +190,6 @@ class ServiceProcess:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline", "serve", "--config", str(file)],
-                env={**_own_ports(), **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
