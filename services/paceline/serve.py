@@ -18,6 +18,7 @@ import math
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -79,6 +80,11 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--grpc-port", type=int, metavar="N", help="default 9000")
     group.add_argument("--http-port", type=int, metavar="N", help="metrics and health; default 8000")
     group.add_argument("--dashboard", action="store_true", help="also start Ray's dashboard")
+    group.add_argument(
+        "--print-environment",
+        action="store_true",
+        help="print, for a shell, what the processes of a Ray cluster need for `serve deploy`, and end",
+    )
     parser.add_argument("--verbose", action="store_true", help="print what the replicas log")
     parser.set_defaults(run=run_serve)
 
@@ -138,6 +144,10 @@ def _loading(flag: str, value: str) -> dict[str, str]:
 
 def run_serve(args: argparse.Namespace) -> int:
     """``paceline serve``."""
+    if args.print_environment:
+        for name, value in serve_environment(_socket_folder()).items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
     config = read_config(args)
     local = args.address is None
     require_service(config, memory=local, cores=False, ports=local)  # our own Ray is told of as many cores as it takes
@@ -296,7 +306,8 @@ class Service:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        os.environ.update(serve_environment(self._folder))
+        environment = serve_environment(self._folder)
+        os.environ.update(environment)
         signal.signal(signal.SIGTERM, self._interrupt)
         import ray
 
@@ -309,7 +320,9 @@ class Service:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         local = self._address is None
         options: dict[str, Any] = {"log_to_driver": self._verbose, "logging_level": logging.WARNING}
-        if local:
+        if not local:  # the processes of a cluster that runs have not been started with it
+            options["runtime_env"] = {"env_vars": environment}
+        else:
             options |= {
                 "include_dashboard": self._dashboard,
                 "num_cpus": reserved_cpus(self.config),

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,11 +16,14 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.serve.conftest import START_S
 
 from paceline import serve
 from paceline.client import Client
 from paceline.errors import ConfigError, EngineError
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def parsed(*argv):
@@ -118,16 +123,17 @@ class Running:
             assert time.monotonic() < end, f"no {line!r} within {timeout_s} s: {self.text()}"
             time.sleep(0.1)
 
-    def descendants(self) -> set[int]:
-        """Processes below it, janitor included."""
-        parents = {}
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
-        found = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more
-        return found
+
+def descendants(pid: int) -> set[int]:
+    """A process and those below it."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
 
 
 def command_line(pid):
@@ -167,7 +173,7 @@ def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(pair, tmp_path, n
         with Client(f"127.0.0.1:{running.grpc_port}") as client:
             result = client.generate("hello", max_tokens=20).result
         assert result.usage.completion_tokens > 0
-        family = running.descendants()
+        family = descendants(running.process.pid)
         assert len(family) > 6
         ours = {pid for pid in family if is_ours(pid)}
         assert len(ours) > 4
@@ -197,8 +203,83 @@ def test_a_replica_that_cannot_start_ends_it_with_the_reason(pair, tmp_path):
     with Running(pair, tmp_path, "--target", str(broken)) as running:
         family = set()
         while running.process.poll() is None:
-            family |= running.descendants()
+            family |= descendants(running.process.pid)
             time.sleep(0.5)
         assert running.process.returncode == 2, running.text()
         assert "broken" in running.text().splitlines()[-1]
         wait_gone(family)
+
+
+# -- on a cluster that runs -----------------------------------------------------------------------------------------
+
+_CLUSTER = """
+import sys, ray
+context = ray.init(address="local", num_cpus=4, object_store_memory=80 << 20, log_to_driver=False, **{options})
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, environment: dict[str, str], **options):
+    """A Ray cluster of another process; yields it and its address."""
+    before = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with (folder / "cluster.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CLUSTER.replace("{options}", repr(options))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            env=before | environment | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            address = process.stdout.readline().strip()
+            assert address, (folder / "cluster.log").read_text()
+            yield process, address
+        finally:
+            process.communicate()
+
+
+@pytest.mark.ray
+def test_it_joins_a_cluster_and_leaves_it_as_it_was(pair, tmp_path):
+    with cluster(tmp_path, {}, include_dashboard=False) as (ray, address):
+        with Running(pair, tmp_path, "--address", address) as running:
+            running.wait_for("ready\n")
+            replicas = {pid for pid in descendants(ray.pid) if is_ours(pid)}
+            names = " ".join(" ".join(command_line(pid)) for pid in replicas)
+            assert all(name in names for name in ("Target:", "Draft:", "Router", "haproxy")), names
+            with Client(f"127.0.0.1:{running.grpc_port}") as client:
+                assert client.generate("hello", max_tokens=20).result.usage.completion_tokens > 0
+            running.process.send_signal(signal.SIGINT)
+            assert running.process.wait(60) == 130
+        wait_gone(replicas)
+        assert ray.poll() is None
+
+
+@pytest.mark.ray
+def test_the_cluster_file_is_deployed_by_serve_itself(tmp_path):
+    """On a cluster that was started with the environment that is printed for it."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "paceline", "serve", "--print-environment"], capture_output=True, text=True, check=True
+    ).stdout
+    environment = dict(shlex.split(line)[1].split("=", 1) for line in printed.splitlines())
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    dashboard, grpc_port, http_port = serve.free_ports(3)
+    text = (REPOSITORY / "cluster" / "embedded.yaml").read_text().replace("0.0.0.0", "127.0.0.1")
+    config = yaml.safe_load(text.replace("9000", str(grpc_port)).replace("8000", str(http_port)))
+    for pool in ("target_config", "draft_config"):
+        config["applications"][0]["args"][pool].setdefault("engine_kwargs", {})["compile"] = False
+    file = tmp_path / "embedded.yaml"
+    file.write_text(yaml.safe_dump(config))
+    folder = Path(environment["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"])
+    try:
+        with cluster(tmp_path, environment, include_dashboard=True, dashboard_port=dashboard):
+            command = [str(Path(sys.executable).with_name("serve")), "deploy", "--address"]
+            subprocess.run([*command, f"http://127.0.0.1:{dashboard}", str(file)], check=True, capture_output=True)
+            with Client(f"127.0.0.1:{grpc_port}") as client:
+                client.wait_ready(START_S)
+                assert client.generate("def f(", max_tokens=20, ignore_eos=True).result.usage.completion_tokens == 20
+    finally:
+        shutil.rmtree(folder)
