@@ -44,7 +44,7 @@ LONGEST_STREAM_S = 24 * 3600
 """Streams that are older than this may be cut when routers come or go."""
 
 _EXIT_INTERRUPTED = 130
-_POLL_S, _READY_POLL_S, _REPEAT_S = 0.5, 1.0, 10.0
+_POLL_S, _READY_POLL_S, _REPEAT_S = 0.5, 3.0, 10.0
 _GONE_AFTER_S = 10.0
 """Without an answer for so long Ray is taken for dead."""
 _OBJECT_STORE_BYTES = 80 << 20

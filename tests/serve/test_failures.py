@@ -139,7 +139,7 @@ async def pids(app, kind):
     return {status.pid for status in info.pools.get(kind, ())}
 
 
-async def replaced(app, kind, lost):
+async def replaced(app, kind, lost, timeout_s=60):
     """Waits until the pool has as many processes as before, without the lost one; returns the new ones."""
     before = await pids(app, kind) | {lost}
 
@@ -147,7 +147,7 @@ async def replaced(app, kind, lost):
         now = await pids(app, kind)
         return now - before if lost not in now and now - before else None
 
-    return await until(new, 60, f"a new {kind} replica")
+    return await until(new, timeout_s, f"a new {kind} replica")
 
 
 async def speculates(app):
@@ -321,6 +321,22 @@ def test_a_draft_that_hangs_or_crawls_does_not_hold_streams_up(two, expected):
         assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
         assert await pids(two, "draft") == {pid}, "short hangs are no reason to replace it"
         await speculates(two)
+
+    finish(run())
+
+
+def test_a_draft_that_hangs_for_long_is_replaced(two, expected):
+    """By Serve, when its health checks have failed; streams speculate again with the new one."""
+
+    async def run():
+        (pid,) = await pids(two, "draft")
+        async with Traffic(two, expected) as traffic:
+            with stopped(pid):
+                await replaced(two, "draft", pid, timeout_s=120)
+                await speculates(two)
+            await settled(two, target=2)
+        report("draft hung for long", traffic)
+        assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
 
     finish(run())
 
