@@ -122,7 +122,6 @@ class Steering:
     _peak_since: float = 0.0
     _peak: int = 0
     _last_peak: int = 0
-
     governor: Governor = field(init=False)
 
     def __post_init__(self) -> None:
