@@ -4,7 +4,7 @@ No model of a step knows all that drafts take: cores that they share with their 
 each load (``budget.load_class``) the two are tried against each other:
 
     choice ──────────────▶ trial of the other ──▶ the faster one is the choice
-           2, 5, 12, .. 64 s                0.4 s and 12 steps
+           2, 5, 12, .. 64 s                0.4 s and a few steps
 
 Only steps that do nothing but decode count, with the time since the step before, and not the first few after a change.
 Drafting that is clearly faster than a plain step can be (``StepCost``) needs no trial, nor does drafting that could not
@@ -20,7 +20,9 @@ from paceline.target.budget import PRIOR_ACCEPTANCE, RowBudget, load_class
 _FIRST_PAUSE_S = {True: 1.0, False: 2.0}
 """Until plain decoding, or drafting, is tried for the first time."""
 _LONGEST_PAUSE_S = 64.0
-_TRIAL_S, _TRIAL_STEPS = 0.4, 12
+_TRIAL_S = 0.4
+_LEAST_STEPS, _MOST_STEPS, _ENOUGH_TOKENS = 4, 12, 192
+"""Steps of a trial: so many that plain decoding would yield 192 tokens, within limits."""
 _TRIAL_LIMIT_S = 3.0
 _SETTLE_STEPS = 4
 _HALF_LIFE_S = 1.0
@@ -113,9 +115,10 @@ class Governor:
         load.rates[drafting].add(tokens * self._scale(num_sessions), seconds)
         load.seconds += seconds
         load.steps += 1
+        enough = min(max(_ENOUGH_TOKENS // num_sessions, _LEAST_STEPS), _MOST_STEPS)
         if load.trial:
-            self._look_at_trial(load)
-        elif load.seconds >= load.pause_s() and load.steps >= _TRIAL_STEPS and self._is_open(num_sessions, load):
+            self._look_at_trial(load, enough)
+        elif load.seconds >= load.pause_s() and load.steps >= enough and self._is_open(num_sessions, load):
             load.begin_phase(trial=True)
             load.rates[load.wanted] = Rate()
             self.num_trials += 1
@@ -123,9 +126,9 @@ class Governor:
                 self.budget.coupled.forget()
                 self.budget.rejection.forget()
 
-    def _look_at_trial(self, load: _Load) -> None:
+    def _look_at_trial(self, load: _Load, enough: int) -> None:
         tried, before = load.rates[load.wanted].per_s(), load.rates[load.choice].per_s()
-        if load.seconds >= _TRIAL_S and load.steps >= _TRIAL_STEPS:
+        if load.seconds >= _TRIAL_S and load.steps >= enough:
             self._end_trial(load, won=tried > before * (_WORTH if load.wanted else _WORTHLESS))
         elif any(load.steps >= steps and tried < share * before for steps, share in _HOPELESS):
             self._end_trial(load, won=False)
