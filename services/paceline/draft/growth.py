@@ -41,7 +41,7 @@ class BestFirst:
 
     k: int
     fan_out: int = 4
-    min_path_prob: float = 1e-3
+    min_path_prob: float = 0.02
 
     def key(
         self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
