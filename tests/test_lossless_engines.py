@@ -266,7 +266,7 @@ def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pyte
         if rng.random() < 0.1:
             self._pause(session, Judgement.NO_GAIN, now, num_sessions)
 
-    def any_resumption(self, now, num_sessions):
+    def any_resumption(self, now, num_running, sessions):
         for pause in list(self._paused.values()):
             if rng.random() < 0.3:
                 self._resume(pause.session, now, forget=rng.random() < 0.5)
