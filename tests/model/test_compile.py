@@ -139,6 +139,7 @@ def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None
     assert seen > 0
 
 
+@pytest.mark.slow
 def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,7 +99,7 @@ def test_a_draft_that_does_not_pay_costs_at_most_two_percent(draft: str, num_ses
     [
         (1, {"acceptance": 0.0}),
         (4, {"draft_step_s": 0.05}),
-        (16, {"acceptance": 0.5}),
+        pytest.param(16, {"acceptance": 0.5}, marks=pytest.mark.slow),
         (16, {"acceptance": 0.9, "contention": 0.3}),
     ],
 )
