@@ -99,10 +99,10 @@ class KVCache:
                 del self._page_of[self._hash_of.pop(page)]
             self._refs[page] = 1
             pages.append(page)
-        self._clear(pages)
+        self.clear(pages)
         return pages
 
-    def _clear(self, pages: list[int]) -> None:
+    def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages for a new owner: masked rows weigh exactly zero, but 0 * NaN is NaN."""
         if pages:
             index = torch.tensor(pages, device=self.keys[0].device)
