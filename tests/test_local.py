@@ -68,6 +68,9 @@ class TappedEngine:
         wait_s = self.engine.wait_s()
         return 0.05 if wait_s is None else wait_s  # looks at ``broken`` now and then
 
+    def close(self):
+        self.engine.close()
+
 
 def config_of(folder, **options):
     return LocalConfig(

@@ -41,7 +41,8 @@ def test_a_decoded_plan_is_the_encoded_one(seed: int) -> None:
     for field in dataclasses.fields(StepPlan):
         mine, other = getattr(plan, field.name), getattr(twin, field.name)
         if isinstance(mine, torch.Tensor):
-            assert mine.dtype == other.dtype and torch.equal(mine, other), field.name
+            assert mine.dtype == other.dtype, field.name
+            assert torch.equal(mine, other), field.name
         else:
             assert mine == other, field.name
     for window in (None, 50):

@@ -146,13 +146,6 @@ class KVCache:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
-    def copy_rows(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Copies flat KV rows (reads all before writing any, so the ranges may overlap)."""
-        src, dst = torch.tensor(source), torch.tensor(destination)
-        for pool in (*self.keys, *self.values):
-            flat = pool.view(-1, *pool.shape[2:])
-            flat[dst.to(pool.device)] = flat[src.to(pool.device)]
-
     def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
         """Asserts the page states against ``held``, the page list of every session."""
         refs = [0] * self.num_pages

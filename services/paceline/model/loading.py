@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,18 +17,21 @@ from transformers.utils import logging as hf_logging
 from paceline.checkpoints import inspect_checkpoint
 from paceline.config import ModelConfig, cache_dir
 from paceline.errors import ConfigError
+from paceline.memory import gib
+from paceline.model.collectives import Collectives
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.ranks import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.runner import ModelRunner, StepFunction
+from paceline.model.shard_loading import Progress
+from paceline.model.sharded import Share, load_shard, share_of
+from paceline.model.sharding import BUILDING
 from paceline.model.step import Step, probe_layers
 
 _NUM_NAMED = 3
 """Parameters that a message names; of the others it gives the number."""
 
 log = logging.getLogger(__name__)
-
-_FROM_PRETRAINED = threading.Lock()
-"""transformers builds models under a process-wide default device: two threads must not load at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +47,67 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     num_parameters: int
+    share: Share | None = None
+    """Of a rank's model."""
+
+    @property
+    def group(self) -> Collectives | None:
+        """The exchange with the other ranks; None if the model is whole."""
+        return None if self.share is None else self.share.group
 
     def runner(self, num_pages: int) -> ModelRunner:
-        """A runner over a new KV cache of ``num_pages`` pages."""
-        cache = KVCache(self.layers, num_pages, self.dtype, self.device)
-        return ModelRunner(
-            self.step, cache, dtype=self.dtype, sliding_window=self.sliding_window, vocab_size=self.vocab_size
-        )
+        """A runner over a new KV cache of ``num_pages`` pages; of several ranks as many as the least of them asks for.
+
+        The first rank's is a LeadingRunner, the others' a RankRunner.
+        """
+        num_pages = agreed(num_pages, self.group)
+        facts: dict[str, Any] = {
+            "dtype": self.dtype,
+            "sliding_window": self.sliding_window,
+            "vocab_size": self.vocab_size,
+        }
+        if self.share is None:
+            return ModelRunner(self.step, KVCache(self.layers, num_pages, self.dtype, self.device), **facts)
+        if self.share.group.rank > 0:
+            cache = KVCache(self.layers, num_pages, self.dtype, self.device)
+            return RankRunner(self.step, cache, share=self.share, **facts)
+        leaders = LeadersCache(self.layers, num_pages, self.dtype, self.device)
+        return LeadingRunner(self.step, leaders, share=self.share, **facts)
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Loads, checks and, if configured, compiles the model.
+def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedModel:
+    """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     Raises:
-        ConfigError: nothing loadable at the path, not a causal language model, or unsupported attention.
+        ConfigError: nothing loadable at the path, not a causal language model, unsupported attention, or it cannot be
+            split into so many ranks.
+        EngineError: another rank has failed.
     """
-    device = torch.device(resolve_device(config.device))
+    device = torch.device(resolve_device(config.device)) if group is None else group.device
     dtype = resolve_dtype(config.dtype, device)
-    model = load_pretrained(config.path, dtype).to(device)
-    compile = device.type == "cpu" if config.compile == "auto" else config.compile
-    return prepare(model, compile=compile)
+    can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
+    if group is None:
+        model = load_pretrained(config.path, dtype).to(device)
+    else:
+        model = load_shard(config.path, dtype, group, progress=_progress(group))
+    return prepare(model, compile=can_compile if config.compile == "auto" else config.compile)
+
+
+def _progress(group: Collectives) -> Progress:
+    """Says of each quarter of the rank's weights that it is there."""
+    said = -1
+
+    def say(loaded: int, total: int) -> None:
+        nonlocal said
+        if loaded * 4 // total > said:
+            said = loaded * 4 // total
+            log.info("rank %d of %d has read %d %% of %s", group.rank, group.degree, 25 * said, gib(total))
+
+    return say
 
 
 def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
-    """Makes a loaded transformers model runnable.
+    """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
 
     Raises:
         ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU.
@@ -86,11 +126,12 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
         step=step,
         layers=layers,
         sliding_window=window,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=model.get_output_embeddings().out_features,
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,
         device=model.device,
         num_parameters=sum(p.numel() for p in model.parameters()),
+        share=share_of(model),
     )
 
 
@@ -104,7 +145,7 @@ def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
     inspect_checkpoint(path)
     model: PreTrainedModel
     try:
-        with _FROM_PRETRAINED, _quiet():
+        with BUILDING, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 Path(path).expanduser(), dtype=dtype, output_loading_info=True
             )

@@ -204,6 +204,9 @@ class StepPlan:
 class ModelRunner:
     """Runs steps of one model against one KV cache on one device. Owned by one engine thread."""
 
+    picks = False
+    """Whether it can draw tokens where the logits are (``ranks.LeadingRunner.forward_and_pick``)."""
+
     def __init__(
         self,
         step: StepFunction,
@@ -223,6 +226,9 @@ class ModelRunner:
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""
         return self.run(StepPlan.of(steps, self.cache.scratch_row))
+
+    def close(self) -> None:
+        """Gives up what other processes take part in. Idempotent."""
 
     def run(self, plan: StepPlan) -> Tensor:
         """``forward`` of a plan: logits ``[num_logits, vocab_size]``."""
