@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,19 +18,13 @@ from tests.support import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
 from transformers import GPT2Config, LlamaConfig
 
 from paceline import checks
-from paceline.checks import (
-    PROCESS_BYTES,
-    Finding,
-    ModelFacts,
-    Severity,
-    check_service,
-    local_folder,
-    read_facts,
-    require_service,
-)
+from paceline.checkpoints import read_facts
+from paceline.checks import check_service, local_folder, require_service
 from paceline.config import ServiceConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
+from paceline.estimate import PROCESS_BYTES, RAY_BYTES
+from paceline.findings import Finding, Severity
 from paceline.memory import draft_pages, session_pages, target_pages
 from paceline.target.build import _page_bytes
 
@@ -277,23 +272,27 @@ def test_an_attention_that_keeps_something_else_has_no_estimate(folders, tmp_pat
     shutil.copy(folders / "target" / "model.safetensors", tmp_path)
     facts = read_facts(tmp_path)
     assert (facts.kv_values, facts.page_bytes) == (None, 0)
-    assert facts.replica_bytes(1000) == PROCESS_BYTES + facts.weights_bytes
+    assert facts.kv_bytes(1000) == 0
 
 
-def test_pages_in_is_the_inverse_of_replica_bytes():
-    facts = ModelFacts(num_parameters=1000, kv_values=64, item_bytes=2)
-    for num_pages in (0, 1, 77):
-        assert facts.pages_in(facts.replica_bytes(num_pages)) == num_pages
-        assert facts.pages_in(facts.replica_bytes(num_pages) - 1) == num_pages - 1
+def replica_bytes(facts, num_pages):
+    """What a replica with as many pages takes at least."""
+    return PROCESS_BYTES + facts.weights_bytes + facts.kv_bytes(num_pages)
+
+
+def refusals(config):
+    """(key, message) of every error; warnings of what load may bring are left out."""
+    findings = check_service(config, ports=False)
+    return [(finding.key, finding.message) for finding in findings if finding.severity is ERROR]
 
 
 def with_memory(monkeypatch, num_bytes):
     monkeypatch.setattr(checks, "available_bytes", lambda: num_bytes)
 
 
-def nearest(finding):
+def nearest(message):
     """The value that a refusal proposes."""
-    return int(finding.message.rpartition(" ")[2])
+    return float(message.rpartition(" ")[2])
 
 
 def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
@@ -304,6 +303,8 @@ def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
     assert (finding.severity, finding.key) == (ERROR, "target_config.model_loading_config")
     assert f"{facts.num_parameters:,} parameters" in finding.message
     assert "set dtype to bfloat16, or choose a smaller model" in finding.message
+    largest = int(re.search(r"of at most ([\d,]+) parameters", finding.message)[1].replace(",", ""))
+    assert largest == facts.num_parameters - facts.kv_bytes(1) // 4 - 1, "one page and one byte do not fit"
     assert found(config, memory=False) == []
 
 
@@ -318,26 +319,68 @@ def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
 def test_the_nearest_setting_that_fits_is_named_and_fits(folders, monkeypatch, settings, key):
     facts = read_facts(folders / "target")
     room = 100 if key != "max_model_len" else 20
-    with_memory(monkeypatch, facts.replica_bytes(room) + 10)
+    with_memory(monkeypatch, replica_bytes(facts, room) + 10)
     config = service(folders, "target", None, *settings)
-    finding = one(config)
-    assert (finding.severity, finding.key) == (ERROR, f"target_config.engine_kwargs.{key}")
-    value = nearest(finding)
+    ((refused, message),) = refusals(config)
+    assert refused == f"target_config.engine_kwargs.{key}"
+    value = int(nearest(message))
     fitting = config.with_overrides([f"target_config.engine_kwargs.{key}={value}"])
-    assert found(fitting) == [], "what is proposed is accepted"
+    assert refusals(fitting) == [], "what is proposed is accepted"
     larger = config.with_overrides(
         [f"target_config.engine_kwargs.{key}={value + (64 if key == 'max_model_len' else 1)}"]
     )
-    assert found(larger) == [(ERROR, finding.key)], "and nothing larger"
+    assert [key for key, _ in refusals(larger)] == [refused], "and nothing larger"
+
+
+def test_where_shorter_contexts_alone_are_not_enough_fewer_sessions_are_named_too(folders, monkeypatch):
+    with_memory(monkeypatch, replica_bytes(read_facts(folders / "target"), 20))
+    config = service(folders, "target", None)
+    ((key, message),) = refusals(config)
+    assert key == "target_config.engine_kwargs.max_model_len"
+    length, sessions = re.search(r"set it to at most (\d+) and max_sessions to at most (\d+)$", message).groups()
+    fitting = [f"{key}={length}", f"target_config.engine_kwargs.max_sessions={sessions}"]
+    assert refusals(config.with_overrides(fitting)) == []
+    assert refusals(config.with_overrides(fitting[:1])) != []
+
+
+def test_what_load_may_bring_is_a_warning_with_the_nearest_setting(folders, monkeypatch):
+    config = service(folders, "target", None, "target_config.engine_kwargs.max_sessions=64")
+    pool = checks.examine(config, ports=False).pools[0]
+    with_memory(monkeypatch, pool.estimate.total_bytes - 1)
+    finding = one(config)
+    assert (finding.severity, finding.key) == (WARNING, "target_config.engine_kwargs.max_sessions")
+    assert nearest(finding.message) == 63
+    fewer = checks.examine(config.with_overrides([f"{finding.key}=63"]), ports=False)
+    assert finding.key not in [f.key for f in fewer.findings]
 
 
 def test_kv_fraction_needs_one_session(folders, monkeypatch):
     facts = read_facts(folders / "target")
+    config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=1.0")
+    with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)))
+    assert refusals(config) == []
+    with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)) - 1)
+    assert [key for key, _ in refusals(config)] == ["target_config.engine_kwargs.max_model_len"]
+
+
+def test_a_share_that_holds_no_session_is_refused_as_the_replica_would(folders, monkeypatch):
+    facts = read_facts(folders / "target")
     config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=0.5")
-    with_memory(monkeypatch, facts.replica_bytes(session_pages(MAX_LEN)))
-    assert found(config) == []
-    with_memory(monkeypatch, facts.replica_bytes(session_pages(MAX_LEN)) - 1)
-    assert found(config) == [(ERROR, "target_config.engine_kwargs.max_model_len")]
+    with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)))
+    ((key, message),) = refusals(config)
+    assert key == "target_config.engine_kwargs.kv_fraction"
+    assert message.startswith(f"{key} is 0.5: that share of")
+    assert "raise kv_fraction to at least 1 or lower max_model_len to at most" in message
+
+
+def test_a_share_that_leaves_nothing_to_work_with_is_a_warning(folders, monkeypatch):
+    with_memory(monkeypatch, 2 * GIB)
+    config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=1.0")
+    finding = one(config)
+    assert (finding.severity, finding.key) == (WARNING, "target_config.engine_kwargs.kv_fraction")
+    share = nearest(finding.message)
+    assert 0.9 < share < 1
+    assert finding.key not in [key for _, key in found(config.with_overrides([f"{finding.key}={share}"]))]
 
 
 def test_a_draft_that_does_not_fit(folders, monkeypatch):
@@ -345,37 +388,63 @@ def test_a_draft_that_does_not_fit(folders, monkeypatch):
     config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1")
     config = config.with_overrides(["draft_config.engine_kwargs.max_sessions=64"])
     per_session = draft_pages(config.pair(), MAX_LEN) // 64
-    target = read_facts(folders / "target").replica_bytes(target_pages(config.pair(), MAX_LEN))
-    with_memory(monkeypatch, facts.replica_bytes(5 * per_session + 3))
-    assert target < facts.replica_bytes(5 * per_session)
-    finding = one(config)
-    assert (finding.severity, finding.key) == (ERROR, "draft_config.engine_kwargs.max_sessions")
-    assert nearest(finding) == 5
-    with_memory(monkeypatch, facts.replica_bytes(per_session) - 1)
+    target = replica_bytes(read_facts(folders / "target"), target_pages(config.pair(), MAX_LEN))
+    with_memory(monkeypatch, replica_bytes(facts, 5 * per_session + 3))
+    assert target < replica_bytes(facts, 5 * per_session)
+    ((key, message),) = refusals(config)
+    assert key == "draft_config.engine_kwargs.max_sessions"
+    assert nearest(message) == 5
+    with_memory(monkeypatch, replica_bytes(facts, per_session) - 1)
     config = config.with_overrides(["target_config.engine_kwargs.max_model_len=100"])
-    assert nearest(one(config)) > 1, "shorter contexts need fewer pages"
-    with_memory(monkeypatch, facts.replica_bytes(1))
-    assert (ERROR, "draft_config.model_loading_config") in found(config)
+    ((_, message),) = refusals(config)
+    assert nearest(message) > 1, "shorter contexts need fewer pages"
+
+
+def test_a_draft_of_which_not_one_session_fits_takes_smaller_trees(folders, monkeypatch):
+    facts = read_facts(folders / "draft")
+    settings = ["target_config.engine_kwargs.max_model_len=100", "draft_config.engine_kwargs.tree_budget=4000"]
+    config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1", *settings)
+    with_memory(monkeypatch, replica_bytes(facts, 20))
+    ((key, message),) = refusals(config)
+    assert key == "draft_config.engine_kwargs.tree_budget"
+    nodes = int(re.search(r"at most (\d+) and max_sessions to at most 1$", message)[1])
+    assert nodes == 19 * 64 - 100
+    assert refusals(config.with_overrides([f"{key}={nodes}"])) == []
+    with_memory(monkeypatch, replica_bytes(facts, 1))
+    assert "draft_config.model_loading_config" in [key for key, _ in refusals(config)]
 
 
 def test_replicas_that_fit_alone_but_not_together(folders, monkeypatch):
     config = service(folders, "target", "draft", "target_config.deployment_config.num_replicas=3")
     facts = read_facts(folders / "target")
-    alone = facts.replica_bytes(target_pages(config.pair(), MAX_LEN))
+    alone = replica_bytes(facts, target_pages(config.pair(), MAX_LEN))
     with_memory(monkeypatch, 3 * alone)
     finding = one(config)
     assert (finding.severity, finding.key) == (WARNING, "target_config")
     assert "together" in finding.message
 
 
+def test_how_many_replicas_fit_together_is_named(folders, monkeypatch):
+    config = service(folders, "target", "draft", "target_config.deployment_config.num_replicas=9")
+    target, draft, router = checks.examine(config, ports=False, cores=False).pools
+    others = RAY_BYTES + draft.machine_bytes + router.machine_bytes
+    with_memory(monkeypatch, others + 4 * target.estimate.total_bytes)
+    finding = one(config, cores=False)
+    assert "set target_config.deployment_config.num_replicas to at most 4, or other machines" in finding.message
+    fitting = config.with_overrides(["target_config.deployment_config.num_replicas=4"])
+    assert found(fitting, cores=False) == []
+
+
 def test_replicas_with_gpus_are_not_measured_here(folders, monkeypatch):
     with_memory(monkeypatch, 1)
     gpu = "target_config.deployment_config.ray_actor_options.num_gpus=1"
-    assert found(service(folders, "target", None, gpu)) == []
+    assert refusals(service(folders, "target", None, gpu)) == []
     bundles = "target_config.placement_group_config.bundles=[{CPU: 1, GPU: 1}]"
-    assert found(service(folders, "target", None, bundles)) == []
+    assert refusals(service(folders, "target", None, bundles)) == []
     cpu = "target_config.engine_kwargs.device=cpu"
     assert found(service(folders, "target", None, gpu, cpu)) == [(ERROR, "target_config.model_loading_config")]
+    with_memory(monkeypatch, 2 * GIB)
+    assert found(service(folders, "target", None, gpu)) == [], "its process is all that it takes of this machine"
 
 
 def test_more_cores_reserved_than_there_are(monkeypatch):

@@ -100,6 +100,11 @@ class PairConfig(_Config):
         _require_one_size(self.kv_pages, self.kv_fraction)
         return self
 
+    @property
+    def num_draft_sessions(self) -> int:
+        """Sessions that the draft is made for."""
+        return self.draft_max_sessions or self.max_sessions
+
 
 class LocalConfig(PairConfig):
     """A pair on one machine (``local.py``)."""

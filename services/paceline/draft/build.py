@@ -13,13 +13,13 @@ from paceline.draft.engine import DraftEngine
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
-from paceline.memory import PAGE_SIZE, draft_pages
+from paceline.memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages
 from paceline.model.loading import load_model
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.types import Nodes, SessionFailed
 
 _NGRAM_WIDTH = 64
-_WIDTHS = (4, 6, 8, 12, 16, 24, 32)
+_WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
 _AFFORDABLE = 1.25
 _TIMED_FORWARDS = 5
 _log = logging.getLogger(__name__)
