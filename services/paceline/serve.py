@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from paceline import janitor
 from paceline.checks import require_service
-from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, ServiceConfig
+from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, NgramDraftConfig, ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
 
 if TYPE_CHECKING:
@@ -100,15 +100,17 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     config = ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)
     if args.draft is not None and args.drafter not in (None, "model"):
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
-    overrides = list(args.set)
+    overrides, draft = list(args.set), config.draft_config
+    if args.drafter == "ngram" and not isinstance(draft, NgramDraftConfig):
+        overrides.insert(0, _override("draft_config", {"kind": "ngram"}))
+    elif args.draft is not None and not isinstance(draft, ModelDraftConfig):
+        overrides.insert(0, _override("draft_config", {"kind": "model"}))
     if args.target is not None:
         overrides.append(_override("target_config.model_loading_config", _loading("--target", args.target)))
-    if args.drafter == "ngram":
-        overrides.append(_override("draft_config", {"kind": "ngram"}))
-    elif args.drafter == "none" or args.drafts == 0:
+    if args.drafter == "none" or args.drafts == 0:
         overrides.append(_override("draft_config", None))
     elif args.draft is not None:
-        overrides.append(_override("draft_config", {"model_loading_config": _loading("--draft", args.draft)}))
+        overrides.append(_override("draft_config.model_loading_config", _loading("--draft", args.draft)))
     config = config.with_overrides(overrides)
     return config.with_overrides(_further(args, config))
 
