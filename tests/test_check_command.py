@@ -61,7 +61,7 @@ def check_json(capsys, *flags):
 def rows_of(out):
     """The cells of the table by pool."""
     lines = [line.split() for line in out.partition("\n\n")[0].splitlines()]
-    assert lines[0] == ["MiB", "replicas", "process", "weights", "KV", "trees", "workspace", "each", "all"]
+    assert lines[0] == ["MiB", "replicas", "ranks", "process", "weights", "KV", "trees", "workspace", "each", "all"]
     return {cells[0]: dict(zip(lines[0][1:], cells[1:], strict=True)) for cells in lines[1:]}
 
 

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,9 @@ from paceline.checks import check_service, local_folder, require_service
 from paceline.config import ServiceConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
-from paceline.estimate import PROCESS_BYTES, RAY_BYTES
+from paceline.estimate import PROCESS_BYTES, RAY_BYTES, target_estimate
 from paceline.findings import Finding, Severity
 from paceline.memory import draft_pages, session_pages, target_pages
-from paceline.target.build import _page_bytes
 
 MAX_LEN = 2048
 GIB = 1 << 30
@@ -253,7 +253,7 @@ def test_the_estimate_is_what_the_loaded_model_takes(tmp_path, family):
     loaded, _ = pair(family)
     assert facts.num_parameters == loaded.num_parameters
     assert facts.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert facts.page_bytes == _page_bytes(loaded)
+    assert facts == loaded.facts
 
 
 def test_shards_and_pickled_weights(folders, tmp_path):
@@ -261,7 +261,7 @@ def test_shards_and_pickled_weights(folders, tmp_path):
     assert read_facts(folders / "shards") == facts
     shutil.copy(folders / "target" / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(4 * facts.num_parameters))
-    assert read_facts(tmp_path) == facts
+    assert read_facts(tmp_path) == replace(facts, num_whole=0), "these files do not say what is a matrix"
     assert facts.weights_bytes == 2 * facts.num_parameters
     assert read_facts(folders / "target", "float32").weights_bytes == 4 * facts.num_parameters
 
@@ -357,30 +357,40 @@ def test_what_load_may_bring_is_a_warning_with_the_nearest_setting(folders, monk
 def test_kv_fraction_needs_one_session(folders, monkeypatch):
     facts = read_facts(folders / "target")
     config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=1.0")
-    with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)))
+    one_session = replica_bytes(facts, session_pages(MAX_LEN))
+    reserved = target_estimate(config.pair(), facts, MAX_LEN).reserved_bytes
+    with_memory(monkeypatch, one_session + reserved)
     assert refusals(config) == []
-    with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)) - 1)
+    with_memory(monkeypatch, one_session + reserved - 1)
+    ((key, message),) = refusals(config)
+    assert key == "target_config.engine_kwargs.kv_fraction"
+    assert "lower max_model_len to at most 20" in message, "one page less"
+    with_memory(monkeypatch, one_session - 1)
     assert [key for key, _ in refusals(config)] == ["target_config.engine_kwargs.max_model_len"]
 
 
 def test_a_share_that_holds_no_session_is_refused_as_the_replica_would(folders, monkeypatch):
     facts = read_facts(folders / "target")
     config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=0.5")
-    with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)))
+    reserved = target_estimate(config.pair(), facts, MAX_LEN).reserved_bytes
+    with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)) + reserved)
     ((key, message),) = refusals(config)
     assert key == "target_config.engine_kwargs.kv_fraction"
     assert message.startswith(f"{key} is 0.5: that share of")
     assert "raise kv_fraction to at least 1 or lower max_model_len to at most" in message
 
 
-def test_a_share_that_leaves_nothing_to_work_with_is_a_warning(folders, monkeypatch):
-    with_memory(monkeypatch, 2 * GIB)
-    config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=1.0")
+def test_a_share_of_everything_leaves_room_for_steps_but_not_for_the_other_pools(folders, monkeypatch):
+    with_memory(monkeypatch, 4 * GIB)
+    config = service(folders, "target", "draft", "target_config.engine_kwargs.kv_fraction=1.0")
+    target = checks.examine(config, ports=False).pools[0].estimate
+    assert 4 * GIB - 2 * read_facts(folders / "target").page_bytes < target.total_bytes <= 4 * GIB
     finding = one(config)
-    assert (finding.severity, finding.key) == (WARNING, "target_config.engine_kwargs.kv_fraction")
-    share = nearest(finding.message)
-    assert 0.9 < share < 1
-    assert finding.key not in [key for _, key in found(config.with_overrides([f"{finding.key}={share}"]))]
+    assert (finding.severity, finding.key) == (WARNING, "target_config")
+    share = float(re.search(r"set target_config.engine_kwargs.kv_fraction to at most ([\d.]+), or", finding.message)[1])
+    assert 0.3 < share < 1
+    assert found(config.with_overrides([f"target_config.engine_kwargs.kv_fraction={share}"])) == []
+    assert found(config.with_overrides([f"target_config.engine_kwargs.kv_fraction={share + 0.002}"])) != []
 
 
 def test_a_draft_that_does_not_fit(folders, monkeypatch):

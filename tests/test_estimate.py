@@ -72,12 +72,29 @@ def test_what_changes_the_parts_of_a_target():
     assert small.workspace_bytes < plain.workspace_bytes, "no context is longer than the cache"
 
 
-def test_kv_fraction_is_a_share_of_what_is_left_after_loading():
-    left = ENGINE_PROCESS_BYTES + FACTS.weights_bytes + 1000 * FACTS.page_bytes
+def test_kv_fraction_is_a_share_of_what_the_other_parts_leave():
+    others = target_estimate(config(kv_fraction=0.5), FACTS, 1024)
+    left = others.total_bytes - others.kv_bytes + 1000 * FACTS.page_bytes
     estimate = target_estimate(config(kv_fraction=0.5), FACTS, 1024, left_bytes=left)
     assert estimate.num_pages == 499, "and the scratch page"
+    assert target_estimate(config(kv_fraction=1.0), FACTS, 1024, left_bytes=left).total_bytes == left
     assert estimate.least_kv_bytes == FACTS.kv_bytes(session_pages(1024))
     assert target_estimate(config(kv_fraction=0.5), FACTS, 1024).num_pages == session_pages(1024)
+
+
+def test_a_rank_holds_its_share_of_matrices_and_kv_heads_and_all_norms():
+    facts = replace(FACTS, num_whole=MIB, num_kv_heads=2)
+    settings = config(compile=True, max_sessions=8)
+    whole, half, eighth = (target_estimate(settings, facts, 2048, tensor_parallel_size=n) for n in (1, 2, 8))
+    assert whole == replace(target_estimate(settings, facts, 2048), num_ranks=1)
+    assert half.weights_bytes == half.packed_bytes == (MIB + 4 * MIB // 2) * 2
+    assert half.kv_bytes * 2 == whole.kv_bytes
+    assert eighth.kv_bytes == half.kv_bytes, "a head is not split"
+    assert eighth.weights_bytes == (MIB + 4 * MIB // 8) * 2
+    assert eighth.workspace_bytes < whole.workspace_bytes
+    assert (half.num_pages, half.num_ranks, eighth.num_ranks) == (whole.num_pages, 2, 8)
+    draft = draft_estimate(config(), facts, 2048, tensor_parallel_size=2)
+    assert (draft.weights_bytes, draft.num_ranks) == (half.weights_bytes, 2)
 
 
 def test_the_parts_of_a_draft():

@@ -76,13 +76,14 @@ def report(config: ServiceConfig, examination: Examination) -> Iterator[str]:
     yield "The service may start." if examination.may_start else "The service would not start."
 
 
-_HEADER = ("MiB", "replicas", "process", "weights", "KV", "trees", "workspace", "each", "all")
+_HEADER = ("MiB", "replicas", "ranks", "process", "weights", "KV", "trees", "workspace", "each", "all")
 
 
 def _row(pool: Pool) -> tuple[str, ...]:
     estimate = pool.estimate
     if estimate is None:
         return (pool.key, str(pool.num_replicas), *[_UNKNOWN] * (len(_HEADER) - 2))
+    counts = (str(pool.num_replicas), str(estimate.num_ranks))
     parts = (
         estimate.process_bytes,
         estimate.weights_bytes + estimate.packed_bytes,
@@ -90,12 +91,12 @@ def _row(pool: Pool) -> tuple[str, ...]:
         estimate.tree_bytes,
         estimate.workspace_bytes,
         estimate.total_bytes,
-        pool.num_replicas * estimate.total_bytes,
+        pool.num_processes * estimate.total_bytes,
     )
     cells = [f"{-(-part >> 20):,}" for part in parts]
     if _keeps_something_else(estimate):
         cells[2] = _UNKNOWN
-    return (pool.key, str(pool.num_replicas), *cells)
+    return (pool.key, *counts, *cells)
 
 
 def _keeps_something_else(estimate: MemoryEstimate) -> bool:

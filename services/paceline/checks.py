@@ -35,7 +35,7 @@ from paceline.estimate import (
     target_estimate,
 )
 from paceline.findings import Finding, Severity
-from paceline.fitting import check_draft, check_target
+from paceline.fitting import Room, check_draft, check_target
 from paceline.memory import PAGE_SIZE, available_bytes, gib, session_pages
 from paceline.tokenization import Tokenizer, load_tokenizer, require_same_tokens
 from paceline.types import MAX_DRAFT_TOKENS
@@ -58,19 +58,24 @@ class Pool:
     """That are there from the start."""
     on_gpu: bool
     estimate: MemoryEstimate | None
-    """Of one replica. None: its model is not on this machine, or cannot be used, which a finding says."""
+    """Of a rank of one replica. None: its model is not on this machine, or cannot be used, which a finding says."""
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of all replicas."""
+        return self.num_replicas * (1 if self.estimate is None else self.estimate.num_ranks)
 
     @property
     def least_bytes(self) -> int:
         """What all replicas take of this machine's memory, from below."""
-        return 0 if self.on_gpu or self.estimate is None else self.num_replicas * self.estimate.least_bytes
+        return 0 if self.on_gpu or self.estimate is None else self.num_processes * self.estimate.least_bytes
 
     @property
     def machine_bytes(self) -> int:
         """What they are expected to take of it; without the memory of GPUs."""
         if self.estimate is None:
             return 0
-        return self.num_replicas * (self.estimate.host_bytes if self.on_gpu else self.estimate.total_bytes)
+        return self.num_processes * (self.estimate.host_bytes if self.on_gpu else self.estimate.total_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +299,10 @@ def _check_memory(
     if target is None:
         return []
     on_cpu = {pool.key for pool in pools if not pool.on_gpu}
-    findings = check_target(pair, target.facts, target.limit, left) if _TARGET in on_cpu else []
+    findings = check_target(pair, target.facts, target.limit, Room(left)) if _TARGET in on_cpu else []
     if draft is not None and _DRAFT in on_cpu:
-        findings += check_draft(pair, draft.facts, min(target.limit, draft.limit), left)
-    return findings or _check_sum(pools, left)
+        findings += check_draft(pair, draft.facts, min(target.limit, draft.limit), Room(left))
+    return findings or _check_sum(pair, pools, left)
 
 
 def _expected_bytes(pools: Sequence[Pool]) -> int:
@@ -305,7 +310,7 @@ def _expected_bytes(pools: Sequence[Pool]) -> int:
     return RAY_BYTES + sum(pool.machine_bytes for pool in pools)
 
 
-def _check_sum(pools: Sequence[Pool], left: int) -> list[Finding]:
+def _check_sum(pair: PairConfig, pools: Sequence[Pool], left: int) -> list[Finding]:
     """Replicas that fit one by one: how many of the largest do, beside the others."""
     least = sum(pool.least_bytes for pool in pools)
     expected = _expected_bytes(pools)
@@ -319,7 +324,21 @@ def _check_sum(pools: Sequence[Pool], left: int) -> list[Finding]:
     fitting = (left - others) * largest.num_replicas // max(largest.machine_bytes, 1)
     if fitting >= 1:
         remedy = f"set {largest.key}.deployment_config.num_replicas to at most {fitting}, or {remedy}"
+    if share := _fitting_fraction(pair, pools, left):
+        remedy = f"set {_TARGET}.engine_kwargs.kv_fraction to at most {share:g}, or {remedy}"
     return [Finding.warning(_TARGET, f"{problem}: {remedy}")]
+
+
+def _fitting_fraction(pair: PairConfig, pools: Sequence[Pool], left: int) -> float:
+    """The kv_fraction with which all replicas fit, in steps of a thousandth; 0 if there is none."""
+    target = next(pool for pool in pools if pool.key == _TARGET)
+    estimate = target.estimate
+    if pair.kv_fraction is None or target.on_gpu or estimate is None or not estimate.kv_bytes:
+        return 0.0
+    all_kv = target.num_processes * estimate.kv_bytes
+    room = (left - _expected_bytes(pools) + all_kv) / target.num_processes
+    share = room / (left - estimate.total_bytes + estimate.kv_bytes)
+    return int(1000 * share) / 1000 if room >= estimate.least_kv_bytes else 0.0
 
 
 def _on_gpu(config: TargetConfig | ModelDraftConfig) -> bool:

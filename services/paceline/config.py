@@ -83,7 +83,7 @@ class PairConfig(_Config):
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of the target. None: enough for max_sessions at 1024 positions, or one at max_model_len."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Instead of kv_pages: the share of the memory left after loading the target that becomes KV pages."""
+    """Instead of kv_pages: the share of the memory left beside weights and workspace that becomes KV pages."""
 
     tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes that the draft keeps per session beyond the context."""
@@ -172,7 +172,7 @@ class TargetEngineKwargs(_Strict):
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Instead of kv_pages: the share of the memory left after loading that becomes KV pages."""
+    """Instead of kv_pages: the share of the memory left beside weights and workspace that becomes KV pages."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:

@@ -1,4 +1,4 @@
-"""The memory that a replica takes, from the facts of its checkpoint and its settings. Plain numbers: no torch.
+"""The memory that a rank of a replica takes, from its checkpoint and its settings. Plain numbers: no torch.
 
 One estimate, two readings. ``least_bytes`` is certain, and what needs more than there is cannot run. ``total_bytes``
 is what a replica is expected to reach under the largest step that its settings allow; of that
@@ -8,11 +8,13 @@ is what a replica is expected to reach under the largest step that its settings 
     KV         all pages, which are written when the replica starts, and the scratch page
     trees      objects of the speculation trees under the coupled rule; their KV rows are among the pages
     workspace  what the largest step allocates: activations, gathered keys and values, logits (``_workspace_bytes``)
+
+A replica of several ranks splits its matrices and its KV heads among them; all numbers are those of one rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config import ModelConfig, PairConfig
 from paceline.memory import (
@@ -29,9 +31,12 @@ from paceline.types import MAX_DRAFT_TOKENS
 
 PROCESS_BYTES = 256 << 20
 """The least that a replica takes before it holds a model: interpreter, torch and Ray."""
-ENGINE_PROCESS_BYTES = 600 << 20
-"""What an engine's replica was measured to take: 374 MiB with torch and transformers, 130 more with Ray, and up to
-100 that its steps leave behind in oneDNN and the allocator."""
+REPLICA_RAY_BYTES = 130 << 20
+"""What Ray was measured to add to the process of a replica."""
+CODE_BYTES = 96 << 20
+"""What the steps of an engine leave behind on CPUs, in oneDNN and the allocator, at most as measured."""
+ENGINE_PROCESS_BYTES = (374 << 20) + REPLICA_RAY_BYTES + CODE_BYTES
+"""What an engine's replica takes without a model: torch and transformers were measured to be 374 MiB."""
 ROUTER_PROCESS_BYTES = 160 << 20
 """The same of a router's replica, which imports no torch."""
 RAY_BYTES = 1 << 30
@@ -57,6 +62,23 @@ class ModelFacts:
     """Neurons of one MLP that a token passes; of all its experts together. 0: unknown."""
     vocab_size: int = 0
     """Rows of the output layer."""
+    num_whole: int = 0
+    """Of the parameters those that every rank holds: norms, and whatever else is no matrix."""
+    num_kv_heads: int = 1
+    """Attention heads that keep keys and values, in one layer."""
+
+    def of_rank(self, tensor_parallel_size: int) -> ModelFacts:
+        """What one of ``tensor_parallel_size`` ranks holds: its share of every matrix, and at least one KV head.
+        Logits are put together on each."""
+        size = tensor_parallel_size
+        kv_heads = max(1, -(-self.num_kv_heads // size))
+        return replace(
+            self,
+            num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
+            kv_values=self.kv_values and self.kv_values // self.num_kv_heads * kv_heads,
+            num_kv_heads=kv_heads,
+            intermediate_size=-(-self.intermediate_size // size),
+        )
 
     @property
     def weights_bytes(self) -> int:
@@ -75,7 +97,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one replica by part, and what its KV pages hold."""
+    """Bytes of one rank of a replica by part, and what its KV pages hold."""
 
     process_bytes: int
     weights_bytes: int = 0
@@ -93,6 +115,10 @@ class MemoryEstimate:
     """Sessions of that length that the pages hold."""
     num_typical: int = 0
     """The same of ``typical_len``."""
+    num_ranks: int = 1
+    """Processes of a replica, each with a device and with these numbers."""
+    on_gpu: bool = False
+    """The device is one."""
 
     @property
     def typical_len(self) -> int:
@@ -110,6 +136,11 @@ class MemoryEstimate:
         return self.process_bytes + self.tree_bytes
 
     @property
+    def reserved_bytes(self) -> int:
+        """What comes to be on the device after the KV pages, which must leave room for it."""
+        return self.workspace_bytes + (0 if self.on_gpu else self.tree_bytes + CODE_BYTES)
+
+    @property
     def device_bytes(self) -> int:
         """What the model takes on its device."""
         return self.weights_bytes + self.packed_bytes + self.kv_bytes + self.workspace_bytes
@@ -121,36 +152,46 @@ class MemoryEstimate:
 
 
 def target_estimate(
-    config: PairConfig, facts: ModelFacts, max_len: int, *, on_gpu: bool = False, left_bytes: int = 0
+    config: PairConfig,
+    facts: ModelFacts,
+    max_len: int,
+    *,
+    on_gpu: bool = False,
+    left_bytes: int = 0,
+    tensor_parallel_size: int = 1,
 ) -> MemoryEstimate:
-    """Of a target whose contexts reach ``max_len`` tokens.
+    """Of a rank of a target whose contexts reach ``max_len`` tokens.
 
-    ``left_bytes``: what is free before it starts, of which kv_fraction takes its share; 0: unknown, and kv_fraction
-    counts as one session of full length.
+    ``left_bytes``: what is free for the rank before it starts. kv_fraction takes its share of what the other parts
+    leave of it; 0: unknown, and kv_fraction counts as one session of full length.
     """
-    least = num_pages = target_pages(config, max_len)
-    packed = _packed_bytes(config.target, facts, on_gpu)
-    if config.kv_fraction is not None:
-        least = num_pages = session_pages(max_len)
-        after = left_bytes - ENGINE_PROCESS_BYTES - facts.weights_bytes - packed
-        if facts.page_bytes:
-            num_pages = max(least, int(config.kv_fraction * after) // facts.page_bytes - 1)
+    facts = facts.of_rank(tensor_parallel_size)
     longest, typical = session_pages(max_len), session_pages(min(max_len, DEFAULT_SESSION_TOKENS))
-    return MemoryEstimate(
+    least = longest if config.kv_fraction is not None else target_pages(config, max_len)
+    estimate = MemoryEstimate(
         process_bytes=ENGINE_PROCESS_BYTES,
         weights_bytes=facts.weights_bytes,
-        packed_bytes=packed,
-        kv_bytes=facts.kv_bytes(num_pages),
+        packed_bytes=_packed_bytes(config.target, facts, on_gpu),
         least_kv_bytes=facts.kv_bytes(least),
         tree_bytes=_tree_bytes(config, config.max_sessions) if config.draft is not None else 0,
         workspace_bytes=_workspace_bytes(
             facts,
             config.max_step_tokens,
             config.max_sessions,
-            min(longest, num_pages),
+            min(longest, least),
             num_logits=config.max_sessions * (MAX_DRAFT_TOKENS + 1),
             num_copies=2,
         ),
+        num_ranks=tensor_parallel_size,
+        on_gpu=on_gpu,
+    )
+    num_pages = least
+    if config.kv_fraction is not None and facts.page_bytes:
+        left = left_bytes - estimate.total_bytes
+        num_pages = max(least, int(config.kv_fraction * left) // facts.page_bytes - 1)
+    return replace(
+        estimate,
+        kv_bytes=facts.kv_bytes(num_pages),
         num_pages=num_pages,
         max_len=max_len,
         num_longest=num_pages // longest,
@@ -158,9 +199,12 @@ def target_estimate(
     )
 
 
-def draft_estimate(config: PairConfig, facts: ModelFacts, max_len: int, *, on_gpu: bool = False) -> MemoryEstimate:
-    """Of a draft model whose contexts reach ``max_len`` tokens."""
+def draft_estimate(
+    config: PairConfig, facts: ModelFacts, max_len: int, *, on_gpu: bool = False, tensor_parallel_size: int = 1
+) -> MemoryEstimate:
+    """Of a rank of a draft model whose contexts reach ``max_len`` tokens."""
     assert isinstance(config.draft, ModelConfig)
+    facts = facts.of_rank(tensor_parallel_size)
     num_pages, sessions = draft_pages(config, max_len), config.num_draft_sessions
     longest = draft_session_pages(config, max_len)
     typical = draft_session_pages(config, min(max_len, DEFAULT_SESSION_TOKENS))
@@ -183,6 +227,8 @@ def draft_estimate(config: PairConfig, facts: ModelFacts, max_len: int, *, on_gp
         max_len=max_len,
         num_longest=num_pages // longest,
         num_typical=num_pages // typical,
+        num_ranks=tensor_parallel_size,
+        on_gpu=on_gpu,
     )
 
 

@@ -46,7 +46,7 @@ def draft_session_pages(config: PairConfig, num_tokens: int) -> int:
 
 
 def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes: int) -> int:
-    """KV pages that fit ``kv_fraction`` of ``left_bytes``, the scratch page included.
+    """KV pages that fit ``kv_fraction`` of ``left_bytes``, the scratch page included: of what all else leaves.
 
     Raises:
         ConfigError: not even one session of ``max_len`` tokens fits.
@@ -63,7 +63,7 @@ def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes
     if longest >= 2:
         remedies.append(f"lower max_model_len to at most {longest}")
     raise ConfigError(
-        f"kv_fraction is {kv_fraction:g}: that share of the {gib(left_bytes)} left after loading holds "
+        f"kv_fraction is {kv_fraction:g}: that share of the {gib(left_bytes)} left beside weights and workspace holds "
         f"{max(num_pages, 0)} KV pages of {page_bytes} bytes, but one session of {max_len} tokens needs {needed}: "
         + (" or ".join(remedies) or "the model needs a machine with more memory")
     )

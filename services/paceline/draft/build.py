@@ -16,6 +16,7 @@ from paceline.errors import ConfigError
 from paceline.memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages
 from paceline.model.loading import load_model
 from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.preflight import require_draft
 from paceline.types import Nodes, SessionFailed
 
 _NGRAM_WIDTH = 64
@@ -56,7 +57,7 @@ def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | Sess
     """Loads the drafter that ``config.draft`` describes.
 
     Raises:
-        ConfigError: there is none, or it cannot be loaded.
+        ConfigError: there is none, or it cannot be loaded, or the device has no room for it.
     """
     drafter: Drafter
     if config.draft is None:
@@ -70,6 +71,7 @@ def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | Sess
             max_leaves=config.tree_step_tokens or _NGRAM_WIDTH,
         )
     else:
+        require_draft(config)
         model = load_model(config.draft)
         max_len = min(config.max_model_len or model.max_len, model.max_len)
         runner = model.runner(draft_pages(config, max_len))

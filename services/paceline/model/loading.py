@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from paceline.checkpoints import inspect_checkpoint
+from paceline.checkpoints import facts_of, inspect_checkpoint
 from paceline.config import ModelConfig, cache_dir
 from paceline.errors import ConfigError
+from paceline.estimate import ModelFacts
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.runner import ModelRunner, StepFunction
@@ -43,7 +44,13 @@ class LoadedModel:
     """Positions the model was made for."""
     dtype: torch.dtype
     device: torch.device
-    num_parameters: int
+    facts: ModelFacts
+    """What it says of the memory that it needs."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, tied ones counted once."""
+        return self.facts.num_parameters
 
     def runner(self, num_pages: int) -> ModelRunner:
         """A runner over a new KV cache of ``num_pages`` pages."""
@@ -90,8 +97,21 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,
         device=model.device,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        facts=_facts(model, layers),
     )
+
+
+def _facts(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelFacts:
+    """Those of the files, with what the layers themselves say of their KV."""
+    counts = [(p.numel(), p.dim()) for p in model.parameters()]
+    facts = facts_of(
+        model.config.to_dict(),
+        sum(count for count, _ in counts),
+        model.dtype.itemsize,
+        sum(count for count, rank in counts if rank < 2),
+    )
+    kv_bytes = sum(layer.kv_bytes(model.dtype) for layer in layers)
+    return replace(facts, kv_values=kv_bytes // model.dtype.itemsize, num_layers=len(layers))
 
 
 def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:

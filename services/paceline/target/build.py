@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import torch
-
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
-from paceline.memory import available_bytes, fraction_pages, target_pages
-from paceline.model.kv_cache import PAGE_SIZE
-from paceline.model.loading import LoadedModel, load_model
+from paceline.estimate import target_estimate
+from paceline.memory import fraction_pages, gib, target_pages
+from paceline.model.loading import load_model
 from paceline.model.selftest import check_invariance
+from paceline.preflight import left_bytes, require_target
 from paceline.target.engine import FromTarget, TargetEngine
 
 _log = logging.getLogger(__name__)
@@ -22,8 +21,9 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
     """Loads the target, sizes its KV cache and compares the bits of decoding and verification.
 
     Raises:
-        ConfigError: the model cannot be loaded or run, or the settings do not fit it.
+        ConfigError: the model cannot be loaded or run, or the settings do not fit it, or the device has no room.
     """
+    require_target(config)
     model = load_model(config.target)
     max_len = config.max_model_len or model.max_len
     if max_len > model.max_len:
@@ -33,8 +33,10 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
     if config.kv_fraction is None:
         num_pages = target_pages(config, max_len)
     else:
-        num_pages = fraction_pages(config.kv_fraction, max_len, _page_bytes(model), _left(model.device))
-        _log.info("target: %d KV pages are %g of the memory left", num_pages, config.kv_fraction)
+        estimate = target_estimate(config, model.facts, max_len, on_gpu=model.device.type == "cuda")
+        left = left_bytes(model.device) - estimate.reserved_bytes
+        num_pages = fraction_pages(config.kv_fraction, max_len, model.facts.page_bytes, left)
+        _log.info("target: %d KV pages are %g of the %s left", num_pages, config.kv_fraction, gib(left))
     runner = model.runner(num_pages)
     report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
@@ -48,16 +50,3 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
     )
     engine.calibrate()
     return engine
-
-
-def _page_bytes(model: LoadedModel) -> int:
-    """Bytes of one KV page over all layers, keys and values."""
-    return PAGE_SIZE * sum(layer.kv_bytes(model.dtype) for layer in model.layers)
-
-
-def _left(device: torch.device) -> int:
-    """Bytes that the KV cache could take on ``device`` now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return available_bytes()
