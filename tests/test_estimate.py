@@ -12,10 +12,12 @@ from tests.support import letters_tokenizer, pair, random_model
 from transformers import LlamaConfig
 
 from paceline.checkpoints import read_facts
-from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
+from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, PairConfig
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.estimate import (
     ENGINE_PROCESS_BYTES,
     PROCESS_BYTES,
+    REPLICA_RAY_BYTES,
     ModelFacts,
     draft_estimate,
     ngram_estimate,
@@ -126,44 +128,71 @@ def test_the_pages_are_those_of_the_cache(tmp_path, family):
 
 TOLERANCE, TOLERANCE_BYTES = 0.25, 64 * MIB
 
-_MEASURE = """
+_PRELUDE = """
 import json, sys
-import paceline.target.build, transformers.models.llama.modeling_llama
-from paceline.config import PairConfig
-from paceline.factories import TargetFactory
-from paceline.memory import session_pages
-from paceline.model.runner import SequenceStep
-from paceline.sampling import Row, SamplerState, process, sample_coupled
-from paceline.types import SamplingParams
+import paceline.draft.build, paceline.target.build, transformers.models.llama.modeling_llama
+from paceline.config import LocalConfig, PairConfig
 
 def status(key):
     fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return int(fields[key].split()[0]) * 1024
 
-config = PairConfig(**json.loads(sys.argv[1]))
+def count_peak_from_here():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+"""
+
+_MEASURE = (
+    _PRELUDE
+    + """
+import torch
+from paceline.factories import DraftFactory, TargetFactory
+from paceline.memory import draft_session_pages, session_pages
+from paceline.model.runner import SequenceStep
+from paceline.sampling import Row, SamplerState, draft_candidates, process, sample_coupled
+from paceline.types import SamplingParams
+
+role, config = sys.argv[1], PairConfig(**json.loads(sys.argv[2]))
 before = status("VmRSS")
-runner = TargetFactory(config)(lambda messages: None).runner
+if role == "target":
+    runner = TargetFactory(config)(lambda messages: None).runner
+    num_pages = session_pages(config.max_model_len)
+else:
+    drafter = DraftFactory(config)(lambda messages: None)._drafter
+    runner, num_pages = drafter._runner, draft_session_pages(config, config.max_model_len)
 loaded = status("VmRSS")
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak counts from here on
+count_peak_from_here()
 sessions, tokens, longest = config.max_sessions, config.max_step_tokens, config.max_model_len
-pages = runner.cache.allocate(session_pages(longest))
+pages = runner.cache.allocate(num_pages)
 others = [runner.cache.allocate(1) for _ in range(sessions - 1)]
 chunk = range(longest - tokens + sessions - 1, longest)
 decoding = [SequenceStep([5], [3], [3], table, num_logits=1) for table in others]
 runner.forward([SequenceStep([5] * len(chunk), chunk, chunk, pages, num_logits=1), *decoding])
-state = SamplerState(SamplingParams(temperature=1), 0, (5,), vocab_size=runner.vocab_size)
-each = range(tokens // sessions)
-verifying = [SequenceStep([5] * len(each), each, each, t, num_logits=len(each)) for t in [pages[:1], *others]]
-sample_coupled(process(runner.forward(verifying), [Row(state)] * len(each) * sessions))
+state = SamplerState(SamplingParams(temperature=1, repetition_penalty=1.1), 0, (5,), vocab_size=runner.vocab_size)
+if role == "target":
+    each = range(tokens // sessions)
+    verifying = [SequenceStep([5] * len(each), each, each, t, num_logits=len(each)) for t in [pages[:1], *others]]
+    sample_coupled(process(runner.forward(verifying), [Row(state)] * len(each) * sessions))
+else:
+    width = drafter.max_leaves
+    rows = range(longest, longest + width)
+    tree = SequenceStep([5] * width, rows, rows, pages, width, torch.ones(width, rows.stop, dtype=torch.bool))
+    draft_candidates(runner.forward([tree]), [Row(state)] * width, config.draft_top_m)
 print(json.dumps({"before": before, "loaded": loaded, "peak": status("VmHWM")}))
 """
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_process_takes_what_is_estimated(tmp_path, dtype):
-    """A target with a model of 46 million parameters, and its largest step. Peak and growth within 25 % + 64 MiB."""
+def run_script(script, *arguments):
+    """What a process of its own prints, as JSON."""
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def save_model(folder):
+    """Directory of a model with 46 million parameters."""
     model = LlamaConfig(
         vocab_size=32000,
         hidden_size=512,
@@ -177,28 +206,113 @@ def test_a_process_takes_what_is_estimated(tmp_path, dtype):
         eos_token_id=7,
         pad_token_id=0,
     )
-    random_model(model).save_pretrained(tmp_path)
-    letters_tokenizer().save_pretrained(tmp_path)
-    settings = PairConfig(
-        target=ModelConfig(path=str(tmp_path), dtype=dtype, compile=False, device="cpu"),
-        max_sessions=16,
-        max_model_len=4096,
-    )
-    facts = read_facts(tmp_path, dtype)
-    assert facts.num_parameters > 40 * 10**6
-    estimate = target_estimate(settings, facts, 4096)
-    assert estimate.workspace_bytes > 100 * MIB
-    command = [sys.executable, "-c", _MEASURE, settings.model_dump_json(exclude_defaults=True)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    measured = json.loads(done.stdout)
+    random_model(model).save_pretrained(folder)
+    letters_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def assert_takes(estimate, role, settings):
+    """Peak and growth of a process that runs its largest step, within 25 % + 64 MiB of the estimate."""
+    measured = run_script(_MEASURE, role, settings.model_dump_json())
     parts = {key: value // MIB for key, value in measured.items()}
-    loading = estimate.weights_bytes + estimate.kv_bytes
+    loading = estimate.weights_bytes + estimate.packed_bytes + estimate.kv_bytes
     for part, expected, actual in (
         ("weights and KV", loading, measured["loaded"] - measured["before"]),
         ("everything but the process", estimate.device_bytes, measured["peak"] - measured["before"]),
-        ("everything", estimate.total_bytes, measured["peak"]),
+        ("everything, without Ray", estimate.total_bytes - REPLICA_RAY_BYTES, measured["peak"]),
     ):
         assert abs(actual - expected) <= TOLERANCE * expected + TOLERANCE_BYTES, (part, expected // MIB, parts)
     assert PROCESS_BYTES < measured["before"] < ENGINE_PROCESS_BYTES
     assert estimate.least_bytes < measured["peak"], "what is refused could not have run"
-    assert estimate.num_pages == target_pages(settings, 4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_process_takes_what_is_estimated(tmp_path, role, dtype):
+    path = save_model(tmp_path)
+    model = {"path": path, "dtype": dtype, "compile": False, "device": "cpu"}
+    settings = PairConfig(
+        target=ModelConfig(**model), draft=DraftModelConfig(**model), max_sessions=16, max_model_len=4096
+    )
+    facts = read_facts(tmp_path, dtype)
+    assert facts.num_parameters > 40 * 10**6
+    estimate = {"target": target_estimate, "draft": draft_estimate}[role](settings, facts, 4096)
+    assert estimate.workspace_bytes > 50 * MIB
+    assert estimate.num_pages == {"target": target_pages, "draft": draft_pages}[role](settings, 4096)
+    assert_takes(estimate, role, settings)
+
+
+_LOAD = "import sys; from paceline.config import ModelConfig; from paceline.model.loading import load_model; "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "folder"), [("target", TARGET_DIR), ("draft", DRAFT_DIR)])
+def test_a_process_with_a_compiled_model_takes_what_is_estimated(role, folder):
+    """The embedded pair. Compiled beforehand: a process keeps what its compiler took."""
+    run_script(_LOAD + "load_model(ModelConfig(path=sys.argv[1])); print(0)", str(folder))
+    settings = PairConfig(
+        target=ModelConfig(path=str(TARGET_DIR)), draft=DraftModelConfig(path=str(DRAFT_DIR)), max_model_len=1024
+    )
+    estimate = {"target": target_estimate, "draft": draft_estimate}[role](settings, read_facts(folder), 1024)
+    assert estimate.packed_bytes == estimate.weights_bytes
+    assert_takes(estimate, role, settings)
+
+
+_SERVE = (
+    _PRELUDE
+    + """
+import random
+from paceline.factories import TargetFactory
+from paceline.local import LocalPipeline
+from paceline.types import Mode, SamplingParams, SpeculationParams
+
+engines = []
+
+def target(emit):
+    engines.append(TargetFactory(config)(emit))
+    return engines[-1]
+
+config = LocalConfig(**json.loads(sys.argv[1]))
+with LocalPipeline(config, target_factory=target) as pipeline:
+    loaded = status("VmRSS")
+    count_peak_from_here()
+    running = []
+    for i in range(16):
+        draw = random.Random(i)
+        sampling = SamplingParams(max_tokens=60, temperature=i % 2, seed=i, ignore_eos=True)
+        tokens = [draw.randrange(10, 90) for _ in range(100)]
+        running.append(pipeline.submit(tokens, sampling, SpeculationParams(mode=list(Mode)[i % 3])))
+    tokens = [list(generation.result.token_ids) for generation in running]
+    print(json.dumps({
+        "tokens": tokens, "loaded": loaded, "peak": status("VmHWM"), "preemptions": engines[0].stats.preemptions
+    }))
+"""
+)
+
+
+@pytest.mark.slow
+def test_more_sessions_than_fit_take_no_more_than_is_estimated(tmp_path):
+    """16 sessions of three pages each in seven pages: the same tokens as with room for all, in the same memory."""
+    model = {"path": save_model(tmp_path), "dtype": "float32", "compile": False, "device": "cpu"}
+    facts, found = read_facts(tmp_path, "float32"), {}
+    for kv_pages in (7, 16 * 4):
+        settings = LocalConfig(
+            target=ModelConfig(**model),
+            draft=DraftModelConfig(**model),
+            max_sessions=16,
+            max_model_len=256,
+            kv_pages=kv_pages,
+            draft_max_sessions=2,
+            tree_step_tokens=8,
+            adaptive=False,
+            worker="thread",
+        )
+        found[kv_pages] = run_script(_SERVE, settings.model_dump_json())
+        both = (target_estimate(settings, facts, 256), draft_estimate(settings, facts, 256))
+        grown = found[kv_pages]["peak"] - found[kv_pages]["loaded"]
+        assert grown <= sum(estimate.reserved_bytes for estimate in both), grown // MIB
+    small, large = found.values()
+    assert small["tokens"] == large["tokens"]
+    assert {len(tokens) for tokens in small["tokens"]} == {60}
+    assert small["preemptions"] > 0 == large["preemptions"]
