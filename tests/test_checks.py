@@ -24,7 +24,7 @@ from paceline.checks import check_service, local_folder, require_service
 from paceline.config import ServiceConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
-from paceline.estimate import PROCESS_BYTES, RAY_BYTES, target_estimate
+from paceline.estimate import PROCESS_BYTES, RAY_BYTES, ROUTER_PROCESS_BYTES, draft_estimate, target_estimate
 from paceline.findings import Finding, Severity
 from paceline.memory import draft_pages, session_pages, target_pages
 
@@ -276,8 +276,16 @@ def test_an_attention_that_keeps_something_else_has_no_estimate(folders, tmp_pat
 
 
 def replica_bytes(facts, num_pages):
-    """What a replica with as many pages takes at least."""
+    """What a replica with as many pages takes at least before its first step."""
     return PROCESS_BYTES + facts.weights_bytes + facts.kv_bytes(num_pages)
+
+
+def target_workspace(config, facts, max_len=MAX_LEN, **changes):
+    return target_estimate(config.pair().model_copy(update=changes), facts, max_len).workspace_bytes
+
+
+def draft_workspace(config, facts, max_len=MAX_LEN, **changes):
+    return draft_estimate(config.pair().model_copy(update=changes), facts, max_len).workspace_bytes
 
 
 def refusals(config):
@@ -297,8 +305,9 @@ def nearest(message):
 
 def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
     facts = read_facts(folders / "target", "float32")
-    with_memory(monkeypatch, PROCESS_BYTES + facts.weights_bytes - 1)
     config = service(folders, "target", None, "target_config.engine_kwargs.dtype=float32")
+    step = target_workspace(config, facts, 2, max_sessions=1)
+    with_memory(monkeypatch, PROCESS_BYTES + facts.weights_bytes + step - 1)
     finding = one(config)
     assert (finding.severity, finding.key) == (ERROR, "target_config.model_loading_config")
     assert f"{facts.num_parameters:,} parameters" in finding.message
@@ -319,8 +328,8 @@ def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
 def test_the_nearest_setting_that_fits_is_named_and_fits(folders, monkeypatch, settings, key):
     facts = read_facts(folders / "target")
     room = 100 if key != "max_model_len" else 20
-    with_memory(monkeypatch, replica_bytes(facts, room) + 10)
     config = service(folders, "target", None, *settings)
+    with_memory(monkeypatch, replica_bytes(facts, room) + target_workspace(config, facts) + 10)
     ((refused, message),) = refusals(config)
     assert refused == f"target_config.engine_kwargs.{key}"
     value = int(nearest(message))
@@ -333,8 +342,9 @@ def test_the_nearest_setting_that_fits_is_named_and_fits(folders, monkeypatch, s
 
 
 def test_where_shorter_contexts_alone_are_not_enough_fewer_sessions_are_named_too(folders, monkeypatch):
-    with_memory(monkeypatch, replica_bytes(read_facts(folders / "target"), 20))
+    facts = read_facts(folders / "target")
     config = service(folders, "target", None)
+    with_memory(monkeypatch, replica_bytes(facts, 20) + target_workspace(config, facts, max_sessions=1))
     ((key, message),) = refusals(config)
     assert key == "target_config.engine_kwargs.max_model_len"
     length, sessions = re.search(r"set it to at most (\d+) and max_sessions to at most (\d+)$", message).groups()
@@ -360,7 +370,7 @@ def test_kv_fraction_needs_one_session(folders, monkeypatch):
     one_session = replica_bytes(facts, session_pages(MAX_LEN))
     reserved = target_estimate(config.pair(), facts, MAX_LEN).reserved_bytes
     with_memory(monkeypatch, one_session + reserved)
-    assert refusals(config) == []
+    assert [key for key, _ in refusals(config)] == ["target_config"], "it fits, and the router does not beside it"
     with_memory(monkeypatch, one_session + reserved - 1)
     ((key, message),) = refusals(config)
     assert key == "target_config.engine_kwargs.kv_fraction"
@@ -399,13 +409,15 @@ def test_a_draft_that_does_not_fit(folders, monkeypatch):
     config = config.with_overrides(["draft_config.engine_kwargs.max_sessions=64"])
     per_session = draft_pages(config.pair(), MAX_LEN) // 64
     target = replica_bytes(read_facts(folders / "target"), target_pages(config.pair(), MAX_LEN))
-    with_memory(monkeypatch, replica_bytes(facts, 5 * per_session + 3))
+    step = draft_workspace(config, facts, draft_max_sessions=5)
+    with_memory(monkeypatch, replica_bytes(facts, 5 * per_session + 3) + step)
     assert target < replica_bytes(facts, 5 * per_session)
     ((key, message),) = refusals(config)
     assert key == "draft_config.engine_kwargs.max_sessions"
     assert nearest(message) == 5
-    with_memory(monkeypatch, replica_bytes(facts, per_session) - 1)
     config = config.with_overrides(["target_config.engine_kwargs.max_model_len=100"])
+    step = max(target_workspace(config, facts, 100), draft_workspace(config, facts, 100, draft_max_sessions=3))
+    with_memory(monkeypatch, replica_bytes(facts, per_session) + step - 1)
     ((_, message),) = refusals(config)
     assert nearest(message) > 1, "shorter contexts need fewer pages"
 
@@ -414,7 +426,8 @@ def test_a_draft_of_which_not_one_session_fits_takes_smaller_trees(folders, monk
     facts = read_facts(folders / "draft")
     settings = ["target_config.engine_kwargs.max_model_len=100", "draft_config.engine_kwargs.tree_budget=4000"]
     config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1", *settings)
-    with_memory(monkeypatch, replica_bytes(facts, 20))
+    step = draft_workspace(config, facts, 100, draft_max_sessions=1, tree_budget=19 * 64 - 100)
+    with_memory(monkeypatch, replica_bytes(facts, 20) + step)
     ((key, message),) = refusals(config)
     assert key == "draft_config.engine_kwargs.tree_budget"
     nodes = int(re.search(r"at most (\d+) and max_sessions to at most 1$", message)[1])
@@ -430,8 +443,11 @@ def test_replicas_that_fit_alone_but_not_together(folders, monkeypatch):
     alone = replica_bytes(facts, target_pages(config.pair(), MAX_LEN))
     with_memory(monkeypatch, 3 * alone)
     finding = one(config)
-    assert (finding.severity, finding.key) == (WARNING, "target_config")
+    assert (finding.severity, finding.key) == (ERROR, "target_config")
     assert "together" in finding.message
+    with_memory(monkeypatch, 6 * alone)
+    finding = one(config)
+    assert (finding.severity, finding.key) == (WARNING, "target_config"), "from below they fit"
 
 
 def test_how_many_replicas_fit_together_is_named(folders, monkeypatch):
@@ -446,7 +462,7 @@ def test_how_many_replicas_fit_together_is_named(folders, monkeypatch):
 
 
 def test_replicas_with_gpus_are_not_measured_here(folders, monkeypatch):
-    with_memory(monkeypatch, 1)
+    with_memory(monkeypatch, ROUTER_PROCESS_BYTES)
     gpu = "target_config.deployment_config.ray_actor_options.num_gpus=1"
     assert refusals(service(folders, "target", None, gpu)) == []
     bundles = "target_config.placement_group_config.bundles=[{CPU: 1, GPU: 1}]"

@@ -50,10 +50,11 @@ def config(folder, **options):
 def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memory):
     settings = config(folder, kv_pages=100)
     facts = read_facts(folder / "target", "float32")
-    memory(facts.weights_bytes + facts.kv_bytes(100))
+    step = target_estimate(settings, facts, MAX_LEN).workspace_bytes
+    memory(facts.weights_bytes + facts.kv_bytes(100) + step)
     with pytest.raises(LookupError):
         build_target_engine(settings, print)
-    memory(facts.weights_bytes + facts.kv_bytes(100) - 1)
+    memory(facts.weights_bytes + facts.kv_bytes(100) + step - 1)
     with pytest.raises(ConfigError, match=r"kv_pages is 100: it needs 100 KV pages, .* set it to at most 99$"):
         build_target_engine(settings, print)
     with pytest.raises(LookupError):
@@ -63,10 +64,10 @@ def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memor
 def test_a_draft_that_does_not_fit_is_refused(folder, memory):
     settings = config(folder, draft_max_sessions=9)
     estimate = draft_estimate(settings, read_facts(folder / "draft", "float32"), MAX_LEN)
-    memory(estimate.weights_bytes + estimate.kv_bytes - 1)
+    memory(estimate.device_bytes - 1)
     with pytest.raises(ConfigError, match=r"max_sessions is 9: .* this machine has .* set it to at most 8$"):
         build_draft_engine(settings, print)
-    memory(estimate.weights_bytes + estimate.kv_bytes)
+    memory(estimate.device_bytes)
     with pytest.raises(LookupError):
         build_draft_engine(settings, print)
 

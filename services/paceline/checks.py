@@ -1,7 +1,7 @@
 """What can be known to be wrong before anything is loaded. Reads files and ports; imports no torch and no Ray.
 
-An *error* is certain: memory is estimated from below, so what is refused here cannot run. A *warning* may be all
-right on another machine or with other requests.
+An *error* is certain: memory is estimated from below, so what is refused here would die of its largest step, if not
+before. A *warning* may be all right on another machine or with other requests.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def _check_sum(pair: PairConfig, pools: Sequence[Pool], left: int) -> list[Findi
         remedy = f"set {largest.key}.deployment_config.num_replicas to at most {fitting}, or {remedy}"
     if share := _fitting_fraction(pair, pools, left):
         remedy = f"set {_TARGET}.engine_kwargs.kv_fraction to at most {share:g}, or {remedy}"
-    return [Finding.warning(_TARGET, f"{problem}: {remedy}")]
+    return [(Finding.error if least > left else Finding.warning)(_TARGET, f"{problem}: {remedy}")]
 
 
 def _fitting_fraction(pair: PairConfig, pools: Sequence[Pool], left: int) -> float:

@@ -127,8 +127,9 @@ class MemoryEstimate:
 
     @property
     def least_bytes(self) -> int:
-        """From below: no replica takes less."""
-        return min(PROCESS_BYTES, self.process_bytes) + self.weights_bytes + self.least_kv_bytes
+        """From below: no replica that comes to its largest step takes less."""
+        model = self.weights_bytes + self.least_kv_bytes + self.workspace_bytes
+        return min(PROCESS_BYTES, self.process_bytes) + model
 
     @property
     def host_bytes(self) -> int:

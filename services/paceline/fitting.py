@@ -73,7 +73,7 @@ class _Fit:
         """``remedy``: what to set it to."""
         estimate, here = self.of(), f"and {self.room}"
         if self.severity is Severity.ERROR:
-            needs = f"it needs {estimate.num_pages} KV pages, {gib(self._of(estimate))} with the weights"
+            needs = f"it needs {estimate.num_pages} KV pages, {gib(self._of(estimate))} with weights and workspace"
         else:
             needs = f"under load a replica takes about {gib(self._of(estimate))}"
         return Finding(self.severity, key, f"{key} is {value}: {needs}, {here}: set it to at most {remedy}")
@@ -130,9 +130,9 @@ def _check_fraction(
     kv_fraction: float, facts: ModelFacts, estimate: MemoryEstimate, max_len: int, room: Room
 ) -> Finding | None:
     """What the replica itself would say of kv_fraction, once it has loaded the model."""
-    after = room.left - room.least(estimate) + estimate.least_kv_bytes - estimate.reserved_bytes
+    after = room.left - room.least(estimate) + estimate.least_kv_bytes + estimate.workspace_bytes
     try:
-        fraction_pages(kv_fraction, max_len, facts.page_bytes, after)
+        fraction_pages(kv_fraction, max_len, facts.page_bytes, after - estimate.reserved_bytes)
     except ConfigError as problem:
         return Finding.error(f"{_TARGET}.engine_kwargs.kv_fraction", str(problem).removeprefix("kv_fraction "))
     return None
