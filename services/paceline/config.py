@@ -87,7 +87,7 @@ class PairConfig(_Config):
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of the target. None: enough for max_sessions at 1024 positions, or one at max_model_len."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Instead of kv_pages: the share of the memory left after loading the target that becomes KV pages."""
+    """Instead of kv_pages: the share of the memory left beside weights and workspace that becomes KV pages."""
 
     tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes that the draft keeps per session beyond the context."""
@@ -103,6 +103,11 @@ class PairConfig(_Config):
     def _one_size(self) -> Self:
         _require_one_size(self.kv_pages, self.kv_fraction)
         return self
+
+    @property
+    def num_draft_sessions(self) -> int:
+        """Sessions that the draft is made for."""
+        return self.draft_max_sessions or self.max_sessions
 
 
 class LocalConfig(PairConfig):
@@ -175,7 +180,7 @@ class TargetEngineKwargs(_Strict):
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Instead of kv_pages: the share of the memory left after loading that becomes KV pages."""
+    """Instead of kv_pages: the share of the memory left beside weights and workspace that becomes KV pages."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:

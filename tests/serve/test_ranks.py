@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from tests.serve.conftest import config_for, until
 from tests.serve.test_failures import (
-    PROMPTS,
     Traffic,
     deploy,
     expected,

@@ -7,22 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.checkpoints import inspect_checkpoint
-from paceline.config import DraftModelConfig, NgramConfig, PairConfig
+from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.draft.drafter import Drafter
 from paceline.draft.engine import DraftEngine
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
-from paceline.memory import PAGE_SIZE, draft_pages
+from paceline.memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages
 from paceline.model.collectives import Collectives
-from paceline.model.loading import LoadedModel, load_model
+from paceline.model.loading import load_model
 from paceline.model.ranks import Follower, ranked
 from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.preflight import require_draft
 from paceline.ranks import Rendezvous
 from paceline.types import Nodes, SessionFailed
 
 _NGRAM_WIDTH = 64
-_WIDTHS = (4, 6, 8, 12, 16, 24, 32)
+_WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
 _AFFORDABLE = 1.25
 _TIMED_FORWARDS = 5
 _log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def build_draft_engine(
     ``rendezvous``: where the other ranks of a draft model come; this is the first.
 
     Raises:
-        ConfigError: there is none, or it cannot be loaded.
+        ConfigError: there is none, or it cannot be loaded, or the device has no room for it.
         EngineError: another rank has failed.
     """
     with ranked(config.draft, rendezvous) as group:
@@ -76,12 +77,14 @@ def build_draft_follower(config: PairConfig, rendezvous: Rendezvous) -> Follower
     """Another rank of the same draft model. Raises as ``build_draft_engine``."""
     assert isinstance(config.draft, DraftModelConfig)
     with ranked(config.draft, rendezvous) as group:
-        runner, _ = _runner(config, load_model(config.draft, group))
+        runner, _ = _runner(config, config.draft, group)
         return Follower(runner)
 
 
-def _runner(config: PairConfig, model: LoadedModel) -> tuple[ModelRunner, int]:
+def _runner(config: PairConfig, draft: ModelConfig, group: Collectives | None) -> tuple[ModelRunner, int]:
     """A runner, and the longest context. The same on every rank."""
+    require_draft(config, group)
+    model = load_model(draft, group)
     max_len = min(config.max_model_len or model.max_len, model.max_len)
     return model.runner(draft_pages(config, max_len)), max_len
 
@@ -101,7 +104,7 @@ def _engine(
             max_leaves=config.tree_step_tokens or _NGRAM_WIDTH,
         )
     else:
-        runner, max_len = _runner(config, load_model(config.draft, group))
+        runner, max_len = _runner(config, config.draft, group)
         max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
         drafter = ModelDrafter(
             runner,

@@ -64,7 +64,7 @@ def draft_server(
         DraftFactory(config, rendezvous),
         describe,
         replica_id=replica_id,
-        max_sessions=config.draft_max_sessions or config.max_sessions,
+        max_sessions=config.num_draft_sessions,
         model=model,
         node=node,
         core=core,

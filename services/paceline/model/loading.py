@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from paceline.checkpoints import inspect_checkpoint
+from paceline.checkpoints import facts_of, inspect_checkpoint
 from paceline.config import ModelConfig, cache_dir
 from paceline.errors import ConfigError
+from paceline.estimate import ModelFacts
 from paceline.memory import gib
 from paceline.model.collectives import Collectives
 from paceline.model.compile import compiled_step
@@ -46,9 +47,15 @@ class LoadedModel:
     """Positions the model was made for."""
     dtype: torch.dtype
     device: torch.device
-    num_parameters: int
+    facts: ModelFacts
+    """What it says of the memory that it needs; of a rank's model, what the rank needs."""
     share: Share | None = None
     """Of a rank's model."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, tied ones counted once."""
+        return self.facts.num_parameters
 
     @property
     def group(self) -> Collectives | None:
@@ -61,18 +68,18 @@ class LoadedModel:
         The first rank's is a LeadingRunner, the others' a RankRunner.
         """
         num_pages = agreed(num_pages, self.group)
-        facts: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dtype": self.dtype,
             "sliding_window": self.sliding_window,
             "vocab_size": self.vocab_size,
         }
         if self.share is None:
-            return ModelRunner(self.step, KVCache(self.layers, num_pages, self.dtype, self.device), **facts)
+            return ModelRunner(self.step, KVCache(self.layers, num_pages, self.dtype, self.device), **options)
         if self.share.group.rank > 0:
             cache = KVCache(self.layers, num_pages, self.dtype, self.device)
-            return RankRunner(self.step, cache, share=self.share, **facts)
+            return RankRunner(self.step, cache, share=self.share, **options)
         leaders = LeadersCache(self.layers, num_pages, self.dtype, self.device)
-        return LeadingRunner(self.step, leaders, share=self.share, **facts)
+        return LeadingRunner(self.step, leaders, share=self.share, **options)
 
 
 def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedModel:
@@ -130,9 +137,22 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,
         device=model.device,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        facts=_facts(model, layers),
         share=share_of(model),
     )
+
+
+def _facts(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelFacts:
+    """Those of the files, with what the layers themselves say of their KV."""
+    counts = [(p.numel(), p.dim()) for p in model.parameters()]
+    facts = facts_of(
+        model.config.to_dict(),
+        sum(count for count, _ in counts),
+        model.dtype.itemsize,
+        sum(count for count, rank in counts if rank < 2),
+    )
+    kv_bytes = sum(layer.kv_bytes(model.dtype) for layer in layers)
+    return replace(facts, kv_values=kv_bytes // model.dtype.itemsize, num_layers=len(layers))
 
 
 def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:

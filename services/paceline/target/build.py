@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import torch
-
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
-from paceline.memory import available_bytes, fraction_pages, target_pages
-from paceline.model.kv_cache import PAGE_SIZE
-from paceline.model.loading import LoadedModel, load_model
-from paceline.model.ranks import Follower, agreed, ranked
+from paceline.estimate import target_estimate
+from paceline.memory import fraction_pages, gib, target_pages
+from paceline.model.collectives import Collectives
+from paceline.model.loading import load_model
+from paceline.model.ranks import Follower, ranked
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
+from paceline.preflight import left_bytes, require_target
 from paceline.ranks import Rendezvous
 from paceline.target.engine import FromTarget, TargetEngine
 
@@ -29,24 +29,25 @@ def build_target_engine(
     ``rendezvous``: where the target's other ranks come; this is the first.
 
     Raises:
-        ConfigError: the model cannot be loaded or run, or the settings do not fit it.
+        ConfigError: the model cannot be loaded or run, or the settings do not fit it, or the device has no room.
         EngineError: another rank has failed.
     """
     with ranked(config.target, rendezvous) as group:
-        model = load_model(config.target, group)
-        runner, max_len = _runner(config, model)
+        runner, max_len = _runner(config, group)
         return _engine(config, emit, runner, max_len)
 
 
 def build_target_follower(config: PairConfig, rendezvous: Rendezvous) -> Follower:
     """Another rank of the same target. Raises as ``build_target_engine``."""
     with ranked(config.target, rendezvous) as group:
-        runner, _ = _runner(config, load_model(config.target, group))
+        runner, _ = _runner(config, group)
         return Follower(runner)
 
 
-def _runner(config: PairConfig, model: LoadedModel) -> tuple[ModelRunner, int]:
+def _runner(config: PairConfig, group: Collectives | None) -> tuple[ModelRunner, int]:
     """A runner with as many KV pages as there shall be, and the longest context. The same on every rank."""
+    require_target(config, group)
+    model = load_model(config.target, group)
     max_len = config.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
@@ -55,8 +56,11 @@ def _runner(config: PairConfig, model: LoadedModel) -> tuple[ModelRunner, int]:
     if config.kv_fraction is None:
         num_pages = target_pages(config, max_len)
     else:
-        num_pages = fraction_pages(config.kv_fraction, max_len, _page_bytes(model), _left(model))
-        _log.info("target: %d KV pages are %g of the memory left", num_pages, config.kv_fraction)
+        on_gpu = model.device.type == "cuda"
+        estimate = target_estimate(config, model.facts, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
+        left = left_bytes(model.device, group) - estimate.reserved_bytes
+        num_pages = fraction_pages(config.kv_fraction, max_len, model.facts.page_bytes, left)
+        _log.info("target: %d KV pages are %g of the %s left", num_pages, config.kv_fraction, gib(left))
     return model.runner(num_pages), max_len
 
 
@@ -75,16 +79,3 @@ def _engine(
     )
     engine.calibrate()
     return engine
-
-
-def _page_bytes(model: LoadedModel) -> int:
-    """Bytes of one KV page over all layers, keys and values."""
-    return PAGE_SIZE * sum(layer.kv_bytes(model.dtype) for layer in model.layers)
-
-
-def _left(model: LoadedModel) -> int:
-    """Bytes that the KV cache could take on every rank now: ranks on CPUs share the memory of their host."""
-    if model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
-        return agreed(int(free), model.group)
-    return agreed(available_bytes() // (model.group.degree if model.group else 1), model.group)
