@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch):
-    def load(config):
+    def load(config, group):
         raise LookupError("loaded")
 
     monkeypatch.setattr(target_build, "load_model", load)

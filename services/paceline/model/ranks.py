@@ -157,6 +157,11 @@ class LeadingRunner(RankRunner):
         values = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer
         return logits, [int(token) for token in values[0]], values[1]
 
+    def end(self) -> None:
+        """There will be no more steps of this runner: the followers' ``step`` returns False."""
+        with _together():
+            self.share.group.broadcast(b"")
+
     def _tell(self, plan: StepPlan, picks: bytes) -> None:
         cleared, frame = torch.tensor(self.cache.cleared, dtype=torch.int32).numpy().tobytes(), plan.encode()
         self.share.group.broadcast(_HEADER.pack(len(cleared), len(frame), len(picks)) + cleared + frame + picks)
@@ -176,10 +181,15 @@ class Follower:
         assert not messages
 
     def step(self) -> bool:
-        """Waits for the next step and takes it. Raises RanksLostError when a rank has left or does not come."""
+        """Waits for the next step and takes it; False if there are no more.
+
+        Raises RanksLostError when a rank has left or does not come.
+        """
         runner = self._runner
         with _together():
             message = runner.share.group.broadcast(None, timeout_s=_IDLE_S)
+            if not message:
+                return False
             num_cleared, num_plan, num_picks = _HEADER.unpack_from(message)
             start = _HEADER.size + num_cleared
             if num_cleared:
