@@ -93,6 +93,8 @@ def refused(capsys, *arguments):
         (["--address", "a:1", "--draft", "x"], ["--draft is given with --address a:1"]),
         (["--address", "a:1", "--drafter", "model"], ["--drafter is given with --address a:1"]),
         (["--address", "a:1", "--dtype", "auto"], ["--dtype is given with --address a:1"]),
+        (["--address", "a:1", "--tensor-parallel-size", "2"], ["--tensor-parallel-size is given with --address a:1"]),
+        (["--tensor-parallel-size", "0"], ["--tensor-parallel-size is 0", "greater than or equal to 1"]),
         (["--address", "a:1", "--compile"], ["--compile is given with --address a:1"]),
         (["--address", "a:1", "--no-compile"], ["--compile is given with --address a:1"]),
         (["--timeout", "3"], ["--timeout is given without --address"]),

@@ -11,11 +11,13 @@ import os
 import signal
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support import letters_tokenizer, save_pair
+from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from paceline.config import LocalConfig
@@ -24,8 +26,11 @@ from paceline.local import LocalPipeline
 from paceline.model import ranks as ranks_module
 from paceline.model.ranks import Picks
 from paceline.processors import Row, SamplerState
-from paceline.ranks import LedWorker, process_ranks
-from paceline.types import Acceptance, Cause, Mode, SamplingParams, SpeculationParams
+from paceline.ranks import FollowerFactory, LedWorker, Rendezvous, process_ranks
+from paceline.target.build import build_target_engine
+from paceline.tokenization import load_tokenizer
+from paceline.types import Acceptance, Cause, Mode, OpenSession, Outcome, SamplingParams, SpeculationParams
+from paceline.workers import ProcessWorker
 
 RANK_TIMEOUT_S = 3.0
 TEXTS = ["abcdefgh", "the quick brown fox jumps over it", "zz"]
@@ -164,6 +169,7 @@ def test_a_target_ends_with_any_of_its_ranks(
     assert set(Path(tempfile.gettempdir()).glob("paceline-ranks-*")) == before
 
 
+@pytest.mark.slow
 def test_an_idle_target_ends_with_its_rank_too(checkpoints: Path) -> None:
     with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
         (rank,) = ranks_of(os.getpid())
@@ -175,6 +181,7 @@ def test_an_idle_target_ends_with_its_rank_too(checkpoints: Path) -> None:
             pipeline.submit("abc")
 
 
+@pytest.mark.slow
 def test_a_draft_that_has_lost_a_rank_is_started_again(checkpoints: Path, plain: list[tuple[int, ...]]) -> None:
     with LocalPipeline(config_of(checkpoints, draft=2)) as pipeline:
         (rank,) = ranks_of(os.getpid())
@@ -189,6 +196,7 @@ def test_a_draft_that_has_lost_a_rank_is_started_again(checkpoints: Path, plain:
         assert ranks_of(os.getpid()) != [rank]
 
 
+@pytest.mark.slow
 def test_a_rank_is_not_left_when_its_leader_is_killed(checkpoints: Path) -> None:
     """The engine in a process of its own, as by default."""
     with LocalPipeline(config_of(checkpoints, target=2, draft=None, worker="process")) as pipeline:
@@ -200,6 +208,7 @@ def test_a_rank_is_not_left_when_its_leader_is_killed(checkpoints: Path) -> None
             pipeline.submit("abc")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_split_so_is_refused_with_the_degrees_that_can(tmp_path: Path) -> None:
     """Before anything is left behind."""
     config = LlamaConfig(
@@ -211,6 +220,28 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_degrees_that_can(tm
     with pytest.raises(ConfigError, match=r"(?s)4.*1, 2, 3"), LocalPipeline(config_of(tmp_path, target=4, draft=None)):
         pass
     assert not ranks_of(os.getpid())
+
+
+@pytest.mark.slow
+def test_ranks_meet_at_a_port_too(checkpoints: Path, plain: list[tuple[int, ...]]) -> None:
+    """As on several hosts. The port is the system's choice; engines without a pipeline around them."""
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    config = config_of(checkpoints, target=2, draft=None)
+    rendezvous = Rendezvous(f"tcp:127.0.0.1:{store.port}", 2, timeout_s=RANK_TIMEOUT_S)
+    deaths: list[str] = []
+    follower = ProcessWorker("rank", FollowerFactory("target", config, rendezvous.of(1)), deaths.extend, deaths.append)
+    follower.spawn()
+    outcomes: list[Outcome] = []
+    engine = build_target_engine(config, outcomes.extend, rendezvous)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=40, seed=0, **SAMPLING[0])
+    prompt = tuple(load_tokenizer(str(checkpoints / "target")).encode(TEXTS[0]))
+    engine.receive([OpenSession("s", 1, prompt, len(prompt), 0, sampling, MODES[0])])
+    while not outcomes or outcomes[-1].finish_reason is None:
+        engine.step()
+    engine.close()
+    follower.stop()
+    assert tuple(t for outcome in outcomes for t in outcome.token_ids) == plain[0]
+    assert deaths == [], "a rank whose first one leaves ends in peace"
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

@@ -203,7 +203,19 @@ def _read_model(
         )
         findings.append(Finding.error(f"{key}.tokenizer_source", problem))
         return None
+    findings += _check_degree(pool, model.tensor_parallel_size, str(folder))
     return _Model(checkpoint, tokenizer, facts, "n_positions" in read_json(str(folder), "config.json"))
+
+
+def _check_degree(key: str, size: int, folder: str) -> list[Finding]:
+    """Attention heads are shared out whole. What else a model asks for, its class knows (``model/sharding.py``)."""
+    config = read_json(folder, "config.json")
+    heads = (config.get("text_config") or config).get("num_attention_heads")
+    if size == 1 or not isinstance(heads, int) or heads % size == 0:
+        return []
+    fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    problem = f"is {size}, which does not divide the model's {heads} attention heads: use one of {fitting}"
+    return [Finding.error(f"{key}.engine_kwargs.tensor_parallel_size", problem)]
 
 
 def _check_lengths(pair: PairConfig, limit: int) -> list[Finding]:

@@ -48,7 +48,7 @@ _FLAGS = {
 }
 """Flags whose name is not that of the field they set."""
 
-_LOCAL_FLAGS = ("local", "target", "draft", "drafter", "dtype", "compile")
+_LOCAL_FLAGS = ("local", "target", "draft", "drafter", "dtype", "compile", "tensor_parallel_size")
 _SERVICE_FLAGS = ("timeout", "request_id", "tls", "tls_ca")
 
 
@@ -112,6 +112,9 @@ def _add_model_flags(
         action=argparse.BooleanOptionalAction,
         help="compile both models, once per machine and checkpoint (default: on the CPU)",
     )
+    group.add_argument(
+        "--tensor-parallel-size", type=int, metavar="N", help="processes that share the target's weights (default 1)"
+    )
     group.add_argument("--verbose", action="store_true", help="say how the engines run and what their self-test found")
 
 
@@ -149,7 +152,12 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
     embedded_target, embedded_draft = embedded_paths()
     compile = "auto" if args.compile is None else args.compile
     dtype = args.dtype or "auto"
-    target = ModelConfig(path=_path("--target", args.target, str(embedded_target)), dtype=dtype, compile=compile)
+    target = ModelConfig(
+        path=_path("--target", args.target, str(embedded_target)),
+        dtype=dtype,
+        compile=compile,
+        **_given(args, ["tensor_parallel_size"]),
+    )
     if args.target is not None and args.draft is None and args.drafter != "ngram" and with_draft:
         raise ConfigError("--target is given without --draft: name one, or use --drafter ngram or --mode plain")
     if args.drafter == "ngram" and args.draft is not None:

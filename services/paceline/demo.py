@@ -103,9 +103,9 @@ def _service(args: argparse.Namespace) -> Iterator[_Source]:
     grpc_port, http_port = free_ports(2)
     command = [sys.executable, "-m", "paceline", "serve", "--host", "127.0.0.1"]
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
-    for name in ("target", "draft", "drafter", "dtype"):
+    for name in ("target", "draft", "drafter", "dtype", "tensor_parallel_size"):
         if (value := getattr(args, name)) is not None:
-            command += [f"--{name}", value]
+            command += ["--" + name.replace("_", "-"), str(value)]
     if args.compile is not None:
         command.append("--compile" if args.compile else "--no-compile")
     if args.verbose:

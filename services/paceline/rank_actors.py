@@ -61,8 +61,8 @@ class Rank:
         make: EngineFactory = pickle.loads(factory)
         engine = make(lambda messages: None)
         try:
-            while True:
-                engine.step()
+            while engine.step():
+                pass
         finally:
             engine.close()
 

@@ -85,6 +85,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drafter", choices=["model", "ngram", "none"], help="what proposes tokens")
     group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"])
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the models (default: on CPUs)")
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks of a target replica (default 1)")
     group = parser.add_argument_group("replicas")
     group.add_argument("--targets", type=int, metavar="N", help="target replicas (default 1)")
     group.add_argument("--drafts", type=int, metavar="N", help="draft replicas (default 1)")
@@ -120,6 +121,7 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     values: dict[str, Any] = {
         "target_config.engine_kwargs.dtype": args.dtype,
         "target_config.engine_kwargs.compile": args.compile,
+        "target_config.engine_kwargs.tensor_parallel_size": args.tensor_parallel_size,
         "target_config.deployment_config.num_replicas": args.targets,
         "router_config.deployment_config.num_replicas": args.routers,
         "server.host": args.host,

@@ -354,7 +354,7 @@ def test_a_context_longer_than_the_draft_holds_ends_its_session_at_once() -> Non
 def test_what_is_built_holds_the_longest_context_that_it_can(
     draft: Any, options: dict[str, int], longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "load_model", lambda config: pair("llama")[1])
+    monkeypatch.setattr(build, "load_model", lambda config, group: pair("llama")[1])
     config = PairConfig(target=ModelConfig(path=str(TARGET_DIR)), draft=draft, tree_step_tokens=8, **options)
     sent: list[Nodes | SessionFailed] = []
     engine = build.build_draft_engine(config, sent.extend)

@@ -81,6 +81,8 @@ class RankRunner(ModelRunner):
         """The other arguments are those of ModelRunner."""
         super().__init__(*args, **options)
         self.share = share
+        self.lost = False
+        """An exchange has failed: no other can succeed."""
 
     def run(self, plan: StepPlan) -> Tensor:
         """See ModelRunner: logits of the whole vocabulary."""
@@ -102,6 +104,15 @@ class RankRunner(ModelRunner):
     def close(self) -> None:
         """Leaves the other ranks, which end then. Idempotent."""
         self.share.group.close()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """An exchange that fails leaves the ranks at different steps: none of them can go on (RanksLostError)."""
+        try:
+            yield
+        except EngineError as error:
+            self.lost = True
+            raise RanksLostError(str(error)) from error
 
     def _join(self, local: Tensor) -> Tensor:
         if not len(local):
@@ -131,7 +142,7 @@ class LeadingRunner(RankRunner):
 
     def run(self, plan: StepPlan) -> Tensor:
         """See ModelRunner. Raises RanksLostError if a rank is gone or does not come in time."""
-        with _together():
+        with self.together():
             self._tell(plan, b"")
             return super().run(plan)
 
@@ -151,7 +162,7 @@ class LeadingRunner(RankRunner):
             finite says that the model gave NaN, +inf, or -inf only: its token means nothing.
         """
         plan, picks = StepPlan.of(steps, self.cache.scratch_row), Picks.of(rows)
-        with _together():
+        with self.together():
             self._tell(plan, picks.encode())
             logits, tokens, logprobs = self.run_and_pick(plan, picks)
         values = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer
@@ -159,8 +170,16 @@ class LeadingRunner(RankRunner):
 
     def end(self) -> None:
         """There will be no more steps of this runner: the followers' ``step`` returns False."""
-        with _together():
+        with self.together():
             self.share.group.broadcast(b"")
+
+    def close(self) -> None:
+        """Lets the followers end, and leaves them. Idempotent."""
+        if not self.lost:
+            with contextlib.suppress(RanksLostError):
+                self.end()
+            self.lost = True
+        super().close()
 
     def _tell(self, plan: StepPlan, picks: bytes) -> None:
         cleared, frame = torch.tensor(self.cache.cleared, dtype=torch.int32).numpy().tobytes(), plan.encode()
@@ -175,6 +194,7 @@ class Follower:
         """``runner``: of a rank's model."""
         assert isinstance(runner, RankRunner)
         self._runner = runner
+        self._ended = False
 
     def receive(self, messages: Sequence[Any]) -> None:
         """Nobody talks to a follower."""
@@ -186,9 +206,12 @@ class Follower:
         Raises RanksLostError when a rank has left or does not come.
         """
         runner = self._runner
-        with _together():
+        if self._ended:
+            return False
+        with runner.together():
             message = runner.share.group.broadcast(None, timeout_s=_IDLE_S)
             if not message:
+                self._ended = True
                 return False
             num_cleared, num_plan, num_picks = _HEADER.unpack_from(message)
             start = _HEADER.size + num_cleared
@@ -203,21 +226,12 @@ class Follower:
         return True
 
     def wait_s(self) -> float | None:
-        """See Engine: waiting is a part of the step."""
-        return 0.0
+        """See Engine: waiting is a part of the step, until there are no more."""
+        return None if self._ended else 0.0
 
     def close(self) -> None:
         """Leaves the other ranks. Idempotent."""
         self._runner.close()
-
-
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """An exchange that fails leaves the ranks at different steps: none of them can go on."""
-    try:
-        yield
-    except EngineError as error:
-        raise RanksLostError(str(error)) from error
 
 
 @contextlib.contextmanager
