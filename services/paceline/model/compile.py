@@ -17,23 +17,31 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import Dim
 from transformers import PreTrainedModel
 
+from paceline.errors import ConfigError, EngineError
+from paceline.model.collectives import Collectives
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
 from paceline.model.package import load_package
 from paceline.model.runner import SequenceStep, StepFunction, StepInputs
+from paceline.model.sharded import exchange_of
 from paceline.model.step import Step
 
 _VERSION = 1  # raise when the traced signature or its lowering changes
+_COMPILE_LIMIT_S = 3600.0
+"""A rank may compile this much longer than another."""
 _log = logging.getLogger(__name__)
 
 
 def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
-    """Digest of weights, configuration, library versions and instruction set."""
+    """Digest of weights, configuration, library versions and instruction set, and of a rank its exchange."""
     digest = hashlib.blake2b(digest_size=16)
+    group = exchange_of(model)
     facts = {
         "version": _VERSION,
         "torch": torch.__version__,
@@ -44,6 +52,8 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
         "window": sliding_window,
         "page": PAGE_SIZE,
     }
+    if group is not None:
+        facts["exchange"] = group.compiled_key()
     digest.update(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
@@ -54,7 +64,19 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
 def compiled_step(
     model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, cache_dir: Path
 ) -> StepFunction:
-    """The compiled step of ``model``, from the cache or built now (about half a minute to two)."""
+    """The compiled step of ``model``, from the cache or built now (about half a minute to two).
+
+    Of a rank, returns when all ranks have theirs.
+
+    Raises:
+        ConfigError: the ranks exchange in a way that a compiled model cannot.
+        EngineError: another rank has failed.
+    """
+    group = exchange_of(model)
+    if group is not None and group.compiled_shims() is None:
+        raise ConfigError(
+            "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
+        )
     path = cache_dir / f"{artifact_key(model, sliding_window)}.pt2"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
@@ -65,7 +87,24 @@ def compiled_step(
             _compile(model, layers, sliding_window, temporary)
             temporary.rename(path)
             _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
-    return load_package(path)
+    step = load_package(path)
+    if group is None:
+        return step
+    group.all_gather(torch.zeros(1), timeout_s=_COMPILE_LIMIT_S)
+    return _RankStep(step, group)
+
+
+class _RankStep:
+    """A compiled step that says why an exchange within it failed."""
+
+    def __init__(self, step: StepFunction, group: Collectives) -> None:
+        self._step, self._group = step, group
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        try:
+            return self._step(*inputs)
+        except EngineError as error:
+            raise EngineError(self._group.failure() or str(error)) from error
 
 
 def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, path: Path) -> None:
@@ -93,9 +132,10 @@ def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: in
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
         exported = torch.export.export(Step(model), inputs, dynamic_shapes=shapes, strict=False)
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(path), inductor_configs={"freezing": True, "max_autotune": False}
-        )
+        configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
+        if (group := exchange_of(model)) is not None:
+            configs["aot_inductor.custom_ops_to_c_shims"] = group.compiled_shims()
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
 
 
 @contextlib.contextmanager

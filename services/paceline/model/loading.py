@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,15 +19,13 @@ from paceline.errors import ConfigError
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.runner import ModelRunner, StepFunction
+from paceline.model.sharding import BUILDING
 from paceline.model.step import Step, probe_layers
 
 _NUM_NAMED = 3
 """Parameters that a message names; of the others it gives the number."""
 
 log = logging.getLogger(__name__)
-
-_FROM_PRETRAINED = threading.Lock()
-"""transformers builds models under a process-wide default device: two threads must not load at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 
 def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
-    """Makes a loaded transformers model runnable.
+    """Makes a loaded transformers model runnable. The ranks of a sharded model must all do so: it takes a step.
 
     Raises:
         ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU.
@@ -86,7 +83,7 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
         step=step,
         layers=layers,
         sliding_window=window,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=model.get_output_embeddings().out_features,
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,
         device=model.device,
@@ -104,7 +101,7 @@ def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
     inspect_checkpoint(path)
     model: PreTrainedModel
     try:
-        with _FROM_PRETRAINED, _quiet():
+        with BUILDING, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 Path(path).expanduser(), dtype=dtype, output_loading_info=True
             )
