@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from paceline.errors import EngineError
 
@@ -97,7 +97,7 @@ class TorchCollectives(Collectives):
             EngineError: not all ranks have come within ``timeout_s``.
         """
         super().__init__(rank, degree, device=device, timeout_s=timeout_s)
-        self._group: dist.ProcessGroupNCCL | dist.ProcessGroupGloo
+        self._group: Any  # torch's type stubs do not say that its backends gather
         limit = timedelta(seconds=timeout_s)
         with self._translated("meet the other ranks"):
             if device.type == "cuda":
@@ -113,12 +113,10 @@ class TorchCollectives(Collectives):
         gathered = tensor.new_empty(self.degree, *tensor.shape)
         if tensor.numel() == 0:
             return gathered
-        options = dist.AllgatherOptions()
-        if timeout_s is not None:
-            options.timeout = timedelta(seconds=timeout_s)
+        limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
         with self._translated("gather from the other ranks", timeout_s):
             outputs = [row.reshape(-1).view(torch.uint8) for row in gathered.unbind()]
-            self._group.allgather([outputs], [tensor.reshape(-1).view(torch.uint8)], options).wait()
+            self._group.allgather(outputs, tensor.reshape(-1).view(torch.uint8), limit).wait()
         return gathered
 
     def close(self) -> None:

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.config import cache_dir
 from paceline.errors import EngineError
@@ -60,10 +59,10 @@ def connect(store: Store, rank: int, degree: int, *, device: torch.device, timeo
     if any(facts["host"] != all_ranks[0]["host"] for facts in all_ranks):
         reasons.append("the ranks are on several hosts")
     if not reasons:
-        return SharedMemoryCollectives(dist.PrefixStore("memory", store), rank, degree, timeout_s=timeout_s)
+        return SharedMemoryCollectives(PrefixStore("memory", store), rank, degree, timeout_s=timeout_s)
     if device.type == "cpu" and rank == 0:
         _log.warning("%d ranks exchange over gloo, which is slower than shared memory: %s", degree, reasons[0])
-    return TorchCollectives(dist.PrefixStore("group", store), rank, degree, device=device, timeout_s=timeout_s)
+    return TorchCollectives(PrefixStore("group", store), rank, degree, device=device, timeout_s=timeout_s)
 
 
 def unavailable() -> str | None:
