@@ -109,7 +109,9 @@ def test_odd_vocabularies_tied_embeddings_and_biases(two: Ranks, tmp_path: Path)
 def test_kv_heads_that_are_fewer_than_the_ranks_are_repeated(kv_heads: int, tmp_path: Path) -> None:
     """On three ranks one KV head, on four two: neighbours hold the same one."""
     degree = {1: 3, 2: 4}[kv_heads]
-    config = LlamaConfig(**{**SMALL_LLAMA, "num_attention_heads": 12, "num_key_value_heads": kv_heads})
+    config = LlamaConfig(
+        **{**SMALL_LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": kv_heads}
+    )
     with Ranks(degree, tmp_path) as ranks:
         check_equal(ranks, config, tmp_path / "model", torch.float32, 1e-5)
 
@@ -245,7 +247,7 @@ def test_a_norm_over_a_whole_projection_is_gathered() -> None:
 def test_degrees_that_do_not_divide(changes: dict[str, Any], degree: int, said: str) -> None:
     """The value, and the degrees that would work."""
     with pytest.raises(ConfigError) as caught:
-        plan_shards(LlamaConfig(**{**SMALL_LLAMA, **changes}), 0, degree)
+        plan_shards(LlamaConfig(**{**SMALL_LLAMA, "hidden_size": 96, **changes}), 0, degree)
     assert str(caught.value) == f"LlamaForCausalLM (llama){said}"
 
 
@@ -346,6 +348,7 @@ print(peak() - before, sum(p.nbytes for p in model.parameters()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is reset through /proc")
 def test_a_rank_never_holds_more_than_its_share(tmp_path: Path) -> None:
     """Of 340 MB at degree 2 at most 60 % are resident at any time while loading, mapped pages of the files included."""

@@ -123,7 +123,9 @@ class _Planner:
 
     def plan(self) -> ShardPlan:
         values = _values(self.config)
-        follows = {key: self._followers({key: _smaller(value)}) for key, value in values.items() if value > 1}
+        # A single KV head cannot be made fewer: as many as there are heads is valid too.
+        other = {key: _smaller(value) if value > 1 else values.get(_HEADS, 1) for key, value in values.items()}
+        follows = {key: self._followers({key: other[key]}) for key, value in values.items() if other[key] != value}
         chosen = {key for key, names in follows.items() if self._is_planned(names)}
         if _KV_HEADS in values and _HEADS in chosen:
             chosen.add(_KV_HEADS)
