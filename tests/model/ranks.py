@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing as mp
 import os
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -18,9 +20,13 @@ from torch import Tensor
 from paceline.model.collectives import Collectives, TorchCollectives
 from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, prepare
-from paceline.model.runner import SequenceStep
+from paceline.model.ranks import LeadingRunner
+from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.selftest import check_invariance
 from paceline.model.sharded import load_shard
 from paceline.model.shared_memory import SharedMemoryCollectives, connect
+from paceline.sampling import Row, SamplerState, process, sample_coupled
+from paceline.types import SamplingParams
 
 TIMEOUT_S = 60.0
 TRANSPORTS = ("gloo", "shared")
@@ -47,10 +53,10 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         for pipe in self._pipes:
             pipe.close()
-        for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        for child in self.processes:
+            child.join(10)
+            if child.is_alive():
+                child.kill()
 
     def start(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, transport: str = "gloo"
@@ -111,9 +117,20 @@ def load(group: Collectives, path: str, dtype: torch.dtype, compile: bool = Fals
     return prepare(load_shard(path, dtype, group), compile=compile)
 
 
-def forward_all(model: LoadedModel, texts: Sequence[Sequence[int]], num_greedy: int) -> tuple[list[Tensor], list[int]]:
-    """Logits of all tokens of several texts, prefilled together, and greedy tokens after the first text."""
+def led(model: LoadedModel, use: Callable[..., Any], *args: Any) -> Any:
+    """What ``use(runner, *args)`` returns on rank 0, or for a whole model; None on the ranks that follow."""
+    if model.share is not None and model.share.group.rank > 0:
+        model.follow()
+        return None
     runner = model.runner(16)
+    result = use(runner, *args)
+    if isinstance(runner, LeadingRunner):
+        runner.close()
+    return result
+
+
+def forward_all(runner: ModelRunner, texts: Sequence[Sequence[int]], num_greedy: int) -> tuple[list[Tensor], list[int]]:
+    """Logits of all tokens of several texts, prefilled together, and greedy tokens after the first text."""
     pages = [runner.cache.allocate(pages_for(len(text) + num_greedy)) for text in texts]
     logits = runner.forward(
         [
@@ -131,10 +148,10 @@ def forward_all(model: LoadedModel, texts: Sequence[Sequence[int]], num_greedy: 
 
 def run_shard(
     group: Collectives, path: str, dtype: torch.dtype, texts: Sequence[Sequence[int]], num_greedy: int
-) -> tuple[list[Tensor], list[int], int]:
-    """``forward_all`` of a rank, and the number of its parameters."""
+) -> tuple[tuple[list[Tensor], list[int]] | None, int]:
+    """``forward_all`` of rank 0, and the number of the rank's parameters."""
     model = load(group, path, dtype)
-    return *forward_all(model, texts, num_greedy), model.num_parameters
+    return led(model, forward_all, texts, num_greedy), model.num_parameters
 
 
 def die(group: Collectives, rank: int, operation: str) -> str:
@@ -154,26 +171,68 @@ def die(group: Collectives, rank: int, operation: str) -> str:
 
 def run_compiled(
     group: Collectives, path: str, dtype: torch.dtype, texts: Sequence[Sequence[int]], num_greedy: int, cache: str
-) -> tuple[str, float, bool, list[Tensor]]:
-    """Kind of the compiled step, its largest difference from eager relative to the largest logit, greedy equality,
-    and its logits."""
+) -> tuple[str, Any, Any]:
+    """Kind of the rank's compiled step; of rank 0 also ``forward_all`` eager and compiled."""
     os.environ["PACELINE_CACHE"] = cache
-    eager, tokens = forward_all(load(group, path, dtype), texts, num_greedy)
+    eager = led(load(group, path, dtype), forward_all, texts, num_greedy)
     model = load(group, path, dtype, compile=True)
-    compiled, same = forward_all(model, texts, num_greedy)
-    difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(compiled, eager, strict=True))
-    return type(getattr(model.step, "_step", model.step)).__name__, difference, same == tokens, compiled
+    compiled = led(model, forward_all, texts, num_greedy)
+    return type(getattr(model.step, "_step", model.step)).__name__, eager, compiled
 
 
-def die_in_a_compiled_step(group: Collectives, path: str, cache: str) -> str:
+def run_invariance(group: Collectives, path: str, dtype: torch.dtype, cache: str, compile: bool) -> str | None:
+    """What the self-test of start-up says on rank 0."""
+    os.environ["PACELINE_CACHE"] = cache
+    return led(load(group, path, dtype, compile), lambda runner: str(check_invariance(runner)))
+
+
+def run_sampled(
+    group: Collectives, path: str, rows: Sequence[tuple[int, float]], num_tokens: int
+) -> tuple[list[list[int]], list[list[float]], list[list[int]]] | None:
+    """Texts of sessions of (seed, temperature; 0 is greedy), sampled where the logits are, their log-probabilities,
+    and the tokens that the whole logits give in the same contexts."""
+    return led(load(group, path, torch.float32), _sampled, rows, num_tokens)
+
+
+def _sampled(
+    runner: LeadingRunner, rows: Sequence[tuple[int, float]], num_tokens: int
+) -> tuple[list[list[int]], list[list[float]], list[list[int]]]:
+    states = [
+        SamplerState(SamplingParams(temperature=t), s, (11,), vocab_size=runner.vocab_size, device="cpu")
+        for s, t in rows
+    ]
+    temperatures = torch.tensor([t or 1.0 for _, t in rows])
+    pages = [runner.cache.allocate(1) for _ in rows]
+    texts: list[list[int]] = [[11] for _ in rows]
+    logprobs: list[list[float]] = [[] for _ in rows]
+    whole: list[list[int]] = [[] for _ in rows]
+    for at in range(num_tokens):
+        steps = [SequenceStep([t[-1]], [at], [at], own, num_logits=1) for t, own in zip(texts, pages, strict=True)]
+        processed = process(runner.forward(steps), [Row(state) for state in states])
+        wanted = sample_coupled(processed)
+        token_ids, found = runner.sample(steps, processed, temperatures)
+        torch.testing.assert_close(found, processed.log_probs.gather(-1, token_ids[:, None])[:, 0])
+        for i, token_id in enumerate(token_ids.tolist()):
+            texts[i].append(token_id)
+            logprobs[i].append(float(found[i]))
+            whole[i].append(int(wanted[i]))
+            states[i].append([token_id])
+    return [text[1:] for text in texts], logprobs, whole
+
+
+def die_in_a_step(group: Collectives, path: str, cache: str, compile: bool) -> str | None:
     """Rank 1 is killed between two steps; what rank 0 is told in the second."""
     os.environ["PACELINE_CACHE"] = cache
-    model = load(group, path, torch.float32, compile=True)
-    forward_all(model, [[11, 12, 13]], 2)
+    model = load(group, path, torch.float32, compile)
     if group.rank == 1:
-        os.kill(os.getpid(), 9)
+        threading.Timer(2.0, os.kill, (os.getpid(), 9)).start()
+        model.follow()
+    runner = model.runner(16)
+    steps = [SequenceStep([11, 12, 13], range(3), range(3), runner.cache.allocate(1), num_logits=1)]
     try:
-        forward_all(model, [[11, 12, 13]], 2)
+        for _ in range(10_000):
+            runner.forward(steps)
+            time.sleep(0.01)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

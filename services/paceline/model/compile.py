@@ -29,7 +29,7 @@ from paceline.model.collectives import Collectives
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
 from paceline.model.package import load_package
 from paceline.model.runner import SequenceStep, StepFunction, StepInputs
-from paceline.model.sharded import exchange_of
+from paceline.model.sharded import share_of
 from paceline.model.step import Step
 
 _VERSION = 1  # raise when the traced signature or its lowering changes
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
     """Digest of weights, configuration, library versions and instruction set, and of a rank its exchange."""
     digest = hashlib.blake2b(digest_size=16)
-    group = exchange_of(model)
+    share = share_of(model)
     facts = {
         "version": _VERSION,
         "torch": torch.__version__,
@@ -52,8 +52,8 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
         "window": sliding_window,
         "page": PAGE_SIZE,
     }
-    if group is not None:
-        facts["exchange"] = group.compiled_key()
+    if share is not None:
+        facts["share"] = f"{share.vocab} {share.group.compiled_key()}"
     digest.update(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
@@ -72,8 +72,8 @@ def compiled_step(
         ConfigError: the ranks exchange in a way that a compiled model cannot.
         EngineError: another rank has failed.
     """
-    group = exchange_of(model)
-    if group is not None and group.compiled_shims() is None:
+    share = share_of(model)
+    if share is not None and share.group.compiled_shims() is None:
         raise ConfigError(
             "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
         )
@@ -88,10 +88,10 @@ def compiled_step(
             temporary.rename(path)
             _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
     step = load_package(path)
-    if group is None:
+    if share is None:
         return step
-    group.all_gather(torch.zeros(1), timeout_s=_COMPILE_LIMIT_S)
-    return _RankStep(step, group)
+    share.group.all_gather(torch.zeros(1), timeout_s=_COMPILE_LIMIT_S)
+    return _RankStep(step, share.group)
 
 
 class _RankStep:
@@ -133,8 +133,8 @@ def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: in
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
         exported = torch.export.export(Step(model), inputs, dynamic_shapes=shapes, strict=False)
         configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
-        if (group := exchange_of(model)) is not None:
-            configs["aot_inductor.custom_ops_to_c_shims"] = group.compiled_shims()
+        if (share := share_of(model)) is not None:
+            configs["aot_inductor.custom_ops_to_c_shims"] = share.group.compiled_shims()
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
 
 

@@ -18,7 +18,9 @@ from paceline.config import ModelConfig, cache_dir
 from paceline.errors import ConfigError
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.ranks import LeadingRunner, follow
 from paceline.model.runner import ModelRunner, StepFunction
+from paceline.model.sharded import Share, share_of
 from paceline.model.sharding import BUILDING
 from paceline.model.step import Step, probe_layers
 
@@ -41,12 +43,40 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     num_parameters: int
+    share: Share | None = None
+    """Of a rank of a sharded model."""
 
     def runner(self, num_pages: int) -> ModelRunner:
-        """A runner over a new KV cache of ``num_pages`` pages."""
+        """A runner over a new KV cache of ``num_pages`` pages. Of a sharded model rank 0 asks for it; the others
+        ``follow``."""
         cache = KVCache(self.layers, num_pages, self.dtype, self.device)
+        if self.share is not None:
+            return LeadingRunner(
+                self.step,
+                cache,
+                share=self.share,
+                dtype=self.dtype,
+                sliding_window=self.sliding_window,
+                vocab_size=self.vocab_size,
+            )
         return ModelRunner(
             self.step, cache, dtype=self.dtype, sliding_window=self.sliding_window, vocab_size=self.vocab_size
+        )
+
+    def follow(self) -> None:
+        """What the ranks other than 0 do: run what rank 0's runners run. Returns when rank 0 has closed one.
+
+        Raises:
+            EngineError: a rank is gone, or does not come within the group's limit once a step has begun.
+        """
+        assert self.share is not None, "only a rank of a sharded model follows"
+        follow(
+            self.step,
+            self.layers,
+            self.share,
+            dtype=self.dtype,
+            device=self.device,
+            sliding_window=self.sliding_window,
         )
 
 
@@ -88,6 +118,7 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
         dtype=model.dtype,
         device=model.device,
         num_parameters=sum(p.numel() for p in model.parameters()),
+        share=share_of(model),
     )
 
 

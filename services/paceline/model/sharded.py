@@ -1,13 +1,14 @@
 """A rank of a tensor-parallel model: the unchanged transformers class over a part of the weights.
 
 Only the ends of what is split differ: layers split by rows, and experts, add their outputs over the ranks; the
-embedding looks up the tokens that it has; the output layer joins the ranks' logits. All ranks must take the same
-steps in the same order.
+embedding looks up the tokens that it has; the output layer gives the logits of the rank's own tokens, which
+``ranks.py`` joins or compares. All ranks must take the same steps in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,20 @@ from paceline.checkpoints import inspect_checkpoint
 from paceline.errors import ConfigError
 from paceline.model.collectives import Collectives
 from paceline.model.shard_loading import CheckpointFiles, Progress, read_shard
-from paceline.model.sharding import BUILDING, ShardPlan, build, plan_shards
+from paceline.model.sharding import BUILDING, Range, ShardPlan, build, plan_shards
 
-_GROUP = "_paceline_group"
+_SHARE = "_paceline_share"
 _LOAD_LIMIT_S = 3600.0
 """A rank may read its files this much longer than another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank's model knows of the others."""
+
+    group: Collectives
+    vocab: Range
+    """Token ids whose logits this rank computes, in the first columns; the rest is padding."""
 
 
 def load_shard(
@@ -61,8 +71,8 @@ def load_shard(
 
 
 def apply_plan(model: PreTrainedModel, plan: ShardPlan, group: Collectives) -> None:
-    """Lets the modules of a rank exchange what the plan says; ``exchange_of`` finds the group again."""
-    setattr(model, _GROUP, group)
+    """Lets the modules of a rank exchange what the plan says; ``share_of`` finds the group again."""
+    setattr(model, _SHARE, Share(group, plan.vocab))
     for name in plan.summed:
         _wrap(model.get_submodule(name), _Summed(group))
     for name in plan.gathered:
@@ -73,13 +83,13 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, group: Collectives) -> N
     embedding.padding_idx = None  # only the gradient knows it
     if embedding.weight.shape[0] == stop - first:
         _wrap(embedding, _VocabularyEmbedding(group, first, stop))
-    _wrap(model.get_submodule(plan.head), _VocabularyHead(group, plan.vocab_width, plan.vocab_size))
+    _wrap(model.get_submodule(plan.head), _VocabularyHead(plan.vocab_width))
 
 
-def exchange_of(model: PreTrainedModel) -> Collectives | None:
-    """What the model of a rank exchanges over; None if it is whole."""
-    group: Collectives | None = getattr(model, _GROUP, None)
-    return group
+def share_of(model: PreTrainedModel) -> Share | None:
+    """Of a rank's model; None if it is whole."""
+    share: Share | None = getattr(model, _SHARE, None)
+    return share
 
 
 def _assign(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
@@ -132,12 +142,12 @@ class _VocabularyEmbedding:
 
 
 class _VocabularyHead:
-    """``[..., hidden] -> [..., vocab_size]``, of which the rank computes at most ``width``."""
+    """``[..., hidden] -> [..., width]``: the rank's own logits, padded at the end where it has fewer tokens."""
 
-    def __init__(self, group: Collectives, width: int, vocab_size: int) -> None:
-        self._group, self._width, self._vocab_size = group, width, vocab_size
+    def __init__(self, width: int) -> None:
+        self._width = width
 
     def __call__(self, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
         logits = forward(hidden)
-        padded = F.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))
-        return torch.cat(self._group.all_gather(padded).unbind(), dim=-1)[..., : self._vocab_size]
+        missing = self._width - logits.shape[-1]
+        return F.pad(logits, (0, missing)) if missing else logits
