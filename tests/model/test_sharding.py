@@ -168,8 +168,11 @@ def test_a_compiled_rank_is_compiled_once(two: Ranks, tmp_path: Path) -> None:
 def test_verified_rows_have_the_bits_of_decoded_ones(
     dtype: torch.dtype, compile: bool, two: Ranks, tmp_path: Path
 ) -> None:
-    """What losslessness rests on: alone or beside others, 1 to 17 tokens a step."""
-    _, path = saved(FAMILIES["llama"](), tmp_path / "model")
+    """What losslessness rests on: alone or beside others, 1 to 17 tokens a step.
+
+    Feed-forward layers of 96 on each rank: in float32 those of 48 are not invariant here, in one process neither.
+    """
+    _, path = saved(LlamaConfig(**{**SMALL_LLAMA, "intermediate_size": 192}), tmp_path / "model")
     said = two.run(run_invariance, path, dtype, str(tmp_path / "cache"), compile, transport="shared")
     assert said[0].startswith("batch-invariant: ")
 

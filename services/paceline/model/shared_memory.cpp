@@ -41,7 +41,7 @@ namespace {
 
 constexpr int kMaxDegree = 64;
 constexpr size_t kSlotBytes = 256 << 10;
-constexpr int kSpins = 4000;         // some tens of microseconds
+constexpr int kSpins = 300;  // some microseconds: a core that another process needs is given to it
 constexpr double kYieldSeconds = 2e-3;
 constexpr long kSleepNanoseconds = 20'000'000;  // between two looks at the other's lock
 
