@@ -27,7 +27,7 @@ from transformers.distributed import DistributedConfig
 
 from paceline.model.collectives import Collectives, TorchCollectives
 from paceline.model.loading import load_pretrained, prepare
-from paceline.model.ranks import LeadingRunner
+from paceline.model.ranks import Follower, LeadingRunner
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.model.sharded import load_shard
 from paceline.model.shared_memory import SharedMemoryCollectives
@@ -80,12 +80,14 @@ def ranks(path: str, dtype: torch.dtype, group: Collectives, compile: bool) -> W
     model = prepare(load_shard(path, dtype, group), compile=compile)
 
     def run() -> Times | None:
-        if group.rank > 0:
-            return model.follow()
         runner = model.runner(3)
-        assert isinstance(runner, LeadingRunner)
+        if not isinstance(runner, LeadingRunner):
+            follower = Follower(runner)
+            while follower.step():
+                pass
+            return None
         times = timed_runner(runner)
-        runner.close()
+        runner.end()
         return times
 
     return run

@@ -4,7 +4,8 @@ whoever dies when, a session ends with the tokens of plain decoding, each exactl
 Real engines and real sessions in lockstep on a virtual clock (``support.Pump``). A seeded choice harms messages on the
 four links, and an owner does what owners do: it re-opens a lost target, gives a draft to sessions that want one, and
 re-opens a session that has made no progress for long (a broken stream; only losses between target and router may need
-it). Token ids inside outcomes are never corrupted: nobody could notice, and the transport has checksums.
+it). Token ids inside outcomes are never corrupted, nor an outcome passed off as the one before it: nobody could notice,
+and the transport has checksums.
 
 What is proven besides equality, after every tick: engines keep their invariants; where no content was corrupted, the
 target's context begins with the session's history and the draft's context is the beginning of it; nothing stale is
@@ -300,7 +301,8 @@ def corrupted(link: str, message: Any, rng: random.Random) -> Any:
         changes += [{"context_len": message.context_len + d} for d in (-1, 1)]
         changes += [{"node_ids": ids} for ids in ((999,), (-1,), (2**70,), tuple(range(4200)))]
     elif isinstance(message, Outcome):
-        changes += [{"context_len": message.context_len + d} for d in (-1, 1, 2**40)]
+        # not one less: with the outcome before it lost or late, nobody could notice that this one is not it
+        changes += [{"context_len": message.context_len + d} for d in (1, 2**40, -(2**40))]
         changes += [{"token_ids": ()}, {"token_ids": (-1,)}, {"logprobs": message.logprobs[1:]}]
         changes += [{"round": Round(1, 10**6, message.round.cause)}, {"round": Round(0, -1, message.round.cause)}]
     elif isinstance(message, SpeculationWanted):

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.model.collectives import Collectives, TorchCollectives
 from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, prepare
-from paceline.model.ranks import LeadingRunner
+from paceline.model.ranks import Follower, LeadingRunner
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.model.selftest import check_invariance
 from paceline.model.sharded import load_shard
@@ -66,7 +66,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, args, store, timeout_s, transport))
 
-    def result(self, rank: int, within_s: float = 900.0) -> Any:
+    def result(self, rank: int, within_s: float = 240.0) -> Any:
         """What ``rank`` returned, or the exception that it raised."""
         assert self._pipes[rank].poll(within_s), f"rank {rank} does not answer"
         return self._pipes[rank].recv()
@@ -120,13 +120,20 @@ def load(group: Collectives, path: str, dtype: torch.dtype, compile: bool = Fals
 def led(model: LoadedModel, use: Callable[..., Any], *args: Any) -> Any:
     """What ``use(runner, *args)`` returns on rank 0, or for a whole model; None on the ranks that follow."""
     if model.share is not None and model.share.group.rank > 0:
-        model.follow()
+        follow(model)
         return None
     runner = model.runner(16)
     result = use(runner, *args)
     if isinstance(runner, LeadingRunner):
-        runner.close()
+        runner.end()
     return result
+
+
+def follow(model: LoadedModel) -> None:
+    """Takes the steps of rank 0's next runner."""
+    follower = Follower(model.runner(16))
+    while follower.step():
+        pass
 
 
 def forward_all(runner: ModelRunner, texts: Sequence[Sequence[int]], num_greedy: int) -> tuple[list[Tensor], list[int]]:
@@ -201,7 +208,6 @@ def _sampled(
         SamplerState(SamplingParams(temperature=t), s, (11,), vocab_size=runner.vocab_size, device="cpu")
         for s, t in rows
     ]
-    temperatures = torch.tensor([t or 1.0 for _, t in rows])
     pages = [runner.cache.allocate(1) for _ in rows]
     texts: list[list[int]] = [[11] for _ in rows]
     logprobs: list[list[float]] = [[] for _ in rows]
@@ -210,9 +216,10 @@ def _sampled(
         steps = [SequenceStep([t[-1]], [at], [at], own, num_logits=1) for t, own in zip(texts, pages, strict=True)]
         processed = process(runner.forward(steps), [Row(state) for state in states])
         wanted = sample_coupled(processed)
-        token_ids, found = runner.sample(steps, processed, temperatures)
-        torch.testing.assert_close(found, processed.log_probs.gather(-1, token_ids[:, None])[:, 0])
-        for i, token_id in enumerate(token_ids.tolist()):
+        _, token_ids, found = runner.forward_and_pick(steps, [Row(state) for state in states])
+        index = torch.tensor(token_ids)[:, None]
+        torch.testing.assert_close(torch.tensor(found), processed.log_probs.gather(-1, index)[:, 0])
+        for i, token_id in enumerate(token_ids):
             texts[i].append(token_id)
             logprobs[i].append(float(found[i]))
             whole[i].append(int(wanted[i]))
@@ -226,7 +233,7 @@ def die_in_a_step(group: Collectives, path: str, cache: str, compile: bool) -> s
     model = load(group, path, torch.float32, compile)
     if group.rank == 1:
         threading.Timer(2.0, os.kill, (os.getpid(), 9)).start()
-        model.follow()
+        follow(model)
     runner = model.runner(16)
     steps = [SequenceStep([11, 12, 13], range(3), range(3), runner.cache.allocate(1), num_logits=1)]
     try:

@@ -209,7 +209,7 @@ def test_a_rank_that_dies_while_the_engine_runs_is_told_of(compile: bool, tmp_pa
     _, path = saved(FAMILIES["llama"](), tmp_path / "model")
     with Ranks(2, tmp_path) as ranks:
         ranks.start(die_in_a_step, path, str(tmp_path / "cache"), compile, timeout_s=120.0, transport="shared")
-        assert ranks.result(0) == "EngineError: rank 0 of 2: rank 1 has died"
+        assert ranks.result(0) == "RanksLostError: rank 0 of 2: rank 1 has died"
 
 
 def test_compiled_ranks_need_shared_memory(two: Ranks, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from paceline.errors import ConfigError, EngineError
 from paceline.model.collectives import Collectives
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
 from paceline.model.package import load_package
-from paceline.model.runner import SequenceStep, StepFunction, StepInputs
+from paceline.model.runner import SequenceStep, StepFunction, StepPlan
 from paceline.model.sharded import share_of
 from paceline.model.step import Step
 
@@ -113,7 +113,7 @@ def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: in
         SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),
         SequenceStep(list(range(1, 6)), list(range(200, 205)), list(range(200, 205)), [3, 4, 5, 6], num_logits=4),
     ]
-    inputs = StepInputs(example, cache, model.dtype, sliding_window).tensors
+    inputs = StepPlan.of(example, cache.scratch_row).inputs(cache, model.dtype, sliding_window)
     tokens, logits = Dim("tokens", min=1, max=1 << 16), Dim("logits", min=1, max=1 << 16)
     rows, row_len = Dim("rows", min=1, max=1 << 12), Dim("row_len", min=1, max=1 << 14)
     pages, pool = Dim("pages", min=1, max=1 << 14), Dim("pool", min=2, max=1 << 24)

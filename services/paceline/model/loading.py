@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from paceline.checkpoints import inspect_checkpoint
+from paceline.checkpoints import facts_of, inspect_checkpoint
 from paceline.config import ModelConfig, cache_dir
 from paceline.errors import ConfigError
+from paceline.estimate import ModelFacts
+from paceline.memory import gib
+from paceline.model.collectives import Collectives
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
-from paceline.model.ranks import LeadingRunner, follow
+from paceline.model.ranks import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.runner import ModelRunner, StepFunction
-from paceline.model.sharded import Share, share_of
+from paceline.model.shard_loading import Progress
+from paceline.model.sharded import Share, load_shard, share_of
 from paceline.model.sharding import BUILDING
 from paceline.model.step import Step, probe_layers
 
@@ -42,26 +47,39 @@ class LoadedModel:
     """Positions the model was made for."""
     dtype: torch.dtype
     device: torch.device
-    num_parameters: int
+    facts: ModelFacts
+    """What it says of the memory that it needs; of a rank's model, what the rank needs."""
     share: Share | None = None
-    """Of a rank of a sharded model."""
+    """Of a rank's model."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, tied ones counted once."""
+        return self.facts.num_parameters
+
+    @property
+    def group(self) -> Collectives | None:
+        """The exchange with the other ranks; None if the model is whole."""
+        return None if self.share is None else self.share.group
 
     def runner(self, num_pages: int) -> ModelRunner:
-        """A runner over a new KV cache of ``num_pages`` pages. Of a sharded model rank 0 asks for it; the others
-        ``follow``."""
-        cache = KVCache(self.layers, num_pages, self.dtype, self.device)
-        if self.share is not None:
-            return LeadingRunner(
-                self.step,
-                cache,
-                share=self.share,
-                dtype=self.dtype,
-                sliding_window=self.sliding_window,
-                vocab_size=self.vocab_size,
-            )
-        return ModelRunner(
-            self.step, cache, dtype=self.dtype, sliding_window=self.sliding_window, vocab_size=self.vocab_size
-        )
+        """A runner over a new KV cache of ``num_pages`` pages; of several ranks as many as the least of them asks for.
+
+        The first rank's is a LeadingRunner, the others' a RankRunner.
+        """
+        num_pages = agreed(num_pages, self.group)
+        options: dict[str, Any] = {
+            "dtype": self.dtype,
+            "sliding_window": self.sliding_window,
+            "vocab_size": self.vocab_size,
+        }
+        if self.share is None:
+            return ModelRunner(self.step, KVCache(self.layers, num_pages, self.dtype, self.device), **options)
+        if self.share.group.rank > 0:
+            cache = KVCache(self.layers, num_pages, self.dtype, self.device)
+            return RankRunner(self.step, cache, share=self.share, **options)
+        leaders = LeadersCache(self.layers, num_pages, self.dtype, self.device)
+        return LeadingRunner(self.step, leaders, share=self.share, **options)
 
     def follow(self) -> None:
         """What the ranks other than 0 do: run what rank 0's runners run. Returns when rank 0 has closed one.
@@ -80,21 +98,39 @@ class LoadedModel:
         )
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Loads, checks and, if configured, compiles the model.
+def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedModel:
+    """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     Raises:
-        ConfigError: nothing loadable at the path, not a causal language model, or unsupported attention.
+        ConfigError: nothing loadable at the path, not a causal language model, unsupported attention, or it cannot be
+            split into so many ranks.
+        EngineError: another rank has failed.
     """
-    device = torch.device(resolve_device(config.device))
+    device = torch.device(resolve_device(config.device)) if group is None else group.device
     dtype = resolve_dtype(config.dtype, device)
-    model = load_pretrained(config.path, dtype).to(device)
-    compile = device.type == "cpu" if config.compile == "auto" else config.compile
-    return prepare(model, compile=compile)
+    can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
+    if group is None:
+        model = load_pretrained(config.path, dtype).to(device)
+    else:
+        model = load_shard(config.path, dtype, group, progress=_progress(group))
+    return prepare(model, compile=can_compile if config.compile == "auto" else config.compile)
+
+
+def _progress(group: Collectives) -> Progress:
+    """Says of each quarter of the rank's weights that it is there."""
+    said = -1
+
+    def say(loaded: int, total: int) -> None:
+        nonlocal said
+        if loaded * 4 // total > said:
+            said = loaded * 4 // total
+            log.info("rank %d of %d has read %d %% of %s", group.rank, group.degree, 25 * said, gib(total))
+
+    return say
 
 
 def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
-    """Makes a loaded transformers model runnable. The ranks of a sharded model must all do so: it takes a step.
+    """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
 
     Raises:
         ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU.
@@ -117,9 +153,22 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,
         device=model.device,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        facts=_facts(model, layers),
         share=share_of(model),
     )
+
+
+def _facts(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelFacts:
+    """Those of the files, with what the layers themselves say of their KV."""
+    counts = [(p.numel(), p.dim()) for p in model.parameters()]
+    facts = facts_of(
+        model.config.to_dict(),
+        sum(count for count, _ in counts),
+        model.dtype.itemsize,
+        sum(count for count, rank in counts if rank < 2),
+    )
+    kv_bytes = sum(layer.kv_bytes(model.dtype) for layer in layers)
+    return replace(facts, kv_values=kv_bytes // model.dtype.itemsize, num_layers=len(layers))
 
 
 def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
