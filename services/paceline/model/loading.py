@@ -81,22 +81,6 @@ class LoadedModel:
         leaders = LeadersCache(self.layers, num_pages, self.dtype, self.device)
         return LeadingRunner(self.step, leaders, share=self.share, **options)
 
-    def follow(self) -> None:
-        """What the ranks other than 0 do: run what rank 0's runners run. Returns when rank 0 has closed one.
-
-        Raises:
-            EngineError: a rank is gone, or does not come within the group's limit once a step has begun.
-        """
-        assert self.share is not None, "only a rank of a sharded model follows"
-        follow(
-            self.step,
-            self.layers,
-            self.share,
-            dtype=self.dtype,
-            device=self.device,
-            sliding_window=self.sliding_window,
-        )
-
 
 def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
