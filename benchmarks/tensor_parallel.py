@@ -10,6 +10,7 @@ and 9 (verification). The smallest and the median time are given. transformers' 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import multiprocessing as mp
 import statistics
@@ -119,7 +120,7 @@ def exchange(group: Collectives, hidden_size: int, dtype: torch.dtype) -> Way:
     tensors = {size: torch.ones(1, max(4, size), hidden_size, dtype=dtype) for size in SIZES}
 
     def forward(size: int) -> None:
-        for _ in range(100):
+        for _ in range(20):
             group.all_reduce(tensors[size])
 
     return lambda: timed(forward)
@@ -149,8 +150,8 @@ def serve(pipe: Connection, rank: int, degree: int, folder: str, path: str, dtyp
         "two ranks, compiled, shared memory": lambda: ranks(path, dtype, shared(), compile=True),
         "transformers, one process": lambda: transformers_model(path, dtype, store(), 0, 1),
         "transformers, tp_plan, gloo": lambda: transformers_model(path, dtype, store(), rank, degree),
-        "100 sums, gloo": lambda: exchange(gloo(), hidden, dtype),
-        "100 sums, shared memory": lambda: exchange(shared(), hidden, dtype),
+        "20 sums, gloo": lambda: exchange(gloo(), hidden, dtype),
+        "20 sums, shared memory": lambda: exchange(shared(), hidden, dtype),
     }
     while True:
         try:
@@ -195,7 +196,7 @@ def main() -> None:
     names = [
         "one process, eager", "two ranks, eager, gloo", "two ranks, eager, shared memory", "one process, compiled",
         "two ranks, compiled, shared memory", "transformers, one process", "transformers, tp_plan, gloo",
-        "100 sums, gloo", "100 sums, shared memory",
+        "20 sums, gloo", "20 sums, shared memory",
     ]  # fmt: skip
     names = [n for n in names if not (args.no_compile and "compiled" in n)]
     names = [n for n in names if not (args.no_transformers and "transformers" in n)]
@@ -208,14 +209,17 @@ def main() -> None:
             print(f"loading: {name}", flush=True)
             (one if "one process" in name else two)(name)
         other(beside)
-        for _ in range(args.rounds):
-            for name in names:
-                blocks[name].append((one if "one process" in name else two)(name)[0])
-            # Both read their weights at the same time: what the cores share shows.
-            other._pipes[0].send(beside)
-            blocks[f"{beside}, beside another"].append(one(beside)[0])
-            other._pipes[0].recv()
-    print(f"{args.model}, {args.dtype}, {args.rounds} rounds of {STEPS} steps; ms per step: smallest (median)\n")
+        with contextlib.suppress(KeyboardInterrupt):  # what has been measured until then is printed
+            for _ in range(args.rounds):
+                for name in names:
+                    blocks[name].append((one if "one process" in name else two)(name)[0])
+                # Both read their weights at the same time: what the cores share shows.
+                other._pipes[0].send(beside)
+                blocks[f"{beside}, beside another"].append(one(beside)[0])
+                other._pipes[0].recv()
+    rounds = min(map(len, blocks.values()))
+    name = Path(args.model).name
+    print(f"{name}, {args.dtype}, {rounds} rounds of {STEPS} steps; ms per step: smallest (median)\n")
     print(f"{'':45}" + "".join(f"{f'{size} tokens':>16}" for size in SIZES))
     for name, results in blocks.items():
         row = ""

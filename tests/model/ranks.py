@@ -66,7 +66,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, args, store, timeout_s, transport))
 
-    def result(self, rank: int, within_s: float = 240.0) -> Any:
+    def result(self, rank: int, within_s: float = 900.0) -> Any:
         """What ``rank`` returned, or the exception that it raised."""
         assert self._pipes[rank].poll(within_s), f"rank {rank} does not answer"
         return self._pipes[rank].recv()

@@ -317,12 +317,13 @@ def test_degrees_that_do_not_divide(changes: dict[str, Any], degree: int, said: 
     ("config", "said"),
     [
         (lambda: FAMILIES["gpt2"](), r"GPT2LMHeadModel \(gpt2\) has no tensor-parallel plan in transformers"),
-        (lambda: small("gpt_neox"), r"attention\.query_key_value\.weight is to be split, but no known setting"),
+        (lambda: small("gpt_neox"), r"attention\.query_key_value\.weight is to be split, .*: use degree 1"),
+        (lambda: small("helium"), r"self_attn\.o_proj\.weight is to be split, .*: use degree 1"),
         (lambda: small("olmoe"), r"its plan needs the whole output of model\.layers\.0\.self_attn\.q_proj"),
         (lambda: small("doge"), r"its plan splits .* but not .*: use degree 1"),
         (lambda: small("longcat_flash"), "planned with moe_identity_expert, which is not supported"),
     ],
-    ids=["gpt2", "gpt_neox", "olmoe", "doge", "longcat_flash"],
+    ids=["gpt2", "gpt_neox", "helium", "olmoe", "doge", "longcat_flash"],
 )
 def test_plans_that_are_refused(config: Any, said: str) -> None:
     """In one sentence with the reason."""

@@ -260,7 +260,9 @@ class _Planner:
         """``sizes``: whole and local value of each configuration value in ``keys``, which this parameter follows."""
         style = self._style_of(name)
         if style in _SHARDING and not keys and not self._is_whole_bias(name, style):
-            raise ConfigError(f"{self.name}: {name} is to be split, but no known setting governs its size")
+            raise ConfigError(
+                f"{self.name}: {name} is to be split, but no known setting governs its size: use degree 1"
+            )
         if shape == local:
             return ParameterShard(shape, elsewhere=self.rank > 0 and self._is_added_bias(name))
         dims = [d for d in range(len(shape)) if shape[d] != local[d]]
