@@ -23,6 +23,10 @@ DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 """``auto``: CUDA where there is a device, else the CPU."""
 
+Quantization = Literal["int8"]
+"""``int8``: the weights of linear layers as 8-bit integers with one scale for each output, rounded while they are
+loaded; activations keep the dtype."""
+
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """What a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
 wants one of its cores, so parallelism comes from processes."""
@@ -41,6 +45,8 @@ class ModelConfig(_Config):
     compile: bool | Literal["auto"] = "auto"
     """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
     device: Device = "auto"
+    quantization: Quantization | None = None
+    """None: the weights as they are in the checkpoint, which may come quantised."""
 
 
 class DraftModelConfig(ModelConfig):
@@ -155,6 +161,7 @@ class TargetEngineKwargs(_Strict):
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
     device: Device = "auto"
+    quantization: Quantization | None = None
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -181,6 +188,7 @@ class DraftEngineKwargs(_Strict):
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
     device: Device = "auto"
+    quantization: Quantization | None = None
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     tree_budget: int = Field(default=256, ge=1, le=4096)
@@ -518,7 +526,7 @@ class ServiceConfig(_Strict):
         return PairConfig(target=model, draft=drafter, **engine, **tree)
 
 
-_MODEL_KEYS = ("dtype", "compile", "device")
+_MODEL_KEYS = ("dtype", "compile", "device", "quantization")
 
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,10 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from paceline.checkpoints import inspect_checkpoint
-from paceline.config import ModelConfig, cache_dir
+from paceline.config import ModelConfig, Quantization, cache_dir
 from paceline.errors import ConfigError
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.quantized import facts_of, load_options, require_quantized, why_eager
 from paceline.model.runner import ModelRunner, StepFunction
 from paceline.model.step import Step, probe_layers
 
@@ -44,6 +46,10 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     num_parameters: int
+    quantization: str | None = None
+    """The method that its weights are quantised by."""
+    batch_dependence: str | None = None
+    """Why tokens of one step change each other's logits; None if nothing is known to."""
 
     def runner(self, num_pages: int) -> ModelRunner:
         """A runner over a new KV cache of ``num_pages`` pages."""
@@ -61,8 +67,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """
     device = torch.device(resolve_device(config.device))
     dtype = resolve_dtype(config.dtype, device)
-    model = load_pretrained(config.path, dtype).to(device)
+    model = load_pretrained(config.path, dtype, device, config.quantization)
     compile = device.type == "cpu" if config.compile == "auto" else config.compile
+    if config.compile == "auto" and compile and (reason := why_eager(model)):
+        log.info("model %r is not compiled: %s", config.path, reason)
+        compile = False
     return prepare(model, compile=compile)
 
 
@@ -70,7 +79,8 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
     """Makes a loaded transformers model runnable.
 
     Raises:
-        ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU.
+        ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU or
+            with weights that are not compiled.
     """
     model = model.eval()
     layers, window = probe_layers(model)
@@ -79,43 +89,64 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
     if compile:
         if model.device.type != "cpu":
             raise ConfigError(f"compile is for device cpu, this model is on {model.device.type}: set compile to false")
+        if reason := why_eager(model):
+            raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
         step = compiled_step(model, layers, window, cache_dir() / "compiled")
     else:
         step = Step(model)
+    method, batch_dependence = facts_of(model)
     return LoadedModel(
         step=step,
         layers=layers,
         sliding_window=window,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=_num_outputs(model),
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,
         device=model.device,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_parameters=model.num_parameters(),
+        quantization=method,
+        batch_dependence=batch_dependence,
     )
 
 
-def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads a causal language model with transformers. What its files hold beyond it is warned of.
+def _num_outputs(model: PreTrainedModel) -> int:
+    """Rows of the output layer; a quantised weight may be packed, and then has another shape."""
+    head: Any = model.get_output_embeddings()
+    return int(getattr(head, "out_features", None) or head.weight.shape[0])
+
+
+def load_pretrained(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    quantization: Quantization | None = None,
+) -> PreTrainedModel:
+    """Loads a causal language model with transformers to ``device``, by default the CPU.
+
+    Its weights may come quantised, or are quantised here. What its files hold beyond the model is warned of.
 
     Raises:
         ConfigError: with the reason in one sentence; also for parameters that no weight file holds, which
             transformers would draw at random. Weights that are tied to others need not be there.
     """
-    inspect_checkpoint(path)
+    device = device or torch.device("cpu")
+    options = load_options(inspect_checkpoint(path), quantization, device)
     model: PreTrainedModel
     try:
         with _FROM_PRETRAINED, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
-                Path(path).expanduser(), dtype=dtype, output_loading_info=True
+                Path(path).expanduser(), dtype=dtype, output_loading_info=True, **options
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
     if missing := [name for name in model.state_dict() if name in info["missing_keys"]]:
         raise ConfigError(f"model {path!r} is not whole: no weight file holds {_named(missing)}")
     if unexpected := sorted(info["unexpected_keys"]):
         log.warning("model %r: its configuration has no place for %s", path, _named(unexpected))
-    return model
+    if quantization is not None:
+        require_quantized(model, path, quantization)
+    return model.to(device) if model.device != device else model
 
 
 def _named(parameters: Collection[str]) -> str:

@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.memory import available_bytes, fraction_pages, target_pages
 from paceline.model.kv_cache import PAGE_SIZE
 from paceline.model.loading import LoadedModel, load_model
-from paceline.model.selftest import check_invariance
+from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.target.engine import FromTarget, TargetEngine
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
     runner = model.runner(num_pages)
     report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
+    if config.draft is not None and model.quantization is not None:
+        _require_lossless(model, report, config.target.path)
     engine = TargetEngine(
         runner,
         emit,
@@ -48,6 +50,16 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
     )
     engine.calibrate()
     return engine
+
+
+def _require_lossless(model: LoadedModel, report: InvarianceReport, path: str) -> None:
+    """Raises ConfigError if quantised weights make verification another model than decoding."""
+    reason = model.batch_dependence or (None if report.holds else f"it is {report}")
+    if reason is not None:
+        raise ConfigError(
+            f"the target {path!r} is quantised by {model.quantization!r}, and speculation could change its output, for "
+            f"{reason}: set draft_config to null for plain decoding, or use another checkpoint"
+        )
 
 
 def _page_bytes(model: LoadedModel) -> int:
