@@ -146,7 +146,7 @@ def load_pretrained(
         log.warning("model %r: its configuration has no place for %s", path, _named(unexpected))
     if quantization is not None:
         require_quantized(model, path, quantization)
-    return model.to(device) if model.device != device else model
+    return model if model.device.type == device.type else model.to(device)
 
 
 def _named(parameters: Collection[str]) -> str:
