@@ -6,10 +6,12 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,21 +19,14 @@ from tests.support import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
 from transformers import GPT2Config, LlamaConfig
 
 from paceline import checks
-from paceline.checks import (
-    PROCESS_BYTES,
-    Finding,
-    ModelFacts,
-    Severity,
-    check_service,
-    local_folder,
-    read_facts,
-    require_service,
-)
+from paceline.checkpoints import read_facts
+from paceline.checks import check_service, local_folder, require_service
 from paceline.config import ServiceConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
+from paceline.estimate import PROCESS_BYTES, RAY_BYTES, ROUTER_PROCESS_BYTES, draft_estimate, target_estimate
+from paceline.findings import Finding, Severity
 from paceline.memory import draft_pages, session_pages, target_pages
-from paceline.target.build import _page_bytes
 
 MAX_LEN = 2048
 GIB = 1 << 30
@@ -258,7 +253,7 @@ def test_the_estimate_is_what_the_loaded_model_takes(tmp_path, family):
     loaded, _ = pair(family)
     assert facts.num_parameters == loaded.num_parameters
     assert facts.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert facts.page_bytes == _page_bytes(loaded)
+    assert facts == loaded.facts
 
 
 def test_shards_and_pickled_weights(folders, tmp_path):
@@ -266,7 +261,7 @@ def test_shards_and_pickled_weights(folders, tmp_path):
     assert read_facts(folders / "shards") == facts
     shutil.copy(folders / "target" / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(4 * facts.num_parameters))
-    assert read_facts(tmp_path) == facts
+    assert read_facts(tmp_path) == replace(facts, num_whole=0), "these files do not say what is a matrix"
     assert facts.weights_bytes == 2 * facts.num_parameters
     assert read_facts(folders / "target", "float32").weights_bytes == 4 * facts.num_parameters
 
@@ -277,33 +272,48 @@ def test_an_attention_that_keeps_something_else_has_no_estimate(folders, tmp_pat
     shutil.copy(folders / "target" / "model.safetensors", tmp_path)
     facts = read_facts(tmp_path)
     assert (facts.kv_values, facts.page_bytes) == (None, 0)
-    assert facts.replica_bytes(1000) == PROCESS_BYTES + facts.weights_bytes
+    assert facts.kv_bytes(1000) == 0
 
 
-def test_pages_in_is_the_inverse_of_replica_bytes():
-    facts = ModelFacts(num_parameters=1000, kv_values=64, item_bytes=2)
-    for num_pages in (0, 1, 77):
-        assert facts.pages_in(facts.replica_bytes(num_pages)) == num_pages
-        assert facts.pages_in(facts.replica_bytes(num_pages) - 1) == num_pages - 1
+def replica_bytes(facts, num_pages):
+    """What a replica with as many pages takes at least before its first step."""
+    return PROCESS_BYTES + facts.weights_bytes + facts.kv_bytes(num_pages)
+
+
+def target_workspace(config, facts, max_len=MAX_LEN, **changes):
+    return target_estimate(config.pair().model_copy(update=changes), facts, max_len).workspace_bytes
+
+
+def draft_workspace(config, facts, max_len=MAX_LEN, **changes):
+    return draft_estimate(config.pair().model_copy(update=changes), facts, max_len).workspace_bytes
+
+
+def refusals(config):
+    """(key, message) of every error; warnings of what load may bring are left out."""
+    findings = check_service(config, ports=False)
+    return [(finding.key, finding.message) for finding in findings if finding.severity is ERROR]
 
 
 def with_memory(monkeypatch, num_bytes):
     monkeypatch.setattr(checks, "available_bytes", lambda: num_bytes)
 
 
-def nearest(finding):
+def nearest(message):
     """The value that a refusal proposes."""
-    return int(finding.message.rpartition(" ")[2])
+    return float(message.rpartition(" ")[2])
 
 
 def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
     facts = read_facts(folders / "target", "float32")
-    with_memory(monkeypatch, PROCESS_BYTES + facts.weights_bytes - 1)
     config = service(folders, "target", None, "target_config.engine_kwargs.dtype=float32")
+    step = target_workspace(config, facts, 2, max_sessions=1)
+    with_memory(monkeypatch, PROCESS_BYTES + facts.weights_bytes + step - 1)
     finding = one(config)
     assert (finding.severity, finding.key) == (ERROR, "target_config.model_loading_config")
     assert f"{facts.num_parameters:,} parameters" in finding.message
     assert "set dtype to bfloat16, or choose a smaller model" in finding.message
+    largest = int(re.search(r"of at most ([\d,]+) parameters", finding.message)[1].replace(",", ""))
+    assert largest == facts.num_parameters - facts.kv_bytes(1) // 4 - 1, "one page and one byte do not fit"
     assert found(config, memory=False) == []
 
 
@@ -318,26 +328,79 @@ def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
 def test_the_nearest_setting_that_fits_is_named_and_fits(folders, monkeypatch, settings, key):
     facts = read_facts(folders / "target")
     room = 100 if key != "max_model_len" else 20
-    with_memory(monkeypatch, facts.replica_bytes(room) + 10)
     config = service(folders, "target", None, *settings)
-    finding = one(config)
-    assert (finding.severity, finding.key) == (ERROR, f"target_config.engine_kwargs.{key}")
-    value = nearest(finding)
+    with_memory(monkeypatch, replica_bytes(facts, room) + target_workspace(config, facts) + 10)
+    ((refused, message),) = refusals(config)
+    assert refused == f"target_config.engine_kwargs.{key}"
+    value = int(nearest(message))
     fitting = config.with_overrides([f"target_config.engine_kwargs.{key}={value}"])
-    assert found(fitting) == [], "what is proposed is accepted"
+    assert refusals(fitting) == [], "what is proposed is accepted"
     larger = config.with_overrides(
         [f"target_config.engine_kwargs.{key}={value + (64 if key == 'max_model_len' else 1)}"]
     )
-    assert found(larger) == [(ERROR, finding.key)], "and nothing larger"
+    assert [key for key, _ in refusals(larger)] == [refused], "and nothing larger"
+
+
+def test_where_shorter_contexts_alone_are_not_enough_fewer_sessions_are_named_too(folders, monkeypatch):
+    facts = read_facts(folders / "target")
+    config = service(folders, "target", None)
+    with_memory(monkeypatch, replica_bytes(facts, 20) + target_workspace(config, facts, max_sessions=1))
+    ((key, message),) = refusals(config)
+    assert key == "target_config.engine_kwargs.max_model_len"
+    length, sessions = re.search(r"set it to at most (\d+) and max_sessions to at most (\d+)$", message).groups()
+    fitting = [f"{key}={length}", f"target_config.engine_kwargs.max_sessions={sessions}"]
+    assert refusals(config.with_overrides(fitting)) == []
+    assert refusals(config.with_overrides(fitting[:1])) != []
+
+
+def test_what_load_may_bring_is_a_warning_with_the_nearest_setting(folders, monkeypatch):
+    config = service(folders, "target", None, "target_config.engine_kwargs.max_sessions=64")
+    pool = checks.examine(config, ports=False).pools[0]
+    with_memory(monkeypatch, pool.estimate.total_bytes - 1)
+    finding = one(config)
+    assert (finding.severity, finding.key) == (WARNING, "target_config.engine_kwargs.max_sessions")
+    assert nearest(finding.message) == 63
+    fewer = checks.examine(config.with_overrides([f"{finding.key}=63"]), ports=False)
+    assert finding.key not in [f.key for f in fewer.findings]
 
 
 def test_kv_fraction_needs_one_session(folders, monkeypatch):
     facts = read_facts(folders / "target")
+    config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=1.0")
+    one_session = replica_bytes(facts, session_pages(MAX_LEN))
+    reserved = target_estimate(config.pair(), facts, MAX_LEN).reserved_bytes
+    with_memory(monkeypatch, one_session + reserved)
+    assert [key for key, _ in refusals(config)] == ["target_config"], "it fits, and the router does not beside it"
+    with_memory(monkeypatch, one_session + reserved - 1)
+    ((key, message),) = refusals(config)
+    assert key == "target_config.engine_kwargs.kv_fraction"
+    assert "lower max_model_len to at most 20" in message, "one page less"
+    with_memory(monkeypatch, one_session - 1)
+    assert [key for key, _ in refusals(config)] == ["target_config.engine_kwargs.max_model_len"]
+
+
+def test_a_share_that_holds_no_session_is_refused_as_the_replica_would(folders, monkeypatch):
+    facts = read_facts(folders / "target")
     config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=0.5")
-    with_memory(monkeypatch, facts.replica_bytes(session_pages(MAX_LEN)))
-    assert found(config) == []
-    with_memory(monkeypatch, facts.replica_bytes(session_pages(MAX_LEN)) - 1)
-    assert found(config) == [(ERROR, "target_config.engine_kwargs.max_model_len")]
+    reserved = target_estimate(config.pair(), facts, MAX_LEN).reserved_bytes
+    with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)) + reserved)
+    ((key, message),) = refusals(config)
+    assert key == "target_config.engine_kwargs.kv_fraction"
+    assert message.startswith(f"{key} is 0.5: that share of")
+    assert "raise kv_fraction to at least 1 or lower max_model_len to at most" in message
+
+
+def test_a_share_of_everything_leaves_room_for_steps_but_not_for_the_other_pools(folders, monkeypatch):
+    with_memory(monkeypatch, 4 * GIB)
+    config = service(folders, "target", "draft", "target_config.engine_kwargs.kv_fraction=1.0")
+    target = checks.examine(config, ports=False).pools[0].estimate
+    assert 4 * GIB - 2 * read_facts(folders / "target").page_bytes < target.total_bytes <= 4 * GIB
+    finding = one(config)
+    assert (finding.severity, finding.key) == (WARNING, "target_config")
+    share = float(re.search(r"set target_config.engine_kwargs.kv_fraction to at most ([\d.]+), or", finding.message)[1])
+    assert 0.3 < share < 1
+    assert found(config.with_overrides([f"target_config.engine_kwargs.kv_fraction={share}"])) == []
+    assert found(config.with_overrides([f"target_config.engine_kwargs.kv_fraction={share + 0.002}"])) != []
 
 
 def test_a_draft_that_does_not_fit(folders, monkeypatch):
@@ -345,37 +408,69 @@ def test_a_draft_that_does_not_fit(folders, monkeypatch):
     config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1")
     config = config.with_overrides(["draft_config.engine_kwargs.max_sessions=64"])
     per_session = draft_pages(config.pair(), MAX_LEN) // 64
-    target = read_facts(folders / "target").replica_bytes(target_pages(config.pair(), MAX_LEN))
-    with_memory(monkeypatch, facts.replica_bytes(5 * per_session + 3))
-    assert target < facts.replica_bytes(5 * per_session)
-    finding = one(config)
-    assert (finding.severity, finding.key) == (ERROR, "draft_config.engine_kwargs.max_sessions")
-    assert nearest(finding) == 5
-    with_memory(monkeypatch, facts.replica_bytes(per_session) - 1)
+    target = replica_bytes(read_facts(folders / "target"), target_pages(config.pair(), MAX_LEN))
+    step = draft_workspace(config, facts, draft_max_sessions=5)
+    with_memory(monkeypatch, replica_bytes(facts, 5 * per_session + 3) + step)
+    assert target < replica_bytes(facts, 5 * per_session)
+    ((key, message),) = refusals(config)
+    assert key == "draft_config.engine_kwargs.max_sessions"
+    assert nearest(message) == 5
     config = config.with_overrides(["target_config.engine_kwargs.max_model_len=100"])
-    assert nearest(one(config)) > 1, "shorter contexts need fewer pages"
-    with_memory(monkeypatch, facts.replica_bytes(1))
-    assert (ERROR, "draft_config.model_loading_config") in found(config)
+    step = max(target_workspace(config, facts, 100), draft_workspace(config, facts, 100, draft_max_sessions=3))
+    with_memory(monkeypatch, replica_bytes(facts, per_session) + step - 1)
+    ((_, message),) = refusals(config)
+    assert nearest(message) > 1, "shorter contexts need fewer pages"
+
+
+def test_a_draft_of_which_not_one_session_fits_takes_smaller_trees(folders, monkeypatch):
+    facts = read_facts(folders / "draft")
+    settings = ["target_config.engine_kwargs.max_model_len=100", "draft_config.engine_kwargs.tree_budget=4000"]
+    config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1", *settings)
+    step = draft_workspace(config, facts, 100, draft_max_sessions=1, tree_budget=19 * 64 - 100)
+    with_memory(monkeypatch, replica_bytes(facts, 20) + step)
+    ((key, message),) = refusals(config)
+    assert key == "draft_config.engine_kwargs.tree_budget"
+    nodes = int(re.search(r"at most (\d+) and max_sessions to at most 1$", message)[1])
+    assert nodes == 19 * 64 - 100
+    assert refusals(config.with_overrides([f"{key}={nodes}"])) == []
+    with_memory(monkeypatch, replica_bytes(facts, 1))
+    assert "draft_config.model_loading_config" in [key for key, _ in refusals(config)]
 
 
 def test_replicas_that_fit_alone_but_not_together(folders, monkeypatch):
     config = service(folders, "target", "draft", "target_config.deployment_config.num_replicas=3")
     facts = read_facts(folders / "target")
-    alone = facts.replica_bytes(target_pages(config.pair(), MAX_LEN))
+    alone = replica_bytes(facts, target_pages(config.pair(), MAX_LEN))
     with_memory(monkeypatch, 3 * alone)
     finding = one(config)
-    assert (finding.severity, finding.key) == (WARNING, "target_config")
+    assert (finding.severity, finding.key) == (ERROR, "target_config")
     assert "together" in finding.message
+    with_memory(monkeypatch, 6 * alone)
+    finding = one(config)
+    assert (finding.severity, finding.key) == (WARNING, "target_config"), "from below they fit"
+
+
+def test_how_many_replicas_fit_together_is_named(folders, monkeypatch):
+    config = service(folders, "target", "draft", "target_config.deployment_config.num_replicas=9")
+    target, draft, router = checks.examine(config, ports=False, cores=False).pools
+    others = RAY_BYTES + draft.machine_bytes + router.machine_bytes
+    with_memory(monkeypatch, others + 4 * target.estimate.total_bytes)
+    finding = one(config, cores=False)
+    assert "set target_config.deployment_config.num_replicas to at most 4, or other machines" in finding.message
+    fitting = config.with_overrides(["target_config.deployment_config.num_replicas=4"])
+    assert found(fitting, cores=False) == []
 
 
 def test_replicas_with_gpus_are_not_measured_here(folders, monkeypatch):
-    with_memory(monkeypatch, 1)
+    with_memory(monkeypatch, ROUTER_PROCESS_BYTES)
     gpu = "target_config.deployment_config.ray_actor_options.num_gpus=1"
-    assert found(service(folders, "target", None, gpu)) == []
+    assert refusals(service(folders, "target", None, gpu)) == []
     bundles = "target_config.placement_group_config.bundles=[{CPU: 1, GPU: 1}]"
-    assert found(service(folders, "target", None, bundles)) == []
+    assert refusals(service(folders, "target", None, bundles)) == []
     cpu = "target_config.engine_kwargs.device=cpu"
     assert found(service(folders, "target", None, gpu, cpu)) == [(ERROR, "target_config.model_loading_config")]
+    with_memory(monkeypatch, 2 * GIB)
+    assert found(service(folders, "target", None, gpu)) == [], "its process is all that it takes of this machine"
 
 
 def test_more_cores_reserved_than_there_are(monkeypatch):

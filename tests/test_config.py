@@ -22,8 +22,8 @@ from paceline.config import (
 )
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
+from paceline.estimate import CODE_BYTES, target_estimate
 from paceline.memory import PAGE_SIZE, available_bytes, draft_pages, fraction_pages, session_pages, target_pages
-from paceline.target.build import _page_bytes
 from paceline.types import MAX_DRAFT_TOKENS
 
 needs_ray = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -534,7 +534,7 @@ def test_page_bytes_are_what_a_page_of_the_cache_takes(family):
     model, _ = pair(family)
     cache = model.runner(7).cache
     allocated = sum(pool.numel() * pool.element_size() for pool in (*cache.keys, *cache.values))
-    assert allocated == 8 * _page_bytes(model)
+    assert allocated == 8 * model.facts.page_bytes
 
 
 def test_a_share_of_the_memory_becomes_pages():
@@ -550,8 +550,8 @@ def test_a_share_too_small_for_one_session_is_refused_with_the_numbers():
     with pytest.raises(ConfigError) as caught:
         fraction_pages(0.05, 4096, page, GIB)
     message = str(caught.value)
-    assert message.startswith("kv_fraction is 0.05: that share of the 1.00 GiB left after loading holds 50 KV pages")
-    assert f"of {page} bytes, but one session of 4096 tokens needs {needed}" in message
+    assert message.startswith("kv_fraction is 0.05: that share of the 1.00 GiB left beside weights and workspace holds")
+    assert f"50 KV pages of {page} bytes, but one session of 4096 tokens needs {needed}" in message
     longest = 50 * PAGE_SIZE - MAX_DRAFT_TOKENS
     assert message.endswith(f"raise kv_fraction to at least 0.065 or lower max_model_len to at most {longest}")
     assert fraction_pages(0.065, 4096, page, GIB) >= needed
@@ -561,15 +561,19 @@ def test_a_share_too_small_for_one_session_is_refused_with_the_numbers():
 
 
 def test_build_sizes_the_cache_by_the_memory_left(tmp_path, monkeypatch):
+    from paceline import preflight
     from paceline.target import build
 
     model, _ = pair("llama")
-    page = _page_bytes(model)
+    page = model.facts.page_bytes
     monkeypatch.setattr(build, "load_model", lambda config: model)
-    monkeypatch.setattr(build, "available_bytes", lambda: 200 * page)
-    engine = build.build_target_engine(pair_config(kv_fraction=0.5), lambda events: None)
+    config = pair_config(kv_fraction=0.5)
+    reserved = target_estimate(config, model.facts, model.max_len).reserved_bytes
+    assert reserved > CODE_BYTES, "and what the largest step allocates"
+    monkeypatch.setattr(preflight, "available_bytes", lambda: reserved + 200 * page)
+    engine = build.build_target_engine(config, lambda events: None)
     assert engine.runner.cache.num_pages == 99
-    monkeypatch.setattr(build, "available_bytes", lambda: 20 * page)
+    monkeypatch.setattr(preflight, "available_bytes", lambda: reserved + 20 * page)
     with pytest.raises(ConfigError, match=r"^kv_fraction is 0.5: that share of the 0.00 GiB left"):
         build.build_target_engine(pair_config(kv_fraction=0.5), lambda events: None)
 

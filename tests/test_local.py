@@ -68,6 +68,9 @@ class TappedEngine:
         wait_s = self.engine.wait_s()
         return 0.05 if wait_s is None else wait_s  # looks at ``broken`` now and then
 
+    def close(self):
+        self.engine.close()
+
 
 def config_of(folder, **options):
     return LocalConfig(
@@ -155,6 +158,39 @@ def test_sixteen_mixed_requests_at_once(threaded):
         assert generation.result.finish_reason == alone.finish_reason
         assert "".join(chunk.text for chunk in chunks) == generation.result.text == alone.text
     eventually(lambda: nothing_is_held(threaded))
+
+
+def test_many_sessions_in_a_kv_cache_that_holds_two_of_them(checkpoints, threaded):
+    """Twelve sessions that grow to three pages each in six pages: never more is held, and each gets what it gets
+    alone by plain decoding."""
+    requests = [(prompt(i, 60), sampled(80, seed=i, temperature=i % 2)) for i in range(12)]
+    alone = [run(threaded, *request, Mode.PLAIN) for request in requests]
+    config = config_of(checkpoints, kv_pages=6)
+    tap = Tapped(TargetFactory(config))
+    most_held, modes = [], list(Mode)
+    with LocalPipeline(config, target_factory=tap) as pipeline:
+        engine = tap.engines[0].engine
+        cache, forward = engine.runner.cache, engine.runner.forward
+        num_bytes = sum(pool.nbytes for pool in (*cache.keys, *cache.values))
+
+        def watched(steps):
+            held = {page for session in engine._sessions.values() for page in session.pages}
+            assert held <= set(range(6))
+            engine.check_integrity()
+            most_held.append(len(held))
+            return forward(steps)
+
+        engine.runner.forward = watched
+        running = [
+            pipeline.submit(*request, Speculation(mode=modes[i % len(modes)])) for i, request in enumerate(requests)
+        ]
+        results = [generation.result for generation in running]
+        eventually(lambda: cache.num_used == 0)
+        assert sum(pool.nbytes for pool in (*cache.keys, *cache.values)) == num_bytes
+    assert [result.token_ids for result in results] == [result.token_ids for result in alone]
+    assert {len(result.token_ids) for result in results} == {80}
+    assert max(most_held) == 6, "the budget was needed"
+    assert engine.stats.preemptions > 0
 
 
 def test_the_rejection_rule_runs_and_ends(threaded):

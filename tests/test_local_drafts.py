@@ -63,6 +63,9 @@ class Scripted:
     def wait_s(self) -> float | None:
         return None
 
+    def close(self) -> None:
+        pass
+
 
 def serve(
     target: Callable[[Any], Sequence[Any]], draft: Callable[[Any], Sequence[Any]], to_draft: int, **speculation: Any

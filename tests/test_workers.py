@@ -57,6 +57,9 @@ class Echo:
     def wait_s(self) -> float | None:
         return 0.001 if self.ticking else None
 
+    def close(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class EchoFactory:

@@ -7,12 +7,14 @@ that a process which runs no model starts without torch and transformers; ``insp
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.estimate import ModelFacts
 
 _DEFAULT_MAX_MODEL_LEN = 2048
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -132,3 +134,92 @@ def _as_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return (int(value),) if isinstance(value, int) else tuple(int(i) for i in value)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------
+
+
+def read_facts(folder: Path, dtype: str = "auto") -> ModelFacts:
+    """Sizes from the headers of the weight files and the configuration.
+
+    Raises:
+        ConfigError: a file is missing, cut short or not to be read.
+    """
+    try:
+        num_parameters, num_whole = _count_parameters(folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or str(folder)!r} cannot be read: {error.strerror or error}") from error
+    config = read_json(str(folder), "config.json")
+    return facts_of(config, num_parameters, 4 if dtype == "float32" else 2, num_whole)
+
+
+def facts_of(config: dict[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelFacts:
+    """Sizes by the configuration of a checkpoint, and by what is known of its weights."""
+    text = config.get("text_config") or config
+    layers, hidden = _first(text, "num_hidden_layers", "n_layer"), _first(text, "hidden_size", "n_embd")
+    return ModelFacts(
+        num_parameters=num_parameters,
+        kv_values=_kv_values(text, layers, hidden),
+        item_bytes=item_bytes,
+        num_layers=layers or 1,
+        hidden_size=hidden,
+        intermediate_size=_intermediate_size(text, hidden),
+        vocab_size=_first(text, "vocab_size"),
+        num_whole=num_whole,
+        num_kv_heads=_kv_heads(text) or 1,
+    )
+
+
+def _count_parameters(folder: Path) -> tuple[int, int]:
+    """Numbers in all weight files, and those of them that are in no matrix."""
+    index = read_json(str(folder), "model.safetensors.index.json").get("weight_map")
+    if isinstance(index, dict):
+        counts = [_safetensors_numbers(folder / str(name)) for name in sorted(set(index.values()))]
+        return sum(every for every, _ in counts), sum(whole for _, whole in counts)
+    if (folder / "model.safetensors").exists():
+        return _safetensors_numbers(folder / "model.safetensors")
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if not pickled:
+        raise ConfigError(f"{str(folder)!r} holds no weights: model.safetensors or its index is needed")
+    return sum(path.stat().st_size for path in pickled) // 4, 0  # at most four bytes each
+
+
+def _safetensors_numbers(path: Path) -> tuple[int, int]:
+    """The same of a file: eight bytes of header length, the header in JSON, the data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= size else b""
+    try:
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        end: int = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        shapes = [entry["shape"] for entry in tensors.values()]
+        counts = sum(map(math.prod, shapes)), sum(math.prod(shape) for shape in shapes if len(shape) < 2)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{str(path)!r} is no safetensors file, or cut short") from error
+    if 8 + length + end > size:
+        raise ConfigError(f"{str(path)!r} is cut short: it has {size} bytes of {8 + length + end}")
+    return counts
+
+
+def _first(config: dict[str, Any], *names: str) -> int:
+    """The number under the first of the names that has one; 0 if none has."""
+    return next((value for name in names if isinstance(value := config.get(name), int) and value), 0)
+
+
+def _kv_values(config: dict[str, Any], layers: int, hidden: int) -> int | None:
+    """Numbers that all attention layers keep per token; None for an attention that keeps something else."""
+    heads = _first(config, "num_attention_heads", "n_head")
+    if not (layers and heads and hidden) or "kv_lora_rank" in config:
+        return None
+    return 2 * layers * _kv_heads(config) * (_first(config, "head_dim") or hidden // heads)
+
+
+def _kv_heads(config: dict[str, Any]) -> int:
+    return _first(config, "num_key_value_heads") or _first(config, "num_attention_heads", "n_head")
+
+
+def _intermediate_size(config: dict[str, Any], hidden: int) -> int:
+    """Neurons of the MLP that a token passes, experts together."""
+    dense = _first(config, "intermediate_size", "n_inner") or (4 * hidden if "n_embd" in config else 0)
+    return max(dense, _first(config, "moe_intermediate_size") * _first(config, "num_experts_per_tok"))

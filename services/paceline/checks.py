@@ -1,90 +1,102 @@
 """What can be known to be wrong before anything is loaded. Reads files and ports; imports no torch and no Ray.
 
-An *error* is certain: memory is estimated from below, so what is refused here cannot run. A *warning* may be all
-right on another machine or with other requests.
+An *error* is certain: memory is estimated from below, so what is refused here would die of its largest step, if not
+before. A *warning* may be all right on another machine or with other requests.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import math
 import os
 import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-from paceline.checkpoints import Checkpoint, read_checkpoint, read_json, require_path
-from paceline.config import DeploymentConfig, ModelConfig, ModelDraftConfig, PairConfig, ServiceConfig, TargetConfig
-from paceline.errors import ConfigError
-from paceline.memory import (
-    DEFAULT_SESSION_TOKENS,
-    PAGE_SIZE,
-    available_bytes,
-    draft_pages,
-    gib,
-    session_pages,
-    target_pages,
+from paceline.checkpoints import Checkpoint, read_checkpoint, read_facts, read_json, require_path
+from paceline.config import (
+    DeploymentConfig,
+    ModelConfig,
+    ModelDraftConfig,
+    NgramDraftConfig,
+    PairConfig,
+    ServiceConfig,
+    TargetConfig,
 )
+from paceline.errors import ConfigError
+from paceline.estimate import (
+    RAY_BYTES,
+    ROUTER_PROCESS_BYTES,
+    MemoryEstimate,
+    ModelFacts,
+    draft_estimate,
+    ngram_estimate,
+    target_estimate,
+)
+from paceline.findings import Finding, Severity
+from paceline.fitting import Room, check_draft, check_target
+from paceline.memory import PAGE_SIZE, available_bytes, gib, session_pages
 from paceline.tokenization import Tokenizer, load_tokenizer, require_same_tokens
 from paceline.types import MAX_DRAFT_TOKENS
 
 _log = logging.getLogger(__name__)
 
-PROCESS_BYTES = 256 << 20
-"""What a replica takes before it holds a model: interpreter, torch and Ray."""
 _TARGET, _DRAFT = "target_config", "draft_config"
 _PORTS_TRIED = 32
 
 
-class Severity(StrEnum):
-    """Whether the service can start nevertheless."""
-
-    ERROR = "error"
-    WARNING = "warning"
-
-
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong, or may be."""
+class Pool:
+    """A pool of replicas as the service starts it."""
 
-    severity: Severity
     key: str
-    """Dotted path of the setting to change."""
-    message: str
-    """One sentence that says what to change."""
+    """Its part of the configuration."""
+    model_id: str | None
+    """None: it runs no model."""
+    num_replicas: int
+    """That are there from the start."""
+    on_gpu: bool
+    estimate: MemoryEstimate | None
+    """Of a rank of one replica. None: its model is not on this machine, or cannot be used, which a finding says."""
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of all replicas."""
+        return self.num_replicas * (1 if self.estimate is None else self.estimate.num_ranks)
+
+    @property
+    def least_bytes(self) -> int:
+        """What all replicas take of this machine's memory, from below."""
+        return 0 if self.on_gpu or self.estimate is None else self.num_processes * self.estimate.least_bytes
+
+    @property
+    def machine_bytes(self) -> int:
+        """What they are expected to take of it; without the memory of GPUs."""
+        if self.estimate is None:
+            return 0
+        return self.num_processes * (self.estimate.host_bytes if self.on_gpu else self.estimate.total_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the files of a checkpoint say about the memory that it needs."""
+class Examination:
+    """What the service would start, and what is wrong with that."""
 
-    num_parameters: int
-    kv_values: int | None
-    """Numbers that all layers keep per token, keys and values. None: not to be told from the configuration."""
-    item_bytes: int
-    """Bytes per number as it will run; dtype auto counts as bfloat16, the smallest."""
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights as they will run."""
-        return self.num_parameters * self.item_bytes
+    findings: tuple[Finding, ...]
+    """Errors first."""
+    pools: tuple[Pool, ...]
+    left_bytes: int | None
+    """Memory that this machine has left. None: others run the replicas."""
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one KV page; 0 if unknown."""
-        return PAGE_SIZE * (self.kv_values or 0) * self.item_bytes
+    def machine_bytes(self) -> int:
+        """What all of it is expected to take of this machine's memory."""
+        return _expected_bytes(self.pools)
 
-    def replica_bytes(self, num_pages: int) -> int:
-        """Bytes of a replica with as many KV pages and the scratch page."""
-        return PROCESS_BYTES + self.weights_bytes + (num_pages + 1) * self.page_bytes
-
-    def pages_in(self, num_bytes: int) -> int:
-        """KV pages of a replica that takes ``num_bytes``; negative if not even the weights fit."""
-        return (num_bytes - PROCESS_BYTES - self.weights_bytes) // self.page_bytes - 1
+    @property
+    def may_start(self) -> bool:
+        """Whether nothing is certain to fail."""
+        return all(finding.severity is not Severity.ERROR for finding in self.findings)
 
 
 def require_service(config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True) -> None:
@@ -101,39 +113,41 @@ def require_service(config: ServiceConfig, *, memory: bool = True, cores: bool =
 def check_service(
     config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True
 ) -> list[Finding]:
-    """Everything that is wrong, errors first.
+    """Everything that is wrong, errors first. The flags are those of ``examine``."""
+    return list(examine(config, memory=memory, cores=cores, ports=ports).findings)
+
+
+def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True) -> Examination:
+    """What would be started, and everything that is wrong with it.
 
     ``memory`` and ``cores``: also whether this machine has enough, which is moot where others run the replicas, or
     where Ray is told of more cores than there are. ``ports``: also whether they are free, which they are not where
     the service runs already.
     """
     findings: list[Finding] = []
-    pair, draft = config.pair(), config.draft_config
+    pair, draft_config = config.pair(), config.draft_config
     target = _read_model(_TARGET, config.target_config, pair.target, findings)
-    other = None
-    if isinstance(draft, ModelDraftConfig) and isinstance(pair.draft, ModelConfig):
-        other = _read_model(_DRAFT, draft, pair.draft, findings)
+    draft = None
+    if isinstance(draft_config, ModelDraftConfig) and isinstance(pair.draft, ModelConfig):
+        draft = _read_model(_DRAFT, draft_config, pair.draft, findings)
+    left = available_bytes() if memory else None
+    pools = (
+        _target_pool(config, pair, target, left or 0),
+        *_draft_pools(config, pair, target, draft),
+        _router_pool(config),
+    )
     if target is not None:
-        limit = target.checkpoint.max_model_len
-        max_len = min(pair.max_model_len or limit, limit)
-        findings += _check_lengths(pair, limit)
-        if other is not None:
-            findings += _check_together(target, other, max_len)
-        if memory:
-            findings += _check_memory(config, pair, target.facts, other, max_len)
+        findings += _check_lengths(pair, target.limit)
+        if draft is not None:
+            findings += _check_together(target, draft, target.max_len(pair))
+    if left is not None:
+        findings += _check_memory(pair, pools, target, draft, left)
     if cores:
         findings += _check_cores(config)
     if ports:
         findings += _check_ports(config.server.host, config.server.grpc_port, config.server.http_port)
-    return sorted(findings, key=lambda finding: finding.severity is Severity.WARNING)
-
-
-def _error(key: str, problem: str) -> Finding:
-    return Finding(Severity.ERROR, key, f"{key} {problem}")
-
-
-def _warning(key: str, problem: str) -> Finding:
-    return Finding(Severity.WARNING, key, f"{key} {problem}")
+    findings.sort(key=lambda finding: finding.severity is Severity.WARNING)
+    return Examination(tuple(findings), pools, left)
 
 
 # -- models ------------------------------------------------------------------------------------------------
@@ -149,6 +163,15 @@ class _Model:
     learned_positions: bool
     """Positions come from a table, beyond whose end there is nothing."""
 
+    @property
+    def limit(self) -> int:
+        """The longest context that it was made for."""
+        return self.checkpoint.max_model_len
+
+    def max_len(self, pair: PairConfig) -> int:
+        """The longest context that it may have."""
+        return min(pair.max_model_len or self.limit, self.limit)
+
 
 def _read_model(
     pool: str, config: TargetConfig | ModelDraftConfig, model: ModelConfig, findings: list[Finding]
@@ -160,25 +183,25 @@ def _read_model(
         folder = local_folder(loading.source)
         if folder is None:
             fetched = "is neither a directory nor in the Hugging Face cache: it is fetched when a replica starts"
-            findings.append(_warning(key, f"{loading.source!r} {fetched}, and was not checked"))
+            findings.append(Finding.warning(key, f"{loading.source!r} {fetched}, and was not checked"))
             return None
         checkpoint = read_checkpoint(str(folder))
         facts = read_facts(folder, model.dtype)
     except ConfigError as error:
-        findings.append(_error(key, f"cannot be used: {error}"))
+        findings.append(Finding.error(key, f"cannot be used: {error}"))
         return None
     key = f"{pool}.model_loading_config"
     try:
         source = loading.tokenizer
         tokenizer = load_tokenizer(str(folder) if source == loading.source else str(local_folder(source) or source))
     except ConfigError as error:
-        findings.append(_error(f"{key}.tokenizer_source", f"cannot be used: {error}"))
+        findings.append(Finding.error(f"{key}.tokenizer_source", f"cannot be used: {error}"))
         return None
     if tokenizer.vocab_size > checkpoint.vocab_size:
         problem = (
             f"has {tokenizer.vocab_size} tokens and its model only {checkpoint.vocab_size}: name its own tokenizer"
         )
-        findings.append(_error(f"{key}.tokenizer_source", problem))
+        findings.append(Finding.error(f"{key}.tokenizer_source", problem))
         return None
     return _Model(checkpoint, tokenizer, facts, "n_positions" in read_json(str(folder), "config.json"))
 
@@ -187,12 +210,12 @@ def _check_lengths(pair: PairConfig, limit: int) -> list[Finding]:
     """``limit``: the longest context that the target was made for."""
     engine, max_len = f"{_TARGET}.engine_kwargs", pair.max_model_len or limit
     if max_len > limit:
-        return [_error(f"{engine}.max_model_len", f"is {max_len}: the target was made for at most {limit}")]
+        return [Finding.error(f"{engine}.max_model_len", f"is {max_len}: the target was made for at most {limit}")]
     needed = session_pages(max_len)
     if pair.kv_pages is not None and pair.kv_pages < needed:
         longest = pair.kv_pages * PAGE_SIZE - MAX_DRAFT_TOKENS
         problem = f"is {pair.kv_pages}, which holds no session longer than {longest} tokens: {max_len} need {needed}"
-        return [_warning(f"{engine}.kv_pages", problem)]
+        return [Finding.warning(f"{engine}.kv_pages", problem)]
     return []
 
 
@@ -202,15 +225,15 @@ def _check_together(target: _Model, draft: _Model, max_len: int) -> list[Finding
     try:
         require_same_tokens(target.tokenizer, draft.tokenizer)
     except ConfigError as error:
-        findings.append(_error(key, f"does not fit: {error}"))
-    limit = draft.checkpoint.max_model_len
+        findings.append(Finding.error(key, f"does not fit: {error}"))
+    limit = draft.limit
     if limit < max_len:
         problem = f"names a draft that was made for at most {limit} tokens, and contexts may have {max_len}"
         remedy = f"set {_TARGET}.engine_kwargs.max_model_len to {limit}, or choose another draft"
         if draft.learned_positions:
-            findings.append(_error(key, f"{problem}, where it fails: {remedy}"))
+            findings.append(Finding.error(key, f"{problem}, where it fails: {remedy}"))
         else:
-            findings.append(_warning(key, f"{problem}, where its proposals are poor: {remedy}"))
+            findings.append(Finding.warning(key, f"{problem}, where its proposals are poor: {remedy}"))
     return findings
 
 
@@ -233,126 +256,96 @@ def local_folder(source: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def read_facts(folder: Path, dtype: str = "auto") -> ModelFacts:
-    """Sizes from the headers of the weight files and the configuration.
-
-    Raises:
-        ConfigError: a file is missing, cut short or not to be read.
-    """
-    try:
-        num_parameters = _count_parameters(folder)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or str(folder)!r} cannot be read: {error.strerror or error}") from error
-    config = read_json(str(folder), "config.json")
-    return ModelFacts(num_parameters, _kv_values(config), 4 if dtype == "float32" else 2)
-
-
-def _count_parameters(folder: Path) -> int:
-    index = read_json(str(folder), "model.safetensors.index.json").get("weight_map")
-    if isinstance(index, dict):
-        return sum(_safetensors_numbers(folder / str(name)) for name in sorted(set(index.values())))
-    if (folder / "model.safetensors").exists():
-        return _safetensors_numbers(folder / "model.safetensors")
-    pickled = sorted(folder.glob("pytorch_model*.bin"))
-    if not pickled:
-        raise ConfigError(f"{str(folder)!r} holds no weights: model.safetensors or its index is needed")
-    return sum(path.stat().st_size for path in pickled) // 4  # at most four bytes each
-
-
-def _safetensors_numbers(path: Path) -> int:
-    """Numbers in a file: eight bytes of header length, the header in JSON, the data."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if length <= size else b""
-    try:
-        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        end: int = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        count: int = sum(math.prod(entry["shape"]) for entry in tensors.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{str(path)!r} is no safetensors file, or cut short") from error
-    if 8 + length + end > size:
-        raise ConfigError(f"{str(path)!r} is cut short: it has {size} bytes of {8 + length + end}")
-    return count
-
-
-def _kv_values(config: dict[str, Any]) -> int | None:
-    """Numbers that all attention layers keep per token; None for an attention that keeps something else."""
-    text = config.get("text_config") or config
-    layers = text.get("num_hidden_layers") or text.get("n_layer")
-    heads = text.get("num_attention_heads") or text.get("n_head")
-    hidden = text.get("hidden_size") or text.get("n_embd")
-    if not (layers and heads and hidden) or "kv_lora_rank" in text:
-        return None
-    kv_heads, head_dim = text.get("num_key_value_heads") or heads, text.get("head_dim") or hidden // heads
-    return 2 * int(layers) * int(kv_heads) * int(head_dim)
-
-
 # -- the machine -------------------------------------------------------------------------------------------
 
 
+def _target_pool(config: ServiceConfig, pair: PairConfig, target: _Model | None, left: int) -> Pool:
+    part = config.target_config
+    on_gpu = _on_gpu(part)
+    estimate = None
+    if target is not None:
+        estimate = target_estimate(
+            pair,
+            target.facts,
+            target.max_len(pair),
+            on_gpu=on_gpu,
+            left_bytes=0 if on_gpu else left // pair.target.tensor_parallel_size,
+        )
+    return Pool(_TARGET, part.model_loading_config.model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
+
+
+def _draft_pools(
+    config: ServiceConfig, pair: PairConfig, target: _Model | None, draft: _Model | None
+) -> Iterator[Pool]:
+    """None for plain decoding."""
+    part = config.draft_config
+    if isinstance(part, NgramDraftConfig):
+        yield Pool(_DRAFT, None, _num_replicas(part.deployment_config), False, ngram_estimate(pair))
+    elif part is not None:
+        on_gpu = _on_gpu(part)
+        estimate = None
+        if draft is not None:
+            max_len = min(draft.max_len(pair), target.limit if target is not None else draft.limit)
+            estimate = draft_estimate(pair, draft.facts, max_len, on_gpu=on_gpu)
+        model_id = part.model_loading_config.model_id
+        yield Pool(_DRAFT, model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
+
+
+def _router_pool(config: ServiceConfig) -> Pool:
+    replicas = _num_replicas(config.router_config.deployment_config)
+    return Pool("router_config", None, replicas, False, MemoryEstimate(ROUTER_PROCESS_BYTES))
+
+
 def _check_memory(
-    config: ServiceConfig, pair: PairConfig, target: ModelFacts, draft: _Model | None, max_len: int
+    pair: PairConfig, pools: Sequence[Pool], target: _Model | None, draft: _Model | None, left: int
 ) -> list[Finding]:
     """Replicas that run on CPUs against the memory that this machine has left."""
-    left, needed = available_bytes(), 0
-    findings = []
-    if not _on_gpu(config.target_config):
-        least = session_pages(max_len)
-        num_pages = least if pair.kv_fraction is not None else target_pages(pair, max_len)
-        needed += target.replica_bytes(num_pages) * _num_replicas(config.target_config.deployment_config)
-        findings += _check_target(pair, target, num_pages, max_len, left)
-    if draft is not None and isinstance(config.draft_config, ModelDraftConfig) and not _on_gpu(config.draft_config):
-        num_pages = draft_pages(pair, min(max_len, draft.checkpoint.max_model_len))
-        needed += draft.facts.replica_bytes(num_pages) * _num_replicas(config.draft_config.deployment_config)
-        findings += _check_draft(pair, draft.facts, num_pages, left)
-    if needed > left and not findings:
-        problem = f"and {_DRAFT} ask for replicas that need at least {gib(needed)} together, and this machine has"
-        findings.append(_warning(_TARGET, f"{problem} {gib(left)} left: other machines must take some of them"))
-    return findings
-
-
-def _check_target(pair: PairConfig, facts: ModelFacts, num_pages: int, max_len: int, left: int) -> list[Finding]:
-    if facts.replica_bytes(num_pages) <= left:
+    if target is None:
         return []
-    if facts.replica_bytes(0) > left or not facts.page_bytes:
-        return [_error(f"{_TARGET}.model_loading_config", _too_large(facts, left))]
-    fitting = facts.pages_in(left)
-    problem = f"needs {num_pages} KV pages, {gib(facts.replica_bytes(num_pages))} with the weights, "
-    problem += f"and this machine has {gib(left)} left: set it to at most"
-    typical = session_pages(min(max_len, DEFAULT_SESSION_TOKENS))
-    engine = f"{_TARGET}.engine_kwargs"
-    if pair.kv_pages is not None:
-        return [_error(f"{engine}.kv_pages", f"is {pair.kv_pages}: it {problem} {max(fitting, 1)}")]
-    if fitting < session_pages(max_len):
-        longest = fitting * PAGE_SIZE - MAX_DRAFT_TOKENS
-        if longest < 2:
-            return [_error(f"{_TARGET}.model_loading_config", _too_large(facts, left))]
-        return [_error(f"{engine}.max_model_len", f"is {max_len}: it {problem} {longest}")]
-    return [_error(f"{engine}.max_sessions", f"is {pair.max_sessions}: it {problem} {max(fitting // typical, 1)}")]
+    on_cpu = {pool.key for pool in pools if not pool.on_gpu}
+    findings: list[Finding] = []
+    if _TARGET in on_cpu:  # ranks share the machine
+        findings += check_target(pair, target.facts, target.limit, Room(left // pair.target.tensor_parallel_size))
+    if draft is not None and _DRAFT in on_cpu and isinstance(pair.draft, ModelConfig):
+        limit, room = min(target.limit, draft.limit), Room(left // pair.draft.tensor_parallel_size)
+        findings += check_draft(pair, draft.facts, limit, room)
+    return findings or _check_sum(pair, pools, left)
 
 
-def _check_draft(pair: PairConfig, facts: ModelFacts, num_pages: int, left: int) -> list[Finding]:
-    if facts.replica_bytes(num_pages) <= left:
+def _expected_bytes(pools: Sequence[Pool]) -> int:
+    """What the whole service is expected to take of this machine's memory."""
+    return RAY_BYTES + sum(pool.machine_bytes for pool in pools)
+
+
+def _check_sum(pair: PairConfig, pools: Sequence[Pool], left: int) -> list[Finding]:
+    """Replicas that fit one by one: how many of the largest do, beside the others."""
+    least = sum(pool.least_bytes for pool in pools)
+    expected = _expected_bytes(pools)
+    if expected <= left:
         return []
-    sessions = pair.draft_max_sessions or pair.max_sessions
-    per_session = num_pages // sessions
-    fitting = facts.pages_in(left) // per_session if facts.page_bytes else 0
-    if fitting < 1:
-        return [_error(f"{_DRAFT}.model_loading_config", _too_large(facts, left))]
-    problem = f"is {sessions}: it needs {num_pages} KV pages, {gib(facts.replica_bytes(num_pages))} with the weights, "
-    problem += f"and this machine has {gib(left)} left: set it to at most {fitting}"
-    return [_error(f"{_DRAFT}.engine_kwargs.max_sessions", problem)]
+    needed, amount = (least, "at least") if least > left else (expected, "about")
+    problem = f"and the other pools need {amount} {gib(needed)} together, and this machine has {gib(left)} left"
+    remedy = "other machines must take some of the replicas"
+    largest = max(pools, key=lambda pool: pool.machine_bytes)
+    others = expected - largest.machine_bytes
+    fitting = (left - others) * largest.num_replicas // max(largest.machine_bytes, 1)
+    if fitting >= 1:
+        remedy = f"set {largest.key}.deployment_config.num_replicas to at most {fitting}, or {remedy}"
+    if share := _fitting_fraction(pair, pools, left):
+        remedy = f"set {_TARGET}.engine_kwargs.kv_fraction to at most {share:g}, or {remedy}"
+    return [(Finding.error if least > left else Finding.warning)(_TARGET, f"{problem}: {remedy}")]
 
 
-def _too_large(facts: ModelFacts, left: int) -> str:
-    remedy = "choose a smaller model or a larger machine"
-    if facts.item_bytes > 2 and PROCESS_BYTES + facts.weights_bytes // 2 < left:
-        remedy = "set dtype to bfloat16, or " + remedy
-    return (
-        f"names a model with {facts.num_parameters:,} parameters, which needs at least {gib(facts.replica_bytes(0))}, "
-        f"and this machine has {gib(left)} left: {remedy}"
-    )
+def _fitting_fraction(pair: PairConfig, pools: Sequence[Pool], left: int) -> float:
+    """The kv_fraction with which all replicas fit, in steps of a thousandth; 0 if there is none."""
+    target = next(pool for pool in pools if pool.key == _TARGET)
+    estimate = target.estimate
+    if pair.kv_fraction is None or target.on_gpu or estimate is None or not estimate.kv_bytes:
+        return 0.0
+    all_kv = target.num_processes * estimate.kv_bytes
+    room = (left - _expected_bytes(pools) + all_kv) / target.num_processes
+    share = room / (left // estimate.num_ranks - estimate.total_bytes + estimate.kv_bytes)
+    return int(1000 * share) / 1000 if room >= estimate.least_kv_bytes else 0.0
 
 
 def _on_gpu(config: TargetConfig | ModelDraftConfig) -> bool:
@@ -385,7 +378,7 @@ def _check_cores(config: ServiceConfig) -> list[Finding]:
     if reserved <= cores + 1e-9:
         return []
     problem = f"and the other pools reserve {reserved:g} cores, and this machine has {cores}"
-    return [_warning(_TARGET, f"{problem}: without other machines some replicas wait for ever")]
+    return [Finding.warning(_TARGET, f"{problem}: without other machines some replicas wait for ever")]
 
 
 def _check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
@@ -395,12 +388,14 @@ def _check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
             _bind(host, port)
         except OSError as error:
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                return [_error("server.host", f"is {host!r}, which is no address of this machine: use '0.0.0.0'")]
+                return [
+                    Finding.error("server.host", f"is {host!r}, which is no address of this machine: use '0.0.0.0'")
+                ]
             others = range(port + 1, min(port + _PORTS_TRIED, 65536))
             free = next((p for p in others if p not in (grpc_port, http_port) and _is_free(host, p)), None)
             remedy = "choose another port" if free is None else f"{free} is free"
             reason = (error.strerror or str(error)).lower()
-            findings.append(_error(f"server.{name}", f"is {port}, which cannot be used ({reason}): {remedy}"))
+            findings.append(Finding.error(f"server.{name}", f"is {port}, which cannot be used ({reason}): {remedy}"))
     return findings
 
 

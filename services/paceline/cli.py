@@ -1,6 +1,7 @@
 """The command line. Whatever the user can get wrong ends in one sentence on stderr and exit status 2.
 
-Exit status: 0 done, 1 an engine or the service failed, 2 usage, configuration or request at fault, 130 interrupted.
+Exit status: 0 done, 1 an engine or the service failed, or would fail (``check``), 2 usage, configuration or request at
+fault, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """All commands."""
     from paceline.bench.cli import add_parser as add_bench
+    from paceline.check import add_parser as add_check
     from paceline.serve import add_parser as add_serve
 
     parser = Parser(prog="paceline", description="Lossless speculative decoding.")
@@ -78,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=run_generate)
 
     add_serve(commands)
+    add_check(commands)
 
     demo = commands.add_parser(
         "demo",

@@ -47,6 +47,10 @@ class ModelConfig(_Config):
     device: Device = "auto"
     quantization: Quantization | None = None
     """None: the weights as they are in the checkpoint, which may come quantised."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks that share the weights and the KV cache, each a process with a core or an accelerator of its own."""
+    rank_timeout_s: float = Field(default=10.0, gt=0)
+    """How much later than another a rank may come to an exchange before it counts as hung, and the engine as dead."""
 
 
 class DraftModelConfig(ModelConfig):
@@ -89,7 +93,7 @@ class PairConfig(_Config):
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of the target. None: enough for max_sessions at 1024 positions, or one at max_model_len."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Instead of kv_pages: the share of the memory left after loading the target that becomes KV pages."""
+    """Instead of kv_pages: the share of the memory left beside weights and workspace that becomes KV pages."""
 
     tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes that the draft keeps per session beyond the context."""
@@ -105,6 +109,11 @@ class PairConfig(_Config):
     def _one_size(self) -> Self:
         _require_one_size(self.kv_pages, self.kv_fraction)
         return self
+
+    @property
+    def num_draft_sessions(self) -> int:
+        """Sessions that the draft is made for."""
+        return self.draft_max_sessions or self.max_sessions
 
 
 class LocalConfig(PairConfig):
@@ -162,6 +171,10 @@ class TargetEngineKwargs(_Strict):
     compile: bool | Literal["auto"] = "auto"
     device: Device = "auto"
     quantization: Quantization | None = None
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks of one replica, each an actor with a bundle of its own."""
+    rank_timeout_s: float = Field(default=10.0, gt=0)
+    """How much later than another a rank may come to an exchange before the replica counts as dead."""
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -174,7 +187,7 @@ class TargetEngineKwargs(_Strict):
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Instead of kv_pages: the share of the memory left after loading that becomes KV pages."""
+    """Instead of kv_pages: the share of the memory left beside weights and workspace that becomes KV pages."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -189,6 +202,10 @@ class DraftEngineKwargs(_Strict):
     compile: bool | Literal["auto"] = "auto"
     device: Device = "auto"
     quantization: Quantization | None = None
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks of one replica, each an actor with a bundle of its own."""
+    rank_timeout_s: float = Field(default=10.0, gt=0)
+    """How much later than another a rank may come to an exchange before the replica counts as dead."""
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     tree_budget: int = Field(default=256, ge=1, le=4096)
@@ -226,8 +243,10 @@ class PlacementGroupConfig(_Strict):
     """Where the processes of one replica go together."""
 
     bundles: list[dict[str, float]] = Field(min_length=1)
-    """Resources of each bundle, such as ``{"CPU": 1, "GPU": 1}``; the replica itself takes the first."""
-    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Resources of each bundle, such as ``{"CPU": 1, "GPU": 1}``; the replica itself takes the first, and each of its
+    other ranks (tensor_parallel_size) one of the others."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_PACK"
+    """STRICT_PACK: all on one host, where ranks exchange fastest."""
 
 
 class RayActorOptions(_Strict):
@@ -331,11 +350,16 @@ class _Replicas(_Strict):
         """Keyword arguments of ``serve.deployment``."""
         return self._options(None, wants_gpu=False)
 
-    def _options(self, accelerator_type: str | None, *, wants_gpu: bool) -> dict[str, Any]:
+    def _options(self, accelerator_type: str | None, *, wants_gpu: bool, num_ranks: int = 1) -> dict[str, Any]:
         group = self.placement_group_config
+        if group is None and num_ranks > 1:
+            group = PlacementGroupConfig(bundles=[self._rank_bundle(wants_gpu)] * num_ranks)
         alone = group is None
-        options = self.deployment_config.options(_ENGINE_CPUS, 1.0 if alone and wants_gpu else 0.0)
-        if group is not None:
+        if group is None:
+            options = self.deployment_config.options(_ENGINE_CPUS, 1.0 if wants_gpu else 0.0)
+        else:
+            first = group.bundles[0]
+            options = self.deployment_config.options(first.get("CPU", 0.0), first.get("GPU", 0.0))
             options["placement_group_bundles"] = [dict(bundle) for bundle in group.bundles]
             options["placement_group_strategy"] = group.strategy
         if accelerator_type is not None and alone:
@@ -343,6 +367,30 @@ class _Replicas(_Strict):
         elif accelerator_type is not None:
             options["placement_group_bundle_label_selector"] = [{"ray.io/accelerator-type": accelerator_type}]
         return options
+
+    def _rank_bundle(self, wants_gpu: bool) -> dict[str, float]:
+        """What one rank takes: what is said of the replica, which is the first."""
+        actor = self.deployment_config.ray_actor_options
+        num_gpus = actor.num_gpus if actor.num_gpus is not None else float(wants_gpu)
+        bundle = {"CPU": _ENGINE_CPUS if actor.num_cpus is None else actor.num_cpus, "GPU": num_gpus}
+        return {name: amount for name, amount in (bundle | (actor.resources or {})).items() if amount}
+
+    def _check_bundles(self, num_ranks: int) -> None:
+        """Raises Fault unless every rank has a bundle."""
+        if num_ranks == 1:
+            return
+        if self.deployment_config.max_replicas_per_node is not None:
+            raise Fault(
+                "deployment_config.max_replicas_per_node",
+                f"is {self.deployment_config.max_replicas_per_node} beside tensor_parallel_size {num_ranks}, whose "
+                "ranks are placed as a group: Ray Serve takes one of them",
+            )
+        group = self.placement_group_config
+        if group is not None and len(group.bundles) < num_ranks:
+            raise Fault(
+                "placement_group_config.bundles",
+                f"has {len(group.bundles)} while tensor_parallel_size is {num_ranks}: it needs one for each rank",
+            )
 
 
 class TargetConfig(_Replicas):
@@ -355,8 +403,14 @@ class TargetConfig(_Replicas):
 
     def deployment_options(self) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``."""
-        wants_gpu = self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
-        return self._options(self.accelerator_type, wants_gpu=wants_gpu)
+        engine = self.engine_kwargs
+        wants_gpu = self.accelerator_type is not None or engine.device == "cuda"
+        return self._options(self.accelerator_type, wants_gpu=wants_gpu, num_ranks=engine.tensor_parallel_size)
+
+    @model_validator(mode="after")
+    def _bundle_for_each_rank(self) -> Self:
+        self._check_bundles(self.engine_kwargs.tensor_parallel_size)
+        return self
 
 
 class ModelDraftConfig(_Replicas):
@@ -370,8 +424,14 @@ class ModelDraftConfig(_Replicas):
 
     def deployment_options(self) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``."""
-        wants_gpu = self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
-        return self._options(self.accelerator_type, wants_gpu=wants_gpu)
+        engine = self.engine_kwargs
+        wants_gpu = self.accelerator_type is not None or engine.device == "cuda"
+        return self._options(self.accelerator_type, wants_gpu=wants_gpu, num_ranks=engine.tensor_parallel_size)
+
+    @model_validator(mode="after")
+    def _bundle_for_each_rank(self) -> Self:
+        self._check_bundles(self.engine_kwargs.tensor_parallel_size)
+        return self
 
 
 class NgramDraftConfig(_Replicas):
@@ -526,7 +586,7 @@ class ServiceConfig(_Strict):
         return PairConfig(target=model, draft=drafter, **engine, **tree)
 
 
-_MODEL_KEYS = ("dtype", "compile", "device", "quantization")
+_MODEL_KEYS = ("dtype", "compile", "device", "quantization", "tensor_parallel_size", "rank_timeout_s")
 
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",

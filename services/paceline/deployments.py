@@ -23,6 +23,7 @@ from paceline.config import ModelDraftConfig, NgramDraftConfig, PairConfig, Serv
 from paceline.cores import CoreClaim
 from paceline.metrics import Registry, ReplicaMetrics
 from paceline.monitor import Monitor, Report, Reporter
+from paceline.rank_actors import actor_ranks
 from paceline.replica import ReplicaServer
 from paceline.tokenization import load_tokenizer, require_same_tokens
 from paceline.types import ServerInfo
@@ -141,14 +142,16 @@ class _EngineReplica:
         if monitor is not None:
             startup = Pusher(lambda: self._note_startup(notes.text, time.monotonic() - started))
         try:
+            pair = self.config.pair()
             self._server = self._make_server(
-                self.config.pair(),
+                pair,
                 replica_id=self._replica_id,
                 bind=self._node,
                 node=self._node,
                 token=internal_token(),
                 model=self._model(),
                 core=None if self._core is None else self._core.core,
+                ranks=actor_ranks(self.kind, pair, self._node, self.config.log),
             )
             await self._server.start()
             self._host = self._server.host

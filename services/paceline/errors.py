@@ -10,6 +10,7 @@
     ├── DeadlineExceededError    the caller's deadline has passed (DEADLINE_EXCEEDED)
     ├── RequestCancelledError    somebody cancelled the request (CANCELLED)
     └── EngineError              an engine died or broke an invariant (UNAVAILABLE)
+        └── RanksLostError       its ranks have lost each other: it cannot go on
 
 Every message names the value that was given and what is allowed.
 """
@@ -58,3 +59,7 @@ class RequestCancelledError(PacelineError):
 
 class EngineError(PacelineError, RuntimeError):
     """An engine stopped or reported a broken invariant."""
+
+
+class RanksLostError(EngineError):
+    """A rank of a tensor-parallel model is gone or hangs: no other rank can take another step."""

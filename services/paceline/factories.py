@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from paceline.config import ModelConfig, NgramConfig, PairConfig, cache_dir
 from paceline.errors import EngineError, PacelineError
+from paceline.ranks import Rendezvous
 from paceline.workers import Emit, Engine
 
 log = logging.getLogger(__name__)
@@ -16,30 +17,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TargetFactory:
-    """Builds the target engine in its worker."""
+    """Builds the target engine in its worker; of a tensor-parallel one its first rank."""
 
     config: PairConfig
+    rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
         """See EngineFactory."""
         from paceline.target.build import build_target_engine
 
         with _building("target", self.config.target):
-            return build_target_engine(self.config, emit)
+            return build_target_engine(self.config, emit, self.rendezvous)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFactory:
-    """Builds the draft engine in its worker."""
+    """Builds the draft engine in its worker; of a tensor-parallel one its first rank."""
 
     config: PairConfig
+    rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
         """See EngineFactory."""
         from paceline.draft.build import build_draft_engine
 
         with _building("draft", self.config.draft):
-            return build_draft_engine(self.config, emit)
+            return build_draft_engine(self.config, emit, self.rendezvous)
 
 
 @contextlib.contextmanager

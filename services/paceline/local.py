@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,11 +25,12 @@ from paceline.config import DraftModelConfig, LocalConfig
 from paceline.errors import EngineError, PacelineError
 from paceline.factories import DraftFactory, TargetFactory
 from paceline.generation import Generation
+from paceline.ranks import led, process_ranks
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Session, ToDraft, ToTarget
 from paceline.tokenization import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
 from paceline.types import SamplingParams, SpeculationParams, SpeculationWanted
-from paceline.workers import EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
+from paceline.workers import Emit, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
 
 log = logging.getLogger(__name__)
 
@@ -65,21 +67,25 @@ class LocalPipeline:
         """How often a dead draft was started again."""
 
         cores = available_cores() if config.pin_cores else []
-        pinned = cores[:2] if len(cores) >= 2 else [None, None]
+        others = config.target.tensor_parallel_size - 1  # the target's other ranks come behind both engines
         make: Any = ProcessWorker if config.worker == "process" else ThreadWorker
 
-        def make_target() -> Worker:
-            factory = target_factory or TargetFactory(config)
-            worker: Worker = make("target", factory, self._from_target, self._on_target_death, pinned[0])
-            return worker
+        def make_worker(kind: str, factory: Any, on_messages: Emit, on_death: Callable[[str], None]) -> Worker:
+            is_draft = kind == "draft"
+            rendezvous, followers = process_ranks(kind, config, cores[2 + others :] if is_draft else cores[2:])
+            if rendezvous is not None:
+                factory = replace(factory, rendezvous=rendezvous)
+            core = cores[is_draft] if len(cores) >= 2 else None
+            return led(lambda died: make(kind, factory, on_messages, died, core), followers, on_death)
 
         def make_draft() -> Worker:
             factory = draft_factory or DraftFactory(config)
-            worker: Worker = make("draft", factory, self._from_draft, self._on_draft_death, pinned[1])
-            return worker
+            return make_worker("draft", factory, self._from_draft, self._on_draft_death)
 
         self._make_draft = make_draft
-        self._target = make_target()
+        self._target = make_worker(
+            "target", target_factory or TargetFactory(config), self._from_target, self._on_target_death
+        )
         self._draft = make_draft() if config.draft is not None or draft_factory is not None else None
         self._draft_up = self._draft is not None
         self._draft_wanted = True  # by the target's controller, when it last spoke of any session

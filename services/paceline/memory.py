@@ -12,6 +12,8 @@ PAGE_SIZE = 64
 """KV rows per page; also the key tile of the batch-invariant shapes (``model/shapes.py``)."""
 DEFAULT_SESSION_TOKENS = 1024
 """Positions per session that the KV cache is sized for where nothing is configured."""
+MEASURED_LEAVES = 32
+"""Tree nodes per forward that a draft tries at most when it measures how many it can afford."""
 
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number about this large."""
@@ -35,12 +37,16 @@ def target_pages(config: PairConfig, max_len: int) -> int:
 
 def draft_pages(config: PairConfig, max_len: int) -> int:
     """KV pages of a draft model: contexts and speculation trees of all its sessions."""
-    rows = config.tree_budget + min(max_len, DEFAULT_SESSION_TOKENS)
-    return (config.draft_max_sessions or config.max_sessions) * (pages_for(rows) + 1)
+    return config.num_draft_sessions * draft_session_pages(config, min(max_len, DEFAULT_SESSION_TOKENS))
+
+
+def draft_session_pages(config: PairConfig, num_tokens: int) -> int:
+    """Pages of one session of a draft model: its context, its tree, and what both leave of their last pages."""
+    return pages_for(config.tree_budget + num_tokens) + 1
 
 
 def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes: int) -> int:
-    """KV pages that fit ``kv_fraction`` of ``left_bytes``, the scratch page included.
+    """KV pages that fit ``kv_fraction`` of ``left_bytes``, the scratch page included: of what all else leaves.
 
     Raises:
         ConfigError: not even one session of ``max_len`` tokens fits.
@@ -57,7 +63,7 @@ def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes
     if longest >= 2:
         remedies.append(f"lower max_model_len to at most {longest}")
     raise ConfigError(
-        f"kv_fraction is {kv_fraction:g}: that share of the {gib(left_bytes)} left after loading holds "
+        f"kv_fraction is {kv_fraction:g}: that share of the {gib(left_bytes)} left beside weights and workspace holds "
         f"{max(num_pages, 0)} KV pages of {page_bytes} bytes, but one session of {max_len} tokens needs {needed}: "
         + (" or ".join(remedies) or "the model needs a machine with more memory")
     )

@@ -156,17 +156,42 @@ def gumbel_argmax(
                 for at in parts
             ]
         )
+    in_reach, winners = _in_reach(log_weights, seeds, positions, stream, nonces, 0)
+    if int(in_reach.sum()) == rows:
+        return winners
+    return _sparse_scores(log_weights, in_reach, seeds, positions, stream, nonces, 0, exact=True).argmax(-1)
+
+
+def gumbel_max(
+    log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, first: int
+) -> tuple[Tensor, Tensor]:
+    """``gumbel_argmax`` of a part of the vocabulary: the part with the largest score has the sample of the whole.
+
+    Args:
+        log_weights: [rows, tokens] float, of the tokens from ``first``. May hold -inf only.
+
+    Returns:
+        Scores [rows] float64 and token ids [rows] int64. Equal scores of two parts go to the lower id.
+    """
+    in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first)
+    scores = _sparse_scores(log_weights, in_reach, seeds, positions, stream, None, first, exact=True)
+    best, token_ids = scores.max(-1)
+    return best, token_ids + first
+
+
+def _in_reach(
+    log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, nonces: Tensor | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """[rows, tokens] bool: what may have the largest exact score; and [rows] the first of the largest others."""
+    rows, num_tokens = log_weights.shape
     cutoff = log_weights.amax(-1, keepdim=True) - (MAX_GUMBEL - MIN_GUMBEL + 1)  # 1: room for rounding
     can_win = log_weights >= cutoff
-    if 4 * int(can_win.sum()) >= rows * vocab_size:
-        scores = _fast_gumbel(_dense_words(seeds, positions, stream, vocab_size, nonces)).add_(log_weights)
+    if 4 * int(can_win.sum()) >= rows * num_tokens:
+        scores = _fast_gumbel(_dense_words(seeds, positions, stream, num_tokens, nonces, first)).add_(log_weights)
     else:
-        scores = _sparse_scores(log_weights, can_win, seeds, positions, stream, nonces, exact=False)
+        scores = _sparse_scores(log_weights, can_win, seeds, positions, stream, nonces, first, exact=False)
     best, winners = scores.max(-1, keepdim=True)
-    in_reach = scores >= best - _MARGIN
-    if int(in_reach.sum()) == rows:
-        return winners.squeeze(-1)
-    return _sparse_scores(log_weights, in_reach, seeds, positions, stream, nonces, exact=True).argmax(-1)
+    return scores >= best - _MARGIN, winners.squeeze(-1)
 
 
 def _sparse_scores(
@@ -176,12 +201,13 @@ def _sparse_scores(
     positions: Tensor,
     stream: Stream,
     nonces: Tensor | None,
+    first: int,
     *,
     exact: bool,
 ) -> Tensor:
-    """[rows, vocab] float64 scores of the tokens in ``where``; -inf elsewhere."""
+    """[rows, vocab] float64 scores of the tokens in ``where``; -inf elsewhere. Column 0 is token ``first``."""
     row, token = where.nonzero(as_tuple=True)
-    words = _words_at(seeds[row], positions[row], stream, token, None if nonces is None else nonces[row])
+    words = _words_at(seeds[row], positions[row], stream, token + first, None if nonces is None else nonces[row])
     noise = _exact_gumbel(words).to(torch.float64) if exact else _fast_gumbel(words)
     scores = torch.full(log_weights.shape, -math.inf, dtype=torch.float64, device=log_weights.device)
     scores[row, token] = noise.add_(log_weights[row, token])
@@ -204,11 +230,13 @@ def _column(values: Tensor | None) -> Tensor | None:
     return None if values is None else values[:, None]
 
 
-def _dense_words(seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, nonces: Tensor | None) -> Tensor:
-    """[rows, vocab] int64 output words."""
-    lanes = torch.arange((vocab_size + 3) // 4, device=seeds.device)[None]
+def _dense_words(
+    seeds: Tensor, positions: Tensor, stream: Stream, num_tokens: int, nonces: Tensor | None, first: int = 0
+) -> Tensor:
+    """[rows, num_tokens] int64 output words of the tokens from ``first``."""
+    lanes = torch.arange(first // 4, (first + num_tokens + 3) // 4, device=seeds.device)[None]
     words = philox(_counter(lanes, positions[:, None], stream, _column(nonces)), _key(seeds[:, None]))
-    return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    return torch.stack(words, dim=-1).flatten(1)[:, first % 4 : first % 4 + num_tokens]
 
 
 def _words_at(seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None) -> Tensor:

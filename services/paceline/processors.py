@@ -100,6 +100,20 @@ class SamplerState:
         self._count(token_ids)
 
     @property
+    def only_scales(self) -> bool:
+        """Whether nothing but the temperature ever changes the logits of this session."""
+        return not (
+            self.params.logit_bias
+            or self.params.bad_words
+            or self._stop_ids
+            or self._seen is not None
+            or self._counts is not None
+            or self.top_k < self.vocab_size
+            or self.top_p < 1
+            or self.min_p > 0
+        )
+
+    @property
     def edits(self) -> bool:
         """Whether any processor before the temperature can change logits now."""
         return bool(

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from grpc import aio
 
 from paceline.errors import EngineError
+from paceline.ranks import MakeWorker, led
 from paceline.transport import start_server
 from paceline.types import CloseSession, Echo, OpenSession, Outcome, ReplicaStatus, SessionFailed
 from paceline.workers import Emit, Engine, EngineFactory, ThreadWorker
@@ -105,6 +106,9 @@ class _Watched:
     def wait_s(self) -> float | None:
         return self.engine.wait_s()
 
+    def close(self) -> None:
+        self.engine.close()
+
 
 class EngineHost:
     """Runs one engine in a thread and serves it to any number of streams."""
@@ -120,9 +124,13 @@ class EngineHost:
         model: str = "",
         node: str = "",
         core: int | None = None,
+        followers: Sequence[MakeWorker] = (),
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """``max_sessions``: how many the engine serves at once without queueing. ``core``: to pin its thread to."""
+        """``max_sessions``: how many the engine serves at once without queueing. ``core``: to pin its thread to.
+
+        ``followers`` make the workers of the engine's other ranks.
+        """
         self.kind = kind
         self.num_foreign = 0
         """Messages for sessions that the sender had not opened here, or that had ended."""
@@ -131,7 +139,11 @@ class EngineHost:
         self._factory, self._describe = factory, describe
         self._heartbeat_s = heartbeat_s
         self._engine: _Watched | None = None
-        self._worker = ThreadWorker(kind, self._build, self._on_messages, self._on_death, core)
+        self._worker = led(
+            lambda on_death: ThreadWorker(kind, self._build, self._on_messages, on_death, core),
+            followers,
+            self._on_death,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: set[Stream] = set()
         self._owners: dict[str, tuple[Stream, int]] = {}  # session id -> who opened it, and its newest epoch

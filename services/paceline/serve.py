@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from paceline import janitor
 from paceline.checks import require_service
-from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, ServiceConfig
+from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, NgramDraftConfig, ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
 
 if TYPE_CHECKING:
@@ -60,6 +60,21 @@ def add_parser(commands: Any) -> None:
         help="run the service",
         description="Runs the service on this machine, or on a Ray cluster, until it is interrupted.",
     )
+    add_config_flags(parser)
+    group = parser.add_argument_group("Ray")
+    group.add_argument("--address", metavar="RAY_ADDRESS", help="join this Ray cluster (default: start one here)")
+    group.add_argument("--dashboard", action="store_true", help="also start Ray's dashboard")
+    group.add_argument(
+        "--print-environment",
+        action="store_true",
+        help="print, for a shell, what the processes of a Ray cluster need for `serve deploy`, and end",
+    )
+    parser.add_argument("--verbose", action="store_true", help="print what the replicas log")
+    parser.set_defaults(run=run_serve)
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds what ``read_config`` reads."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML: the configuration, or a Serve config file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of it (repeatable)"
@@ -75,18 +90,9 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--drafts", type=int, metavar="N", help="draft replicas (default 1)")
     group.add_argument("--routers", type=int, metavar="N", help="router replicas (default 1)")
     group = parser.add_argument_group("where")
-    group.add_argument("--address", metavar="RAY_ADDRESS", help="join this Ray cluster (default: start one here)")
     group.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 0.0.0.0)")
     group.add_argument("--grpc-port", type=int, metavar="N", help="default 9000")
     group.add_argument("--http-port", type=int, metavar="N", help="metrics and health; default 8000")
-    group.add_argument("--dashboard", action="store_true", help="also start Ray's dashboard")
-    group.add_argument(
-        "--print-environment",
-        action="store_true",
-        help="print, for a shell, what the processes of a Ray cluster need for `serve deploy`, and end",
-    )
-    parser.add_argument("--verbose", action="store_true", help="print what the replicas log")
-    parser.set_defaults(run=run_serve)
 
 
 def read_config(args: argparse.Namespace) -> ServiceConfig:
@@ -94,15 +100,17 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     config = ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)
     if args.draft is not None and args.drafter not in (None, "model"):
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
-    overrides = list(args.set)
+    overrides, draft = list(args.set), config.draft_config
+    if args.drafter == "ngram" and not isinstance(draft, NgramDraftConfig):
+        overrides.insert(0, _override("draft_config", {"kind": "ngram"}))
+    elif args.draft is not None and not isinstance(draft, ModelDraftConfig):
+        overrides.insert(0, _override("draft_config", {"kind": "model"}))
     if args.target is not None:
         overrides.append(_override("target_config.model_loading_config", _loading("--target", args.target)))
-    if args.drafter == "ngram":
-        overrides.append(_override("draft_config", {"kind": "ngram"}))
-    elif args.drafter == "none" or args.drafts == 0:
+    if args.drafter == "none" or args.drafts == 0:
         overrides.append(_override("draft_config", None))
     elif args.draft is not None:
-        overrides.append(_override("draft_config", {"model_loading_config": _loading("--draft", args.draft)}))
+        overrides.append(_override("draft_config.model_loading_config", _loading("--draft", args.draft)))
     config = config.with_overrides(overrides)
     return config.with_overrides(_further(args, config))
 

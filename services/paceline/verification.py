@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.errors import EngineError
 from paceline.noise import Stream, gumbel_argmax, uniform
 from paceline.sampling import ProcessedRows, sample_coupled
 from paceline.types import Acceptance, SparseDistribution
@@ -178,6 +179,25 @@ def _sample_own(processed: ProcessedRows) -> tuple[list[int], list[float]]:
     logprobs = processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
     own, values = torch.stack((token_ids.to(torch.float64), logprobs.to(torch.float64))).tolist()  # one transfer
     return [int(token) for token in own], values
+
+
+def verify_picked(proposal: Proposal, token_ids: Sequence[int], logprobs: Sequence[float]) -> Verdict:
+    """``verify`` by the coupled rule where the target's own token of every row is known already.
+
+    Args:
+        proposal: of one session. Its rows are as in ``verify``.
+        token_ids, logprobs: one per row. Where the log-probability is not finite, the model gave no distribution.
+
+    Raises:
+        EngineError: the first row is one without distribution. Later ones end the verdict, as in ``verify``.
+    """
+    end = next((i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)), len(logprobs))
+    if end == 0:
+        raise EngineError("the logits of the next token are not finite")
+    verdict = _match(proposal, list(token_ids), list(logprobs))
+    if verdict.num_accepted < end:
+        return verdict
+    return Verdict(end - 1, verdict.token_ids[:end], verdict.logprobs[:end])
 
 
 def _match(proposal: Proposal, own: list[int], logprobs: list[float]) -> Verdict:

@@ -55,6 +55,10 @@ class Engine(Protocol):
         """How long the worker may sleep now, in seconds; None: until a message arrives."""
         ...
 
+    def close(self) -> None:
+        """Gives up what the engine holds outside its process. Idempotent; the last call."""
+        ...
+
 
 EngineFactory = Callable[[Emit], Engine]
 """Builds an engine that sends its messages through ``emit``. May take long. Picklable for a process."""
@@ -123,7 +127,8 @@ def available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def _pin(core: int | None) -> None:
+def pin(core: int | None) -> None:
+    """Keeps the calling thread on one core; None: where it is."""
     if core is not None and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # a core that went offline or left the cpuset
             os.sched_setaffinity(0, {core})  # 0: the calling thread
@@ -207,7 +212,7 @@ class ThreadWorker:
 
     def _main(self) -> None:
         try:
-            _pin(self._core)
+            pin(self._core)
             engine = self._factory(self._on_messages)
             _limit_torch_threads()
         except Exception as error:
@@ -221,6 +226,8 @@ class ThreadWorker:
         except Exception as error:
             log.debug("engine %s failed", self.name, exc_info=True)
             self._on_death(f"{self.name} engine failed: {_Failed.of(error).message}")
+        finally:
+            engine.close()
 
 
 class ProcessWorker:
@@ -392,7 +399,7 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, 
     apply_worker_environment()
     logs.configure(log_level)
     threading.Thread(target=_end_with_parent, name="paceline-parent-watch", daemon=True).start()
-    _pin(core)
+    pin(core)
     channel = Channel(sock)
 
     def drain(timeout_s: float | None) -> list[Any] | None:
@@ -408,7 +415,10 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, 
         engine = factory(lambda messages: channel.send(list(messages)))
         _limit_torch_threads()
         channel.send(_Ready())
-        _run(engine, drain)
+        try:
+            _run(engine, drain)
+        finally:
+            engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         pass
     except Exception as error:

@@ -17,7 +17,7 @@ from paceline.model import package
 from paceline.model.compile import artifact_key
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.package import CompiledPackage
-from paceline.model.runner import SequenceStep, StepInputs
+from paceline.model.runner import SequenceStep, StepPlan
 from paceline.model.selftest import check_invariance
 from paceline.types import Mode, SamplingParams
 
@@ -123,7 +123,7 @@ def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None
 
     runner.forward([step])
     before, thread = sys.getswitchinterval(), threading.Thread(target=count)
-    inputs = StepInputs([step], runner.cache, model.dtype, None).tensors
+    inputs = StepPlan.of([step], runner.cache.scratch_row).inputs(runner.cache, model.dtype, None)
     try:
         sys.setswitchinterval(1000.0)
         thread.start()

@@ -23,10 +23,12 @@ from tests.support import (
 )
 from transformers import PreTrainedModel
 
+from paceline.checkpoints import inspect_checkpoint
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig
 from paceline.errors import ConfigError
 from paceline.model.compile import artifact_key
 from paceline.model.loading import LoadedModel, load_model, load_pretrained, prepare
+from paceline.model.quantized import require_whole
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.target import build
@@ -173,6 +175,17 @@ def test_only_bfloat16_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixt
         load_model(config.model_copy(update={"compile": True}))
 
 
+def test_quantised_weights_are_not_split(tmp_path: Path) -> None:
+    """Ranks read slices of plain weights."""
+    random_model("llama").save_pretrained(tmp_path)
+    checkpoint = inspect_checkpoint(str(tmp_path))
+    require_whole(checkpoint, None, 2)
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size is 2 and quantization is 'int8': .* so set it to 1$"):
+        require_whole(checkpoint, "int8", 2)
+    with pytest.raises(ConfigError, match=f"^tensor_parallel_size is 2 and model '{tmp_path}' is quantised"):
+        require_whole(replace(checkpoint, quantization={"quant_method": "awq"}), None, 2)
+
+
 def test_artifacts_are_told_apart_by_their_weights() -> None:
     """int8 of two models, and int8 and bfloat16 of one."""
     models = [reloaded(torch.bfloat16, q, noise) for q in ("int8", None) for noise in (0.0, 0.05)]
@@ -192,7 +205,7 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
 ) -> None:
     """Beside a draft; alone it may run."""
     folder = save_pair(tmp_path)
-    monkeypatch.setattr(build, "load_model", lambda config: replace(load_model(config), **model))
+    monkeypatch.setattr(build, "load_model", lambda config, group: replace(load_model(config, group), **model))
     monkeypatch.setattr(build, "check_invariance", lambda runner, max_len: report)
     options = {"dtype": "float32", "device": "cpu", "compile": False}
     target = ModelConfig(path=str(folder / "target"), quantization="int8", **options)

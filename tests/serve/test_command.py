@@ -60,6 +60,19 @@ def test_the_embedded_pair_keeps_its_draft_when_a_flag_changes_it():
     assert serve.read_config(parsed("--drafts", "0")).draft_config is None
 
 
+def test_a_flag_that_names_a_draft_keeps_what_else_is_set_of_it(tmp_path):
+    file = tmp_path / "service.yaml"
+    file.write_text("draft_config: {model_loading_config: {model_id: a/b}, engine_kwargs: {fan_out: 3}}\n")
+    settings = ["--set", "draft_config.engine_kwargs.max_sessions=2"]
+    draft = serve.read_config(parsed("--config", str(file), *settings, "--draft", "c/d")).draft_config
+    assert draft.model_loading_config.model_id == "c/d"
+    assert (draft.engine_kwargs.fan_out, draft.engine_kwargs.max_sessions) == (3, 2)
+    ngram = ["--drafter", "ngram", "--set", "draft_config.engine_kwargs.max_match=7"]
+    assert serve.read_config(parsed(*ngram)).draft_config.engine_kwargs.max_match == 7
+    file.write_text("draft_config: {kind: ngram}\n")
+    assert serve.read_config(parsed("--config", str(file), "--draft", "c/d")).draft_config.kind == "model"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -106,6 +106,11 @@ def check_counts(request, chunks, result):
 
 
 def test_mixed_requests_are_served_as_in_one_process(app):
+    check_lossless(app)
+
+
+def check_lossless(app):
+    """All requests at once, each compared with what one process gives it."""
     made = requests()
     expected = in_one_process(app.pair, made)
 

@@ -36,6 +36,7 @@ from paceline.config import DraftModelConfig, DType, LocalConfig, ModelConfig
 from paceline.errors import ConfigError, EngineError
 from paceline.factories import TargetFactory
 from paceline.local import LocalPipeline
+from paceline.ranks import Rendezvous
 from paceline.router.session import Chunk, Result
 from paceline.types import Mode, ReplicaStatus, SamplingParams, SpeculationParams
 from paceline.workers import Emit, Engine
@@ -257,10 +258,11 @@ class _CountedTargetFactory:
 
     config: LocalConfig
     path: Path
+    rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
         """See EngineFactory."""
-        return _Counted(TargetFactory(self.config)(emit), self.path)
+        return _Counted(TargetFactory(self.config, self.rendezvous)(emit), self.path)
 
 
 class _Counted:
@@ -288,6 +290,10 @@ class _Counted:
         """See Engine."""
         wait_s: float | None = self._engine.wait_s()
         return wait_s
+
+    def close(self) -> None:
+        """See Engine."""
+        self._engine.close()
 
 
 class Service:

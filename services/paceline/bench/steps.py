@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import LocalConfig
+from paceline.ranks import Rendezvous
 from paceline.workers import Emit, Engine
 
 _RECORD = struct.Struct("<ddd")
@@ -63,6 +64,10 @@ class TimedEngine:
         """See Engine."""
         return self._engine.wait_s()
 
+    def close(self) -> None:
+        """See Engine."""
+        self._engine.close()
+
 
 def read_steps(path: Path) -> list[StepRecord]:
     """What has been written to ``path``, oldest first; [] if there is no such file."""
@@ -78,12 +83,13 @@ class TimedTargetFactory:
 
     config: LocalConfig
     path: Path
+    rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
         """See EngineFactory."""
         from paceline.target.build import build_target_engine
 
-        engine = build_target_engine(self.config, emit)
+        engine = build_target_engine(self.config, emit, self.rendezvous)
         cache = engine.runner.cache
 
         def forget() -> None:
@@ -99,10 +105,11 @@ class TimedDraftFactory:
 
     config: LocalConfig
     path: Path
+    rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
         """See EngineFactory."""
         from paceline.draft.build import build_draft_engine
 
-        engine = build_draft_engine(self.config, emit)
+        engine = build_draft_engine(self.config, emit, self.rendezvous)
         return TimedEngine(engine, lambda: (engine.stats.tree_steps, engine.stats.leaves), self.path)

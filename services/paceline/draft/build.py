@@ -7,19 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.checkpoints import inspect_checkpoint
-from paceline.config import NgramConfig, PairConfig
+from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.draft.drafter import Drafter
 from paceline.draft.engine import DraftEngine
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
-from paceline.memory import PAGE_SIZE, draft_pages
+from paceline.memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages
+from paceline.model.collectives import Collectives
 from paceline.model.loading import load_model
+from paceline.model.ranks import Follower, ranked
 from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.preflight import require_draft
+from paceline.ranks import Rendezvous
 from paceline.types import Nodes, SessionFailed
 
 _NGRAM_WIDTH = 64
-_WIDTHS = (4, 6, 8, 12, 16, 24, 32)
+_WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
 _AFFORDABLE = 1.25
 _TIMED_FORWARDS = 5
 _log = logging.getLogger(__name__)
@@ -52,12 +56,42 @@ def affordable_width(runner: ModelRunner) -> int:
     return width
 
 
-def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None]) -> DraftEngine:
+def build_draft_engine(
+    config: PairConfig,
+    emit: Callable[[Sequence[Nodes | SessionFailed]], None],
+    rendezvous: Rendezvous | None = None,
+) -> DraftEngine:
     """Loads the drafter that ``config.draft`` describes.
 
+    ``rendezvous``: where the other ranks of a draft model come; this is the first.
+
     Raises:
-        ConfigError: there is none, or it cannot be loaded.
+        ConfigError: there is none, or it cannot be loaded, or the device has no room for it.
+        EngineError: another rank has failed.
     """
+    with ranked(config.draft, rendezvous) as group:
+        return _engine(config, emit, group)
+
+
+def build_draft_follower(config: PairConfig, rendezvous: Rendezvous) -> Follower:
+    """Another rank of the same draft model. Raises as ``build_draft_engine``."""
+    assert isinstance(config.draft, DraftModelConfig)
+    with ranked(config.draft, rendezvous) as group:
+        runner, _ = _runner(config, config.draft, group)
+        return Follower(runner)
+
+
+def _runner(config: PairConfig, draft: ModelConfig, group: Collectives | None) -> tuple[ModelRunner, int]:
+    """A runner, and the longest context. The same on every rank."""
+    require_draft(config, group)
+    model = load_model(draft, group)
+    max_len = min(config.max_model_len or model.max_len, model.max_len)
+    return model.runner(draft_pages(config, max_len)), max_len
+
+
+def _engine(
+    config: PairConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None], group: Collectives | None
+) -> DraftEngine:
     drafter: Drafter
     if config.draft is None:
         raise ConfigError("draft is not configured: name a draft model or an n-gram drafter")
@@ -70,9 +104,7 @@ def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | Sess
             max_leaves=config.tree_step_tokens or _NGRAM_WIDTH,
         )
     else:
-        model = load_model(config.draft)
-        max_len = min(config.max_model_len or model.max_len, model.max_len)
-        runner = model.runner(draft_pages(config, max_len))
+        runner, max_len = _runner(config, config.draft, group)
         max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
         drafter = ModelDrafter(
             runner,

@@ -25,10 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from paceline.errors import EngineError
+from paceline.errors import EngineError, RanksLostError
 from paceline.sampling import SamplerState
+
+FATAL = (torch.AcceleratorError, RanksLostError)
+"""Errors after which no call can succeed: they are the engine's own, not a session's."""
 
 
 class DrafterSessionError(EngineError):
@@ -111,4 +115,8 @@ class Drafter(Protocol):
 
     def check_integrity(self) -> None:
         """Asserts the drafter's own invariants (rows free + held = all, ...)."""
+        ...
+
+    def shutdown(self) -> None:
+        """Gives up what is held outside this process. Idempotent; the last call."""
         ...

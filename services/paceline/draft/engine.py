@@ -21,10 +21,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from paceline.draft.calibration import Calibration
-from paceline.draft.drafter import Candidates, Drafter, DrafterSessionError, Leaf
+from paceline.draft.drafter import FATAL, Candidates, Drafter, DrafterSessionError, Leaf
 from paceline.draft.growth import BestFirst, Growth, Sequential, geometric, uniform
 from paceline.draft.ranking import Ranking, Rule, rank
 from paceline.draft.session import DraftSession
@@ -169,6 +167,10 @@ class DraftEngine:
         """How long the engine may sleep after `step` returned False: until a message comes."""
         return None
 
+    def close(self) -> None:
+        """Gives up what the drafter holds outside this process. Idempotent."""
+        self._drafter.shutdown()
+
     def check_integrity(self) -> None:
         """Asserts the invariants of every session and of the drafter; O(nodes)."""
         for session in self._sessions.values():
@@ -312,7 +314,7 @@ class DraftEngine:
     def _prefill(self) -> bool:
         try:
             worked = self._drafter.prefill()
-        except torch.AcceleratorError:
+        except FATAL:
             raise  # as in _expand
         except Exception as error:
             at_fault = [s for s in self._sessions.values() if not self._drafter.ready(s.session_id)]
@@ -363,7 +365,7 @@ class DraftEngine:
         try:
             self.stats.forwards += 1
             return [(indices, self._drafter.expand([leaves[i] for i in indices]))]
-        except torch.AcceleratorError:
+        except FATAL:
             raise  # no session's fault: the device is gone, only a restart can help
         except Exception as error:
             at_fault = {leaves[i].session_id for i in indices}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.draft.drafter import Candidates, DrafterSessionError, Leaf
+from paceline.draft.drafter import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, page_hash, pages_for
 from paceline.model.runner import ModelRunner, SequenceStep
@@ -107,7 +107,7 @@ class ModelDrafter:
             return False
         try:
             self._runner.forward([_prompt_chunk(*chunk) for chunk in chunks.values()])
-        except torch.AcceleratorError:
+        except FATAL:
             raise
         except Exception as error:
             for session, _ in chunks.values():
@@ -127,7 +127,7 @@ class ModelDrafter:
         for session_id, chunk in chunks.items():
             try:
                 self._runner.forward([_prompt_chunk(*chunk)])
-            except torch.AcceleratorError:
+            except FATAL:
                 return None
             except Exception as error:
                 return DrafterSessionError(session_id, f"{type(error).__name__}: {error}")
@@ -188,6 +188,10 @@ class ModelDrafter:
         keep = set(kept)
         for node_id in [n for n in session.node_rows if n not in keep]:
             session.free_rows.append(session.node_rows.pop(node_id))
+
+    def shutdown(self) -> None:
+        """Leaves the other ranks of the model, if there are any."""
+        self._runner.close()
 
     def close(self, session_id: str) -> None:
         """See ``Drafter``."""

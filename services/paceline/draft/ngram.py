@@ -114,6 +114,9 @@ class NgramDrafter:
         for token_id in token_ids:
             self._indices[session_id].append(token_id)
 
+    def shutdown(self) -> None:
+        """There is nothing outside this process."""
+
     def close(self, session_id: str) -> None:
         """Forgets the session."""
         self._indices.pop(session_id, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ from paceline.config import PairConfig
 from paceline.draft.engine import DraftEngine
 from paceline.errors import EngineError
 from paceline.factories import DraftFactory
+from paceline.ranks import MakeWorker, Rendezvous, process_ranks
 from paceline.replica import EngineHost, ReplicaServer
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire import decode_to_draft, encode_from_draft
@@ -50,20 +51,23 @@ def draft_server(
     model: str = "",
     node: str = "",
     core: int | None = None,
+    ranks: tuple[Rendezvous | None, Sequence[MakeWorker]] | None = None,
 ) -> ReplicaServer:
-    """A draft replica, not started yet. ``core``: the one to pin the engine's thread to."""
+    """A draft replica, not started yet. ``core`` and ``ranks``: see ``target_server``."""
+    rendezvous, followers = ranks or process_ranks("draft", config)
 
     def add(host: EngineHost, server: aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftService(host), server)
 
     host = EngineHost(
         "draft",
-        DraftFactory(config),
+        DraftFactory(config, rendezvous),
         describe,
         replica_id=replica_id,
-        max_sessions=config.draft_max_sessions or config.max_sessions,
+        max_sessions=config.num_draft_sessions,
         model=model,
         node=node,
         core=core,
+        followers=followers,
     )
     return ReplicaServer(host, add, bind=bind, token=token)

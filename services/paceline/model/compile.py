@@ -17,24 +17,32 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import Dim
 from transformers import PreTrainedModel
 
+from paceline.errors import ConfigError, EngineError
+from paceline.model.collectives import Collectives
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
 from paceline.model.package import load_package
 from paceline.model.quantized import plain_tensors
-from paceline.model.runner import SequenceStep, StepFunction, StepInputs
+from paceline.model.runner import SequenceStep, StepFunction, StepPlan
+from paceline.model.sharded import share_of
 from paceline.model.step import Step
 
 _VERSION = 1  # raise when the traced signature or its lowering changes
+_COMPILE_LIMIT_S = 3600.0
+"""A rank may compile this much longer than another."""
 _log = logging.getLogger(__name__)
 
 
 def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
-    """Digest of weights, configuration, library versions and instruction set."""
+    """Digest of weights, configuration, library versions and instruction set, and of a rank its exchange."""
     digest = hashlib.blake2b(digest_size=16)
+    share = share_of(model)
     facts = {
         "version": _VERSION,
         "torch": torch.__version__,
@@ -45,6 +53,8 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
         "window": sliding_window,
         "page": PAGE_SIZE,
     }
+    if share is not None:
+        facts["share"] = f"{share.vocab} {share.group.compiled_key()}"
     digest.update(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
@@ -56,7 +66,19 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
 def compiled_step(
     model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, cache_dir: Path
 ) -> StepFunction:
-    """The compiled step of ``model``, from the cache or built now (about half a minute to two)."""
+    """The compiled step of ``model``, from the cache or built now (about half a minute to two).
+
+    Of a rank, returns when all ranks have theirs.
+
+    Raises:
+        ConfigError: the ranks exchange in a way that a compiled model cannot.
+        EngineError: another rank has failed.
+    """
+    share = share_of(model)
+    if share is not None and share.group.compiled_shims() is None:
+        raise ConfigError(
+            "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
+        )
     path = cache_dir / f"{artifact_key(model, sliding_window)}.pt2"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
@@ -67,7 +89,24 @@ def compiled_step(
             _compile(model, layers, sliding_window, temporary)
             temporary.rename(path)
             _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
-    return load_package(path)
+    step = load_package(path)
+    if share is None:
+        return step
+    share.group.all_gather(torch.zeros(1), timeout_s=_COMPILE_LIMIT_S)
+    return _RankStep(step, share.group)
+
+
+class _RankStep:
+    """A compiled step that says why an exchange within it failed."""
+
+    def __init__(self, step: StepFunction, group: Collectives) -> None:
+        self._step, self._group = step, group
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        try:
+            return self._step(*inputs)
+        except EngineError as error:
+            raise EngineError(self._group.failure() or str(error)) from error
 
 
 def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, path: Path) -> None:
@@ -76,7 +115,7 @@ def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: in
         SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),
         SequenceStep(list(range(1, 6)), list(range(200, 205)), list(range(200, 205)), [3, 4, 5, 6], num_logits=4),
     ]
-    inputs = StepInputs(example, cache, model.dtype, sliding_window).tensors
+    inputs = StepPlan.of(example, cache.scratch_row).inputs(cache, model.dtype, sliding_window)
     tokens, logits = Dim("tokens", min=1, max=1 << 16), Dim("logits", min=1, max=1 << 16)
     rows, row_len = Dim("rows", min=1, max=1 << 12), Dim("row_len", min=1, max=1 << 14)
     pages, pool = Dim("pages", min=1, max=1 << 14), Dim("pool", min=2, max=1 << 24)
@@ -95,9 +134,10 @@ def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: in
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
         exported = torch.export.export(Step(model), inputs, dynamic_shapes=shapes, strict=False)
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(path), inductor_configs={"freezing": True, "max_autotune": False}
-        )
+        configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
+        if (share := share_of(model)) is not None:
+            configs["aot_inductor.custom_ops_to_c_shims"] = share.group.compiled_shims()
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
 
 
 def _int8_lowering(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:

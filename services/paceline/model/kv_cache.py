@@ -99,10 +99,10 @@ class KVCache:
                 del self._page_of[self._hash_of.pop(page)]
             self._refs[page] = 1
             pages.append(page)
-        self._clear(pages)
+        self.clear(pages)
         return pages
 
-    def _clear(self, pages: list[int]) -> None:
+    def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages for a new owner: masked rows weigh exactly zero, but 0 * NaN is NaN."""
         if pages:
             index = torch.tensor(pages, device=self.keys[0].device)
@@ -145,13 +145,6 @@ class KVCache:
         if digest not in self._page_of and page not in self._hash_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest
-
-    def copy_rows(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Copies flat KV rows (reads all before writing any, so the ranges may overlap)."""
-        src, dst = torch.tensor(source), torch.tensor(destination)
-        for pool in (*self.keys, *self.values):
-            flat = pool.view(-1, *pool.shape[2:])
-            flat[dst.to(pool.device)] = flat[src.to(pool.device)]
 
     def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
         """Asserts the page states against ``held``, the page list of every session."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,26 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from paceline.checkpoints import inspect_checkpoint
+from paceline.checkpoints import facts_of, inspect_checkpoint
 from paceline.config import ModelConfig, Quantization, cache_dir
 from paceline.errors import ConfigError
+from paceline.estimate import ModelFacts
+from paceline.memory import gib
+from paceline.model.collectives import Collectives
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
-from paceline.model.quantized import facts_of, load_options, require_quantized, why_eager
+from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
+from paceline.model.ranks import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.runner import ModelRunner, StepFunction
+from paceline.model.shard_loading import Progress
+from paceline.model.sharded import Share, load_shard, share_of
+from paceline.model.sharding import BUILDING
 from paceline.model.step import Step, probe_layers
 
 _NUM_NAMED = 3
 """Parameters that a message names; of the others it gives the number."""
 
 log = logging.getLogger(__name__)
-
-_FROM_PRETRAINED = threading.Lock()
-"""transformers builds models under a process-wide default device: two threads must not load at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +48,83 @@ class LoadedModel:
     """Positions the model was made for."""
     dtype: torch.dtype
     device: torch.device
-    num_parameters: int
+    facts: ModelFacts
+    """What it says of the memory that it needs; of a rank's model, what the rank needs."""
+    share: Share | None = None
+    """Of a rank's model."""
     quantization: str | None = None
     """The method that its weights are quantised by."""
     batch_dependence: str | None = None
     """Why tokens of one step change each other's logits; None if nothing is known to."""
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, tied ones counted once."""
+        return self.facts.num_parameters
+
+    @property
+    def group(self) -> Collectives | None:
+        """The exchange with the other ranks; None if the model is whole."""
+        return None if self.share is None else self.share.group
+
     def runner(self, num_pages: int) -> ModelRunner:
-        """A runner over a new KV cache of ``num_pages`` pages."""
-        cache = KVCache(self.layers, num_pages, self.dtype, self.device)
-        return ModelRunner(
-            self.step, cache, dtype=self.dtype, sliding_window=self.sliding_window, vocab_size=self.vocab_size
-        )
+        """A runner over a new KV cache of ``num_pages`` pages; of several ranks as many as the least of them asks for.
+
+        The first rank's is a LeadingRunner, the others' a RankRunner.
+        """
+        num_pages = agreed(num_pages, self.group)
+        options: dict[str, Any] = {
+            "dtype": self.dtype,
+            "sliding_window": self.sliding_window,
+            "vocab_size": self.vocab_size,
+        }
+        if self.share is None:
+            return ModelRunner(self.step, KVCache(self.layers, num_pages, self.dtype, self.device), **options)
+        if self.share.group.rank > 0:
+            cache = KVCache(self.layers, num_pages, self.dtype, self.device)
+            return RankRunner(self.step, cache, share=self.share, **options)
+        leaders = LeadersCache(self.layers, num_pages, self.dtype, self.device)
+        return LeadingRunner(self.step, leaders, share=self.share, **options)
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Loads, checks and, if configured, compiles the model.
+def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedModel:
+    """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     Raises:
-        ConfigError: nothing loadable at the path, not a causal language model, or unsupported attention.
+        ConfigError: nothing loadable at the path, not a causal language model, unsupported attention, or it cannot be
+            split into so many ranks.
+        EngineError: another rank has failed.
     """
-    device = torch.device(resolve_device(config.device))
+    device = torch.device(resolve_device(config.device)) if group is None else group.device
     dtype = resolve_dtype(config.dtype, device)
-    model = load_pretrained(config.path, dtype, device, config.quantization)
-    compile = device.type == "cpu" if config.compile == "auto" else config.compile
+    can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
+    if group is None:
+        model = load_pretrained(config.path, dtype, device, config.quantization)
+    else:
+        require_whole(inspect_checkpoint(config.path), config.quantization, group.degree)
+        model = load_shard(config.path, dtype, group, progress=_progress(group))
+    compile = can_compile if config.compile == "auto" else config.compile
     if config.compile == "auto" and compile and (reason := why_eager(model)):
         log.info("model %r is not compiled: %s", config.path, reason)
         compile = False
     return prepare(model, compile=compile)
 
 
+def _progress(group: Collectives) -> Progress:
+    """Says of each quarter of the rank's weights that it is there."""
+    said = -1
+
+    def say(loaded: int, total: int) -> None:
+        nonlocal said
+        if loaded * 4 // total > said:
+            said = loaded * 4 // total
+            log.info("rank %d of %d has read %d %% of %s", group.rank, group.degree, 25 * said, gib(total))
+
+    return say
+
+
 def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
-    """Makes a loaded transformers model runnable.
+    """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
 
     Raises:
         ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU or
@@ -94,25 +142,33 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
         step = compiled_step(model, layers, window, cache_dir() / "compiled")
     else:
         step = Step(model)
-    method, batch_dependence = facts_of(model)
+    method, batch_dependence = quantization_of(model)
     return LoadedModel(
         step=step,
         layers=layers,
         sliding_window=window,
-        vocab_size=_num_outputs(model),
+        vocab_size=model.get_output_embeddings().out_features,
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,
         device=model.device,
-        num_parameters=model.num_parameters(),
+        facts=_facts(model, layers),
+        share=share_of(model),
         quantization=method,
         batch_dependence=batch_dependence,
     )
 
 
-def _num_outputs(model: PreTrainedModel) -> int:
-    """Rows of the output layer; a quantised weight may be packed, and then has another shape."""
-    head: Any = model.get_output_embeddings()
-    return int(getattr(head, "out_features", None) or head.weight.shape[0])
+def _facts(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelFacts:
+    """Those of the files, with what the layers themselves say of their KV."""
+    counts = [(p.numel(), p.dim()) for p in model.parameters()]
+    facts = facts_of(
+        model.config.to_dict(),
+        sum(count for count, _ in counts),
+        model.dtype.itemsize,
+        sum(count for count, rank in counts if rank < 2),
+    )
+    kv_bytes = sum(layer.kv_bytes(model.dtype) for layer in layers)
+    return replace(facts, kv_values=kv_bytes // model.dtype.itemsize, num_layers=len(layers))
 
 
 def load_pretrained(
@@ -133,7 +189,7 @@ def load_pretrained(
     options = load_options(inspect_checkpoint(path), quantization, device)
     model: PreTrainedModel
     try:
-        with _FROM_PRETRAINED, _quiet():
+        with BUILDING, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 Path(path).expanduser(), dtype=dtype, output_loading_info=True, **options
             )

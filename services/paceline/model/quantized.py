@@ -37,6 +37,15 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
     return {"device_map": {"": device.type}} if importlib.util.find_spec("accelerate") is not None else {}
 
 
+def require_whole(checkpoint: Checkpoint, quantization: Quantization | None, degree: int) -> None:
+    """Raises ConfigError if several ranks were to share quantised weights: they read slices of plain ones."""
+    if quantization is not None or checkpoint.quantization is not None:
+        how = f"quantization is {quantization!r}" if quantization else f"model {checkpoint.path!r} is quantised"
+        raise ConfigError(
+            f"tensor_parallel_size is {degree} and {how}: one process runs quantised weights, so set it to 1"
+        )
+
+
 def _torchao_config() -> Any:
     from torchao.quantization import Int8WeightOnlyConfig, PerRow
     from transformers import TorchAoConfig
@@ -57,7 +66,7 @@ def require_quantized(model: PreTrainedModel, path: str, quantization: Quantizat
     log.info("model %r: %.0f %% of its parameters are %s", path, 100 * quantised / total, quantization)
 
 
-def facts_of(model: PreTrainedModel) -> tuple[str | None, str | None]:
+def quantization_of(model: PreTrainedModel) -> tuple[str | None, str | None]:
     """The method that the weights are quantised by, and why tokens of one step change each other's logits.
 
     Each is None if there is none; weights that were dequantised while they were loaded count as not quantised.

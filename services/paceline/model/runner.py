@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from paceline.model.kv_cache import PAGE_SIZE, KVCache, pages_for
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
 
 StepFunction = Callable[..., Tensor]
-"""The traced signature: see ``StepInputs.tensors``."""
+"""The traced signature: see ``StepPlan.inputs`` and ``step.py``."""
 
 
 @dataclass(slots=True)
@@ -38,10 +39,44 @@ class SequenceStep:
     """Rotary position of each visible row, where rows are no positions (sliding windows need them)."""
 
 
-class StepInputs:
-    """The tensors of one step, in the order of the traced signature."""
+_INTEGERS = ("tokens", "positions", "logits_index", "write_rows", "page_table", "gather", "scatter", "query_rows")
+_NUM_SIZES = 7
 
-    def __init__(self, steps: Sequence[SequenceStep], cache: KVCache, dtype: torch.dtype, window: int | None) -> None:
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward as integers on the host, padded to the shapes of ``shapes.py``.
+
+    T tokens in B query rows of n, with page tables of one length. Everything that a rank needs to take the same step
+    as another: page numbers mean the same on all of them.
+    """
+
+    num_logits: int
+    """Rows of the result that are wanted; the others are padding."""
+    tokens: Tensor
+    """[T] ids."""
+    positions: Tensor
+    """[T] rotary positions."""
+    logits_index: Tensor
+    """[R] tokens whose logits are computed."""
+    write_rows: Tensor
+    """[T] flat KV rows."""
+    page_table: Tensor
+    """[B, pages]."""
+    gather: Tensor
+    """[B, n] the token at each place of a query row."""
+    scatter: Tensor
+    """[T] the place of each token among the B * n."""
+    query_rows: Tensor
+    """[B, n] session row of each place: it sees rows up to this one."""
+    visible: Tensor | None = None
+    """bool [B, n, pages * PAGE_SIZE], instead of ``query_rows``, if a session of the step is a tree."""
+    key_positions: Tensor | None = None
+    """[B, pages * PAGE_SIZE] rotary position of each row, if it is not the row's own number."""
+
+    @classmethod
+    def of(cls, steps: Sequence[SequenceStep], scratch_row: int) -> Self:
+        """Lays the new tokens of sessions out."""
         tokens: list[int] = []
         positions: list[int] = []
         write_rows: list[int] = []
@@ -58,12 +93,12 @@ class StepInputs:
             logits_index.extend(range(end - step.num_logits, end))
             for first in range(0, end - base, row_len):
                 rows.append((step, first, min(row_len, end - base - first), base + first))
-        self.num_logits = len(logits_index)
-        logits_index.extend([0] * (padded_tokens(self.num_logits) - self.num_logits))
+        num_logits = len(logits_index)
+        logits_index.extend([0] * (padded_tokens(num_logits) - num_logits))
         padding = padded_tokens(len(tokens)) - len(tokens)
         tokens.extend([0] * padding)
         positions.extend([0] * padding)
-        write_rows.extend(range(cache.scratch_row, cache.scratch_row + padding))
+        write_rows.extend(range(scratch_row, scratch_row + padding))
 
         num_pages = padded_pages(max(pages_for(_num_rows(s)) for s in steps))
         gather: list[list[int]] = []
@@ -79,44 +114,98 @@ class StepInputs:
             page_table.append(table + table[:1] * (num_pages - len(table)))
             query_rows.append([step.rows[first + min(j, count - 1)] for j in range(row_len)])
 
-        key = torch.arange(num_pages * PAGE_SIZE)
-        seen = key <= torch.tensor(query_rows)[:, :, None]  # [B, n, Tk]
-        query_pos: Tensor | None = None
-        if window is not None:
-            query_pos = torch.tensor([[s.positions[f + min(j, c - 1)] for j in range(row_len)] for s, f, c, _ in rows])
-        key_pos = key.expand(len(rows), -1)
+        visible: Tensor | None = None
+        key_positions: Tensor | None = None
+        row_of_place = torch.tensor(query_rows)
         if any(s.visible is not None for s in steps):
-            key_pos = key_pos.clone()
+            key = torch.arange(num_pages * PAGE_SIZE)
+            visible, key_positions = key <= row_of_place[:, :, None], key.repeat(len(rows), 1)
             for i, (step, first, count, _) in enumerate(rows):
                 if step.visible is None:
                     continue
                 width = step.visible.shape[1]
                 index = torch.arange(row_len).clamp_(max=count - 1) + first
-                seen[i, :, :width] = step.visible[index]
-                seen[i, :, width:] = False
+                visible[i, :, :width] = step.visible[index]
+                visible[i, :, width:] = False
                 if step.key_positions is not None:
-                    key_pos[i, :width] = step.key_positions
-        masks = [_additive(seen, dtype)]
-        if window is not None and query_pos is not None:
-            masks.append(_additive(seen & (query_pos[:, :, None] - key_pos[:, None, :] < window), dtype))
+                    key_positions[i, :width] = step.key_positions
+        return cls(
+            num_logits,
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            torch.tensor(logits_index),
+            torch.tensor(write_rows),
+            torch.tensor(page_table),
+            torch.tensor(gather),
+            torch.tensor(scatter),
+            row_of_place,
+            visible,
+            key_positions,
+        )
 
+    def masks(self, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+        """Additive masks ``[B, 1, n, pages * PAGE_SIZE]``: the causal one, and one with the sliding window if any."""
+        key = torch.arange(self.page_table.shape[1] * PAGE_SIZE)
+        seen = key <= self.query_rows[:, :, None] if self.visible is None else self.visible
+        masks = [_additive(seen, dtype)]
+        if window is not None:
+            query_positions = self.positions[self.gather]
+            key_positions = key[None] if self.key_positions is None else self.key_positions
+            near = query_positions[:, :, None] - key_positions[:, None, :] < window
+            masks.append(_additive(seen & near, dtype))
+        return masks
+
+    def inputs(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> tuple[Any, ...]:
+        """The arguments of the traced signature, on the device of ``cache``."""
         device = cache.keys[0].device
-        self.tensors: tuple[Any, ...] = (
-            torch.tensor([tokens], device=device),  # [1, T]
-            torch.tensor([positions], device=device),  # [1, T]
-            torch.tensor(logits_index, device=device),  # [R]
-            torch.tensor(write_rows, device=device),  # [T]
-            torch.tensor(page_table, device=device),  # [B, pages]
-            torch.tensor(gather, device=device),  # [B, n]
-            torch.tensor(scatter, device=device),  # [T]
-            [m.to(device) for m in masks],  # each [B, 1, n, Tk]
+        return (
+            self.tokens[None].to(device),
+            self.positions[None].to(device),
+            self.logits_index.to(device),
+            self.write_rows.to(device),
+            self.page_table.to(device),
+            self.gather.to(device),
+            self.scatter.to(device),
+            [mask.to(device) for mask in self.masks(dtype, window)],
             cache.keys,
             cache.values,
         )
 
+    def encode(self) -> bytes:
+        """A frame for ``decode``: the sizes and all integers as int32, then the tree's bits."""
+        parts = [getattr(self, name).reshape(-1) for name in _INTEGERS]
+        if self.key_positions is not None:
+            parts.append(self.key_positions.reshape(-1))
+        (num_rows, row_len), num_pages = self.gather.shape, self.page_table.shape[1]
+        sizes = [self.num_logits, len(self.tokens), len(self.logits_index), num_rows, row_len, num_pages]
+        is_tree = self.visible is not None
+        frame = torch.cat([torch.tensor([*sizes, int(is_tree)]), *parts]).to(torch.int32).numpy().tobytes()
+        return frame + self.visible.numpy().tobytes() if self.visible is not None else frame
+
+    @classmethod
+    def decode(cls, frame: bytes) -> Self:
+        """The plan that another rank has encoded."""
+        sizes = torch.frombuffer(bytearray(frame[: 4 * _NUM_SIZES]), dtype=torch.int32).tolist()
+        num_logits, num_tokens, num_wanted, num_rows, row_len, num_pages, is_tree = sizes
+        places, keys = (num_rows, row_len), num_pages * PAGE_SIZE
+        flat = (num_tokens,)
+        shapes = [flat, flat, (num_wanted,), flat, (num_rows, num_pages), places, flat, places]
+        if is_tree:
+            shapes.append((num_rows, keys))
+        lengths = [math.prod(shape) for shape in shapes]
+        end = 4 * (_NUM_SIZES + sum(lengths))
+        integers = torch.frombuffer(bytearray(frame[4 * _NUM_SIZES : end]), dtype=torch.int32).long()
+        parts = zip((*_INTEGERS, "key_positions"), torch.split(integers, lengths), shapes, strict=False)
+        tensors = {name: part.view(shape) for name, part, shape in parts}
+        visible = torch.frombuffer(bytearray(frame[end:]), dtype=torch.bool).view(*places, keys) if is_tree else None
+        return cls(num_logits, visible=visible, **tensors)
+
 
 class ModelRunner:
     """Runs steps of one model against one KV cache on one device. Owned by one engine thread."""
+
+    picks = False
+    """Whether it can draw tokens where the logits are (``ranks.LeadingRunner.forward_and_pick``)."""
 
     def __init__(
         self,
@@ -136,10 +225,16 @@ class ModelRunner:
 
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""
-        inputs = StepInputs(steps, self.cache, self.dtype, self.sliding_window)
+        return self.run(StepPlan.of(steps, self.cache.scratch_row))
+
+    def close(self) -> None:
+        """Gives up what other processes take part in. Idempotent."""
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """``forward`` of a plan: logits ``[num_logits, vocab_size]``."""
         self.num_forwards += 1
         with torch.no_grad():
-            return self._step(*inputs.tensors)[0, : inputs.num_logits]
+            return self._step(*plan.inputs(self.cache, self.dtype, self.sliding_window))[0, : plan.num_logits]
 
 
 def _num_rows(step: SequenceStep) -> int:

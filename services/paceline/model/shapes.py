@@ -15,7 +15,7 @@ Masked keys add exact zeros, so padding is free of error. ``selftest.py`` compar
 
 from __future__ import annotations
 
-from paceline.model.kv_cache import PAGE_SIZE
+from paceline.memory import PAGE_SIZE
 
 MIN_TOKENS = 4
 QUERY_MULTIPLE = 4

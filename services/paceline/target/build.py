@@ -5,26 +5,49 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import torch
-
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
-from paceline.memory import available_bytes, fraction_pages, target_pages
-from paceline.model.kv_cache import PAGE_SIZE
+from paceline.estimate import target_estimate
+from paceline.memory import fraction_pages, gib, target_pages
+from paceline.model.collectives import Collectives
 from paceline.model.loading import LoadedModel, load_model
+from paceline.model.ranks import Follower, ranked
+from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
+from paceline.preflight import left_bytes, require_target
+from paceline.ranks import Rendezvous
 from paceline.target.engine import FromTarget, TargetEngine
 
 _log = logging.getLogger(__name__)
 
 
-def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]], None]) -> TargetEngine:
+def build_target_engine(
+    config: PairConfig, emit: Callable[[Sequence[FromTarget]], None], rendezvous: Rendezvous | None = None
+) -> TargetEngine:
     """Loads the target, sizes its KV cache and compares the bits of decoding and verification.
 
+    ``rendezvous``: where the target's other ranks come; this is the first.
+
     Raises:
-        ConfigError: the model cannot be loaded or run, or the settings do not fit it.
+        ConfigError: the model cannot be loaded or run, or the settings do not fit it, or the device has no room.
+        EngineError: another rank has failed.
     """
-    model = load_model(config.target)
+    with ranked(config.target, rendezvous) as group:
+        model, runner, max_len = _runner(config, group)
+        return _engine(config, emit, model, runner, max_len)
+
+
+def build_target_follower(config: PairConfig, rendezvous: Rendezvous) -> Follower:
+    """Another rank of the same target. Raises as ``build_target_engine``."""
+    with ranked(config.target, rendezvous) as group:
+        _, runner, _ = _runner(config, group)
+        return Follower(runner)
+
+
+def _runner(config: PairConfig, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
+    """The model, a runner with as many KV pages as there shall be, and the longest context. The same on every rank."""
+    require_target(config, group)
+    model = load_model(config.target, group)
     max_len = config.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
@@ -33,9 +56,21 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
     if config.kv_fraction is None:
         num_pages = target_pages(config, max_len)
     else:
-        num_pages = fraction_pages(config.kv_fraction, max_len, _page_bytes(model), _left(model.device))
-        _log.info("target: %d KV pages are %g of the memory left", num_pages, config.kv_fraction)
-    runner = model.runner(num_pages)
+        on_gpu = model.device.type == "cuda"
+        estimate = target_estimate(config, model.facts, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
+        left = left_bytes(model.device, group) - estimate.reserved_bytes
+        num_pages = fraction_pages(config.kv_fraction, max_len, model.facts.page_bytes, left)
+        _log.info("target: %d KV pages are %g of the %s left", num_pages, config.kv_fraction, gib(left))
+    return model, model.runner(num_pages), max_len
+
+
+def _engine(
+    config: PairConfig,
+    emit: Callable[[Sequence[FromTarget]], None],
+    model: LoadedModel,
+    runner: ModelRunner,
+    max_len: int,
+) -> TargetEngine:
     report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
     if config.draft is not None and model.quantization is not None:
@@ -60,16 +95,3 @@ def _require_lossless(model: LoadedModel, report: InvarianceReport, path: str) -
             f"the target {path!r} is quantised by {model.quantization!r}, and speculation could change its output, for "
             f"{reason}: set draft_config to null for plain decoding, or use another checkpoint"
         )
-
-
-def _page_bytes(model: LoadedModel) -> int:
-    """Bytes of one KV page over all layers, keys and values."""
-    return PAGE_SIZE * sum(layer.kv_bytes(model.dtype) for layer in model.layers)
-
-
-def _left(device: torch.device) -> int:
-    """Bytes that the KV cache could take on ``device`` now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return available_bytes()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidRequestError, PacelineError
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
+from paceline.model.ranks import LeadingRunner
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.sampling import Row, SamplerState, process, sample_coupled
 from paceline.target.budget import RowBudget
@@ -37,7 +38,7 @@ from paceline.types import (
     SpeculationWanted,
     TreeLost,
 )
-from paceline.verification import Proposal, Verdict, verify
+from paceline.verification import Proposal, Verdict, verify, verify_picked
 
 ToTarget = OpenSession | Nodes | CloseSession | DraftState
 FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
@@ -188,9 +189,8 @@ class TargetEngine:
         forward_at = self._clock()
         self._count_gap(parts, forward_at)
         num_emitted = self.stats.tokens_emitted
-        logits = self.runner.forward([_sequence(p) for p in parts])
         verifying = [p for p in parts if p.verifies]
-        verdicts, failed = self._verify(logits, verifying)
+        verdicts, failed = self._forward(parts, verifying)
         now = self._clock()
         num_tokens = sum(p.num_tokens for p in parts)
         only_decodes = all(p.stop - p.start == 1 for p in parts)
@@ -295,6 +295,10 @@ class TargetEngine:
         """How long the engine may sleep after ``step`` returned False; None: until a message comes."""
         until = self._scheduler.wait_until
         return None if until is None else max(0.0, until - self._clock())
+
+    def close(self) -> None:
+        """Leaves the other ranks of the model, if there are any. Idempotent."""
+        self.runner.close()
 
     def check_integrity(self) -> None:
         """Asserts the invariants of sessions, scheduler and pages."""
@@ -408,6 +412,38 @@ class TargetEngine:
         if in_flight:
             self._emit(in_flight)
 
+    def _forward(
+        self, parts: Sequence[Scheduled], verifying: Sequence[Scheduled]
+    ) -> tuple[list[Verdict | None], list[SessionFailed]]:
+        """Runs the model and decides what is ``verifying``, in order."""
+        steps = [_sequence(p) for p in parts]
+        runner = self.runner
+        picked = [runner.picks and p.session.picks for p in verifying]
+        if not (isinstance(runner, LeadingRunner) and any(picked)):
+            return self._verify(runner.forward(steps), verifying)
+        rows = [row if there else None for p, there in zip(verifying, picked, strict=True) for row in _rows(p)]
+        logits, token_ids, logprobs = runner.forward_and_pick(steps, rows)
+        others, failed = self._verify(logits, [p for p, there in zip(verifying, picked, strict=True) if not there])
+        remaining = iter(others)
+        verdicts: list[Verdict | None] = []
+        at = 0
+        for part, there in zip(verifying, picked, strict=True):
+            if not there:
+                verdicts.append(next(remaining))
+                continue
+            end = at + len(part.chain) + 1
+            try:
+                verdicts.append(verify_picked(_proposal(part), token_ids[at:end], logprobs[at:end]))
+            except PacelineError as error:
+                verdicts.append(None)
+                failed.append(self._failed(part.session, error))
+            at = end
+        return verdicts, failed
+
+    def _failed(self, session: TargetSession, error: PacelineError) -> SessionFailed:
+        self._close(session)
+        return SessionFailed(session.session_id, session.epoch, str(error))
+
     def _verify(self, logits: Tensor, parts: Sequence[Scheduled]) -> tuple[list[Verdict | None], list[SessionFailed]]:
         """Verdicts of the batch; where that fails, of each session alone, so that one cannot harm the others."""
         if not parts:
@@ -425,8 +461,7 @@ class TargetEngine:
                 verdicts.extend(_verdicts(logits[row : row + num_rows], [part]))
             except PacelineError as error:
                 verdicts.append(None)
-                failed.append(SessionFailed(part.session.session_id, part.session.epoch, str(error)))
-                self._close(part.session)
+                failed.append(self._failed(part.session, error))
             row += num_rows
         return verdicts, failed
 
@@ -487,8 +522,12 @@ def _sequence(part: Scheduled) -> SequenceStep:
     )
 
 
+def _rows(part: Scheduled) -> list[Row]:
+    return [Row(part.session.sampler, part.chain.token_ids[:i]) for i in range(len(part.chain) + 1)]
+
+
 def _verdicts(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict]:
-    rows = [Row(p.session.sampler, p.chain.token_ids[:i]) for p in parts for i in range(len(p.chain) + 1)]
+    rows = [row for p in parts for row in _rows(p)]
     proposals = [_proposal(p) for p in parts]
     return verify(process(logits, rows), proposals, [p.session.acceptance for p in parts])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from grpc import aio
 from paceline.config import PairConfig
 from paceline.errors import EngineError
 from paceline.factories import TargetFactory
+from paceline.ranks import MakeWorker, Rendezvous, process_ranks
 from paceline.replica import EngineHost, ReplicaServer
 from paceline.target.engine import TargetEngine
 from paceline.v1 import target_pb2, target_pb2_grpc
@@ -57,20 +58,26 @@ def target_server(
     model: str = "",
     node: str = "",
     core: int | None = None,
+    ranks: tuple[Rendezvous | None, Sequence[MakeWorker]] | None = None,
 ) -> ReplicaServer:
-    """A target replica, not started yet. ``core``: the one to pin the engine's thread to."""
+    """A target replica, not started yet. ``core``: the one to pin the engine's thread to.
+
+    ``ranks``: where they meet, and makers of all but the first. None: processes of this host, if there are several.
+    """
+    rendezvous, followers = ranks or process_ranks("target", config)
 
     def add(host: EngineHost, server: aio.Server) -> None:
         target_pb2_grpc.add_TargetServiceServicer_to_server(TargetService(host), server)
 
     host = EngineHost(
         "target",
-        TargetFactory(config),
+        TargetFactory(config, rendezvous),
         describe,
         replica_id=replica_id,
         max_sessions=config.max_sessions,
         model=model,
         node=node,
         core=core,
+        followers=followers,
     )
     return ReplicaServer(host, add, bind=bind, token=token)

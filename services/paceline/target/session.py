@@ -73,6 +73,8 @@ class TargetSession:
             device=device,
         )
         self.rejection = speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0
+        self.picks = self.sampler.only_scales and not self.rejection
+        """Its tokens can be drawn from parts of the logits, without the whole rows."""
         self._vocab_size = vocab_size
         self.draft_epoch = message.epoch
         self.tree = SpeculationTree(vocab_size, len(self.tokens), rejection=self.rejection)

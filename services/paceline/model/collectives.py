@@ -1,0 +1,136 @@
+"""What the ranks of a sharded model exchange: sums, small tensors and messages.
+
+Sums are taken in the order of the ranks, in float32, on every rank: all ranks get the same bits, and a token's result
+does not depend on where in a tensor it lies. Every operation must be called by all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from paceline.errors import EngineError
+
+
+class Collectives(ABC):
+    """One rank's end of the exchange. Not thread-safe: the thread that runs the model owns it."""
+
+    def __init__(self, rank: int, degree: int, *, device: torch.device, timeout_s: float) -> None:
+        self.rank, self.degree, self.device, self.timeout_s = rank, degree, device, timeout_s
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
+        """``[degree, *shape]``: the ranks' tensors of one shape and dtype.
+
+        Raises:
+            EngineError: a rank is gone, or has not come within ``timeout_s`` (the group's, if it is None).
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves; what the other ranks are waiting for fails at once."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, as a new tensor of the same dtype. Raises as ``all_gather``."""
+        return sum_in_order(self.all_gather(tensor))
+
+    def broadcast(self, payload: bytes | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
+        """The bytes of rank ``source``, on every rank; the others pass None. Raises as ``all_gather``.
+
+        Returns when all ranks have come. ``timeout_s`` holds for them to come, the group's for the bytes.
+        """
+        assert (payload is not None) == (self.rank == source), "one rank has the message"
+        mine = torch.tensor([len(payload or b"")], device=self.device)
+        length = int(self.all_gather(mine, timeout_s=timeout_s)[source])
+        message = torch.zeros(length, dtype=torch.uint8, device=self.device)
+        if payload:
+            message.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        return self.all_gather(message)[source].cpu().numpy().tobytes() if length else b""
+
+    def compiled_shims(self) -> dict[Any, list[str]] | None:
+        """The operators of this exchange with the C functions that a compiled model calls; None: it cannot."""
+        return None
+
+    def compiled_key(self) -> str:
+        """What a compiled model knows of this exchange."""
+        return f"{self.degree}"
+
+    def failure(self) -> str | None:
+        """Why an exchange within a compiled model failed, which cannot say so itself."""
+        return None
+
+    def argmax(self, logits: Tensor, first: int) -> Tensor:
+        """``[rows]`` token ids of the largest logits of all ranks, the smallest id among equals.
+
+        ``logits [rows, width]`` are this rank's, of the tokens from ``first``; they may differ in width.
+        """
+        top, index = logits.float().max(-1)
+        pairs = self.all_gather(torch.stack([top.double(), (index + first).double()]))  # ids below 2**53 are exact
+        best = pairs[:, 0].argmax(0)  # the first among equals: ranks are in the order of their ids
+        return pairs[:, 1].gather(0, best[None])[0].long()
+
+
+def sum_in_order(gathered: Tensor) -> Tensor:
+    """``[degree, *shape] -> [*shape]``: added from the first rank to the last, at least in float32, rounded once."""
+    narrow = gathered.is_floating_point() and gathered.dtype.itemsize < 4
+    total = gathered[0].float() if narrow else gathered[0].clone()
+    for tensor in gathered[1:]:
+        total = total + tensor
+    return total.to(gathered.dtype)
+
+
+class TorchCollectives(Collectives):
+    """Over torch.distributed: gloo between CPUs, nccl between GPUs. The default process group is left alone."""
+
+    def __init__(self, store: Store, rank: int, degree: int, *, device: torch.device, timeout_s: float) -> None:
+        """``store`` is where the ranks meet; it is given from outside and shared by all of them.
+
+        Raises:
+            EngineError: not all ranks have come within ``timeout_s``.
+        """
+        super().__init__(rank, degree, device=device, timeout_s=timeout_s)
+        self._group: Any  # torch's type stubs do not say that its backends gather
+        limit = timedelta(seconds=timeout_s)
+        with self._translated("meet the other ranks"):
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                self._group = dist.ProcessGroupNCCL(store, rank, degree, options)
+            else:
+                self._group = dist.ProcessGroupGloo(store, rank, degree, limit)
+            self.all_gather(torch.zeros(1, device=device))
+
+    def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty(self.degree, *tensor.shape)
+        if tensor.numel() == 0:
+            return gathered
+        limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
+        with self._translated("gather from the other ranks", timeout_s):
+            outputs = [row.reshape(-1).view(torch.uint8) for row in gathered.unbind()]
+            self._group.allgather(outputs, tensor.reshape(-1).view(torch.uint8), limit).wait()
+        return gathered
+
+    def close(self) -> None:
+        self._group.abort()
+
+    @contextmanager
+    def _translated(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, EngineError):
+                raise
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise EngineError(
+                f"rank {self.rank} of {self.degree} could not {what} (limit {limit_s:g} s): {reason}"
+            ) from error

@@ -1,0 +1,368 @@
+"""Which part of every parameter a tensor-parallel rank holds, from the plan that comes with the model class.
+
+A rank is the unchanged transformers class, built from a *local* configuration: fewer heads, narrower feed-forward
+layers. The class's plan says which layers are split by columns, which by rows. Which configuration values govern them
+is found by building the class on the meta device with one value changed at a time; the shapes of the local model then
+say how far each parameter shrinks. Whatever the plan and the shapes do not explain together is refused.
+
+Reads no weights (``shard_loading.py``) and exchanges nothing (``sharded.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from paceline.errors import ConfigError
+
+Range = tuple[int, int]
+"""Half-open: [first, stop)."""
+
+BUILDING = threading.Lock()
+"""A model is built under process-wide defaults (device, dtype, initialisation): two threads must not at once."""
+
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
+_WIDTH = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size)$")
+_COLUMN = {"colwise", "colwise_rep", "colwise_gather_output"}
+_ROW = {"rowwise", "rowwise_rep", "rowwise_split_input"}
+_PACKED = {"packed_colwise", "packed_rowwise"}
+_SHARDING = _COLUMN | _ROW | _PACKED
+_SUMMING = _ROW | {"moe_tp_experts", "all_reduce"}
+_NEUTRAL = {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params", "embedding_rowwise"}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """What a rank holds of one parameter or persistent buffer."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int | None = None
+    """The dimension that is split; None: the rank holds all of it."""
+    parts: tuple[Range, ...] = ()
+    """Ranges of ``dim``, joined in this order. Fused projections have one for each projection."""
+    elsewhere: bool = False
+    """The rank holds zeros: this term of a sum over the ranks belongs to rank 0."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of what the rank holds."""
+        if self.dim is None:
+            return self.shape
+        length = sum(stop - first for first, stop in self.parts)
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One rank's share of a model."""
+
+    rank: int
+    degree: int
+    config: PretrainedConfig
+    """Of the local model. Its vocabulary is the whole one."""
+    parameters: Mapping[str, ParameterShard]
+    """By name in the state dict; of several names of one tensor only the first."""
+    aliases: Mapping[str, str]
+    """Other names of tensors in ``parameters``."""
+    summed: tuple[str, ...]
+    """Modules whose outputs are added over the ranks."""
+    gathered: tuple[str, ...]
+    """Norms over a dimension that is split: they see the whole of it, and the rank keeps its part."""
+    embedding: str
+    head: str
+    vocab_size: int
+    vocab: Range
+    """Token ids whose embedding and logits this rank holds."""
+    vocab_width: int
+    """Logits of a rank; the last rank's are padded to it."""
+
+
+def plan_shards(config: PretrainedConfig, rank: int, degree: int) -> ShardPlan:
+    """The share of ``rank`` among ``degree`` ranks.
+
+    Raises:
+        ConfigError: the class has no plan, the plan does not explain the shapes, or ``degree`` does not divide what
+            must be divided; the message lists the degrees that would.
+    """
+    if not 0 <= rank < degree:
+        raise ConfigError(f"tensor-parallel rank {rank} of degree {degree}: ranks are 0 to degree - 1")
+    try:
+        return _Planner(config, rank, degree).plan()
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises whatever its model classes raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{config.model_type} could not be built for {degree} ranks: {reason}") from error
+
+
+class _Planner:
+    def __init__(self, config: PretrainedConfig, rank: int, degree: int) -> None:
+        self.config, self.rank, self.degree = config, rank, degree
+        self.model = _meta_model(config)
+        self.name = f"{type(self.model).__name__} ({config.model_type})"
+        self.shapes = _shapes(self.model)
+        plan: dict[str, str] = dict(getattr(self.model, "tp_plan", None) or {})
+        if not any(style in _SHARDING for key, style in plan.items() if "*" in key):
+            raise ConfigError(f"{self.name} has no tensor-parallel plan in transformers: only degree 1 works")
+        if unknown := sorted({style for style in plan.values() if style not in _SUMMING | _SHARDING | _NEUTRAL}):
+            raise ConfigError(f"{self.name} is planned with {', '.join(unknown)}, which is not supported: use degree 1")
+        self.styles = plan
+        self.embedding, self.head = self._vocabulary_modules()
+        outside = (f"{self.embedding}.", f"{self.head}.")
+        self.body = {name: shape for name, shape in self.shapes.items() if not name.startswith(outside)}
+
+    def plan(self) -> ShardPlan:
+        values = _values(self.config)
+        # A single KV head cannot be made fewer: as many as there are heads is valid too.
+        other = {key: _smaller(value) if value > 1 else values.get(_HEADS, 1) for key, value in values.items()}
+        follows = {key: self._followers({key: other[key]}) for key, value in values.items() if other[key] != value}
+        chosen = {key for key, names in follows.items() if self._is_planned(names)}
+        if _KV_HEADS in values and _HEADS in chosen:
+            chosen.add(_KV_HEADS)
+        elif _HEADS not in chosen:
+            chosen.discard(_KV_HEADS)
+        self._check_degree({key: values[key] for key in chosen})
+
+        local = {key: max(1, values[key] // self.degree) for key in chosen}
+        config = _changed(self.config, local)
+        model = _meta_model(config)
+        shapes = _shapes(model)
+        if shapes.keys() != self.shapes.keys():
+            raise ConfigError(f"{self.name} has other parameters with {local}: use degree 1")
+        self._check_buffers(model)
+        parameters: dict[str, ParameterShard] = {}
+        gathered: list[str] = []
+        for name, shape in self.body.items():
+            keys = {key for key in chosen if name in follows.get(key, ())}
+            parameters[name] = self._parameter(
+                name, shape, shapes[name], keys, {k: (values[k], local[k]) for k in keys}
+            )
+            if parameters[name].dim is None and shapes[name] != shape:
+                gathered.append(name.rpartition(".")[0])
+        self._check_gathered(parameters, gathered)
+        if gathered and self.degree > values.get(_KV_HEADS, self.degree):
+            raise ConfigError(
+                f"{self.name} normalises over whole projections ({gathered[0]}), of which {values[_KV_HEADS]} KV "
+                f"heads cannot be repeated on {self.degree} ranks: {self._allowed({k: values[k] for k in chosen})}"
+            )
+        summed = self._summed(parameters)
+        vocab_size = self.shapes[f"{self.head}.weight"][0]
+        width = -(-vocab_size // self.degree)
+        vocab = (self.rank * width, min((self.rank + 1) * width, vocab_size))
+        if (self.degree - 1) * width >= vocab_size:
+            raise ConfigError(f"{self.name} has {vocab_size} tokens: {self.degree} ranks would not have one each")
+        for module in dict.fromkeys((self.embedding, self.head)):
+            for name, shape in self.shapes.items():
+                if name.startswith(f"{module}."):
+                    # Not every table is as long as the vocabulary: rows beyond the logits are never looked up.
+                    split = name.endswith((".weight", ".bias")) and shape[0] >= vocab_size
+                    parameters[name] = ParameterShard(shape, 0, (vocab,)) if split else ParameterShard(shape)
+        first: dict[int, str] = {}
+        aliases: dict[str, str] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if first.setdefault(id(tensor), name) != name:
+                aliases[name] = first[id(tensor)]
+        return ShardPlan(
+            rank=self.rank,
+            degree=self.degree,
+            config=config,
+            parameters={name: shard for name, shard in parameters.items() if name not in aliases},
+            aliases=aliases,
+            summed=summed,
+            gathered=tuple(gathered),
+            embedding=self.embedding,
+            head=self.head,
+            vocab_size=vocab_size,
+            vocab=vocab,
+            vocab_width=width,
+        )
+
+    def _check_gathered(self, parameters: dict[str, ParameterShard], gathered: list[str]) -> None:
+        """What the plan makes whole again within a layer must be a packed projection, or be read by such a norm."""
+        readers = {norm.rpartition(".")[0] for norm in gathered}
+        for name, shard in parameters.items():
+            if self._style_of(name) == "colwise_gather_output" and len(shard.parts) == 1:
+                module = name.rpartition(".")[0]
+                if module.rpartition(".")[0] not in readers:
+                    raise ConfigError(f"{self.name}: its plan needs the whole output of {module}: use degree 1")
+
+    def _vocabulary_modules(self) -> tuple[str, str]:
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+            raise ConfigError(f"{self.name} does not have one embedding table and one output layer: use degree 1")
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return names[id(embedding)], names[id(head)]
+
+    def _style(self, name: str) -> str | None:
+        """Of a module or parameter, by its name with layer numbers as ``*``."""
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        return self.styles.get(pattern)
+
+    def _style_of(self, parameter: str) -> str | None:
+        return self._style(parameter) or self._style(parameter.rpartition(".")[0])
+
+    def _followers(self, change: dict[str, int]) -> set[str]:
+        """Parameters outside the vocabulary whose shapes follow a configuration value."""
+        try:
+            shapes = _shapes(_meta_model(_changed(self.config, change)))
+        except (ValueError, RuntimeError, ZeroDivisionError):  # the class does not accept the value at all
+            return set()
+        return {name for name, shape in self.body.items() if shapes.get(name) != shape}
+
+    def _is_planned(self, names: set[str]) -> bool:
+        """Whether the plan splits what follows a value: all of it, but for norms."""
+        planned = {name for name in names if self._style_of(name) in _SHARDING}
+        if not planned:
+            return False
+        if rest := sorted(name for name in names - planned if not self._is_norm(name)):
+            raise ConfigError(f"{self.name}: its plan splits {min(planned)} but not {rest[0]}: use degree 1")
+        return True
+
+    def _is_norm(self, name: str) -> bool:
+        """Whether a parameter belongs to a layer of vectors, or of one vector for each head."""
+        module = self.model.get_submodule(name.rpartition(".")[0])
+        leaf = not any(True for _ in module.children())
+        head_dim = _head_dim(self.config)
+        return leaf and all(p.dim() == 1 or (p.dim() == 2 and p.shape[1] == head_dim) for p in module.parameters())
+
+    def _check_degree(self, values: dict[str, int]) -> None:
+        if all(_divides(self.degree, key, value) for key, value in values.items()):
+            return
+        key, value = next((k, v) for k, v in sorted(values.items()) if not _divides(self.degree, k, v))
+        reason = "neither divides the other" if key == _KV_HEADS else "which it does not divide"
+        raise ConfigError(f"{self.name}: degree {self.degree} and {key} {value}, {reason}: {self._allowed(values)}")
+
+    def _allowed(self, values: dict[str, int]) -> str:
+        degrees = range(1, max(values.values()) + 1)
+        allowed = [str(d) for d in degrees if all(_divides(d, key, value) for key, value in values.items())]
+        return f"use {', '.join(allowed)}"
+
+    def _check_buffers(self, model: PreTrainedModel) -> None:
+        """Tables, such as rotary frequencies, must not depend on how the model is split."""
+        ours = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+        for name, buffer in self.model.named_buffers():
+            if name not in self.shapes and ours.get(name) != tuple(buffer.shape):
+                raise ConfigError(f"{self.name}: the size of {name} follows what is split: use degree 1")
+
+    def _parameter(
+        self, name: str, shape: tuple[int, ...], local: tuple[int, ...], keys: set[str], sizes: dict[str, Range]
+    ) -> ParameterShard:
+        """``sizes``: whole and local value of each configuration value in ``keys``, which this parameter follows."""
+        style = self._style_of(name)
+        if style in _SHARDING and not keys and not self._is_whole_bias(name, style):
+            raise ConfigError(f"{self.name}: {name} is to be split, but no known setting governs its size")
+        if shape == local:
+            return ParameterShard(shape, elsewhere=self.rank > 0 and self._is_added_bias(name))
+        dims = [d for d in range(len(shape)) if shape[d] != local[d]]
+        (dim,) = dims if len(dims) == 1 else (-1,)
+        expected = len(shape) - 1 if style in _ROW | {"packed_rowwise"} else max(0, len(shape) - 2)
+        if style not in _SHARDING:
+            if len(shape) == 1:
+                return ParameterShard(shape)  # a norm over a split dimension: whole, and its input is gathered
+            expected = 0
+        blocks = self._blocks(name, shape[dim], keys, sizes, style)
+        if dim != expected or sum(small for _, small in blocks) != local[dim]:
+            raise ConfigError(f"{self.name}: {name} of shape {shape} is {local} on a rank, not as planned ({style})")
+        parts: list[Range] = []
+        start = 0
+        for whole, small in blocks:
+            pieces = whole // small  # fewer than the ranks where KV heads are repeated
+            if whole % small or self.degree % pieces:
+                raise ConfigError(f"{self.name}: {whole} rows of {name} do not split into ranks of {small}")
+            first = start + self.rank * pieces // self.degree * small
+            parts.append((first, first + small))
+            start += whole
+        return ParameterShard(shape, dim, tuple(parts))
+
+    def _blocks(
+        self, name: str, length: int, keys: set[str], sizes: dict[str, Range], style: str | None
+    ) -> list[Range]:
+        """(whole, local) length of each projection that is packed along the split dimension."""
+        if keys == {_HEADS, _KV_HEADS}:
+            (heads, ours), (kv_heads, our_kv) = sizes[_HEADS], sizes[_KV_HEADS]
+            if style != "colwise_gather_output" or length % (heads + 2 * kv_heads):
+                raise ConfigError(f"{self.name}: how {name} packs queries, keys and values is not known: use degree 1")
+            dim = length // (heads + 2 * kv_heads)
+            return [(heads * dim, ours * dim), *[(kv_heads * dim, our_kv * dim)] * 2]
+        if len(keys) != 1:
+            raise ConfigError(f"{self.name}: the size of {name} follows {sorted(keys)} together: use degree 1")
+        ((whole, small),) = sizes.values()
+        packed = style in _PACKED or (style == "colwise_gather_output" and length == 2 * whole)
+        count = 2 if packed else 1
+        return [(length // count, length // count * small // whole)] * count
+
+    def _is_whole_bias(self, name: str, style: str | None) -> bool:
+        return style in _ROW and len(self.shapes[name]) == 1
+
+    def _is_added_bias(self, name: str) -> bool:
+        """Whether a whole parameter is a term of an output that is summed over the ranks."""
+        module = name.rpartition(".")[0]
+        return self._style(module) in _SUMMING and name.rpartition(".")[2].endswith("bias")
+
+    def _summed(self, parameters: dict[str, ParameterShard]) -> tuple[str, ...]:
+        modules = [name for name, _ in self.model.named_modules() if self._style(name) in _SUMMING]
+        for module in modules:
+            own = {name: shard for name, shard in parameters.items() if name.startswith(f"{module}.")}
+            whole = [name for name, shard in own.items() if shard.dim is None and not self._is_added_bias(name)]
+            if whole or all(shard.dim is None for shard in own.values()):
+                raise ConfigError(f"{self.name}: {module} is summed over the ranks, but each would hold all of {whole}")
+        return tuple(modules)
+
+
+def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """The causal language model of a configuration; the caller holds ``BUILDING``."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    return model.eval()
+
+
+def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    with BUILDING, torch.device("meta"):
+        return build(config)
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _values(config: PretrainedConfig) -> dict[str, int]:
+    """Configuration values that a degree may divide."""
+    text = config.get_text_config()
+    names = [_HEADS, _KV_HEADS, *(name for name in vars(text) if _WIDTH.search(name))]
+    found = {name: getattr(text, name, None) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    text = config.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _changed(config: PretrainedConfig, values: dict[str, int]) -> PretrainedConfig:
+    """A copy with other values; heads keep their size."""
+    changed = copy.deepcopy(config)
+    text = changed.get_text_config()
+    if getattr(text, "head_dim", None) is None:
+        text.head_dim = _head_dim(config)
+    for name, value in values.items():
+        setattr(text, name, value)
+    return changed
+
+
+def _smaller(value: int) -> int:
+    """``value`` without its smallest prime factor."""
+    factor = next((f for f in range(2, math.isqrt(value) + 1) if value % f == 0), value)
+    return value // factor
+
+
+def _divides(degree: int, key: str, value: int) -> bool:
+    return value % degree == 0 or (key == _KV_HEADS and degree % value == 0)
