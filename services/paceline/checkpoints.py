@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     """Rows of the output layer: token ids are below it."""
+    quantization: Mapping[str, Any] | None = None
+    """The ``quantization_config`` of weights that are quantised in the files."""
 
 
 def require_path(path: str) -> None:
@@ -70,7 +73,8 @@ def read_checkpoint(path: str) -> Checkpoint:
         and (eos is not None or "eos_token_id" in config)
         and "text_config" not in config
     ):
-        return Checkpoint(path, max_model_len, _as_ids(config["eos_token_id"] if eos is None else eos), vocab_size)
+        ids = _as_ids(config["eos_token_id"] if eos is None else eos)
+        return Checkpoint(path, max_model_len, ids, vocab_size, _quantization(config))
     return inspect_checkpoint(path)
 
 
@@ -113,7 +117,17 @@ def inspect_checkpoint(path: str) -> Checkpoint:
         max_model_len=int(getattr(text_config, "max_position_embeddings", None) or _DEFAULT_MAX_MODEL_LEN),
         eos_token_ids=_as_ids(eos),
         vocab_size=int(text_config.vocab_size),
+        quantization=_quantization(config.to_dict()),
     )
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Of the model, else of the text model within it."""
+    for part in (config, config.get("text_config") or {}):
+        if isinstance(part.get("quantization_config"), Mapping):
+            found: Mapping[str, Any] = part["quantization_config"]
+            return found
+    return None
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

@@ -23,6 +23,10 @@ DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 """``auto``: CUDA where there is a device, else the CPU."""
 
+Quantization = Literal["int8"]
+"""``int8``: the weights of linear layers as 8-bit integers with one scale for each output, rounded while they are
+loaded; activations keep the dtype."""
+
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """What a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
 wants one of its cores, so parallelism comes from processes."""
@@ -41,6 +45,8 @@ class ModelConfig(_Config):
     compile: bool | Literal["auto"] = "auto"
     """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
     device: Device = "auto"
+    quantization: Quantization | None = None
+    """None: the weights as they are in the checkpoint, which may come quantised."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks that share the weights and the KV cache, each a process with a core or an accelerator of its own."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
@@ -164,6 +170,7 @@ class TargetEngineKwargs(_Strict):
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
     device: Device = "auto"
+    quantization: Quantization | None = None
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks of one replica, each an actor with a bundle of its own."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
@@ -194,6 +201,7 @@ class DraftEngineKwargs(_Strict):
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
     device: Device = "auto"
+    quantization: Quantization | None = None
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks of one replica, each an actor with a bundle of its own."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
@@ -578,7 +586,7 @@ class ServiceConfig(_Strict):
         return PairConfig(target=model, draft=drafter, **engine, **tree)
 
 
-_MODEL_KEYS = ("dtype", "compile", "device", "tensor_parallel_size", "rank_timeout_s")
+_MODEL_KEYS = ("dtype", "compile", "device", "quantization", "tensor_parallel_size", "rank_timeout_s")
 
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",

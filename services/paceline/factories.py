@@ -52,6 +52,7 @@ def _building(name: str, config: ModelConfig | NgramConfig | None) -> Iterator[N
         yield
         return
     facts = f"dtype {config.dtype}, device {config.device}, compile {config.compile}"
+    facts += f", quantization {config.quantization}" if config.quantization else ""
     log.info("%s %s: %s; compiled models are kept in %s", name, config.path, facts, cache_dir() / "compiled")
     try:
         yield

@@ -40,6 +40,7 @@ class _Sentence(logging.Formatter):
 
 def configure(log_level: int) -> None:
     """Prints Paceline's records from ``log_level`` on, those of other libraries from warnings on."""
+    _hush_torchao()
     logging.basicConfig(level=logging.WARNING, handlers=[_handler(_Sentence("paceline: %(message)s"))])
     logging.getLogger(_ROOT).setLevel(log_level)
 
@@ -57,6 +58,7 @@ def configure_service(config: LogConfig, *, replica_id: str = "", stream: TextIO
     global _prompts
     _prompts = config.prompts
     root = logging.getLogger()
+    _hush_torchao()
     for handler in root.handlers[:]:
         if isinstance(handler.formatter, (_Sentence, _Line)):
             root.removeHandler(handler)
@@ -68,6 +70,16 @@ def configure_service(config: LogConfig, *, replica_id: str = "", stream: TextIO
 def configure_replica(config: LogConfig, replica_id: str) -> None:
     """``configure_service`` in a replica, past the ``sys.stderr`` of Serve, which keeps a thousand lines to itself."""
     configure_service(config, replica_id=replica_id, stream=sys.__stderr__)
+
+
+def _hush_torchao() -> None:
+    """transformers imports torchao wherever it is installed, and its import warns of GPU kernels and of itself."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_enums)
+
+
+def _is_not_of_enums(record: logging.LogRecord) -> bool:
+    return "is an Enum subclass" not in record.getMessage()
 
 
 def _handler(formatter: logging.Formatter, stream: TextIO | None = None) -> logging.Handler:

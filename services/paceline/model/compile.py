@@ -28,6 +28,7 @@ from paceline.errors import ConfigError, EngineError
 from paceline.model.collectives import Collectives
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
 from paceline.model.package import load_package
+from paceline.model.quantized import plain_tensors
 from paceline.model.runner import SequenceStep, StepFunction, StepPlan
 from paceline.model.sharded import share_of
 from paceline.model.step import Step
@@ -57,7 +58,8 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
     digest.update(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        for part in plain_tensors(tensor):
+            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -129,13 +131,26 @@ def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: in
         [{0: pool} for _ in layers],
         [{0: pool} for _ in layers],
     )
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
         exported = torch.export.export(Step(model), inputs, dynamic_shapes=shapes, strict=False)
         configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
         if (share := share_of(model)) is not None:
             configs["aot_inductor.custom_ops_to_c_shims"] = share.group.compiled_shims()
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
+
+
+def _int8_lowering(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Lets inductor multiply by int8 weights as they are.
+
+    The exporter asserts what it converts, and an assertion on a weight hides the product from inductor, which then
+    folds the weight to the dtype that it is multiplied in: twice the memory.
+    """
+    if not getattr(model, "is_quantized", False):
+        return contextlib.nullcontext()
+    from torch._export.utils import _disable_aten_to_metadata_assertions
+
+    return _disable_aten_to_metadata_assertions()
 
 
 @contextlib.contextmanager

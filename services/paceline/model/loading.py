@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from paceline.checkpoints import facts_of, inspect_checkpoint
-from paceline.config import ModelConfig, cache_dir
+from paceline.config import ModelConfig, Quantization, cache_dir
 from paceline.errors import ConfigError
 from paceline.estimate import ModelFacts
 from paceline.memory import gib
 from paceline.model.collectives import Collectives
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
 from paceline.model.ranks import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.runner import ModelRunner, StepFunction
 from paceline.model.shard_loading import Progress
@@ -51,6 +52,10 @@ class LoadedModel:
     """What it says of the memory that it needs; of a rank's model, what the rank needs."""
     share: Share | None = None
     """Of a rank's model."""
+    quantization: str | None = None
+    """The method that its weights are quantised by."""
+    batch_dependence: str | None = None
+    """Why tokens of one step change each other's logits; None if nothing is known to."""
 
     @property
     def num_parameters(self) -> int:
@@ -94,10 +99,15 @@ def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedM
     dtype = resolve_dtype(config.dtype, device)
     can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
     if group is None:
-        model = load_pretrained(config.path, dtype).to(device)
+        model = load_pretrained(config.path, dtype, device, config.quantization)
     else:
+        require_whole(inspect_checkpoint(config.path), config.quantization, group.degree)
         model = load_shard(config.path, dtype, group, progress=_progress(group))
-    return prepare(model, compile=can_compile if config.compile == "auto" else config.compile)
+    compile = can_compile if config.compile == "auto" else config.compile
+    if config.compile == "auto" and compile and (reason := why_eager(model)):
+        log.info("model %r is not compiled: %s", config.path, reason)
+        compile = False
+    return prepare(model, compile=compile)
 
 
 def _progress(group: Collectives) -> Progress:
@@ -117,7 +127,8 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
 
     Raises:
-        ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU.
+        ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU or
+            with weights that are not compiled.
     """
     model = model.eval()
     layers, window = probe_layers(model)
@@ -126,9 +137,12 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
     if compile:
         if model.device.type != "cpu":
             raise ConfigError(f"compile is for device cpu, this model is on {model.device.type}: set compile to false")
+        if reason := why_eager(model):
+            raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
         step = compiled_step(model, layers, window, cache_dir() / "compiled")
     else:
         step = Step(model)
+    method, batch_dependence = quantization_of(model)
     return LoadedModel(
         step=step,
         layers=layers,
@@ -139,6 +153,8 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
         device=model.device,
         facts=_facts(model, layers),
         share=share_of(model),
+        quantization=method,
+        batch_dependence=batch_dependence,
     )
 
 
@@ -155,28 +171,38 @@ def _facts(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelFacts:
     return replace(facts, kv_values=kv_bytes // model.dtype.itemsize, num_layers=len(layers))
 
 
-def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads a causal language model with transformers. What its files hold beyond it is warned of.
+def load_pretrained(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    quantization: Quantization | None = None,
+) -> PreTrainedModel:
+    """Loads a causal language model with transformers to ``device``, by default the CPU.
+
+    Its weights may come quantised, or are quantised here. What its files hold beyond the model is warned of.
 
     Raises:
         ConfigError: with the reason in one sentence; also for parameters that no weight file holds, which
             transformers would draw at random. Weights that are tied to others need not be there.
     """
-    inspect_checkpoint(path)
+    device = device or torch.device("cpu")
+    options = load_options(inspect_checkpoint(path), quantization, device)
     model: PreTrainedModel
     try:
         with BUILDING, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
-                Path(path).expanduser(), dtype=dtype, output_loading_info=True
+                Path(path).expanduser(), dtype=dtype, output_loading_info=True, **options
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
     if missing := [name for name in model.state_dict() if name in info["missing_keys"]]:
         raise ConfigError(f"model {path!r} is not whole: no weight file holds {_named(missing)}")
     if unexpected := sorted(info["unexpected_keys"]):
         log.warning("model %r: its configuration has no place for %s", path, _named(unexpected))
-    return model
+    if quantization is not None:
+        require_quantized(model, path, quantization)
+    return model if model.device.type == device.type else model.to(device)
 
 
 def _named(parameters: Collection[str]) -> str:

@@ -10,10 +10,10 @@ from paceline.errors import ConfigError
 from paceline.estimate import target_estimate
 from paceline.memory import fraction_pages, gib, target_pages
 from paceline.model.collectives import Collectives
-from paceline.model.loading import load_model
+from paceline.model.loading import LoadedModel, load_model
 from paceline.model.ranks import Follower, ranked
 from paceline.model.runner import ModelRunner
-from paceline.model.selftest import check_invariance
+from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.preflight import left_bytes, require_target
 from paceline.ranks import Rendezvous
 from paceline.target.engine import FromTarget, TargetEngine
@@ -33,19 +33,19 @@ def build_target_engine(
         EngineError: another rank has failed.
     """
     with ranked(config.target, rendezvous) as group:
-        runner, max_len = _runner(config, group)
-        return _engine(config, emit, runner, max_len)
+        model, runner, max_len = _runner(config, group)
+        return _engine(config, emit, model, runner, max_len)
 
 
 def build_target_follower(config: PairConfig, rendezvous: Rendezvous) -> Follower:
     """Another rank of the same target. Raises as ``build_target_engine``."""
     with ranked(config.target, rendezvous) as group:
-        runner, _ = _runner(config, group)
+        _, runner, _ = _runner(config, group)
         return Follower(runner)
 
 
-def _runner(config: PairConfig, group: Collectives | None) -> tuple[ModelRunner, int]:
-    """A runner with as many KV pages as there shall be, and the longest context. The same on every rank."""
+def _runner(config: PairConfig, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
+    """The model, a runner with as many KV pages as there shall be, and the longest context. The same on every rank."""
     require_target(config, group)
     model = load_model(config.target, group)
     max_len = config.max_model_len or model.max_len
@@ -61,14 +61,20 @@ def _runner(config: PairConfig, group: Collectives | None) -> tuple[ModelRunner,
         left = left_bytes(model.device, group) - estimate.reserved_bytes
         num_pages = fraction_pages(config.kv_fraction, max_len, model.facts.page_bytes, left)
         _log.info("target: %d KV pages are %g of the %s left", num_pages, config.kv_fraction, gib(left))
-    return model.runner(num_pages), max_len
+    return model, model.runner(num_pages), max_len
 
 
 def _engine(
-    config: PairConfig, emit: Callable[[Sequence[FromTarget]], None], runner: ModelRunner, max_len: int
+    config: PairConfig,
+    emit: Callable[[Sequence[FromTarget]], None],
+    model: LoadedModel,
+    runner: ModelRunner,
+    max_len: int,
 ) -> TargetEngine:
     report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
+    if config.draft is not None and model.quantization is not None:
+        _require_lossless(model, report, config.target.path)
     engine = TargetEngine(
         runner,
         emit,
@@ -79,3 +85,13 @@ def _engine(
     )
     engine.calibrate()
     return engine
+
+
+def _require_lossless(model: LoadedModel, report: InvarianceReport, path: str) -> None:
+    """Raises ConfigError if quantised weights make verification another model than decoding."""
+    reason = model.batch_dependence or (None if report.holds else f"it is {report}")
+    if reason is not None:
+        raise ConfigError(
+            f"the target {path!r} is quantised by {model.quantization!r}, and speculation could change its output, for "
+            f"{reason}: set draft_config to null for plain decoding, or use another checkpoint"
+        )

@@ -1,0 +1,131 @@
+"""Quantised weights: which method runs where, what it needs, and how many bytes it takes. Free of torch.
+
+A checkpoint may come quantised, by any method that transformers loads; or its weights are quantised while they are
+loaded (``ModelConfig.quantization``). Either way what runs is the target, and speculation reproduces it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What transformers asks for before it loads weights of one method (its ``validate_environment``)."""
+
+    packages: tuple[tuple[str, str], ...] = ()
+    """Each by the name it is imported by and the name it is installed by."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """Devices that its kernels run on, or that transformers dequantises it for. Empty: it loads no such checkpoint."""
+
+
+_ACCELERATE = ("accelerate", "accelerate")
+_GPTQMODEL = ("gptqmodel", "gptqmodel")
+_BITSANDBYTES = Method((("bitsandbytes", "bitsandbytes"), _ACCELERATE))
+_FP8 = Method((_ACCELERATE,))
+
+METHODS: dict[str, Method] = {
+    "aqlm": Method((("aqlm", "aqlm[cpu]"), _ACCELERATE)),
+    "auto-round": Method((("auto_round", "auto-round"), _ACCELERATE)),
+    "awq": Method((_GPTQMODEL, _ACCELERATE)),
+    "bitnet": Method((_ACCELERATE,)),
+    "bitsandbytes_4bit": _BITSANDBYTES,
+    "bitsandbytes_8bit": _BITSANDBYTES,
+    "compressed-tensors": Method((("compressed_tensors", "compressed-tensors"),)),
+    "eetq": Method((("kernels", "kernels"), _ACCELERATE), ("cuda",)),
+    "fbgemm_fp8": Method((("fbgemm_gpu", "fbgemm-gpu"), _ACCELERATE), ("cuda",)),
+    "fouroversix": Method((("fouroversix", "fouroversix"),), ("cuda",)),
+    "fp8": _FP8,
+    "fp_quant": Method((("fp_quant", "fp_quant"), ("qutlass", "qutlass")), ("cuda",)),
+    "gemma": Method(),
+    "gguf": Method(devices=()),
+    "gptq": Method((("optimum", "optimum"), _GPTQMODEL)),
+    "higgs": Method((("flute", "flute-kernel"), _ACCELERATE), ("cuda",)),
+    "hqq": Method((("hqq", "hqq"),), ("cuda",)),
+    "metal": Method(),
+    "mxfp4": Method((_ACCELERATE,)),
+    "mxfp8": _FP8,
+    "nvfp4": Method(devices=()),
+    "quanto": Method(devices=()),
+    "quark": Method((("quark", "amd-quark"),)),
+    "sinq": Method((("sinq", "sinq"),)),
+    "spqr": Method((("spqr_quant", "spqr_quant[gpu]"), _ACCELERATE), ("cuda",)),
+    "torchao": Method((("torchao", "torchao"),)),
+    "vptq": Method((("vptq", "vptq"), _ACCELERATE), ("cuda",)),
+}
+"""By the names of transformers' ``AUTO_QUANTIZATION_CONFIG_MAPPING``."""
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """The method that the ``quantization_config`` of a checkpoint names, as a key of ``METHODS`` if it is known."""
+    method = config.get("quant_method", "bitsandbytes")
+    method = str(getattr(method, "value", method))  # transformers has an enumeration of some
+    if method == "bitsandbytes":
+        return f"bitsandbytes_{'4bit' if config.get('load_in_4bit') else '8bit'}"
+    return method
+
+
+def require_method(path: str, method: str, device: str) -> None:
+    """Raises ConfigError in one sentence if the checkpoint at ``path``, quantised by ``method``, cannot run here."""
+    known = METHODS.get(method)
+    subject = f"model {path!r} is quantised by {method!r}"
+    if known is None:
+        raise ConfigError(f"{subject}, which transformers does not know: use another checkpoint of this model")
+    if not known.devices:
+        raise ConfigError(f"{subject}, which transformers cannot load ready-made: use another checkpoint of this model")
+    if device not in known.devices:
+        needed = " or ".join(repr(name) for name in known.devices)
+        raise ConfigError(f"{subject}, which needs device {needed}, and device is {device!r}: use another checkpoint")
+    if missing := [install for name, install in known.packages if not _is_installed(name)]:
+        _raise_missing(subject, missing, "or use another checkpoint")
+
+
+def require_quantization(quantization: str, path: str, method: str | None) -> None:
+    """Raises ConfigError in one sentence if weights cannot be quantised at loading.
+
+    ``method``: what the checkpoint at ``path`` is quantised by already, if it is.
+    """
+    subject = f"quantization is {quantization!r}"
+    if method is not None:
+        raise ConfigError(
+            f"{subject}, and model {path!r} is quantised by {method!r} already: set quantization to null to run it as "
+            "it is, or name a checkpoint that is not quantised"
+        )
+    if not _is_installed("torchao"):
+        _raise_missing(subject, ["torchao"], "or set quantization to null")
+
+
+def batch_dependence(config: Mapping[str, Any]) -> str | None:
+    """Why tokens of one step change each other's logits under the ``quantization_config``; None if they need not.
+
+    A draft may do so. A target that does is not the same target when it verifies as when it decodes.
+    """
+    threshold = config.get("llm_int8_threshold", 6.0)
+    if method_of(config) == "bitsandbytes_8bit" and threshold:
+        return f"llm_int8_threshold is {threshold}: its outlier columns are taken from all tokens of a step together"
+    return None
+
+
+def weight_bytes_per_parameter(quantization: str | None, dtype: str) -> int:
+    """Bytes that a number of a linear layer takes as it will run; ``dtype`` auto counts as bfloat16, the smallest.
+
+    Embeddings and the output layer keep ``dtype``: call it with None for those.
+    """
+    if quantization == "int8":
+        return 1
+    return 4 if dtype == "float32" else 2
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _raise_missing(subject: str, packages: list[str], otherwise: str) -> None:
+    noun = "package" if len(packages) == 1 else "packages"
+    names = " and ".join(packages)
+    raise ConfigError(f"{subject}, which needs the {noun} {names}: pip install {' '.join(packages)}, {otherwise}")

@@ -1,0 +1,237 @@
+"""Quantised targets and drafts: speculation gives the text of the quantised target itself."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support import (
+    Pump,
+    Request,
+    assert_same,
+    in_mode,
+    noisy_copy,
+    plain_reference,
+    prompt,
+    random_model,
+    save_pair,
+)
+from transformers import PreTrainedModel
+
+from paceline.checkpoints import inspect_checkpoint
+from paceline.config import DraftModelConfig, ModelConfig, PairConfig
+from paceline.errors import ConfigError
+from paceline.model.compile import artifact_key
+from paceline.model.loading import LoadedModel, load_model, load_pretrained, prepare
+from paceline.model.quantized import require_whole
+from paceline.model.runner import ModelRunner
+from paceline.model.selftest import InvarianceReport, check_invariance
+from paceline.target import build
+from paceline.types import Mode, SamplingParams
+
+torchao = pytest.importorskip("torchao")
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@functools.cache
+def reloaded(dtype: torch.dtype, quantization: str | None, noise: float = 0.0) -> PreTrainedModel:
+    """A random model, or a draft for it, by way of a checkpoint."""
+    model = random_model("llama", dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        (noisy_copy(model, noise) if noise else model).save_pretrained(folder)
+        return load_pretrained(folder, dtype, CPU, quantization)  # type: ignore[arg-type]
+
+
+def loaded(dtype: torch.dtype, quantization: str | None, noise: float = 0.0) -> LoadedModel:
+    return prepare(reloaded(dtype, quantization, noise), compile=False)
+
+
+def requests() -> dict[str, Request]:
+    """Greedy and sampled, short and across a page."""
+    return {
+        f"s{i}": Request(prompt(i, 5 + 30 * i), SamplingParams(temperature=(0.0, 0.8)[i % 2], seed=i, max_tokens=24))
+        for i in range(4)
+    }
+
+
+def generated(model: PreTrainedModel, tokens: list[int], length: int) -> list[int]:
+    """transformers' own greedy decoding, with its own attention and cache."""
+    previous = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        out = model.generate(
+            torch.tensor([tokens]), max_new_tokens=length, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+    finally:
+        model.set_attn_implementation(previous)
+    return out[0, len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_is_what_torchao_makes_of_the_weights(dtype: torch.dtype) -> None:
+    """One scale for each output; embeddings, norms and the output layer as they were."""
+    plain, int8 = reloaded(dtype, None), reloaded(dtype, "int8")
+    for (name, weight), (_, rounded) in zip(plain.named_parameters(), int8.named_parameters(), strict=True):
+        if "proj" not in name:
+            assert torch.equal(weight, rounded)
+            continue
+        assert (rounded.qdata.dtype, rounded.scale.shape) == (torch.int8, (len(weight), 1))
+        assert ((rounded.qdata * rounded.scale - weight).abs() <= rounded.scale * 0.51).all()
+    model = prepare(int8, compile=False)
+    assert (model.quantization, model.batch_dependence) == ("torchao", None)
+    assert (model.num_parameters, model.dtype) == (prepare(plain, compile=False).num_parameters, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_verifying_gives_the_bits_of_decoding(dtype: torch.dtype) -> None:
+    """What losslessness rests on."""
+    report = check_invariance(loaded(dtype, "int8").runner(32))
+    assert report.holds, report
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("target", "draft"), [("int8", None), (None, "int8"), ("int8", "int8")])
+def test_every_mode_gives_the_text_of_the_target_itself(target: str, draft: str, dtype: torch.dtype) -> None:
+    """Plain, overlapped and sequential, whatever the draft is quantised to; and drafts are accepted."""
+    models = loaded(dtype, target), loaded(dtype, draft, 0.05)
+    asked = requests()
+    reference = plain_reference(models[0], asked)
+    for mode in (Mode.OVERLAPPED, Mode.SEQUENTIAL, Mode.PLAIN):
+        pump = Pump(*models, late=0.1)
+        assert assert_same(pump.run(in_mode(asked, mode)), reference) == 4 * 24
+        if mode is not Mode.PLAIN:
+            assert pump.target.runner.num_forwards < 4 * 24
+
+
+def test_greedy_equals_generate_of_the_same_quantised_model() -> None:
+    """In float32, where two orders of one sum do not change the text; the model that is not quantised says else."""
+    model = reloaded(torch.float32, "int8")
+    want = {name: generated(model, list(r.prompt), 24) for name, r in requests().items()}
+    greedy = {n: Request(r.prompt, SamplingParams(temperature=0.0, max_tokens=24)) for n, r in requests().items()}
+    results = Pump(prepare(model, compile=False), loaded(torch.float32, None, 0.05)).run(greedy)
+    assert {name: list(r.token_ids) for name, r in results.items()} == want
+    other = reloaded(torch.float32, None)
+    assert want != {name: generated(other, list(r.prompt), 24) for name, r in requests().items()}
+
+
+def test_verifying_with_another_copy_of_the_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: decoding reads int8, steps of several tokens read what was not quantised."""
+    target, draft = loaded(torch.float32, "int8"), loaded(torch.float32, None, 0.05)
+    asked = requests()
+    reference = plain_reference(target, asked)
+    assert_same(Pump(target, draft).run(asked), reference)
+    right, wrong = target.step, loaded(torch.float32, None).step
+
+    def mutant(*inputs: object) -> torch.Tensor:
+        num_logits = len(inputs[2].unique())  # type: ignore[attr-defined]
+        return (right if num_logits == 1 else wrong)(*inputs)
+
+    make = ModelRunner.__init__
+
+    def init(self: ModelRunner, step: object, *args: object, **kwargs: object) -> None:
+        make(self, mutant if step is right else step, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    assert not check_invariance(target.runner(32)).holds
+    results = Pump(target, draft).run(asked)
+    assert any(results[name].token_ids != r.token_ids for name, r in reference.items())
+
+
+def test_a_checkpoint_of_torchao_loads_as_it_is(tmp_path: Path) -> None:
+    """The same text as what was quantised at loading; to quantise it again is refused."""
+    model = reloaded(torch.bfloat16, "int8")
+    model.save_pretrained(tmp_path)
+    again = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16", device="cpu", compile=False))
+    assert again.quantization == "torchao"
+    asked = requests()
+    assert_same(plain_reference(again, asked), plain_reference(prepare(model, compile=False), asked))
+    with pytest.raises(ConfigError, match="is quantised by 'torchao' already: set quantization to null"):
+        load_model(ModelConfig(path=str(tmp_path), quantization="int8", device="cpu"))
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    """GPT-2 has transformers' own transposed layers; nothing of it would be int8."""
+    random_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"quantization is 'int8', and GPT2LMHeadModel .* has no linear layer"):
+        load_model(ModelConfig(path=str(tmp_path), quantization="int8", device="cpu", compile=False))
+
+
+def test_only_bfloat16_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``auto`` runs eager and says why; ``true`` is refused with the same reason."""
+    random_model("llama").save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), dtype="float32", quantization="int8", device="cpu")
+    caplog.set_level("INFO", "paceline")
+    load_model(config)
+    reason = "int8 weights are compiled with dtype 'bfloat16', and dtype is 'float32'"
+    assert any(record.getMessage().endswith(f"is not compiled: {reason}") for record in caplog.records)
+    with pytest.raises(ConfigError, match=f"^compile is true, but {reason}: set compile to auto or false$"):
+        load_model(config.model_copy(update={"compile": True}))
+
+
+def test_quantised_weights_are_not_split(tmp_path: Path) -> None:
+    """Ranks read slices of plain weights."""
+    random_model("llama").save_pretrained(tmp_path)
+    checkpoint = inspect_checkpoint(str(tmp_path))
+    require_whole(checkpoint, None, 2)
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size is 2 and quantization is 'int8': .* so set it to 1$"):
+        require_whole(checkpoint, "int8", 2)
+    with pytest.raises(ConfigError, match=f"^tensor_parallel_size is 2 and model '{tmp_path}' is quantised"):
+        require_whole(replace(checkpoint, quantization={"quant_method": "awq"}), None, 2)
+
+
+def test_artifacts_are_told_apart_by_their_weights() -> None:
+    """int8 of two models, and int8 and bfloat16 of one."""
+    models = [reloaded(torch.bfloat16, q, noise) for q in ("int8", None) for noise in (0.0, 0.05)]
+    assert len({artifact_key(model, None) for model in models}) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "report", "said"),
+    [
+        ({}, InvarianceReport(384, 9, 1, 0.5), "it is NOT batch-invariant here: 9 of 384"),
+        ({"batch_dependence": "columns are shared"}, InvarianceReport(384, 0, 0, 0.0), "columns are shared"),
+    ],
+    ids=["measured", "known"],
+)
+def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
+    model: dict, report: InvarianceReport, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a draft; alone it may run."""
+    folder = save_pair(tmp_path)
+    monkeypatch.setattr(build, "load_model", lambda config, group: replace(load_model(config, group), **model))
+    monkeypatch.setattr(build, "check_invariance", lambda runner, max_len: report)
+    options = {"dtype": "float32", "device": "cpu", "compile": False}
+    target = ModelConfig(path=str(folder / "target"), quantization="int8", **options)
+    draft = DraftModelConfig(path=str(folder / "draft"), **options)
+    with pytest.raises(ConfigError) as caught:
+        build.build_target_engine(PairConfig(target=target, draft=draft), lambda events: None)
+    assert "is quantised by 'torchao', and speculation could change its output, for " + said in str(caught.value)
+    assert str(caught.value).endswith("set draft_config to null for plain decoding, or use another checkpoint")
+    build.build_target_engine(PairConfig(target=target), lambda events: None)
+    unquantised = target.model_copy(update={"quantization": None})
+    build.build_target_engine(PairConfig(target=unquantised, draft=draft), lambda events: None)
+
+
+@pytest.mark.slow
+def test_compiled_int8_keeps_its_bytes_and_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The artifact multiplies by int8, and all modes give the text of its own plain decoding."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    target = prepare(reloaded(torch.bfloat16, "int8"), compile=True)
+    (artifact,) = (tmp_path / "compiled").glob("*.pt2")
+    with zipfile.ZipFile(artifact) as package:
+        source = "".join(package.read(n).decode() for n in package.namelist() if n.endswith("wrapper.cpp"))
+    assert source.count("aoti_torch_cpu__weight_int8pack_mm(") == 2 * 7
+    report = check_invariance(target.runner(32))
+    assert report.holds, report
+    asked = requests()
+    reference = plain_reference(target, asked)
+    draft = loaded(torch.bfloat16, None, 0.05)
+    for mode in (Mode.OVERLAPPED, Mode.SEQUENTIAL):
+        assert_same(Pump(target, draft, late=0.1).run(in_mode(asked, mode)), reference)
