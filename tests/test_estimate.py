@@ -8,7 +8,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.support import letters_tokenizer, pair, random_model
+from torch import nn
 from transformers import LlamaConfig
 
 from paceline.checkpoints import read_facts
@@ -316,3 +319,21 @@ def test_more_sessions_than_fit_take_no_more_than_is_estimated(tmp_path):
     assert small["tokens"] == large["tokens"]
     assert {len(tokens) for tokens in small["tokens"]} == {60}
     assert small["preemptions"] > 0 == large["preemptions"]
+
+
+def test_int8_takes_a_byte_for_each_number_of_a_linear_layer(tmp_path):
+    """Tables and norms keep the dtype; weights that come in other formats count as they are stored."""
+    model = random_model("llama")
+    model.save_pretrained(tmp_path / "plain")
+    plain = read_facts(tmp_path / "plain")
+    linear = sum(
+        m.weight.numel() for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
+    )
+    assert read_facts(tmp_path / "plain", quantization="int8").weights_bytes == plain.weights_bytes - linear
+    stored = {name: p.to(torch.int8) if p.dim() == 2 else p for name, p in model.state_dict().items()}
+    (tmp_path / "stored").mkdir()
+    save_file(stored, tmp_path / "stored" / "model.safetensors")
+    model.config.save_pretrained(tmp_path / "stored")
+    matrices = sum(p.numel() for p in stored.values() if p.dim() == 2)
+    rest = sum(p.numel() for p in stored.values() if p.dim() < 2)
+    assert read_facts(tmp_path / "stored").weights_bytes == matrices + 2 * rest

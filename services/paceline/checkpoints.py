@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.estimate import ModelFacts
+from paceline.quantization import weight_bytes_per_parameter
 
 _DEFAULT_MAX_MODEL_LEN = 2048
+_PLAIN = ("F64", "F32", "F16", "BF16")
+"""Number formats of safetensors that are cast to the dtype that a model runs with."""
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 
 
@@ -139,18 +142,25 @@ def _as_ids(value: Any) -> tuple[int, ...]:
 # -- sizes -------------------------------------------------------------------------------------------------
 
 
-def read_facts(folder: Path, dtype: str = "auto") -> ModelFacts:
-    """Sizes from the headers of the weight files and the configuration.
+def read_facts(folder: Path, dtype: str = "auto", quantization: str | None = None) -> ModelFacts:
+    """Sizes from the headers of the weight files and the configuration, and of how the weights will run.
 
     Raises:
         ConfigError: a file is missing, cut short or not to be read.
     """
     try:
-        num_parameters, num_whole = _count_parameters(folder)
+        num_parameters, num_whole, num_stored, stored_bytes = _count_parameters(folder)
     except OSError as error:
         raise ConfigError(f"{error.filename or str(folder)!r} cannot be read: {error.strerror or error}") from error
     config = read_json(str(folder), "config.json")
-    return facts_of(config, num_parameters, 4 if dtype == "float32" else 2, num_whole)
+    item_bytes = 4 if dtype == "float32" else 2
+    facts = facts_of(config, num_parameters, item_bytes, num_whole)
+    saved = num_stored * item_bytes - stored_bytes
+    if quantization is not None:  # linear layers only
+        tables = facts.vocab_size * facts.hidden_size * (1 if config.get("tie_word_embeddings") else 2)
+        rounded = max(0, num_parameters - num_whole - tables)
+        saved += rounded * (item_bytes - weight_bytes_per_parameter(quantization, dtype))
+    return replace(facts, saved_bytes=saved)
 
 
 def facts_of(config: dict[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelFacts:
@@ -170,21 +180,23 @@ def facts_of(config: dict[str, Any], num_parameters: int, item_bytes: int, num_w
     )
 
 
-def _count_parameters(folder: Path) -> tuple[int, int]:
-    """Numbers in all weight files, and those of them that are in no matrix."""
+def _count_parameters(folder: Path) -> tuple[int, int, int, int]:
+    """Numbers in all weight files, those of them that are in no matrix, and numbers and bytes of those that are
+    stored in other ways than as plain floats: they run as they are stored."""
     index = read_json(str(folder), "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict):
         counts = [_safetensors_numbers(folder / str(name)) for name in sorted(set(index.values()))]
-        return sum(every for every, _ in counts), sum(whole for _, whole in counts)
+        every, whole, stored, stored_bytes = map(sum, zip(*counts, strict=True))
+        return every, whole, stored, stored_bytes
     if (folder / "model.safetensors").exists():
         return _safetensors_numbers(folder / "model.safetensors")
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if not pickled:
         raise ConfigError(f"{str(folder)!r} holds no weights: model.safetensors or its index is needed")
-    return sum(path.stat().st_size for path in pickled) // 4, 0  # at most four bytes each
+    return sum(path.stat().st_size for path in pickled) // 4, 0, 0, 0  # at most four bytes each
 
 
-def _safetensors_numbers(path: Path) -> tuple[int, int]:
+def _safetensors_numbers(path: Path) -> tuple[int, int, int, int]:
     """The same of a file: eight bytes of header length, the header in JSON, the data."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -194,7 +206,13 @@ def _safetensors_numbers(path: Path) -> tuple[int, int]:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         end: int = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         shapes = [entry["shape"] for entry in tensors.values()]
-        counts = sum(map(math.prod, shapes)), sum(math.prod(shape) for shape in shapes if len(shape) < 2)
+        stored = [entry for entry in tensors.values() if entry["dtype"] not in _PLAIN]
+        counts = (
+            sum(map(math.prod, shapes)),
+            sum(math.prod(shape) for shape in shapes if len(shape) < 2),
+            sum(math.prod(entry["shape"]) for entry in stored),
+            sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in stored),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{str(path)!r} is no safetensors file, or cut short") from error
     if 8 + length + end > size:

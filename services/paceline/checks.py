@@ -186,7 +186,7 @@ def _read_model(
             findings.append(Finding.warning(key, f"{loading.source!r} {fetched}, and was not checked"))
             return None
         checkpoint = read_checkpoint(str(folder))
-        facts = read_facts(folder, model.dtype)
+        facts = read_facts(folder, model.dtype, model.quantization)
     except ConfigError as error:
         findings.append(Finding.error(key, f"cannot be used: {error}"))
         return None

@@ -66,6 +66,8 @@ class ModelFacts:
     """Of the parameters those that every rank holds: norms, and whatever else is no matrix."""
     num_kv_heads: int = 1
     """Attention heads that keep keys and values, in one layer."""
+    saved_bytes: int = 0
+    """By how much quantised weights are smaller than ``item_bytes`` for each number."""
 
     def of_rank(self, tensor_parallel_size: int) -> ModelFacts:
         """What one of ``tensor_parallel_size`` ranks holds: its share of every matrix, and at least one KV head.
@@ -83,7 +85,7 @@ class ModelFacts:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights as they will run."""
-        return self.num_parameters * self.item_bytes
+        return self.num_parameters * self.item_bytes - self.saved_bytes
 
     @property
     def page_bytes(self) -> int:

@@ -62,7 +62,7 @@ def _facts(model: ModelConfig) -> ModelFacts | None:
     dtype = resolve_dtype(model.dtype, torch.device(resolve_device(model.device)))
     try:
         folder = local_folder(model.path)
-        return None if folder is None else read_facts(folder, str(dtype).removeprefix("torch."))
+        return None if folder is None else read_facts(folder, str(dtype).removeprefix("torch."), model.quantization)
     except ConfigError:
         return None
 
