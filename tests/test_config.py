@@ -566,7 +566,7 @@ def test_build_sizes_the_cache_by_the_memory_left(tmp_path, monkeypatch):
 
     model, _ = pair("llama")
     page = model.facts.page_bytes
-    monkeypatch.setattr(build, "load_model", lambda config: model)
+    monkeypatch.setattr(build, "load_model", lambda config, group: model)
     config = pair_config(kv_fraction=0.5)
     reserved = target_estimate(config, model.facts, model.max_len).reserved_bytes
     assert reserved > CODE_BYTES, "and what the largest step allocates"
