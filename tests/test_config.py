@@ -629,3 +629,44 @@ def test_this_machine_has_memory(tmp_path):
     assert available_bytes() > 0
     with pytest.raises(ConfigError, match="give kv_pages, not kv_fraction"):
         available_bytes(tmp_path)
+
+
+def ranks(num_ranks, **target):
+    """The Serve options of a target of several ranks."""
+    kwargs = target.pop("engine_kwargs", {}) | {"tensor_parallel_size": num_ranks}
+    return ServiceConfig.parse(
+        {"target_config": {"engine_kwargs": kwargs, **target}}
+    ).target_config.deployment_options()
+
+
+def test_every_rank_has_a_bundle_and_the_replica_takes_the_first():
+    options = ranks(2)
+    assert options["placement_group_bundles"] == [{"CPU": 0.9}] * 2
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+    assert options["ray_actor_options"] == {"num_cpus": 0.9}
+    options = ranks(4, accelerator_type="H100")
+    assert options["placement_group_bundles"] == [{"CPU": 0.9, "GPU": 1.0}] * 4
+    assert options["ray_actor_options"] == {"num_cpus": 0.9, "num_gpus": 1.0}
+    assert options["placement_group_bundle_label_selector"] == [{"ray.io/accelerator-type": "H100"}]
+    own = {"num_cpus": 2, "resources": {"big": 1}}
+    options = ranks(2, deployment_config={"ray_actor_options": own})
+    assert options["placement_group_bundles"] == [{"CPU": 2, "big": 1}] * 2
+    options = ranks(2, placement_group_config={"bundles": [{"CPU": 1}, {"CPU": 1}], "strategy": "SPREAD"})
+    assert options["placement_group_strategy"] == "SPREAD"
+    assert "placement_group_bundles" not in ranks(1)
+
+
+@pytest.mark.parametrize(
+    ("target", "parts"),
+    [
+        ({"placement_group_config": {"bundles": [{"CPU": 1}]}}, ["placement_group_config.bundles has 1", "is 2"]),
+        ({"deployment_config": {"max_replicas_per_node": 1}}, ["max_replicas_per_node is 1", "tensor_parallel_size 2"]),
+        ({"deployment_config": {"ray_actor_options": {"num_cpus": 0}}}, ["reserves nothing", "tensor_parallel_size 2"]),
+        ({"engine_kwargs": {"rank_timeout_s": 0}}, ["rank_timeout_s is 0"]),
+    ],
+)
+def test_ranks_without_a_place_are_refused(target, parts):
+    with pytest.raises(ConfigError) as refused:
+        ranks(2, **target)
+    for part in parts:
+        assert part in str(refused.value)

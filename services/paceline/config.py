@@ -375,10 +375,15 @@ class _Replicas(_Strict):
         bundle = {"CPU": _ENGINE_CPUS if actor.num_cpus is None else actor.num_cpus, "GPU": num_gpus}
         return {name: amount for name, amount in (bundle | (actor.resources or {})).items() if amount}
 
-    def _check_bundles(self, num_ranks: int) -> None:
+    def _check_bundles(self, num_ranks: int, *, wants_gpu: bool) -> None:
         """Raises Fault unless every rank has a bundle."""
         if num_ranks == 1:
             return
+        if self.placement_group_config is None and not self._rank_bundle(wants_gpu):
+            raise Fault(
+                "deployment_config.ray_actor_options",
+                f"reserves nothing beside tensor_parallel_size {num_ranks}: a rank's bundle needs some resource",
+            )
         if self.deployment_config.max_replicas_per_node is not None:
             raise Fault(
                 "deployment_config.max_replicas_per_node",
@@ -403,13 +408,16 @@ class TargetConfig(_Replicas):
 
     def deployment_options(self) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``."""
-        engine = self.engine_kwargs
-        wants_gpu = self.accelerator_type is not None or engine.device == "cuda"
-        return self._options(self.accelerator_type, wants_gpu=wants_gpu, num_ranks=engine.tensor_parallel_size)
+        num_ranks = self.engine_kwargs.tensor_parallel_size
+        return self._options(self.accelerator_type, wants_gpu=self._wants_gpu, num_ranks=num_ranks)
+
+    @property
+    def _wants_gpu(self) -> bool:
+        return self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
 
     @model_validator(mode="after")
     def _bundle_for_each_rank(self) -> Self:
-        self._check_bundles(self.engine_kwargs.tensor_parallel_size)
+        self._check_bundles(self.engine_kwargs.tensor_parallel_size, wants_gpu=self._wants_gpu)
         return self
 
 
@@ -424,13 +432,16 @@ class ModelDraftConfig(_Replicas):
 
     def deployment_options(self) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``."""
-        engine = self.engine_kwargs
-        wants_gpu = self.accelerator_type is not None or engine.device == "cuda"
-        return self._options(self.accelerator_type, wants_gpu=wants_gpu, num_ranks=engine.tensor_parallel_size)
+        num_ranks = self.engine_kwargs.tensor_parallel_size
+        return self._options(self.accelerator_type, wants_gpu=self._wants_gpu, num_ranks=num_ranks)
+
+    @property
+    def _wants_gpu(self) -> bool:
+        return self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
 
     @model_validator(mode="after")
     def _bundle_for_each_rank(self) -> Self:
-        self._check_bundles(self.engine_kwargs.tensor_parallel_size)
+        self._check_bundles(self.engine_kwargs.tensor_parallel_size, wants_gpu=self._wants_gpu)
         return self
 
 
