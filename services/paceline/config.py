@@ -398,51 +398,52 @@ class _Replicas(_Strict):
             )
 
 
-class TargetConfig(_Replicas):
-    """The pool of targets."""
+class _ModelReplicas(_Replicas):
+    """Replicas of an engine that runs a model."""
 
-    model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_TARGET)
-    engine_kwargs: TargetEngineKwargs = TargetEngineKwargs()
     accelerator_type: str | None = Field(default=None, min_length=1)
     """Kind of GPU by Ray's name, such as ``L4``."""
 
     def deployment_options(self) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``."""
-        num_ranks = self.engine_kwargs.tensor_parallel_size
+        num_ranks = self._engine.tensor_parallel_size
         return self._options(self.accelerator_type, wants_gpu=self._wants_gpu, num_ranks=num_ranks)
 
     @property
+    def _engine(self) -> TargetEngineKwargs | DraftEngineKwargs:
+        raise NotImplementedError
+
+    @property
     def _wants_gpu(self) -> bool:
-        return self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
+        return self.accelerator_type is not None or self._engine.device == "cuda"
 
     @model_validator(mode="after")
     def _bundle_for_each_rank(self) -> Self:
-        self._check_bundles(self.engine_kwargs.tensor_parallel_size, wants_gpu=self._wants_gpu)
+        self._check_bundles(self._engine.tensor_parallel_size, wants_gpu=self._wants_gpu)
         return self
 
 
-class ModelDraftConfig(_Replicas):
+class TargetConfig(_ModelReplicas):
+    """The pool of targets."""
+
+    model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_TARGET)
+    engine_kwargs: TargetEngineKwargs = TargetEngineKwargs()
+
+    @property
+    def _engine(self) -> TargetEngineKwargs:
+        return self.engine_kwargs
+
+
+class ModelDraftConfig(_ModelReplicas):
     """The pool of drafts: a smaller model with the target's tokenizer."""
 
     kind: Literal["model"] = "model"
     model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_DRAFT)
     engine_kwargs: DraftEngineKwargs = DraftEngineKwargs()
-    accelerator_type: str | None = Field(default=None, min_length=1)
-    """Kind of GPU by Ray's name, such as ``L4``."""
-
-    def deployment_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``serve.deployment``."""
-        num_ranks = self.engine_kwargs.tensor_parallel_size
-        return self._options(self.accelerator_type, wants_gpu=self._wants_gpu, num_ranks=num_ranks)
 
     @property
-    def _wants_gpu(self) -> bool:
-        return self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
-
-    @model_validator(mode="after")
-    def _bundle_for_each_rank(self) -> Self:
-        self._check_bundles(self.engine_kwargs.tensor_parallel_size, wants_gpu=self._wants_gpu)
-        return self
+    def _engine(self) -> DraftEngineKwargs:
+        return self.engine_kwargs
 
 
 class NgramDraftConfig(_Replicas):
