@@ -223,6 +223,30 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_degrees_that_can(tm
 
 
 @pytest.mark.slow
+def test_without_a_compiler_ranks_exchange_over_gloo(
+    checkpoints: Path,
+    plain: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The same tokens; and a rank that dies is noticed there too."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
+        assert outputs(pipeline, MODES[:1])[0] == plain
+        time.sleep(2 * RANK_TIMEOUT_S)  # ranks may wait for work longer than for each other
+        assert outputs(pipeline, MODES[:1])[0] == plain
+        (rank,) = ranks_of(os.getpid())
+        generation = pipeline.submit("abc", SamplingParams(max_tokens=200, ignore_eos=True, seed=1))
+        next(iter(generation))
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(EngineError, match="rank"):
+            _ = generation.result
+    assert "exchange over gloo, which is slower than shared memory: there is no C++ compiler" in caplog.text
+
+
+@pytest.mark.slow
 def test_ranks_meet_at_a_port_too(checkpoints: Path, plain: list[tuple[int, ...]]) -> None:
     """As on several hosts. The port is the system's choice; engines without a pipeline around them."""
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
