@@ -41,6 +41,10 @@ class ModelConfig(_Config):
     compile: bool | Literal["auto"] = "auto"
     """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
     device: Device = "auto"
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
+    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
+    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
 
 
 class DraftModelConfig(ModelConfig):
@@ -155,6 +159,10 @@ class TargetEngineKwargs(_Strict):
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
     device: Device = "auto"
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
+    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
+    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -181,6 +189,10 @@ class DraftEngineKwargs(_Strict):
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
     device: Device = "auto"
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
+    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
+    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     tree_budget: int = Field(default=256, ge=1, le=4096)
@@ -518,7 +530,7 @@ class ServiceConfig(_Strict):
         return PairConfig(target=model, draft=drafter, **engine, **tree)
 
 
-_MODEL_KEYS = ("dtype", "compile", "device")
+_MODEL_KEYS = ("dtype", "compile", "device", "cuda_graphs", "max_cuda_graphs")
 
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",

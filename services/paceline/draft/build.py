@@ -13,7 +13,9 @@ from paceline.draft.engine import DraftEngine
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
-from paceline.memory import PAGE_SIZE, draft_pages
+from paceline.memory import PAGE_SIZE, draft_pages, pages_for
+from paceline.model.buckets import Limits
+from paceline.model.graphs import record_steps
 from paceline.model.loading import load_model
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.types import Nodes, SessionFailed
@@ -74,9 +76,15 @@ def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | Sess
         max_len = min(config.max_model_len or model.max_len, model.max_len)
         runner = model.runner(draft_pages(config, max_len))
         max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
+        width = config.tree_step_tokens or affordable_width(runner)
+        max_pages = min(pages_for(max_context_len + config.tree_budget) + 1, runner.cache.num_pages)
+        num_sessions = min(width, config.draft_max_sessions or config.max_sessions)
+        record_steps(
+            runner, Limits(num_sessions, width, max_pages, is_tree=True), model.max_len, config.draft.cuda_graphs
+        )
         drafter = ModelDrafter(
             runner,
-            max_leaves=config.tree_step_tokens or affordable_width(runner),
+            max_leaves=width,
             max_prefill_tokens=config.max_step_tokens,
             top_m=config.draft_top_m,
         )

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from paceline.checkpoints import inspect_checkpoint
 from paceline.config import ModelConfig, cache_dir
 from paceline.errors import ConfigError
 from paceline.model.compile import compiled_step
+from paceline.model.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.runner import ModelRunner, StepFunction
 from paceline.model.step import Step, probe_layers
@@ -44,12 +45,20 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     num_parameters: int
+    cuda_graphs: CudaGraphs = "auto"
+    max_cuda_graphs: int = 64
 
     def runner(self, num_pages: int) -> ModelRunner:
         """A runner over a new KV cache of ``num_pages`` pages."""
         cache = KVCache(self.layers, num_pages, self.dtype, self.device)
+        backend = make_backend(cache, self.dtype, self.sliding_window, self.cuda_graphs, self.max_cuda_graphs)
         return ModelRunner(
-            self.step, cache, dtype=self.dtype, sliding_window=self.sliding_window, vocab_size=self.vocab_size
+            self.step,
+            cache,
+            dtype=self.dtype,
+            sliding_window=self.sliding_window,
+            vocab_size=self.vocab_size,
+            backend=backend,
         )
 
 
@@ -57,13 +66,16 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model.
 
     Raises:
-        ConfigError: nothing loadable at the path, not a causal language model, or unsupported attention.
+        ConfigError: nothing loadable at the path, not a causal language model, unsupported attention, or CUDA graphs
+            demanded of another device.
     """
     device = torch.device(resolve_device(config.device))
+    require_graphs(config.cuda_graphs, device)
     dtype = resolve_dtype(config.dtype, device)
     model = load_pretrained(config.path, dtype).to(device)
     compile = device.type == "cpu" if config.compile == "auto" else config.compile
-    return prepare(model, compile=compile)
+    loaded = prepare(model, compile=compile)
+    return replace(loaded, cuda_graphs=config.cuda_graphs, max_cuda_graphs=config.max_cuda_graphs)
 
 
 def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:

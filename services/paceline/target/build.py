@@ -9,7 +9,9 @@ import torch
 
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
-from paceline.memory import available_bytes, fraction_pages, target_pages
+from paceline.memory import available_bytes, fraction_pages, session_pages, target_pages
+from paceline.model.buckets import Limits
+from paceline.model.graphs import record_steps
 from paceline.model.kv_cache import PAGE_SIZE
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.selftest import check_invariance
@@ -36,6 +38,8 @@ def build_target_engine(config: PairConfig, emit: Callable[[Sequence[FromTarget]
         num_pages = fraction_pages(config.kv_fraction, max_len, _page_bytes(model), _left(model.device))
         _log.info("target: %d KV pages are %g of the memory left", num_pages, config.kv_fraction)
     runner = model.runner(num_pages)
+    limits = Limits(config.max_sessions, config.max_step_tokens, min(session_pages(max_len), num_pages))
+    record_steps(runner, limits, model.max_len, config.target.cuda_graphs)
     report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
     engine = TargetEngine(
