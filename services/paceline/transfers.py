@@ -34,7 +34,8 @@ class Later:
 
     def doubt(self, device: torch.device) -> Tensor:
         """One bool on ``device``."""
-        return torch.stack(self._questions).any() if self._questions else torch.zeros((), dtype=torch.bool).to(device)
+        none = torch.zeros((), dtype=torch.bool, device=device)
+        return torch.stack([none, *self._questions]).any()
 
 
 def upload(values: Sequence[Any] | Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:

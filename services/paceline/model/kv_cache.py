@@ -27,6 +27,7 @@ import torch
 from paceline.errors import ResourceExhaustedError
 from paceline.memory import PAGE_SIZE as PAGE_SIZE
 from paceline.memory import pages_for as pages_for  # both also belong to what this module offers
+from paceline.transfers import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class KVCache:
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages for a new owner: masked rows weigh exactly zero, but 0 * NaN is NaN."""
         if pages:
-            index = torch.tensor(pages, device=self.keys[0].device)
+            index = upload(pages, self.keys[0].device)
             for pool in (*self.keys, *self.values):
                 pool.index_fill_(0, index, 0)
 
@@ -148,10 +149,11 @@ class KVCache:
 
     def copy_rows(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copies flat KV rows (reads all before writing any, so the ranges may overlap)."""
-        src, dst = torch.tensor(source), torch.tensor(destination)
+        device = self.keys[0].device
+        src, dst = upload(source, device), upload(destination, device)
         for pool in (*self.keys, *self.values):
             flat = pool.view(-1, *pool.shape[2:])
-            flat[dst.to(pool.device)] = flat[src.to(pool.device)]
+            flat[dst] = flat[src]
 
     def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
         """Asserts the page states against ``held``, the page list of every session."""

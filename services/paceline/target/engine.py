@@ -37,7 +37,7 @@ from paceline.types import (
     SpeculationWanted,
     TreeLost,
 )
-from paceline.verification import Proposal, Verdict, verify
+from paceline.verification import Proposal, Verdict, decide
 
 ToTarget = OpenSession | Nodes | CloseSession | DraftState
 FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
@@ -490,7 +490,7 @@ def _sequence(part: Scheduled) -> SequenceStep:
 def _verdicts(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict]:
     rows = [Row(p.session.sampler, p.chain.token_ids[:i]) for p in parts for i in range(len(p.chain) + 1)]
     proposals = [_proposal(p) for p in parts]
-    return verify(process(logits, rows), proposals, [p.session.acceptance for p in parts])
+    return decide(logits, rows, proposals, [p.session.acceptance for p in parts])
 
 
 def _proposal(part: Scheduled) -> Proposal:
