@@ -1,6 +1,6 @@
 """Tokens/s of plain decoding against what the device's memory allows; what a step costs with CUDA graphs and without.
 
-    python benchmarks/gpu.py [--models grown-1B,grown-8B] [--context 256] [--tokens 128] [--device cuda]
+    python benchmarks/gpu.py [--models grown-1B,grown-8B] [--context 256] [--tokens 128] [--attention triton]
 
 A model is ``grown-SIZE``, the embedded target grown to that size (``paceline/bench/grow.py``), or ``llama-1B`` or
 ``llama-8B``, random weights in the shapes of Llama 3. Both are made on the device. Imports no Ray and no gRPC.
@@ -166,7 +166,7 @@ def report(name: str, device: str, args: argparse.Namespace, peak: float, clock:
     """The lines of one target."""
     made = make_model(name, device, getattr(torch, args.dtype))
     num_bytes = read_bytes(made)
-    model = prepare(made, compile=False)
+    model = prepare(made, compile=False, attention=args.attention)
     longest = args.context + args.tokens + PAGE_SIZE
     num_pages = 2 * pages_for(longest) + 2
     found = runners(model, num_pages, Limits(1, 64, pages_for(longest)))
@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--models", default="grown-1B,grown-8B,llama-1B,llama-8B")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--attention", choices=["auto", "sdpa", "triton"], default="auto", help="of the targets")
     parser.add_argument("--context", type=int, default=256, help="tokens before the measured ones")
     parser.add_argument("--tokens", type=int, default=128, help="decoded for tokens/s")
     parser.add_argument("--repeats", type=int, default=50)
@@ -211,7 +212,8 @@ def main() -> None:
     clock = Clock(args.device)
     device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     peak = bandwidth(args.device, clock)
-    path = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}.txt"
+    kernel = "" if args.attention == "auto" else f"-{args.attention}"
+    path = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}{kernel}.txt"
     lines: list[str] = []
 
     def say(*more: str) -> None:
@@ -222,7 +224,8 @@ def main() -> None:
 
     say(
         f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}, {args.dtype}",
-        f"copy {peak / 1e9:.0f} GB/s, context {args.context}, {args.tokens} tokens, medians of {args.repeats}",
+        f"copy {peak / 1e9:.0f} GB/s, attention {args.attention}, context {args.context}, {args.tokens} tokens, "
+        f"medians of {args.repeats}",
     )
     say(*report_draft(args.device, args, clock))
     for name in args.models.split(","):

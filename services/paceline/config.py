@@ -45,6 +45,8 @@ class ModelConfig(_Config):
     """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
     max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
     """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
 
 
 class DraftModelConfig(ModelConfig):
@@ -163,6 +165,8 @@ class TargetEngineKwargs(_Strict):
     """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
     max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
     """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -193,6 +197,8 @@ class DraftEngineKwargs(_Strict):
     """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
     max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
     """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     tree_budget: int = Field(default=256, ge=1, le=4096)
@@ -530,7 +536,7 @@ class ServiceConfig(_Strict):
         return PairConfig(target=model, draft=drafter, **engine, **tree)
 
 
-_MODEL_KEYS = ("dtype", "compile", "device", "cuda_graphs", "max_cuda_graphs")
+_MODEL_KEYS = ("dtype", "compile", "device", "cuda_graphs", "max_cuda_graphs", "attention")
 
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",

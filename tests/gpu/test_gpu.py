@@ -28,6 +28,7 @@ from paceline.local import LocalPipeline
 from paceline.model.backend import DeviceBackend
 from paceline.model.buckets import Limits
 from paceline.model.graphs import CudaRecorder, record_steps
+from paceline.model.kernels import Attention
 from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner, SequenceStep
@@ -47,8 +48,8 @@ LIMITS = Limits(max_rows=4, max_tokens=64, max_pages=8)
 TREES = Limits(max_rows=4, max_tokens=64, max_pages=8, is_tree=True)
 
 
-def loaded(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return prepare(random_model(family, dtype=dtype).to(DEVICE), compile=False)
+def loaded(family: str, dtype: torch.dtype = torch.float32, attention: Attention = "auto") -> LoadedModel:
+    return prepare(random_model(family, dtype=dtype).to(DEVICE), compile=False, attention=attention)
 
 
 def chunk(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:
@@ -128,14 +129,15 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
 # -- forwards ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2"])
-def test_greedy_tokens_equal_generate(family: str) -> None:
+def test_greedy_tokens_equal_generate(family: str, attention: Attention) -> None:
     model = random_model(family).to(DEVICE)
     text = prompt(3, 70)
     ids = torch.tensor([text], device=DEVICE)
     want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32, pad_token_id=0)
     for record in (False, True):
-        runner = prepare(model, compile=False).runner(4)
+        runner = prepare(model, compile=False, attention=attention).runner(4)
         if record:
             runner.record(LIMITS)
         pages = runner.cache.allocate(2)
@@ -147,11 +149,12 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
         assert tokens == want[0].tolist()
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2", "gpt2"])
-def test_every_graph_has_the_bits_of_its_eager_twin(family: str, dtype: torch.dtype) -> None:
+def test_every_graph_has_the_bits_of_its_eager_twin(family: str, dtype: torch.dtype, attention: Attention) -> None:
     for limits in (LIMITS, TREES):
-        runner = loaded(family, dtype).runner(9)
+        runner = loaded(family, dtype, attention).runner(9)
         record_steps(runner, limits, 1024, True)
         assert isinstance(runner.backend, DeviceBackend)
         assert isinstance(runner.backend._recorder, CudaRecorder)
@@ -180,10 +183,11 @@ def test_steps_through_graphs_have_the_bits_of_steps_without() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_verification_has_the_bits_of_decoding(family: str, dtype: torch.dtype) -> None:
+def test_verification_has_the_bits_of_decoding(family: str, attention: Attention, dtype: torch.dtype) -> None:
     """What losslessness rests on here; where it fails, the service says so at start-up and tokens may flip at ties."""
-    runner = loaded(family, dtype).runner(9)
+    runner = loaded(family, dtype, attention).runner(9)
     runner.record(LIMITS)
     report = check_invariance(runner)
     assert report.holds, str(report)
@@ -208,9 +212,8 @@ def recording_pump(target: LoadedModel, draft: LoadedModel, **options) -> Pump:
 
 def test_all_modes_say_the_same_and_preemption_changes_nothing() -> None:
     """Plain alone against both modes together, with room for all and with pages for two of eight."""
-    model = random_model("llama").to(DEVICE)
-    target, draft = prepare(model, compile=False), prepare(noisy_copy(model.cpu(), 0.05).to(DEVICE), compile=False)
-    model.to(DEVICE)
+    target = loaded("llama")
+    draft = prepare(noisy_copy(random_model("llama"), 0.05).to(DEVICE), compile=False)
     asked = requests(8)
     want = plain_reference(target, asked)
     for mode in Mode:

@@ -76,6 +76,9 @@ def make_backend(
     require_graphs(cuda_graphs, device)
     if device.type != "cuda":
         return HostBackend(cache, dtype, window)
+    # Kernels whose sums are split by the shape of a step, or rounded between: rows would depend on their neighbours.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     recorder = CudaRecorder(device) if cuda_graphs else None
     _log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
     return DeviceBackend(cache, dtype, window, recorder=recorder, max_shapes=max_cuda_graphs)

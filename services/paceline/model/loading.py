@@ -19,6 +19,7 @@ from paceline.config import ModelConfig, cache_dir
 from paceline.errors import ConfigError
 from paceline.model.compile import compiled_step
 from paceline.model.graphs import CudaGraphs, make_backend, require_graphs
+from paceline.model.kernels import Attention, kernel_for
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.runner import ModelRunner, StepFunction
 from paceline.model.step import Step, probe_layers
@@ -74,26 +75,29 @@ def load_model(config: ModelConfig) -> LoadedModel:
     dtype = resolve_dtype(config.dtype, device)
     model = load_pretrained(config.path, dtype).to(device)
     compile = device.type == "cpu" if config.compile == "auto" else config.compile
-    loaded = prepare(model, compile=compile)
+    loaded = prepare(model, compile=compile, attention=config.attention)
     return replace(loaded, cuda_graphs=config.cuda_graphs, max_cuda_graphs=config.max_cuda_graphs)
 
 
-def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
+def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "auto") -> LoadedModel:
     """Makes a loaded transformers model runnable.
 
     Raises:
-        ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU.
+        ConfigError: the model cannot run on the paged attention, or on the ``attention`` kernel, or ``compile`` on a
+            device other than the CPU.
     """
     model = model.eval()
     layers, window = probe_layers(model)
     text = model.config.get_text_config()
+    kernel = kernel_for(attention, model.device, model.dtype, layers)
+    log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
     step: StepFunction
     if compile:
         if model.device.type != "cpu":
             raise ConfigError(f"compile is for device cpu, this model is on {model.device.type}: set compile to false")
         step = compiled_step(model, layers, window, cache_dir() / "compiled")
     else:
-        step = Step(model)
+        step = Step(model, kernel)
     return LoadedModel(
         step=step,
         layers=layers,
