@@ -140,8 +140,8 @@ def draft_seconds(runner: ModelRunner, num_leaves: int, context: int, clock: Clo
         runner.cache.release(pages)
 
 
-def plain_tokens_per_s(runner: ModelRunner, context: int, num_tokens: int) -> float:
-    """One greedy session through the target engine: decode tokens over their time, the prompt's step excluded."""
+def plain_tokens_per_s(runner: ModelRunner, context: int, num_tokens: int, temperature: float) -> float:
+    """One session through the target engine: decode tokens over their time, the prompt's step excluded."""
     times: list[float] = []
 
     def emit(events: list[FromTarget]) -> None:
@@ -151,7 +151,7 @@ def plain_tokens_per_s(runner: ModelRunner, context: int, num_tokens: int) -> fl
         runner, emit, max_sessions=1, max_step_tokens=256, max_model_len=context + num_tokens + PAGE_SIZE
     )
     engine.calibrate()
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
     for session_id in ("first", "measured"):
         times.clear()
         prompt = tuple(7 + i % 250 for i in range(context))
@@ -174,8 +174,10 @@ def report(name: str, device: str, args: argparse.Namespace, peak: float, clock:
     size = f"{model.num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB read per token"
     lines = [f"{name}: {size}, floor {1e3 / floor:.3f} ms = {floor:.1f} tokens/s"]
     for kind, runner in found.items():
-        rate = plain_tokens_per_s(runner, args.context, args.tokens)
-        lines.append(f"  plain, {kind:7} {rate:9.1f} tokens/s = {100 * rate / floor:5.1f} % of the floor's rate")
+        for temperature in (0.0, 1.0):
+            rate = plain_tokens_per_s(runner, args.context, args.tokens, temperature)
+            share = f"{rate:9.1f} tokens/s = {100 * rate / floor:5.1f} % of the floor's rate"
+            lines.append(f"  plain, {kind:7} temperature {temperature:g} {share}")
     for kind, runner in found.items():
         times = [1e3 * step_seconds(runner, n, args.context, clock, args.repeats) for n in VERIFIED]
         cells = "  ".join(f"{n}: {ms:.3f} ({ms / times[0]:.2f} x)" for n, ms in zip(VERIFIED, times, strict=True))
