@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from paceline.checkpoints import inspect_checkpoint
 from paceline.config import NgramConfig, PairConfig
 from paceline.draft.drafter import Drafter
@@ -37,10 +39,12 @@ def affordable_width(runner: ModelRunner) -> int:
 
     def seconds(num_tokens: int) -> float:
         span = range(num_tokens)
+        visible = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_()  # as a tree: that is what a draft runs
+        step = SequenceStep([0] * num_tokens, span, span, pages, num_logits=num_tokens, visible=visible)
         times = []
         for _ in range(_TIMED_FORWARDS):
             started = time.perf_counter()
-            runner.forward([SequenceStep([0] * num_tokens, span, span, pages, num_logits=num_tokens)]).sum().item()
+            runner.forward([step]).sum().item()
             times.append(time.perf_counter() - started)
         return min(times)
 
@@ -76,15 +80,14 @@ def build_draft_engine(config: PairConfig, emit: Callable[[Sequence[Nodes | Sess
         max_len = min(config.max_model_len or model.max_len, model.max_len)
         runner = model.runner(draft_pages(config, max_len))
         max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
-        width = config.tree_step_tokens or affordable_width(runner)
+        most = config.tree_step_tokens or _WIDTHS[-1]
         max_pages = min(pages_for(max_context_len + config.tree_budget) + 1, runner.cache.num_pages)
-        num_sessions = min(width, config.draft_max_sessions or config.max_sessions)
-        record_steps(
-            runner, Limits(num_sessions, width, max_pages, is_tree=True), model.max_len, config.draft.cuda_graphs
-        )
+        num_sessions = min(most, config.draft_max_sessions or config.max_sessions)
+        limits = Limits(num_sessions, most, max_pages, is_tree=True)
+        record_steps(runner, limits, model.max_len, config.draft.cuda_graphs)
         drafter = ModelDrafter(
             runner,
-            max_leaves=width,
+            max_leaves=config.tree_step_tokens or affordable_width(runner),
             max_prefill_tokens=config.max_step_tokens,
             top_m=config.draft_top_m,
         )
