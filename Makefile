@@ -2,8 +2,10 @@
 # make test    every test that is not slow                          make check   linters, formatter and type checker
 # make bench   the local benchmark                                  make clean   forget the environment and caches
 # make protos  the generated code in services/paceline/v1           make test-ray   tests on a real local Ray cluster
+# make gpu     tests and benchmark on a CUDA device, with GPU_PYTHON as it is: torch, transformers, pydantic, pytest
 
 PYTHON ?= python3
+GPU_PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.paceline-setup
@@ -19,7 +21,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo test test-slow test-ray check check-protos protos format bench clean
+.PHONY: setup demo test test-slow test-ray gpu check check-protos protos format bench clean
 
 setup: $(STAMP)
 
@@ -41,6 +43,12 @@ test-slow: setup
 test-ray: setup
 	timeout 600 $(BIN)/python -m pytest -q -m "ray and not gpu" tests/test_metrics.py  # a cluster of its own
 	timeout 2400 $(BIN)/python -m pytest -q -m "ray and not gpu" --ignore tests/test_metrics.py
+
+gpu:
+	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default -m gpu tests/gpu
+	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default tests/model/test_kernels.py
+	PYTHONPATH=services:. $(GPU_PYTHON) benchmarks/gpu.py
+	PYTHONPATH=services:. $(GPU_PYTHON) benchmarks/gpu.py --attention triton
 
 protos: setup
 	rm -f $(V1)/*_pb2.py $(V1)/*_pb2.pyi $(V1)/*_pb2_grpc.py $(V1)/*_pb2_grpc.pyi

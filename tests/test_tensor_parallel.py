@@ -24,6 +24,7 @@ from paceline.config import LocalConfig
 from paceline.errors import ConfigError, EngineError
 from paceline.local import LocalPipeline
 from paceline.model import ranks as ranks_module
+from paceline.model.graphs import require_graphs
 from paceline.model.ranks import Picks
 from paceline.processors import Row, SamplerState
 from paceline.ranks import FollowerFactory, LedWorker, Rendezvous, process_ranks
@@ -351,3 +352,9 @@ def test_one_rank_needs_no_meeting(checkpoints: Path) -> None:
     rendezvous, followers = process_ranks("target", config_of(checkpoints, target=3))
     assert rendezvous is not None
     assert (rendezvous.degree, rendezvous.rank, len(followers)) == (3, 0, 2)
+
+
+def test_graphs_of_several_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs is true with tensor_parallel_size 2"):
+        require_graphs(True, torch.device("cuda"), num_ranks=2)
+    require_graphs("auto", torch.device("cuda"), num_ranks=2)

@@ -51,6 +51,12 @@ class ModelConfig(_Config):
     """Ranks that share the weights and the KV cache, each a process with a core or an accelerator of its own."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
     """How much later than another a rank may come to an exchange before it counts as hung, and the engine as dead."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
+    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
+    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
 
 
 class DraftModelConfig(ModelConfig):
@@ -175,6 +181,12 @@ class TargetEngineKwargs(_Strict):
     """Ranks of one replica, each an actor with a bundle of its own."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
     """How much later than another a rank may come to an exchange before the replica counts as dead."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
+    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
+    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -206,6 +218,12 @@ class DraftEngineKwargs(_Strict):
     """Ranks of one replica, each an actor with a bundle of its own."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
     """How much later than another a rank may come to an exchange before the replica counts as dead."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
+    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
+    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     tree_budget: int = Field(default=256, ge=1, le=4096)
@@ -598,7 +616,10 @@ class ServiceConfig(_Strict):
         return PairConfig(target=model, draft=drafter, **engine, **tree)
 
 
-_MODEL_KEYS = ("dtype", "compile", "device", "quantization", "tensor_parallel_size", "rank_timeout_s")
+_MODEL_KEYS = (
+    "dtype", "compile", "device", "quantization", "tensor_parallel_size", "rank_timeout_s", "cuda_graphs",
+    "max_cuda_graphs", "attention",
+)  # fmt: skip
 
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",

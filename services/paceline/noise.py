@@ -25,6 +25,8 @@ import math
 import torch
 from torch import Tensor
 
+from paceline.transfers import Ask, ask_now
+
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -128,7 +130,12 @@ def uniform(seeds: Tensor, positions: Tensor, stream: Stream, lane: int = 0) -> 
 
 
 def gumbel_argmax(
-    log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, nonces: Tensor | None = None
+    log_weights: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    stream: Stream,
+    nonces: Tensor | None = None,
+    ask: Ask = ask_now,
 ) -> Tensor:
     """A sample of each row's softmax: argmax_v(``log_weights[row, v] + gumbel[row, v]``).
 
@@ -140,6 +147,7 @@ def gumbel_argmax(
     Args:
         log_weights: [rows, vocab] float, not NaN, need not be normalised; -inf never wins. Every row needs a
         finite value.
+        ask: with ``Later`` every token gets noise, and a doubt remains where the exact logarithm should decide.
 
     Returns:
         [rows] int64 token ids.
@@ -152,12 +160,14 @@ def gumbel_argmax(
         parts = [slice(i, i + rows_at_once) for i in range(0, rows, rows_at_once)]
         return torch.cat(
             [
-                gumbel_argmax(log_weights[at], seeds[at], positions[at], stream, None if nonces is None else nonces[at])
+                gumbel_argmax(
+                    log_weights[at], seeds[at], positions[at], stream, None if nonces is None else nonces[at], ask
+                )
                 for at in parts
             ]
         )
-    in_reach, winners = _in_reach(log_weights, seeds, positions, stream, nonces, 0)
-    if int(in_reach.sum()) == rows:
+    in_reach, winners = _in_reach(log_weights, seeds, positions, stream, nonces, 0, ask)
+    if not ask(in_reach.sum() != rows):
         return winners
     return _sparse_scores(log_weights, in_reach, seeds, positions, stream, nonces, 0, exact=True).argmax(-1)
 
@@ -173,20 +183,26 @@ def gumbel_max(
     Returns:
         Scores [rows] float64 and token ids [rows] int64. Equal scores of two parts go to the lower id.
     """
-    in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first)
+    in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first, ask_now)
     scores = _sparse_scores(log_weights, in_reach, seeds, positions, stream, None, first, exact=True)
     best, token_ids = scores.max(-1)
     return best, token_ids + first
 
 
 def _in_reach(
-    log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, nonces: Tensor | None, first: int
+    log_weights: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    stream: Stream,
+    nonces: Tensor | None,
+    first: int,
+    ask: Ask,
 ) -> tuple[Tensor, Tensor]:
     """[rows, tokens] bool: what may have the largest exact score; and [rows] the first of the largest others."""
     rows, num_tokens = log_weights.shape
     cutoff = log_weights.amax(-1, keepdim=True) - (MAX_GUMBEL - MIN_GUMBEL + 1)  # 1: room for rounding
     can_win = log_weights >= cutoff
-    if 4 * int(can_win.sum()) >= rows * num_tokens:
+    if ask is not ask_now or 4 * int(can_win.sum()) >= rows * num_tokens:
         scores = _fast_gumbel(_dense_words(seeds, positions, stream, num_tokens, nonces, first)).add_(log_weights)
     else:
         scores = _sparse_scores(log_weights, can_win, seeds, positions, stream, nonces, first, exact=False)

@@ -29,10 +29,12 @@ from torch import Tensor
 
 from paceline.errors import InvalidRequestError
 from paceline.noise import seed_bits
+from paceline.transfers import Ask, Later, ask_now, upload
 from paceline.types import SamplingParams
 
 _MIN_TEMPERATURE = 1e-30
-_TOP_P_CANDIDATES = 256
+_TOP_P_CANDIDATES, _MORE_CANDIDATES = 256, 1024
+"""Values that top-p looks at before it asks for more, and where asking must wait."""
 _UNIT_MASS = 2.0**44
 """The most likely token's mass in top-p, which counts in integers: their sums are exact in any order."""
 
@@ -73,8 +75,8 @@ class SamplerState:
         self.top_p = 1.0 if self.greedy else params.top_p
         self.min_p = 0.0 if self.greedy else params.min_p
 
-        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        self._bias_ids = upload(list(params.logit_bias), device, torch.int64)
+        self._bias = upload(list(params.logit_bias.values()), device, torch.float32)
         self._stop_ids = [t for t in sorted(stop_ids) if t < vocab_size] if params.min_tokens else []
         self._tail_len = max((len(words) - 1 for words in params.bad_words), default=0)
         context = (*prompt_token_ids, *output_token_ids)
@@ -83,8 +85,8 @@ class SamplerState:
         self._counts: Tensor | None = None
         if params.repetition_penalty != 1:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._seen[torch.tensor(context, dtype=torch.int64, device=device)] = True
-            self._repetition = torch.tensor([params.repetition_penalty], dtype=torch.float32, device=device)
+            self._seen[upload(context, device, torch.int64)] = True
+            self._repetition = upload([params.repetition_penalty], device, torch.float32)
         if params.presence_penalty or params.frequency_penalty:
             self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
             self._count(output_token_ids)
@@ -96,7 +98,7 @@ class SamplerState:
         if self._tail_len:
             self._tail = (*self._tail, *token_ids)[-self._tail_len :]
         if self._seen is not None:
-            self._seen[torch.tensor(token_ids, dtype=torch.int64, device=self._seen.device)] = True
+            self._seen[upload(token_ids, self._seen.device, torch.int64)] = True
         self._count(token_ids)
 
     @property
@@ -130,7 +132,7 @@ class SamplerState:
             logits[:, self._bias_ids] += self._bias
         forbidden = [(row, token) for row, suffix in enumerate(suffixes) for token in self._forbidden(suffix)]
         if forbidden:
-            row_index, token_index = torch.tensor(forbidden, device=logits.device).unbind(-1)
+            row_index, token_index = upload(forbidden, logits.device).unbind(-1)
             logits[row_index, token_index] = -math.inf
         if self._seen is None and self._counts is None:
             return
@@ -141,7 +143,7 @@ class SamplerState:
             for token, count in Counter(suffix).items()
             if 0 <= token < self.vocab_size
         ]
-        pairs = torch.tensor(drafted, dtype=torch.int64, device=logits.device).view(-1, 3)
+        pairs = upload(drafted, logits.device, torch.int64).view(-1, 3)
         row_index, token_index, count_index = pairs.unbind(-1)
         if self._seen is not None:
             seen = self._seen.repeat(len(suffixes), 1)
@@ -165,7 +167,7 @@ class SamplerState:
 
     def _count(self, token_ids: Sequence[int]) -> None:
         if self._counts is not None and token_ids:
-            ids = torch.tensor(token_ids, dtype=torch.int64, device=self._counts.device)
+            ids = upload(token_ids, self._counts.device, torch.int64)
             self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
 
     def _check(self, what: str, token_ids: Sequence[int]) -> None:
@@ -191,37 +193,40 @@ class Row:
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
     """[rows, 1] of the dtype and device of ``like``."""
-    return torch.tensor(values, dtype=like.dtype).to(like.device)[:, None]
+    return upload(values, like.device, like.dtype)[:, None]
 
 
-def truncate_(x: Tensor, rows: Sequence[Row]) -> None:
+def truncate_(x: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> None:
     """Sets what top-k, top-p and min-p cut to -inf. x: [rows, vocab] with row maxima 0, modified in place.
 
     Top-k and top-p both keep a prefix of one ranking (value descending, id ascending), so together they keep
     the shorter prefix. Its length needs the largest values only: as many as top_k, or as hold the mass top_p.
+    With ``Later`` a doubt remains where top_p needs more than ``_MORE_CANDIDATES``.
     """
     states = [row.state for row in rows]
     vocab_size = x.shape[-1]
     prefixed = [i for i, state in enumerate(states) if state.top_k < vocab_size or state.top_p < 1]
     if prefixed:
         every = len(prefixed) == len(rows)
-        part = x if every else x[prefixed]
-        _keep_prefix_(part, [states[i].top_k for i in prefixed], [states[i].top_p for i in prefixed])
-        if not every:
-            x[prefixed] = part
+        at = None if every else upload(prefixed, x.device)
+        part = x if at is None else x[at]
+        _keep_prefix_(part, [states[i].top_k for i in prefixed], [states[i].top_p for i in prefixed], ask)
+        if at is not None:
+            x[at] = part
     if any(state.min_p > 0 for state in states):
         x.masked_fill_(x < column([state.min_p for state in states], x).log_(), -math.inf)
 
 
-def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> None:
+def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], ask: Ask) -> None:
     vocab_size = x.shape[-1]
-    k = torch.tensor(top_k, device=x.device)[:, None]
-    limit = torch.tensor(top_p, dtype=torch.float64, device=x.device)[:, None]
+    k = upload(top_k, x.device)[:, None]
+    limit = upload(top_p, x.device, torch.float64)[:, None]
+    waits = isinstance(ask, Later)
     all_mass = None  # of whole rows, needed where top-p acts without top-k
     num_values = max((value for value in top_k if value < vocab_size), default=1)
     if any(p < 1 and value == vocab_size for p, value in zip(top_p, top_k, strict=True)):
         all_mass = torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
-        num_values = min(vocab_size, max(num_values, _TOP_P_CANDIDATES))
+        num_values = min(vocab_size, max(num_values, _MORE_CANDIDATES if waits else _TOP_P_CANDIDATES))
     while True:
         values = x.topk(num_values, dim=-1).values
         num_kept = k.clone()
@@ -237,13 +242,13 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> No
         inside[:, 0] = True
         num_kept = torch.where(limit < 1, inside.sum(-1, keepdim=True), num_kept)
         unresolved = (num_kept == num_values) & (k > num_values) & (limit < 1)
-        if num_values == vocab_size or not bool(unresolved.any()):
+        if num_values == vocab_size or not ask(unresolved.any()):
             break
         num_values = min(vocab_size, num_values * 8)
     last = values.gather(-1, (num_kept - 1).clamp_(max=num_values - 1))
     last.masked_fill_(num_kept == vocab_size, -math.inf)
     keep = x >= last
-    if bool((keep.sum(-1, keepdim=True) > num_kept).any()):
+    if waits or ask((keep.sum(-1, keepdim=True) > num_kept).any()):  # ties are too common for a doubt
         equal = x == last
         room = num_kept - (keep & ~equal).sum(-1, keepdim=True)
         keep &= ~equal | (equal.cumsum(-1) <= room)

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.noise import Stream, fast_gumbel_at, gumbel_argmax
 from paceline.processors import Row, SamplerState, column, truncate_
+from paceline.transfers import Ask, Later, ask_now, upload
 
 __all__ = [
     "ProcessedRows",
@@ -58,16 +59,17 @@ class ProcessedRows(RowKeys):
 def row_keys(rows: Sequence[Row], device: torch.device | str = "cpu") -> RowKeys:
     """Seeds, positions and greediness of rows, in one transfer to the device."""
     keys = [(row.state.greedy, row.state.seed_bits, row.position) for row in rows]
-    greedy, seeds, positions = torch.tensor(keys, dtype=torch.int64).view(-1, 3).to(device).unbind(-1)
+    greedy, seeds, positions = upload(torch.tensor(keys, dtype=torch.int64).view(-1, 3), device).unbind(-1)
     return RowKeys(greedy.bool(), seeds, positions, sum(key[0] for key in keys))
 
 
-def process(logits: Tensor, rows: Sequence[Row]) -> ProcessedRows:
+def process(logits: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> ProcessedRows:
     """Applies every processor.
 
     Args:
         logits: [rows, vocab] of any float dtype; -inf forbids a token. Not modified.
         rows: one per row of ``logits``. Rows of one session next to each other share work.
+        ask: with ``Later`` nothing is raised and no row is undecidable: a doubt remains instead.
 
     Raises:
         InvalidRequestError: the options of a session forbid every token.
@@ -77,14 +79,14 @@ def process(logits: Tensor, rows: Sequence[Row]) -> ProcessedRows:
     """
     x = _edited(logits, rows)
     top = x.amax(-1, keepdim=True) if len(rows) else x
-    undecidable = _check_rows(top, logits, rows)
+    undecidable = _check_rows(top, logits, rows) if ask(~top.isfinite().all()) else []
     if undecidable:
         x[undecidable], top[undecidable] = 0.0, 0.0
     # Always shift by the maximum, so that a row is rounded alike in every batch and no temperature overflows.
     x.sub_(top)
     if any(row.state.temperature != 1 for row in rows):
         x.div_(column([row.state.temperature for row in rows], x))
-    truncate_(x, rows)
+    truncate_(x, rows, ask)
     keys = row_keys(rows, logits.device)
     return ProcessedRows(
         keys.greedy,
@@ -96,7 +98,7 @@ def process(logits: Tensor, rows: Sequence[Row]) -> ProcessedRows:
     )
 
 
-def sample_coupled(processed: ProcessedRows) -> Tensor:
+def sample_coupled(processed: ProcessedRows, ask: Ask = ask_now) -> Tensor:
     """The target's own token of each row: argmax_v(log p[v] + g[v]), g = 0 on greedy rows. [rows] int64.
 
     An exact sample of p (the Gumbel-max trick) that depends on p, the seed and the position only. Equal
@@ -106,7 +108,10 @@ def sample_coupled(processed: ProcessedRows) -> Tensor:
     if processed.num_greedy == len(log_probs):
         return log_probs.argmax(-1)
     if not processed.num_greedy:
-        return gumbel_argmax(log_probs, processed.seeds, processed.positions, Stream.COUPLED)
+        return gumbel_argmax(log_probs, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
+    if isinstance(ask, Later):  # noise for all rows, rather than the question which rows want it
+        drawn = gumbel_argmax(log_probs, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
+        return torch.where(processed.greedy, log_probs.argmax(-1), drawn)
     sampled = (~processed.greedy).nonzero().squeeze(-1)
     token_ids = log_probs.argmax(-1)
     token_ids[sampled] = gumbel_argmax(
@@ -185,8 +190,6 @@ def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def _check_rows(top: Tensor, logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """The undecidable rows. top: [rows, 1] maxima before the temperature, NaN where a row holds one."""
-    if bool(top.isfinite().all()):
-        return []
     undecidable = []
     for index, value in enumerate(top.squeeze(-1).tolist()):
         if math.isfinite(value):

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from paceline.errors import EngineError
 from paceline.noise import Stream, gumbel_argmax, uniform
-from paceline.sampling import ProcessedRows, sample_coupled
+from paceline.sampling import ProcessedRows, Row, process, sample_coupled
+from paceline.transfers import Ask, Later, ask_now, download, upload
 from paceline.types import Acceptance, SparseDistribution
 
 _Q_TOLERANCE = 1e-6
@@ -78,7 +79,7 @@ class KeyedChoices:
 
     def draw(self, rows: Sequence[int], weights: Tensor) -> list[int]:
         """The Gumbel-max trick, with noise that nothing else uses."""
-        index = torch.tensor(rows, device=weights.device)
+        index = upload(rows, weights.device)
         seeds, positions = self._processed.seeds[index], self._processed.positions[index]
         token_ids: list[int] = gumbel_argmax(weights.log(), seeds, positions, Stream.RECOVER).tolist()
         return token_ids
@@ -92,6 +93,41 @@ def acceptance_probability(p: float, q: float) -> float:
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """max(p - q, 0), not normalised: what a recovered token is drawn from. Any shape."""
     return (p - q).clamp(min=0.0)
+
+
+def decide(
+    logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal], rules: Sequence[Acceptance]
+) -> list[Verdict]:
+    """``verify`` of ``process``, and on an accelerator with one wait for it: where the tokens are read.
+
+    Where a rare case comes up (a row without a distribution, scores that only the exact logarithm tells apart, top-p
+    over more tokens than expected), and under the rejection rule, it goes the long way, which asks as it goes.
+
+    Args:
+        logits, rows: see ``process``. proposals, rules: see ``verify``.
+
+    Raises:
+        InvalidRequestError, EngineError: see ``process``.
+    """
+    ends = accumulate(len(proposal.token_ids) + 1 for proposal in proposals)
+    by_ratio = any(
+        rule is Acceptance.REJECTION and not rows[end - 1].state.greedy for rule, end in zip(rules, ends, strict=True)
+    )
+    if logits.device.type != "cpu" and not by_ratio:
+        verdicts = decide_at_once(logits, rows, proposals)
+        if verdicts is not None:
+            return verdicts
+    return verify(process(logits, rows), proposals, rules)
+
+
+def decide_at_once(logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Verdict] | None:
+    """``decide`` by the coupled rule with a single wait for the device. None: a rare case, nothing is decided."""
+    later = Later()
+    token_ids, logprobs = _sampled(process(logits, rows, later), later)
+    own, values, doubt = download(token_ids, logprobs, later.doubt(logits.device))
+    if doubt:
+        return None
+    return _matches(proposals, own.tolist(), values.tolist())
 
 
 def verify(
@@ -151,11 +187,7 @@ def _decide(
         greedy = processed.greedy.tolist()
         ratio = [by_ratio and not greedy[start] for by_ratio, start in zip(ratio, starts, strict=False)]
     if not any(ratio):
-        own, logprobs = _sample_own(processed)
-        return [
-            _match(proposal, own[start:end], logprobs[start:end])
-            for proposal, start, end in zip(proposals, starts, starts[1:], strict=False)
-        ]
+        return _matches(proposals, *_sample_own(processed))
     verdicts: dict[int, Verdict] = {}
     matched = [i for i, by_ratio in enumerate(ratio) if not by_ratio]
     if matched:
@@ -175,10 +207,23 @@ def _decide(
 
 def _sample_own(processed: ProcessedRows) -> tuple[list[int], list[float]]:
     """The target's own token of every row and its logprob."""
-    token_ids = sample_coupled(processed)
-    logprobs = processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
+    token_ids, logprobs = _sampled(processed, ask_now)
     own, values = torch.stack((token_ids.to(torch.float64), logprobs.to(torch.float64))).tolist()  # one transfer
     return [int(token) for token in own], values
+
+
+def _sampled(processed: ProcessedRows, ask: Ask) -> tuple[Tensor, Tensor]:
+    """The same on the device: [rows] int64 and float32."""
+    token_ids = sample_coupled(processed, ask)
+    return token_ids, processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
+
+
+def _matches(proposals: Sequence[Proposal], own: list[int], logprobs: list[float]) -> list[Verdict]:
+    starts = [0, *accumulate(len(proposal.token_ids) + 1 for proposal in proposals)]
+    return [
+        _match(proposal, own[start:end], logprobs[start:end])
+        for proposal, start, end in zip(proposals, starts, starts[1:], strict=False)
+    ]
 
 
 def verify_picked(proposal: Proposal, token_ids: Sequence[int], logprobs: Sequence[float]) -> Verdict:
@@ -234,7 +279,7 @@ def _reject(
         rejected.append(q_rejected)
         invalid.append(len(proposal.token_ids) - num_valid if q_rejected is None else 0)
 
-    weights = log_probs[torch.tensor(ends, device=log_probs.device)].to(torch.float64).exp_()
+    weights = log_probs[upload(ends, log_probs.device)].to(torch.float64).exp_()
     _subtract_(weights, rejected)
     next_ids = choices.draw(ends, weights)
     next_log_p = _gather(log_probs, list(zip(ends, next_ids, strict=True)))
@@ -279,8 +324,8 @@ def _subtract_(weights: Tensor, rejected: Sequence[dict[int, float] | None]) -> 
     if not entries:
         return
     row_ids, token_ids, probs = zip(*entries, strict=True)
-    row, token = torch.tensor((row_ids, token_ids), device=weights.device)
-    q = torch.tensor(probs, dtype=weights.dtype, device=weights.device)
+    row, token = upload((row_ids, token_ids), weights.device)
+    q = upload(probs, weights.device, weights.dtype)
     p = weights[row, token]
     weights[row, token] = residual(p, q)
     # p and q equal up to rounding leave no residual; a rejection, then of probability 1e-7, falls back to p.
@@ -293,13 +338,13 @@ def _subtract_(weights: Tensor, rejected: Sequence[dict[int, float] | None]) -> 
 def _gather(log_probs: Tensor, pairs: Sequence[tuple[int, int]]) -> list[float]:
     if not pairs:
         return []
-    row, token = torch.tensor(pairs, device=log_probs.device).unbind(-1)
+    row, token = upload(pairs, log_probs.device).unbind(-1)
     values: list[float] = log_probs[row, token].tolist()
     return values
 
 
 def _take(processed: ProcessedRows, rows: Sequence[int]) -> ProcessedRows:
-    index = torch.tensor(rows, device=processed.log_probs.device)
+    index = upload(rows, processed.log_probs.device)
     greedy = processed.greedy[index]
     return ProcessedRows(
         greedy,

@@ -154,15 +154,6 @@ def test_the_integrity_check_notices_a_leak() -> None:
         cache.check_integrity([pages])
 
 
-def test_copy_rows_reads_before_it_writes() -> None:
-    """Overlapping ranges."""
-    cache = make(1)
-    flat = cache.keys[0].view(-1, 1, 2)
-    flat[:PAGE_SIZE] = torch.arange(PAGE_SIZE)[:, None, None]
-    cache.copy_rows(range(3), range(1, 4))
-    assert flat[:5, 0, 0].tolist() == [0, 0, 1, 2, 4]
-
-
 def test_flat_rows() -> None:
     """Rows to pages."""
     assert flat_rows([5, 2], PAGE_SIZE - 1, PAGE_SIZE + 1) == [6 * PAGE_SIZE - 1, 2 * PAGE_SIZE]

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from paceline.checkpoints import inspect_checkpoint
 from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.draft.drafter import Drafter
@@ -13,9 +15,11 @@ from paceline.draft.engine import DraftEngine
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
-from paceline.memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages
+from paceline.memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages, pages_for
+from paceline.model.buckets import Limits
 from paceline.model.collectives import Collectives
-from paceline.model.loading import load_model
+from paceline.model.graphs import record_steps
+from paceline.model.loading import LoadedModel, load_model
 from paceline.model.ranks import Follower, ranked
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.preflight import require_draft
@@ -39,10 +43,12 @@ def affordable_width(runner: ModelRunner) -> int:
 
     def seconds(num_tokens: int) -> float:
         span = range(num_tokens)
+        visible = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_()  # as a tree: that is what a draft runs
+        step = SequenceStep([0] * num_tokens, span, span, pages, num_logits=num_tokens, visible=visible)
         times = []
         for _ in range(_TIMED_FORWARDS):
             started = time.perf_counter()
-            runner.forward([SequenceStep([0] * num_tokens, span, span, pages, num_logits=num_tokens)]).sum().item()
+            runner.forward([step]).sum().item()
             times.append(time.perf_counter() - started)
         return min(times)
 
@@ -77,16 +83,16 @@ def build_draft_follower(config: PairConfig, rendezvous: Rendezvous) -> Follower
     """Another rank of the same draft model. Raises as ``build_draft_engine``."""
     assert isinstance(config.draft, DraftModelConfig)
     with ranked(config.draft, rendezvous) as group:
-        runner, _ = _runner(config, config.draft, group)
+        _, runner, _ = _runner(config, config.draft, group)
         return Follower(runner)
 
 
-def _runner(config: PairConfig, draft: ModelConfig, group: Collectives | None) -> tuple[ModelRunner, int]:
-    """A runner, and the longest context. The same on every rank."""
+def _runner(config: PairConfig, draft: ModelConfig, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
+    """The model, a runner, and the longest context. The same on every rank."""
     require_draft(config, group)
     model = load_model(draft, group)
     max_len = min(config.max_model_len or model.max_len, model.max_len)
-    return model.runner(draft_pages(config, max_len)), max_len
+    return model, model.runner(draft_pages(config, max_len)), max_len
 
 
 def _engine(
@@ -104,8 +110,13 @@ def _engine(
             max_leaves=config.tree_step_tokens or _NGRAM_WIDTH,
         )
     else:
-        runner, max_len = _runner(config, config.draft, group)
+        model, runner, max_len = _runner(config, config.draft, group)
         max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
+        most = config.tree_step_tokens or _WIDTHS[-1]
+        max_pages = min(pages_for(max_context_len + config.tree_budget) + 1, runner.cache.num_pages)
+        num_sessions = min(most, config.draft_max_sessions or config.max_sessions)
+        limits = Limits(num_sessions, most, max_pages, is_tree=True)
+        record_steps(runner, limits, model.max_len, config.draft.cuda_graphs)
         drafter = ModelDrafter(
             runner,
             max_leaves=config.tree_step_tokens or affordable_width(runner),

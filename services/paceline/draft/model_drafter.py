@@ -19,6 +19,7 @@ from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, page_hash, pages_for
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.sampling import Row, SamplerState, draft_candidates
+from paceline.transfers import download
 
 _GREEDY_TOP_M = 48
 """Candidates at temperature 0: no configuration publishes more children than 32."""
@@ -169,10 +170,11 @@ class ModelDrafter:
             raise
         for session, rows, indices in taken:
             self._keep(session, rows, [leaves[i] for i in indices])
+        ids, scores = download(ids, scores)
         if order == list(range(len(leaves))):
-            return Candidates(ids.cpu(), scores.cpu())
+            return Candidates(ids, scores)
         at = torch.tensor(order)
-        token_ids[at], log_q[at] = ids.cpu(), scores.cpu()
+        token_ids[at], log_q[at] = ids, scores
         return Candidates(token_ids, log_q)
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:

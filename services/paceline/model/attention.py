@@ -10,6 +10,7 @@ Shapes are chosen such that a token's result never depends on its neighbours (``
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-IMPLEMENTATION = "paceline_paged"
+from paceline.model.kernels import Kernel
+
+IMPLEMENTATIONS: dict[Kernel, str] = {"sdpa": "paceline_paged", "triton": "paceline_paged_triton"}
+"""The names under which transformers finds the kernels."""
 
 
 def paged_attention(
@@ -38,6 +42,7 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    kernel: Kernel = "sdpa",
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Writes this step's keys and values, then attends. Returns ``[1, T, num_heads, value_dim]``."""
@@ -53,25 +58,39 @@ def paged_attention(
     key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), key[0].transpose(0, 1))
     value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), value[0].transpose(0, 1))
 
-    pages = page_table.reshape(-1)
-    k = key_pages.index_select(0, pages).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
-    v = value_pages.index_select(0, pages).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
     q = query[0].transpose(0, 1).index_select(0, gather_index.reshape(-1))
     q = q.view(num_rows, row_len, num_kv_heads, groups, key_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, num_kv_heads, groups * row_len, key_dim)
     mask = masks[0] if sliding_window is None else masks[-1]
+    scale = scaling if scaling is not None else key_dim**-0.5
+    if kernel == "triton":
+        from paceline.model.triton_attention import attend_in_place
+
+        out = attend_in_place(q, key_pages, value_pages, page_table, mask, scale, softcap)
+        return _scattered(out, groups, row_len, scatter_index), None
+
+    pages = page_table.reshape(-1)
+    k = key_pages.index_select(0, pages).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
+    v = value_pages.index_select(0, pages).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
     mask = mask.expand(num_rows, groups, row_len, num_keys)
     mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
 
     if softcap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     else:
-        scores = torch.matmul(q, k.transpose(2, 3)) * (scaling if scaling is not None else key_dim**-0.5)
+        scores = torch.matmul(q, k.transpose(2, 3)) * scale
         scores = torch.tanh(scores / softcap) * softcap + mask
         out = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+    return _scattered(out, groups, row_len, scatter_index), None
+
+
+def _scattered(out: Tensor, groups: int, row_len: int, scatter_index: Tensor) -> Tensor:
+    """[B, num_kv_heads, groups * n, value_dim] -> [1, T, num_heads, value_dim]."""
+    num_rows, num_kv_heads, _, value_dim = out.shape
     out = out.view(num_rows, num_kv_heads, groups, row_len, value_dim).permute(0, 3, 1, 2, 4)
-    out = out.reshape(num_rows * row_len, num_heads, value_dim)
-    return out.index_select(0, scatter_index).unsqueeze(0), None
+    out = out.reshape(num_rows * row_len, num_kv_heads * groups, value_dim)
+    return out.index_select(0, scatter_index).unsqueeze(0)
 
 
-AttentionInterface.register(IMPLEMENTATION, paged_attention)
+AttentionInterface.register(IMPLEMENTATIONS["sdpa"], paged_attention)
+AttentionInterface.register(IMPLEMENTATIONS["triton"], partial(paged_attention, kernel="triton"))

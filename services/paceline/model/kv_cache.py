@@ -27,6 +27,7 @@ import torch
 from paceline.errors import ResourceExhaustedError
 from paceline.memory import PAGE_SIZE as PAGE_SIZE
 from paceline.memory import pages_for as pages_for  # both also belong to what this module offers
+from paceline.transfers import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class KVCache:
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages for a new owner: masked rows weigh exactly zero, but 0 * NaN is NaN."""
         if pages:
-            index = torch.tensor(pages, device=self.keys[0].device)
+            index = upload(pages, self.keys[0].device)
             for pool in (*self.keys, *self.values):
                 pool.index_fill_(0, index, 0)
 

@@ -21,6 +21,8 @@ from paceline.estimate import ModelFacts
 from paceline.memory import gib
 from paceline.model.collectives import Collectives
 from paceline.model.compile import compiled_step
+from paceline.model.graphs import CudaGraphs, make_backend, require_graphs
+from paceline.model.kernels import Attention, kernel_for
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
 from paceline.model.ranks import LeadersCache, LeadingRunner, RankRunner, agreed
@@ -56,6 +58,8 @@ class LoadedModel:
     """The method that its weights are quantised by."""
     batch_dependence: str | None = None
     """Why tokens of one step change each other's logits; None if nothing is known to."""
+    cuda_graphs: CudaGraphs = "auto"
+    max_cuda_graphs: int = 64
 
     @property
     def num_parameters(self) -> int:
@@ -73,29 +77,30 @@ class LoadedModel:
         The first rank's is a LeadingRunner, the others' a RankRunner.
         """
         num_pages = agreed(num_pages, self.group)
+        leads = self.share is not None and self.share.group.rank == 0
+        cache = (LeadersCache if leads else KVCache)(self.layers, num_pages, self.dtype, self.device)
+        graphs = self.cuda_graphs if self.share is None else False
         options: dict[str, Any] = {
             "dtype": self.dtype,
             "sliding_window": self.sliding_window,
             "vocab_size": self.vocab_size,
+            "backend": make_backend(cache, self.dtype, self.sliding_window, graphs, self.max_cuda_graphs),
         }
         if self.share is None:
-            return ModelRunner(self.step, KVCache(self.layers, num_pages, self.dtype, self.device), **options)
-        if self.share.group.rank > 0:
-            cache = KVCache(self.layers, num_pages, self.dtype, self.device)
-            return RankRunner(self.step, cache, share=self.share, **options)
-        leaders = LeadersCache(self.layers, num_pages, self.dtype, self.device)
-        return LeadingRunner(self.step, leaders, share=self.share, **options)
+            return ModelRunner(self.step, cache, **options)
+        return (LeadingRunner if leads else RankRunner)(self.step, cache, share=self.share, **options)
 
 
 def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     Raises:
-        ConfigError: nothing loadable at the path, not a causal language model, unsupported attention, or it cannot be
-            split into so many ranks.
+        ConfigError: nothing loadable at the path, not a causal language model, unsupported attention, CUDA graphs
+            demanded where there are none, or it cannot be split into so many ranks.
         EngineError: another rank has failed.
     """
     device = torch.device(resolve_device(config.device)) if group is None else group.device
+    require_graphs(config.cuda_graphs, device, num_ranks=config.tensor_parallel_size)
     dtype = resolve_dtype(config.dtype, device)
     can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
     if group is None:
@@ -107,7 +112,8 @@ def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedM
     if config.compile == "auto" and compile and (reason := why_eager(model)):
         log.info("model %r is not compiled: %s", config.path, reason)
         compile = False
-    return prepare(model, compile=compile)
+    loaded = prepare(model, compile=compile, attention=config.attention)
+    return replace(loaded, cuda_graphs=config.cuda_graphs, max_cuda_graphs=config.max_cuda_graphs)
 
 
 def _progress(group: Collectives) -> Progress:
@@ -123,16 +129,18 @@ def _progress(group: Collectives) -> Progress:
     return say
 
 
-def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
+def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "auto") -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
 
     Raises:
-        ConfigError: the model cannot run on the paged attention, or ``compile`` on a device other than the CPU or
-            with weights that are not compiled.
+        ConfigError: the model cannot run on the paged attention, or on the ``attention`` kernel, or ``compile`` on a
+            device other than the CPU or with weights that are not compiled.
     """
     model = model.eval()
     layers, window = probe_layers(model)
     text = model.config.get_text_config()
+    kernel = kernel_for(attention, model.device, model.dtype, layers)
+    log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
     step: StepFunction
     if compile:
         if model.device.type != "cpu":
@@ -141,7 +149,7 @@ def prepare(model: PreTrainedModel, *, compile: bool) -> LoadedModel:
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
         step = compiled_step(model, layers, window, cache_dir() / "compiled")
     else:
-        step = Step(model)
+        step = Step(model, kernel)
     method, batch_dependence = quantization_of(model)
     return LoadedModel(
         step=step,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from paceline.model.backend import Backend, HostBackend, attention_masks
+from paceline.model.backend import StepFunction as StepFunction  # also part of what this module offers
+from paceline.model.buckets import Limits, StepShape
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, pages_for
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
-
-StepFunction = Callable[..., Tensor]
-"""The traced signature: see ``StepPlan.inputs`` and ``step.py``."""
 
 
 @dataclass(slots=True)
@@ -143,17 +143,17 @@ class StepPlan:
             key_positions,
         )
 
+    @property
+    def shape(self) -> StepShape:
+        """The sizes that a recorded step must cover."""
+        rows, row_len = self.gather.shape
+        return StepShape(
+            len(self.tokens), len(self.logits_index), rows, row_len, self.page_table.shape[1], self.visible is not None
+        )
+
     def masks(self, dtype: torch.dtype, window: int | None) -> list[Tensor]:
         """Additive masks ``[B, 1, n, pages * PAGE_SIZE]``: the causal one, and one with the sliding window if any."""
-        key = torch.arange(self.page_table.shape[1] * PAGE_SIZE)
-        seen = key <= self.query_rows[:, :, None] if self.visible is None else self.visible
-        masks = [_additive(seen, dtype)]
-        if window is not None:
-            query_positions = self.positions[self.gather]
-            key_positions = key[None] if self.key_positions is None else self.key_positions
-            near = query_positions[:, :, None] - key_positions[:, None, :] < window
-            masks.append(_additive(seen & near, dtype))
-        return masks
+        return attention_masks(self, dtype, window)
 
     def inputs(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> tuple[Any, ...]:
         """The arguments of the traced signature, on the device of ``cache``."""
@@ -215,12 +215,15 @@ class ModelRunner:
         dtype: torch.dtype,
         sliding_window: int | None,
         vocab_size: int,
+        backend: Backend | None = None,
     ) -> None:
+        """``backend``: how steps reach the device; by default one by one, from the host's own memory."""
         self.cache = cache
         self.dtype = dtype
         self.sliding_window = sliding_window
         self.vocab_size = vocab_size
         self.num_forwards = 0
+        self.backend = backend or HostBackend(cache, dtype, sliding_window)
         self._step = step
 
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
@@ -234,7 +237,12 @@ class ModelRunner:
         """``forward`` of a plan: logits ``[num_logits, vocab_size]``."""
         self.num_forwards += 1
         with torch.no_grad():
-            return self._step(*plan.inputs(self.cache, self.dtype, self.sliding_window))[0, : plan.num_logits]
+            return self.backend.run(self._step, plan)
+
+    def record(self, limits: Limits) -> None:
+        """Records the steps of an engine that keeps to ``limits``, where the backend replays steps; see ``Backend``."""
+        with torch.no_grad():
+            self.backend.record(self._step, limits)
 
 
 def _num_rows(step: SequenceStep) -> int:
@@ -250,8 +258,3 @@ def _row_len(steps: Sequence[SequenceStep]) -> int:
     if len(lengths) > 1 and longest > QUERY_ROW_LEN and min(lengths) <= longest // 2:
         return max(QUERY_ROW_LEN, padded_row_len(min(lengths)))
     return longest
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(seen.shape, dtype=dtype)
-    return mask.masked_fill_(~seen, float("-inf")).unsqueeze(1)

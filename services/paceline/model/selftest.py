@@ -1,22 +1,27 @@
-"""Start-up check: do decoding and verification give the same bits on this machine, with this model?
+"""Start-up checks: do decoding and verification give the same bits on this machine, with this model? Do replays?
 
-Losslessness in bf16 rests on it (``shapes.py``). A platform that does not hold it is told so plainly; tokens can
-then differ from plain decoding where two scores are closer than the rounding of the dtype.
+Losslessness in bf16 rests on the first (``shapes.py``). A platform that does not hold it is told so plainly; tokens
+can then differ from plain decoding where two scores are closer than the rounding of the dtype. A recorded step that
+is not, bit for bit, the eager one is not used.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
+from paceline.model.backend import DeviceBackend
+from paceline.model.buckets import StepShape
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner, SequenceStep, StepPlan
 
 _CHUNKS = (2, 5, 9, 17)
 _NUM_TOKENS = 96
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,67 @@ def check_invariance(runner: ModelRunner, max_len: int | None = None) -> Invaria
     finally:
         runner.cache.release(pages)
         runner.cache.release(beside)
+
+
+def check_replay(runner: ModelRunner, max_len: int | None = None) -> list[StepShape]:
+    """Runs a random full step of every recorded shape both ways, and drops recordings whose bits differ.
+
+    Positions stay below ``max_len``. Leaves the KV cache without references. Returns what was dropped, which a
+    warning names; nothing where no step is recorded.
+    """
+    backend = runner.backend
+    if not isinstance(backend, DeviceBackend) or not backend.recorded:
+        return []
+    generator = torch.Generator().manual_seed(0)
+    most = max(max(shape.pages, pages_for(shape.tokens)) for shape in backend.recorded)
+    pages = runner.cache.allocate(min(most, runner.cache.num_available))
+    dropped = []
+    try:
+        for shape in backend.recorded:
+            plan = _full_plan(shape, pages, runner.vocab_size, max_len or 1 << 20, generator)
+            with torch.no_grad():
+                eager, replayed = backend.compute(runner._step, plan, shape), backend.replay(plan, shape)
+            if not torch.equal(eager, replayed):
+                backend.forget(shape)
+                dropped.append(shape)
+    finally:
+        runner.cache.release(pages)
+    total = len(backend.recorded) + len(dropped)
+    if dropped:
+        _log.warning(
+            "%d of %d recorded steps differ from eager ones and are not used: %s", len(dropped), total, dropped
+        )
+    else:
+        _log.info("%d recorded steps equal eager ones bit for bit", total)
+    return dropped
+
+
+def _full_plan(
+    shape: StepShape, pages: list[int], vocab_size: int, max_len: int, generator: torch.Generator
+) -> StepPlan:
+    """A step without padding: random tokens, each writing a row of its own, that see random numbers of rows."""
+
+    def random(*size: int, end: int) -> Tensor:
+        return torch.randint(0, end, size, generator=generator)
+
+    places = torch.arange(shape.rows * shape.row_len)
+    write = torch.arange(shape.tokens) % (len(pages) * PAGE_SIZE)
+    owned = torch.tensor(pages)
+    visible = torch.rand(shape.rows, shape.row_len, shape.num_keys, generator=generator) < 0.5
+    visible[:, :, 0] = True
+    return StepPlan(
+        num_logits=shape.wanted,
+        tokens=random(shape.tokens, end=vocab_size),
+        positions=random(shape.tokens, end=min(max_len, shape.num_keys)),
+        logits_index=torch.arange(shape.wanted) % shape.tokens,
+        write_rows=owned[write // PAGE_SIZE] * PAGE_SIZE + write % PAGE_SIZE,
+        page_table=owned[torch.arange(shape.pages) % len(pages)].repeat(shape.rows, 1),
+        gather=(places % shape.tokens).view(shape.rows, shape.row_len),
+        scatter=torch.arange(shape.tokens) % len(places),
+        query_rows=random(shape.rows, shape.row_len, end=shape.num_keys),
+        visible=visible if shape.is_tree else None,
+        key_positions=random(shape.rows, shape.num_keys, end=min(max_len, shape.num_keys)) if shape.is_tree else None,
+    )
 
 
 def _chunk(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:

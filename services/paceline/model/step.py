@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.errors import ConfigError
-from paceline.model.attention import IMPLEMENTATION
+from paceline.model.attention import IMPLEMENTATIONS
+from paceline.model.kernels import Kernel
 from paceline.model.kv_cache import LayerSpec
 
 _PROBE = "paceline_probe"
@@ -22,9 +23,9 @@ _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 class Step(torch.nn.Module):
     """``(ids [1, T], positions [1, T], logits_index [R], ...) -> logits [1, R, vocab]``."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kernel: Kernel = "sdpa") -> None:
         super().__init__()
-        model.set_attn_implementation(IMPLEMENTATION)
+        model.set_attn_implementation(IMPLEMENTATIONS[kernel])
         self.model = model
 
     def forward(

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
 from paceline.estimate import target_estimate
-from paceline.memory import fraction_pages, gib, target_pages
+from paceline.memory import fraction_pages, gib, session_pages, target_pages
+from paceline.model.buckets import Limits
 from paceline.model.collectives import Collectives
+from paceline.model.graphs import record_steps
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.ranks import Follower, ranked
 from paceline.model.runner import ModelRunner
@@ -71,6 +73,8 @@ def _engine(
     runner: ModelRunner,
     max_len: int,
 ) -> TargetEngine:
+    limits = Limits(config.max_sessions, config.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
+    record_steps(runner, limits, model.max_len, config.target.cuda_graphs)
     report = check_invariance(runner, max_len)
     _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
     if config.draft is not None and model.quantization is not None:

@@ -38,7 +38,7 @@ from paceline.types import (
     SpeculationWanted,
     TreeLost,
 )
-from paceline.verification import Proposal, Verdict, verify, verify_picked
+from paceline.verification import Proposal, Verdict, decide, verify_picked
 
 ToTarget = OpenSession | Nodes | CloseSession | DraftState
 FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
@@ -529,7 +529,7 @@ def _rows(part: Scheduled) -> list[Row]:
 def _verdicts(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict]:
     rows = [row for p in parts for row in _rows(p)]
     proposals = [_proposal(p) for p in parts]
-    return verify(process(logits, rows), proposals, [p.session.acceptance for p in parts])
+    return decide(logits, rows, proposals, [p.session.acceptance for p in parts])
 
 
 def _proposal(part: Scheduled) -> Proposal:

@@ -1,0 +1,241 @@
+"""Tokens/s of plain decoding against what the device's memory allows; what a step costs with CUDA graphs and without.
+
+    python benchmarks/gpu.py [--models grown-1B,grown-8B] [--context 256] [--tokens 128] [--attention triton]
+
+A model is ``grown-SIZE``, the embedded target grown to that size (``paceline/bench/grow.py``), or ``llama-1B`` or
+``llama-8B``, random weights in the shapes of Llama 3. Both are made on the device. Imports no Ray and no gRPC.
+
+The floor of a token is the time to read every weight once, at the bandwidth of a copy of 1 GiB on the same device
+(bytes read and written): embeddings count only where they are the output layer too. Goal: 80 % of the floor's rate.
+Writes ``benchmarks/results/gpu-DEVICE.txt``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from paceline.bench.grow import grow, parse_size
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.model.backend import DeviceBackend
+from paceline.model.buckets import Limits
+from paceline.model.graphs import record_steps
+from paceline.model.kv_cache import PAGE_SIZE, pages_for
+from paceline.model.loading import LoadedModel, load_pretrained, prepare
+from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.selftest import check_invariance
+from paceline.sampling import Row, SamplerState, draft_candidates
+from paceline.target.engine import FromTarget, TargetEngine
+from paceline.transfers import download
+from paceline.types import Mode, OpenSession, Outcome, SamplingParams, SpeculationParams
+
+RESULTS = Path(__file__).parent / "results"
+VERIFIED = (1, 4, 8, 16)
+LEAVES = (1, 8, 16)
+_LLAMA = {
+    "llama-1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+                 "head_dim": 64, "tie_word_embeddings": True},
+    "llama-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+                 "head_dim": 128, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+def make_model(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of that name, on ``device``."""
+    if name in _LLAMA:
+        config = LlamaConfig(vocab_size=128_256, num_key_value_heads=8, max_position_embeddings=8192, **_LLAMA[name])
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    kind, _, size = name.partition("-")
+    if kind != "grown":
+        raise SystemExit(f"model {name!r}: grown-SIZE, {' or '.join(_LLAMA)} is allowed")
+    with torch.no_grad():
+        return grow(LlamaForCausalLM.from_pretrained(TARGET_DIR, dtype=dtype).to(device), parse_size(size))
+
+
+def read_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a token reads."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    tied = embedding is model.get_output_embeddings().weight
+    return total if tied else total - embedding.numel() * embedding.element_size()
+
+
+class Clock:
+    """Times what a device does."""
+
+    def __init__(self, device: str) -> None:
+        self._wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def seconds(self, function: Callable[[], object], repeats: int) -> float:
+        """Median of single calls, each waited for; three calls more come first."""
+        times = []
+        for i in range(repeats + 3):
+            self._wait()
+            started = time.perf_counter()
+            function()
+            self._wait()
+            if i >= 3:
+                times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+
+def bandwidth(device: str, clock: Clock) -> float:
+    """Bytes per second of a copy, read and written ones."""
+    num_bytes = 1 << 30 if device == "cuda" else 1 << 27
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / clock.seconds(lambda: target.copy_(source), 20)
+
+
+def runners(model: LoadedModel, num_pages: int, limits: Limits) -> dict[str, ModelRunner]:
+    """With graphs where the device has them, and the eager twin of the same shapes."""
+    found = {}
+    if model.device.type == "cuda":
+        found["graphs"] = model.runner(num_pages)
+        record_steps(found["graphs"], limits, model.max_len, "auto")
+    eager = model.runner(num_pages)
+    if model.device.type == "cuda":
+        eager.backend = DeviceBackend(
+            eager.cache, model.dtype, model.sliding_window, recorder=None, max_shapes=model.max_cuda_graphs
+        )
+        eager.record(limits)
+    return found | {"eager": eager}
+
+
+def step_seconds(runner: ModelRunner, num_tokens: int, context: int, clock: Clock, repeats: int) -> float:
+    """One forward of the last ``num_tokens`` of a context, all logits."""
+    pages = runner.cache.allocate(pages_for(context))
+    span = range(context - num_tokens, context)
+    step = SequenceStep([1] * num_tokens, span, span, pages, num_logits=num_tokens)
+    try:
+        return clock.seconds(lambda: runner.forward([step]), repeats)
+    finally:
+        runner.cache.release(pages)
+
+
+def draft_seconds(runner: ModelRunner, num_leaves: int, context: int, clock: Clock, repeats: int) -> float:
+    """One tree step: forward, candidates of each leaf, and the way back to the host."""
+    pages = runner.cache.allocate(pages_for(context + num_leaves))
+    rows = range(context, context + num_leaves)
+    visible = torch.zeros(num_leaves, context + num_leaves, dtype=torch.bool)
+    visible[:, :context], visible[range(num_leaves), rows] = True, True
+    positions = torch.arange(context + num_leaves).clamp_(max=context)
+    step = SequenceStep([1] * num_leaves, [context] * num_leaves, rows, pages, num_leaves, visible, positions)
+    state = SamplerState(SamplingParams(temperature=0), 0, (1,), vocab_size=runner.vocab_size,
+                         device=runner.cache.keys[0].device)  # fmt: skip
+    leaves = [Row(state)] * num_leaves
+    try:
+        return clock.seconds(lambda: download(*draft_candidates(runner.forward([step]), leaves, 48)), repeats)
+    finally:
+        runner.cache.release(pages)
+
+
+def plain_tokens_per_s(runner: ModelRunner, context: int, num_tokens: int, temperature: float) -> float:
+    """One session through the target engine: decode tokens over their time, the prompt's step excluded."""
+    times: list[float] = []
+
+    def emit(events: list[FromTarget]) -> None:
+        times.extend(time.perf_counter() for event in events if isinstance(event, Outcome))
+
+    engine = TargetEngine(
+        runner, emit, max_sessions=1, max_step_tokens=256, max_model_len=context + num_tokens + PAGE_SIZE
+    )
+    engine.calibrate()
+    sampling = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
+    for session_id in ("first", "measured"):
+        times.clear()
+        prompt = tuple(7 + i % 250 for i in range(context))
+        speculation = SpeculationParams(mode=Mode.PLAIN)
+        engine.receive([OpenSession(session_id, 1, prompt, context, 0, sampling, speculation)])
+        while engine.num_sessions:
+            engine.step()
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def report(name: str, device: str, args: argparse.Namespace, peak: float, clock: Clock) -> list[str]:
+    """The lines of one target."""
+    made = make_model(name, device, getattr(torch, args.dtype))
+    num_bytes = read_bytes(made)
+    model = prepare(made, compile=False, attention=args.attention)
+    longest = args.context + args.tokens + PAGE_SIZE
+    num_pages = 2 * pages_for(longest) + 2
+    found = runners(model, num_pages, Limits(1, 64, pages_for(longest)))
+    floor = peak / num_bytes
+    size = f"{model.num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB read per token"
+    lines = [f"{name}: {size}, floor {1e3 / floor:.3f} ms = {floor:.1f} tokens/s"]
+    for kind, runner in found.items():
+        for temperature in (0.0, 1.0):
+            rate = plain_tokens_per_s(runner, args.context, args.tokens, temperature)
+            share = f"{rate:9.1f} tokens/s = {100 * rate / floor:5.1f} % of the floor's rate"
+            lines.append(f"  plain, {kind:7} temperature {temperature:g} {share}")
+    for kind, runner in found.items():
+        times = [1e3 * step_seconds(runner, n, args.context, clock, args.repeats) for n in VERIFIED]
+        cells = "  ".join(f"{n}: {ms:.3f} ({ms / times[0]:.2f} x)" for n, ms in zip(VERIFIED, times, strict=True))
+        lines.append(f"  step, {kind:7} ms by tokens  {cells}")
+        lines.append(f"  {kind}: {check_invariance(runner, model.max_len)}")
+    return lines
+
+
+def report_draft(device: str, args: argparse.Namespace, clock: Clock) -> list[str]:
+    """The lines of the embedded draft."""
+    model = prepare(load_pretrained(str(DRAFT_DIR), getattr(torch, args.dtype)).to(device), compile=False)
+    limits = Limits(1, max(LEAVES), pages_for(args.context + 256), is_tree=True)
+    lines = [f"embedded draft: {model.num_parameters / 1e6:.1f} M parameters"]
+    for kind, runner in runners(model, 2 * limits.max_pages + 2, limits).items():
+        times = [1e3 * draft_seconds(runner, n, args.context, clock, args.repeats) for n in LEAVES]
+        cells = "  ".join(f"{n}: {ms:.3f}" for n, ms in zip(LEAVES, times, strict=True))
+        lines.append(f"  tree step, {kind:7} ms by leaves  {cells}")
+    return lines
+
+
+def main() -> None:
+    """Prints the table and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="grown-1B,grown-8B,llama-1B,llama-8B")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--attention", choices=["auto", "sdpa", "triton"], default="auto", help="of the targets")
+    parser.add_argument("--context", type=int, default=256, help="tokens before the measured ones")
+    parser.add_argument("--tokens", type=int, default=128, help="decoded for tokens/s")
+    parser.add_argument("--repeats", type=int, default=50)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device was found: this benchmark is for one (--device cpu tries the script out)")
+    clock = Clock(args.device)
+    device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    peak = bandwidth(args.device, clock)
+    kernel = "" if args.attention == "auto" else f"-{args.attention}"
+    path = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}{kernel}.txt"
+    lines: list[str] = []
+
+    def say(*more: str) -> None:
+        lines.extend(more)
+        print("\n".join(more), flush=True)
+        if args.device == "cuda":
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    say(
+        f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}, {args.dtype}",
+        f"copy {peak / 1e9:.0f} GB/s, attention {args.attention}, context {args.context}, {args.tokens} tokens, "
+        f"medians of {args.repeats}",
+    )
+    say(*report_draft(args.device, args, clock))
+    for name in args.models.split(","):
+        say(*report(name, args.device, args, peak, clock))
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

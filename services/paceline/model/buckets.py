@@ -1,0 +1,194 @@
+"""Step shapes that are recorded once and replayed: which there are, which one a step takes, and how it is filled.
+
+A recorded step reads its integers from one buffer at fixed places and knows its shape only. So a step is *packed*:
+its plan is written into a buffer of the shape that runs it, and what is over is padding that no result depends on.
+The same buffer is what crosses to the device, in one copy. Nothing here knows a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.model.kv_cache import PAGE_SIZE
+from paceline.model.shapes import padded_pages, padded_tokens
+
+if TYPE_CHECKING:
+    from paceline.model.runner import StepPlan
+
+_MIN_TOKENS = 16
+"""Tokens of the smallest recorded step, one tile of a tensor core: decoding and short verification then run the
+same matrix products, bit for bit, and both wait for the weights."""
+_ROW_LENGTHS = (4, 8, 16, 32)
+"""Recorded query row lengths: decoding, and proposals or tree levels of up to 31 tokens."""
+_MIN_PAGES = 8
+_ITEM = 8
+"""Bytes of an integer in the buffer."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """The sizes of a step, which are all that a recorded step is fixed to."""
+
+    tokens: int
+    wanted: int
+    """Rows of logits."""
+    rows: int
+    """Query rows."""
+    row_len: int
+    pages: int
+    """Length of the page tables."""
+    is_tree: bool = False
+    """What each token sees is spelt out, instead of everything up to its own row."""
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that each query row attends to, masked ones included."""
+        return self.pages * PAGE_SIZE
+
+    def covers(self, other: StepShape) -> bool:
+        """Whether a step of the ``other`` shape can be packed into this one."""
+        return (
+            self.is_tree == other.is_tree
+            and self.tokens >= other.tokens
+            and self.wanted >= other.wanted
+            and self.rows >= other.rows
+            and self.row_len >= other.row_len
+            and self.pages >= other.pages
+        )
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Orders shapes by what they compute: keys times places first, which padding multiplies."""
+        return self.rows * self.row_len * self.num_keys, self.tokens, self.wanted
+
+    @property
+    def num_integers(self) -> int:
+        """Of the buffer's front part."""
+        return sum(math.prod(size) for size in self._sizes())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer."""
+        return self.num_integers * _ITEM + (self.rows * self.row_len * self.num_keys if self.is_tree else 0)
+
+    def _sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the integer fields, in the order of ``StepArrays``."""
+        flat, places = (self.tokens,), (self.rows, self.row_len)
+        sizes = (flat, flat, (self.wanted,), flat, (self.rows, self.pages), places, flat, places)
+        return (*sizes, (self.rows, self.num_keys)) if self.is_tree else sizes
+
+
+class StepArrays(NamedTuple):
+    """A step's fields as views of one buffer; see ``StepPlan``. Tensors or arrays, on any device."""
+
+    tokens: Any
+    positions: Any
+    logits_index: Any
+    write_rows: Any
+    page_table: Any
+    gather: Any
+    scatter: Any
+    query_rows: Any
+    key_positions: Any = None
+    visible: Any = None
+
+
+def unpack(shape: StepShape, buffer: Tensor) -> StepArrays:
+    """The fields of a step in a uint8 ``buffer`` of at least ``shape.num_bytes``, as views of it."""
+    front = shape.num_integers * _ITEM
+    integers = buffer[:front].view(torch.int64)
+    sizes = shape._sizes()
+    parts = torch.split(integers, [math.prod(size) for size in sizes])
+    views: list[Tensor | None] = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+    if not shape.is_tree:
+        return StepArrays(*views)
+    bits = buffer[front : shape.num_bytes].view(torch.bool)
+    return StepArrays(*views)._replace(visible=bits.view(shape.rows, shape.row_len, shape.num_keys))
+
+
+def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> None:
+    """Writes ``plan`` into a host ``buffer`` laid out for ``shape``, which must cover it.
+
+    Tokens that pad write to the scratch page and their results go nowhere. Places that pad repeat the last place of
+    their query row, and whole query rows the first one: they see what real ones see, so nothing in them is NaN.
+    Pages that pad repeat the first page of the row and are not seen.
+    """
+    assert shape.covers(plan.shape), f"{plan.shape} does not fit {shape}"
+    into = StepArrays(*(None if view is None else view.numpy() for view in unpack(shape, buffer)))
+    num_tokens, (num_rows, row_len) = len(plan.tokens), plan.gather.shape
+    num_pages = plan.page_table.shape[1]
+    for field, values in ((into.tokens, plan.tokens), (into.positions, plan.positions)):
+        field[:num_tokens], field[num_tokens:] = values.numpy(), 0
+    into.write_rows[:num_tokens] = plan.write_rows.numpy()
+    into.write_rows[num_tokens:] = scratch_row + np.arange(shape.tokens - num_tokens) % PAGE_SIZE
+    into.logits_index[: len(plan.logits_index)] = plan.logits_index.numpy()
+    into.logits_index[len(plan.logits_index) :] = 0
+    row, place = np.divmod(plan.scatter.numpy(), row_len)
+    into.scatter[:num_tokens], into.scatter[num_tokens:] = row * shape.row_len + place, 0
+    into.page_table[:num_rows, :num_pages] = plan.page_table.numpy()
+    into.page_table[:num_rows, num_pages:] = into.page_table[:num_rows, :1]
+    into.page_table[num_rows:] = into.page_table[0]
+    for field, values in ((into.gather, plan.gather), (into.query_rows, plan.query_rows)):
+        field[:num_rows, :row_len] = values.numpy()
+        field[:num_rows, row_len:] = field[:num_rows, row_len - 1 : row_len]
+        field[num_rows:] = field[0]
+    if plan.visible is None or plan.key_positions is None:
+        return
+    num_keys = num_pages * PAGE_SIZE
+    into.key_positions[:num_rows, :num_keys] = plan.key_positions.numpy()
+    into.key_positions[:num_rows, num_keys:] = 0
+    into.key_positions[num_rows:] = into.key_positions[0]
+    into.visible[:num_rows, :row_len, :num_keys] = plan.visible.numpy()
+    into.visible[:num_rows, row_len:, :num_keys] = into.visible[:num_rows, row_len - 1 : row_len, :num_keys]
+    into.visible[:num_rows, :, num_keys:] = False
+    into.visible[num_rows:] = into.visible[0]
+
+
+def best_fit(shape: StepShape, recorded: Iterable[StepShape]) -> StepShape | None:
+    """The cheapest of ``recorded`` that covers ``shape``; None: the step must run as it is."""
+    return min((r for r in recorded if r.covers(shape)), key=lambda r: r.cost, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large the steps of an engine become that are worth recording."""
+
+    max_rows: int
+    """Sessions of one step."""
+    max_tokens: int
+    max_pages: int
+    """Of one session."""
+    is_tree: bool = False
+
+
+def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
+    """At most ``most`` shapes, the most useful first: few sessions before many, short contexts before long.
+
+    Rows and pages double from one shape to the next. The shortest query rows are for decoding, one token each, the
+    others for full rows.
+    """
+    max_pages, max_tokens = padded_pages(limits.max_pages), max(_MIN_TOKENS, padded_tokens(limits.max_tokens))
+    shapes = []
+    for length in _ROW_LENGTHS:
+        for rows in _doubling(1, min(limits.max_rows, limits.max_tokens)):
+            tokens = max(_MIN_TOKENS, padded_tokens(rows if length == _ROW_LENGTHS[0] else rows * length))
+            if tokens <= max_tokens:
+                for pages in _doubling(min(_MIN_PAGES, max_pages), max_pages):
+                    shapes.append(StepShape(tokens, tokens, rows, length, pages, limits.is_tree))
+    return sorted(shapes, key=lambda s: (s.rows * s.pages, s.tokens, s.row_len))[:most]
+
+
+def _doubling(first: int, last: int) -> Sequence[int]:
+    """``first``, twice that, ... and ``last``, which ends it."""
+    values = []
+    while first < last:
+        values.append(first)
+        first *= 2
+    return [*values, last]
