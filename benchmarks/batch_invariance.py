@@ -26,12 +26,12 @@ from paceline.model.loading import load_pretrained, prepare
 from paceline.model.runner import ModelRunner, SequenceStep
 
 CHUNKS = (2, 3, 5, 6, 9, 13, 17)
-RULES: dict[str, dict[str, Callable[[int], int] | int]] = {
-    "all rules": {"MIN_TOKENS": runner_module.MIN_TOKENS},
-    "any number of tokens": {"MIN_TOKENS": 1},
+RULES: dict[str, dict[str, Callable[[int], int]]] = {
+    "all rules": {"padded_tokens": runner_module.padded_tokens},
+    "any number of tokens": {"padded_tokens": lambda n: n},
     "any query row length": {"padded_row_len": lambda n: n},
     "any multiple of 64 keys": {"padded_pages": lambda n: n},
-    "no rule": {"MIN_TOKENS": 1, "padded_row_len": lambda n: n, "padded_pages": lambda n: n},
+    "no rule": {"padded_tokens": lambda n: n, "padded_row_len": lambda n: n, "padded_pages": lambda n: n},
 }
 
 
