@@ -151,7 +151,7 @@ class _EngineReplica:
                 token=internal_token(),
                 model=self._model(),
                 core=None if self._core is None else self._core.core,
-                ranks=actor_ranks(self.kind, pair, self._node, self.config.log),
+                ranks=actor_ranks(self.kind, pair, self._replica_id, self._node, self.config.log),
             )
             await self._server.start()
             self._host = self._server.host

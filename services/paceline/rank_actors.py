@@ -158,7 +158,7 @@ class ActorWorker:
 
 
 def actor_ranks(
-    kind: str, config: PairConfig, node: str, log_config: LogConfig
+    kind: str, config: PairConfig, replica_id: str, node: str, log_config: LogConfig
 ) -> tuple[Rendezvous | None, list[MakeWorker]]:
     """Where this replica's ranks meet, and makers of the actors for all but the first, which is the replica itself.
 
@@ -189,8 +189,7 @@ def actor_ranks(
 
     def maker(rank: int) -> MakeWorker:
         factory = FollowerFactory(kind, config, rendezvous.of(rank))
-        return lambda on_death: ActorWorker(
-            rank_name(kind, rank), group, rank, factory, log_config, on_death, keep=store
-        )
+        name = f"{rank_name(kind, rank)} of {replica_id}"
+        return lambda on_death: ActorWorker(name, group, rank, factory, log_config, on_death, keep=store)
 
     return rendezvous, [maker(rank) for rank in range(1, degree)]

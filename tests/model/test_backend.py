@@ -261,7 +261,7 @@ def test_equal_replays_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     for limits in (LIMITS, TREES):
         runner = on_device(prepare(random_model("gemma3"), compile=False), 9, FakeRecorder(), most=6)
         runner.record(limits)
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.INFO, "paceline"):
             assert check_replay(runner) == []
         assert len(runner.backend.recorded) == 6
         assert runner.cache.num_used == 0

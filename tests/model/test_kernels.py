@@ -66,7 +66,7 @@ def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.L
     assert (pair.target.attention, pair.draft.attention) == ("triton", "triton")
     random_model("llama").save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path), device="cpu", compile=False)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "paceline"):
         load_model(config)
     assert "attention of LlamaForCausalLM on cpu: sdpa" in caplog.text
     with pytest.raises(ConfigError, match="attention is 'triton', which runs on CUDA only"):

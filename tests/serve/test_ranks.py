@@ -38,8 +38,8 @@ RANK_TIMEOUT_S, RECOVERY_S, TARGET_TIMEOUT_S = 6.0, 20.0, 5.0
 __all__ = ["expected"]  # a fixture
 
 
-def sharded(app, degree, num_replicas=1):
-    """The configuration of the application with targets of ``degree`` ranks."""
+def sharded(app, degree, num_replicas=1, draft_degree=1):
+    """The configuration of the application with targets and drafts of so many ranks."""
     config = config_for(app.pair) | {"server": app.config["server"]}
     target, router = config["target_config"], config["router_config"]
     engine = target["engine_kwargs"] | {"tensor_parallel_size": degree, "rank_timeout_s": RANK_TIMEOUT_S}
@@ -47,6 +47,9 @@ def sharded(app, degree, num_replicas=1):
     deployment = target["deployment_config"] | {"num_replicas": num_replicas}
     config["target_config"] = target | bundles | {"engine_kwargs": engine, "deployment_config": deployment}
     config["router_config"] = router | {"recovery_timeout_s": RECOVERY_S, "target_timeout_s": TARGET_TIMEOUT_S}
+    config["draft_config"] = draft = dict(config["draft_config"])
+    draft["engine_kwargs"] = draft["engine_kwargs"] | {"tensor_parallel_size": draft_degree}
+    draft["placement_group_config"] = {"bundles": [{"CPU": 0.1}] * draft_degree}
     return config
 
 
@@ -82,10 +85,11 @@ def rank_pids():
     return found
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_the_service_is_lossless_at_every_degree(degree, restored):
-    bring(restored, sharded(restored, degree), 1)
-    assert len(rank_pids()) == degree - 1, "each rank is an actor; those of the former target have ended"
+@pytest.mark.parametrize(("degree", "draft_degree"), [(2, 2), (4, 1)])
+def test_the_service_is_lossless_at_every_degree(degree, draft_degree, restored):
+    bring(restored, sharded(restored, degree, draft_degree=draft_degree), 1)
+    num_actors = degree - 1 + draft_degree - 1
+    assert len(rank_pids()) == num_actors, "each rank is an actor; those of former replicas have ended"
     check_lossless(restored)
 
 
