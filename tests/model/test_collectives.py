@@ -22,7 +22,7 @@ from paceline.model.shared_memory import SharedMemoryCollectives, connect
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks

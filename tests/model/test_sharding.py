@@ -105,6 +105,7 @@ def test_two_ranks_equal_one_process(family: str, two: Ranks, tmp_path: Path) ->
     check_equal(two, FAMILIES[family](), tmp_path, torch.float32, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in PLANNED if family != "qwen3_moe"])
 def test_two_ranks_are_near_one_process_in_bfloat16(family: str, two: Ranks, tmp_path: Path) -> None:
     """Within 3 % of the largest logit. Not of experts: a rounding can choose another one."""
@@ -117,6 +118,7 @@ def test_odd_vocabularies_tied_embeddings_and_biases(two: Ranks, tmp_path: Path)
     check_equal(two, config, tmp_path, torch.float32, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_kv_heads_that_are_fewer_than_the_ranks_are_repeated(kv_heads: int, tmp_path: Path) -> None:
     """On three ranks one KV head, on four two: neighbours hold the same one."""
@@ -177,7 +179,7 @@ def test_verified_rows_have_the_bits_of_decoded_ones(
     assert said[0].startswith("batch-invariant: ")
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) -> None:
     """Greedy and at three temperatures, 300 tokens over the ranks: as from whole rows; the same for each degree."""
     config = LlamaConfig(**{**SMALL_LLAMA, "num_key_value_heads": 4, "pad_token_id": 0})
@@ -192,7 +194,7 @@ def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) 
     assert len({tuple(text) for text in texts}) == 5
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_greedy_tokens_do_not_depend_on_the_degree(degree: int, tmp_path: Path) -> None:
     config = LlamaConfig(**{**SMALL_LLAMA, "num_key_value_heads": 4})
     _, path = saved(config, tmp_path / "model")
@@ -203,7 +205,8 @@ def test_greedy_tokens_do_not_depend_on_the_degree(degree: int, tmp_path: Path) 
             assert greedy == tokens
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_a_rank_that_dies_while_the_engine_runs_is_told_of(compile: bool, tmp_path: Path) -> None:
     """With the same reason whether the step is compiled or not."""
     _, path = saved(FAMILIES["llama"](), tmp_path / "model")
