@@ -77,6 +77,8 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, group: Collectives) -> N
         _wrap(model.get_submodule(name), _Summed(group))
     for name in plan.gathered:
         _wrap(model.get_submodule(name), _Gathered(group))
+    for name in plan.divided:
+        _wrap(model.get_submodule(name), lambda forward, hidden: forward(hidden / plan.degree))
     first, stop = plan.vocab
     embedding = model.get_submodule(plan.embedding)
     assert isinstance(embedding, nn.Embedding)

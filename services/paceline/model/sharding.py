@@ -37,6 +37,8 @@ _ROW = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _PACKED = {"packed_colwise", "packed_rowwise"}
 _SHARDING = _COLUMN | _ROW | _PACKED
 _SUMMING = _ROW | {"moe_tp_experts", "all_reduce"}
+_SHARED = {"moe_identity_expert"}
+_PER_LAYER = object()
 _NEUTRAL = {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params", "embedding_rowwise"}
 
 
@@ -78,6 +80,8 @@ class ShardPlan:
     """Modules whose outputs are added over the ranks."""
     gathered: tuple[str, ...]
     """Norms over a dimension that is split: they see the whole of it, and the rank keeps its part."""
+    divided: tuple[str, ...]
+    """Modules without weights whose input every rank adds to a sum: each adds its part of it."""
     embedding: str
     head: str
     vocab_size: int
@@ -114,7 +118,9 @@ class _Planner:
         plan: dict[str, str] = dict(getattr(self.model, "tp_plan", None) or {})
         if not any(style in _SHARDING for key, style in plan.items() if "*" in key):
             raise ConfigError(f"{self.name} has no tensor-parallel plan in transformers: only degree 1 works")
-        if unknown := sorted({style for style in plan.values() if style not in _SUMMING | _SHARDING | _NEUTRAL}):
+        if unknown := sorted(
+            {style for style in plan.values() if style not in _SUMMING | _SHARDING | _SHARED | _NEUTRAL}
+        ):
             raise ConfigError(f"{self.name} is planned with {', '.join(unknown)}, which is not supported: use degree 1")
         self.styles = plan
         self.embedding, self.head = self._vocabulary_modules()
@@ -131,7 +137,8 @@ class _Planner:
             chosen.add(_KV_HEADS)
         elif _HEADS not in chosen:
             chosen.discard(_KV_HEADS)
-        self._check_degree({key: values[key] for key in chosen})
+        self.split = {key: values[key] for key in chosen}
+        self._check_degree(self.split)
 
         local = {key: max(1, values[key] // self.degree) for key in chosen}
         config = _changed(self.config, local)
@@ -149,6 +156,7 @@ class _Planner:
             )
             if parameters[name].dim is None and shapes[name] != shape:
                 gathered.append(name.rpartition(".")[0])
+        gathered += [norm for norm in self._fixed_norms(parameters) if norm not in gathered]
         self._check_gathered(parameters, gathered)
         if gathered and self.degree > values.get(_KV_HEADS, self.degree):
             raise ConfigError(
@@ -180,6 +188,7 @@ class _Planner:
             aliases=aliases,
             summed=summed,
             gathered=tuple(gathered),
+            divided=tuple(name for name, _ in self.model.named_modules() if self._style(name) in _SHARED),
             embedding=self.embedding,
             head=self.head,
             vocab_size=vocab_size,
@@ -187,9 +196,22 @@ class _Planner:
             vocab_width=width,
         )
 
+    def _fixed_norms(self, parameters: dict[str, ParameterShard]) -> list[str]:
+        """Norms over whole projections whose size is given by something that is not split: ``q_norm`` of ``q_proj``."""
+        found = []
+        for name, shard in parameters.items():
+            block, _, leaf = name.rpartition(".")[0].rpartition(".")
+            projection = f"{block}.{leaf.removesuffix('_norm')}_proj.weight"
+            read = parameters.get(projection) if leaf.endswith("_norm") else None
+            if read is not None and read.dim == 0 and shard.shape == read.shape[:1] == shard.local_shape:
+                found.append(f"{block}.{leaf}")
+        return found
+
     def _check_gathered(self, parameters: dict[str, ParameterShard], gathered: list[str]) -> None:
-        """What the plan makes whole again within a layer must be a packed projection, or be read by such a norm."""
+        """What the plan makes whole again within a layer must be a packed projection, be read by such a norm, or be
+        split again as it was."""
         readers = {norm.rpartition(".")[0] for norm in gathered}
+        readers |= {name.rsplit(".", 2)[0] for name in parameters if self._style_of(name) == "rowwise_split_input"}
         for name, shard in parameters.items():
             if self._style_of(name) == "colwise_gather_output" and len(shard.parts) == 1:
                 module = name.rpartition(".")[0]
@@ -205,28 +227,47 @@ class _Planner:
 
     def _style(self, name: str) -> str | None:
         """Of a module or parameter, by its name with layer numbers as ``*``."""
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        return self.styles.get(pattern)
+        return self.styles.get(_pattern(name))
 
     def _style_of(self, parameter: str) -> str | None:
         return self._style(parameter) or self._style(parameter.rpartition(".")[0])
 
-    def _followers(self, change: dict[str, int]) -> set[str]:
-        """Parameters outside the vocabulary whose shapes follow a configuration value."""
+    def _followers(self, change: dict[str, int]) -> dict[str, int]:
+        """Parameters outside the vocabulary whose shapes follow a configuration value, and the first dimension that
+        does."""
         try:
             shapes = _shapes(_meta_model(_changed(self.config, change)))
         except (ValueError, RuntimeError, ZeroDivisionError):  # the class does not accept the value at all
-            return set()
-        return {name for name, shape in self.body.items() if shapes.get(name) != shape}
+            return {}
+        return {
+            name: next((d for d, size in enumerate(shapes.get(name, ())) if size != shape[d]), 0)
+            for name, shape in self.body.items()
+            if shapes.get(name) != shape
+        }
 
-    def _is_planned(self, names: set[str]) -> bool:
+    def _is_planned(self, follows: dict[str, int]) -> bool:
         """Whether the plan splits what follows a value: all of it, but for norms."""
-        planned = {name for name in names if self._style_of(name) in _SHARDING}
+        planned = {name for name in follows if self._style_of(name) in _SHARDING}
         if not planned:
             return False
-        if rest := sorted(name for name in names - planned if not self._is_norm(name)):
+        rest = sorted(name for name in follows.keys() - planned if not self._is_norm(name))
+        for block in {name.rsplit(".", 2)[0] for name in rest if name.count(".") > 1}:
+            own = [name for name in rest if name.rsplit(".", 2)[0] == block]
+            if self._is_feed_forward([*own], follows):
+                for name in own:
+                    self.styles[_pattern(name.rpartition(".")[0])] = "rowwise" if follows[name] else "colwise"
+                rest = [name for name in rest if name not in own]
+        if rest:
             raise ConfigError(f"{self.name}: its plan splits {min(planned)} but not {rest[0]}: use degree 1")
         return True
+
+    def _is_feed_forward(self, names: list[str], follows: dict[str, int]) -> bool:
+        """Whether parameters that the plan leaves out, such as those of shared experts, are linear layers that widen
+        and one that narrows again: a value is then as well split in them as in those that the plan names."""
+        modules = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
+        weights = [name for name in names if name.endswith(".weight")]
+        narrow = [name for name in weights if follows[name] == 1]
+        return all(isinstance(module, nn.Linear) for module in modules) and 1 == len(narrow) < len(weights)
 
     def _is_norm(self, name: str) -> bool:
         """Whether a parameter belongs to a layer of vectors, or of one vector for each head."""
@@ -260,7 +301,7 @@ class _Planner:
         """``sizes``: whole and local value of each configuration value in ``keys``, which this parameter follows."""
         style = self._style_of(name)
         if style in _SHARDING and not keys and not self._is_whole_bias(name, style):
-            raise ConfigError(f"{self.name}: {name} is to be split, but no known setting governs its size")
+            return self._by_heads(name, shape, style)
         if shape == local:
             return ParameterShard(shape, elsewhere=self.rank > 0 and self._is_added_bias(name))
         dims = [d for d in range(len(shape)) if shape[d] != local[d]]
@@ -283,6 +324,27 @@ class _Planner:
             parts.append((first, first + small))
             start += whole
         return ParameterShard(shape, dim, tuple(parts))
+
+    def _by_heads(self, name: str, shape: tuple[int, ...], style: str | None) -> ParameterShard:
+        """Of an attention that takes as many heads as its layers have columns: these follow the width of the model, or
+        differ from layer to layer."""
+        attention = self.model.get_submodule(name.rsplit(".", 2)[0])
+        dim = len(shape) - 1 if style in _ROW else 0
+        if not hasattr(attention, "layer_idx") or style in _PACKED:
+            raise ConfigError(f"{self.name}: {name} is to be split, but no known setting governs its size")
+        head_dim = int(getattr(attention, "head_dim", 0) or getattr(attention, "head_size", 1))
+        heads = {key: value for key, value in _values(self.config).items() if key in (_HEADS, _KV_HEADS)}
+        heads[name] = shape[dim] // head_dim if shape[dim] % head_dim == 0 else shape[dim]
+        if any(value % self.degree for value in heads.values()):
+            key, value = next((k, v) for k, v in heads.items() if v % self.degree)
+            # By these names KV heads are not repeated, which they are not here.
+            counts = {**self.split, **{f"heads of {key}": value for key, value in heads.items()}}
+            raise ConfigError(
+                f"{self.name}: degree {self.degree} and {key} with {value} heads, which it does not divide: "
+                f"{self._allowed(counts)}"
+            )
+        size = shape[dim] // self.degree
+        return ParameterShard(shape, dim, ((self.rank * size, (self.rank + 1) * size),))
 
     def _blocks(
         self, name: str, length: int, keys: set[str], sizes: dict[str, Range], style: str | None
@@ -319,6 +381,11 @@ class _Planner:
         return tuple(modules)
 
 
+def _pattern(name: str) -> str:
+    """As a plan names it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """The causal language model of a configuration; the caller holds ``BUILDING``."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
@@ -338,20 +405,28 @@ def _values(config: PretrainedConfig) -> dict[str, int]:
     """Configuration values that a degree may divide."""
     text = config.get_text_config()
     names = [_HEADS, _KV_HEADS, *(name for name in vars(text) if _WIDTH.search(name))]
-    found = {name: getattr(text, name, None) for name in names}
+    found = {name: _uniform(text, name) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
 
 
 def _head_dim(config: PretrainedConfig) -> int:
     text = config.get_text_config()
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return int(_uniform(text, "head_dim") or text.hidden_size // text.num_attention_heads)
+
+
+def _uniform(text: PretrainedConfig, name: str, otherwise: Any = None) -> Any:
+    """A configuration value, None if there is none; ``otherwise`` if there is one for each layer."""
+    try:
+        return getattr(text, name, None)
+    except Exception:  # transformers raises an error of its own, not an AttributeError
+        return otherwise
 
 
 def _changed(config: PretrainedConfig, values: dict[str, int]) -> PretrainedConfig:
     """A copy with other values; heads keep their size."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
-    if getattr(text, "head_dim", None) is None:
+    if _uniform(text, "head_dim", _PER_LAYER) is None:
         text.head_dim = _head_dim(config)
     for name, value in values.items():
         setattr(text, name, value)
