@@ -134,17 +134,12 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(rope: dict) -> N
         prepare(AutoModelForCausalLM.from_config(config), compile=False)
 
 
-def test_attention_sinks_are_refused() -> None:
-    """The paged attention has none."""
-    from transformers import GptOssConfig
-
-    config = GptOssConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, intermediate_size=16, num_local_experts=2, num_experts_per_tok=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="attention sinks"):
-        prepare(AutoModelForCausalLM.from_config(config), compile=False)
+def test_attention_sinks_that_are_kept_back_are_refused() -> None:
+    """Given to the attention function they work: see ``test_families.py``."""
+    model = random_model("llama")
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ConfigError, match="has attention sinks that it does not give to its attention function"):
+        prepare(model, compile=False)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [num_heads] attention sinks: a logit of each head that attends to nothing
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Writes this step's keys and values, then attends. Returns ``[1, T, num_heads, value_dim]``."""
@@ -63,12 +64,19 @@ def paged_attention(
     mask = mask.expand(num_rows, groups, row_len, num_keys)
     mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
 
-    if softcap is None:
+    if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     else:
         scores = torch.matmul(q, k.transpose(2, 3)) * (scaling if scaling is not None else key_dim**-0.5)
-        scores = torch.tanh(scores / softcap) * softcap + mask
-        out = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = (scores + mask).float()
+        weights = torch.softmax(scores, dim=-1)
+        if s_aux is not None:
+            sinks = s_aux.float().view(num_kv_heads, groups, 1).expand(num_kv_heads, groups, row_len)
+            total = torch.logsumexp(scores, dim=-1, keepdim=True)
+            weights = weights * torch.sigmoid(total - sinks.reshape(1, num_kv_heads, groups * row_len, 1))
+        out = torch.matmul(weights.to(q.dtype), v)
     out = out.view(num_rows, num_kv_heads, groups, row_len, value_dim).permute(0, 3, 1, 2, 4)
     out = out.reshape(num_rows * row_len, num_heads, value_dim)
     return out.index_select(0, scatter_index).unsqueeze(0), None

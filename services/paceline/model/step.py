@@ -19,8 +19,8 @@ _PROBING = threading.Lock()
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
 """Layers of another kind mask more, or something else, and do not tell the attention function of it."""
-_HARMLESS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
-"""Tensors that some models pass on and that say nothing beyond the step's own plan."""
+_KNOWN = {"s_aux", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
+"""Tensors that the paged attention takes, or that say nothing beyond the step's own plan."""
 
 
 class Step(torch.nn.Module):
@@ -68,7 +68,7 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
 
     Raises:
         ConfigError: the model has layers without attention, or whose attention is not that of ``paged_attention``
-            (several window sizes, sinks, biases, masks of their own), or a rotary embedding that depends on the batch.
+            (several window sizes, biases, masks of their own), or a rotary embedding that depends on the batch.
     """
     config = model.config.get_text_config()
     name = f"{type(model).__name__} ({model.name_or_path or config.model_type})"
@@ -80,13 +80,13 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
     def record(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
-            raise ConfigError(f"{name} uses attention sinks, which the paged attention does not have")
+        if kwargs.get("s_aux") is None and getattr(module, "sinks", None) is not None:
+            raise ConfigError(f"{name} has attention sinks that it does not give to its attention function")
         if not getattr(module, "is_causal", True):
             raise ConfigError(f"{name} attends to later tokens too; only causal attention works")
         if "page_table" not in kwargs:
             raise ConfigError(f"{name} does not hand on to its attention what it is called with")
-        given = sorted(key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _HARMLESS)
+        given = sorted(key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _KNOWN)
         if attention_mask is not None or given:
             raise ConfigError(
                 f"{name} gives its attention {' and '.join(given) or 'a mask of its own'}, "
