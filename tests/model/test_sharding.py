@@ -317,13 +317,9 @@ def test_degrees_that_do_not_divide(changes: dict[str, Any], degree: int, said: 
     ("config", "said"),
     [
         (lambda: FAMILIES["gpt2"](), r"GPT2LMHeadModel \(gpt2\) has no tensor-parallel plan in transformers"),
-        (
-            lambda: small("gemma3n_text", num_kv_shared_layers=0),
-            r"mlp\.gate_proj\.weight is to be split, but no known setting governs",
-        ),
         (lambda: small("doge"), r"its plan splits .* but not .*: use degree 1"),
     ],
-    ids=["gpt2", "gemma3n", "doge"],
+    ids=["gpt2", "doge"],
 )
 def test_plans_that_are_refused(config: Any, said: str) -> None:
     """In one sentence with the reason."""
@@ -340,7 +336,7 @@ def test_plans_that_are_refused(config: Any, said: str) -> None:
             r"needs the whole output of model\.layers\.0\.self_attn",
         ),
     ],
-    ids=["style", "whole output"],
+    ids=["style", "size", "whole output"],
 )
 def test_plans_of_other_versions(changes: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a plan may come to say, and is not understood."""
@@ -372,6 +368,14 @@ def test_an_attention_as_wide_as_the_model_is_split_by_heads() -> None:
         plan_shards(small("gpt_neox"), 0, 3)
     plan = plan_shards(small("helium"), 0, 2)
     assert plan.parameters["model.layers.0.self_attn.o_proj.weight"].parts == ((0, 32),)
+
+
+def test_feed_forward_layers_that_no_setting_governs_stay_whole() -> None:
+    """gemma3n has one width for each layer, and takes statistics over all of it."""
+    plan = plan_shards(small("gemma3n_text", num_kv_shared_layers=0), 0, 2)
+    assert plan.parameters["model.layers.0.mlp.gate_proj.weight"].dim is None
+    assert plan.parameters["model.layers.0.self_attn.q_proj.weight"].dim == 0
+    assert {name.rpartition(".")[2] for name in plan.summed} == {"o_proj"}
 
 
 def test_norms_whose_size_is_that_of_the_model() -> None:

@@ -137,6 +137,7 @@ class _Planner:
             chosen.add(_KV_HEADS)
         elif _HEADS not in chosen:
             chosen.discard(_KV_HEADS)
+        self._leave_whole({name for key in chosen for name in follows.get(key, ())})
         self.split = {key: values[key] for key in chosen}
         self._check_degree(self.split)
 
@@ -195,6 +196,19 @@ class _Planner:
             vocab=vocab,
             vocab_width=width,
         )
+
+    def _leave_whole(self, governed: set[str]) -> None:
+        """Takes out of the plan the feed-forward blocks none of whose sizes a setting governs: every rank has them
+        whole, and adds nothing up."""
+        blocks: dict[str, list[str]] = {}
+        for name in self.body:
+            module, _, _ = name.rpartition(".")
+            if self._style(module) in _SHARDING and isinstance(self.model.get_submodule(module), nn.Linear):
+                blocks.setdefault(module.rpartition(".")[0], []).append(name)
+        for block, names in blocks.items():
+            if governed.isdisjoint(names) and not hasattr(self.model.get_submodule(block), "layer_idx"):
+                for name in names:
+                    self.styles.pop(_pattern(name.rpartition(".")[0]), None)
 
     def _fixed_norms(self, parameters: dict[str, ParameterShard]) -> list[str]:
         """Norms over whole projections whose size is given by something that is not split: ``q_norm`` of ``q_proj``."""
@@ -328,7 +342,10 @@ class _Planner:
     def _by_heads(self, name: str, shape: tuple[int, ...], style: str | None) -> ParameterShard:
         """Of an attention that takes as many heads as its layers have columns: these follow the width of the model, or
         differ from layer to layer."""
-        attention = self.model.get_submodule(name.rsplit(".", 2)[0])
+        module, _, _ = name.rpartition(".")
+        attention = self.model.get_submodule(module)
+        if not hasattr(attention, "layer_idx"):
+            attention = self.model.get_submodule(module.rpartition(".")[0])
         dim = len(shape) - 1 if style in _ROW else 0
         if not hasattr(attention, "layer_idx") or style in _PACKED:
             raise ConfigError(f"{self.name}: {name} is to be split, but no known setting governs its size")
