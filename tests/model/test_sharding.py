@@ -332,6 +332,10 @@ def test_plans_that_are_refused(config: Any, said: str) -> None:
     [
         ({"layers.*.input_layernorm": "sequence_parallel"}, "planned with sequence_parallel, which is not supported"),
         (
+            {"layers.*.input_layernorm": "colwise"},
+            "is to be split, but no known setting governs its size: use degree 1",
+        ),
+        (
             {"layers.*.self_attn.q_proj": "colwise_gather_output"},
             r"needs the whole output of model\.layers\.0\.self_attn",
         ),

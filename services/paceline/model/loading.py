@@ -22,11 +22,11 @@ from paceline.memory import gib
 from paceline.model.collectives import Collectives
 from paceline.model.compile import compiled_step
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.local_config import BUILDING
 from paceline.model.ranks import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.runner import ModelRunner, StepFunction
 from paceline.model.shard_loading import Progress
 from paceline.model.sharded import Share, load_shard, share_of
-from paceline.model.sharding import BUILDING
 from paceline.model.step import Step, probe_layers
 
 _NUM_NAMED = 3

@@ -20,8 +20,9 @@ from transformers.initialization import no_init_weights
 from paceline.checkpoints import inspect_checkpoint
 from paceline.errors import ConfigError
 from paceline.model.collectives import Collectives
+from paceline.model.local_config import BUILDING, build
 from paceline.model.shard_loading import CheckpointFiles, Progress, read_shard
-from paceline.model.sharding import BUILDING, Range, ShardPlan, build, plan_shards
+from paceline.model.sharding import Range, ShardPlan, plan_shards
 
 _SHARE = "_paceline_share"
 _LOAD_LIMIT_S = 3600.0
