@@ -12,6 +12,9 @@ from tests.model.conformance import DOCS, Result, count, examine
 from tests.model.families import EXCLUDED, MAX_PARAMETERS, WHOLE_ONLY, Case, cases, family_names, small_config
 from tests.model.ranks import Ranks
 
+from paceline.errors import ConfigError
+from paceline.model.sharding import plan_shards
+
 QUICK = {
     "llama", "qwen3", "gemma2", "gemma3_text", "mistral", "mixtral", "deepseek_v3", "gpt_oss, no plan", "doge",
 }  # fmt: skip
@@ -41,6 +44,31 @@ def check_expected(result: Result) -> None:
             assert re.search(expected[result.name], reason), f"{result.name}: {reason or 'works'}"
         else:
             assert not reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [3, 4])
+def test_other_degrees_are_planned_whole_or_refused_with_those_that_work(degree: int) -> None:
+    """Without a process: the ranks hold every row of every parameter, those of repeated KV heads more than once."""
+    planned, refused = 0, []
+    for family in family_names():
+        if family in EXCLUDED:
+            continue
+        try:
+            plans = [plan_shards(small_config(family), rank, degree) for rank in range(degree)]
+        except ConfigError as error:
+            refused.append(str(error))
+            continue
+        planned += 1
+        for name, shard in plans[0].parameters.items():
+            if shard.dim is not None:
+                rows = {row for plan in plans for part in plan.parameters[name].parts for row in range(*part)}
+                assert rows == {*range(shard.shape[shard.dim])}, name
+    assert planned > (40 if degree == 4 else 0)
+    for reason in refused:
+        found = re.search(r": use (?:degree )?(1(?:, \d+)*)$", reason)
+        assert found, reason
+        assert str(degree) not in found[1].split(", "), reason
 
 
 def test_the_tables_name_families_and_variants_only() -> None:

@@ -159,9 +159,10 @@ class _Planner:
         gathered += [norm for norm in self._fixed_norms(parameters) if norm not in gathered]
         self._check_gathered(parameters, gathered)
         if gathered and self.degree > values.get(KV_HEADS, self.degree):
+            whole = self._allowed({f"whole {key}": values[key] for key in chosen})
             raise ConfigError(
                 f"{self.name} normalises over whole projections ({gathered[0]}), of which {values[KV_HEADS]} KV "
-                f"heads cannot be repeated on {self.degree} ranks: {self._allowed({k: values[k] for k in chosen})}"
+                f"heads cannot be repeated on {self.degree} ranks: {whole}"
             )
         summed = self._summed(parameters)
         vocab_size = self.shapes[f"{self.head}.weight"][0]
