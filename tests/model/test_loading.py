@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.model.families import small_config
 from tests.support import FAMILIES, SLIDING_WINDOW, VOCAB, random_model
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, MambaConfig, PreTrainedModel
 
@@ -131,17 +134,38 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(rope: dict) -> N
         prepare(AutoModelForCausalLM.from_config(config), compile=False)
 
 
-def test_attention_sinks_are_refused() -> None:
-    """The paged attention has none."""
-    from transformers import GptOssConfig
+def test_attention_sinks_that_are_kept_back_are_refused() -> None:
+    """Given to the attention function they work: see ``test_families.py``."""
+    model = random_model("llama")
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ConfigError, match="has attention sinks that it does not give to its attention function"):
+        prepare(model, compile=False)
 
-    config = GptOssConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, intermediate_size=16, num_local_experts=2, num_experts_per_tok=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="attention sinks"):
-        prepare(AutoModelForCausalLM.from_config(config), compile=False)
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("doge", {}, "gives its attention a mask of its own"),
+        ("nemotron", {}, "does not hand on to its attention what it is called with"),
+        ("llama4_text", {}, "has layers of type chunked_attention; only full and sliding attention works"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 2}, "scales its queries by their place in the step"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
+        ("deepseek_v32", {}, "has layers of type indexed_attention"),
+    ],
+)
+def test_attention_that_means_something_else_is_refused(family: str, changes: dict[str, Any], said: str) -> None:
+    """Such a model would run, and say something else than it does in transformers."""
+    with pytest.raises(ConfigError, match=said):
+        prepare(AutoModelForCausalLM.from_config(small_config(family, **changes)), compile=False)
+
+
+def test_tensors_that_the_attention_would_ignore_are_refused() -> None:
+    """Named, whatever they are called."""
+    model = random_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.forward = functools.partial(attention.forward, relative_bias=torch.zeros(1))
+    with pytest.raises(ConfigError, match="gives its attention relative_bias, which the paged attention does not have"):
+        prepare(model, compile=False)
 
 
 def test_a_refused_model_is_left_as_it_was() -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from paceline.errors import ConfigError
 from paceline.model.kernels import Kernel
 
 IMPLEMENTATIONS: dict[Kernel, str] = {"sdpa": "paceline_paged", "triton": "paceline_paged_triton"}
@@ -43,6 +44,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     kernel: Kernel = "sdpa",
+    s_aux: Tensor | None = None,  # [num_heads] attention sinks: a logit of each head that attends to nothing
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Writes this step's keys and values, then attends. Returns ``[1, T, num_heads, value_dim]``."""
@@ -64,6 +66,8 @@ def paged_attention(
     mask = masks[0] if sliding_window is None else masks[-1]
     scale = scaling if scaling is not None else key_dim**-0.5
     if kernel == "triton":
+        if s_aux is not None:
+            raise ConfigError("attention is 'triton', which has no attention sinks, and the model does: use 'sdpa'")
         from paceline.model.triton_attention import attend_in_place
 
         out = attend_in_place(q, key_pages, value_pages, page_table, mask, scale, softcap)
@@ -75,12 +79,19 @@ def paged_attention(
     mask = mask.expand(num_rows, groups, row_len, num_keys)
     mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
 
-    if softcap is None:
+    if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     else:
         scores = torch.matmul(q, k.transpose(2, 3)) * scale
-        scores = torch.tanh(scores / softcap) * softcap + mask
-        out = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = (scores + mask).float()
+        weights = torch.softmax(scores, dim=-1)
+        if s_aux is not None:
+            sinks = s_aux.float().view(num_kv_heads, groups, 1).expand(num_kv_heads, groups, row_len)
+            total = torch.logsumexp(scores, dim=-1, keepdim=True)
+            weights = weights * torch.sigmoid(total - sinks.reshape(1, num_kv_heads, groups * row_len, 1))
+        out = torch.matmul(weights.to(q.dtype), v)
     return _scattered(out, groups, row_len, scatter_index), None
 
 

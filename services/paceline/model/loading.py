@@ -24,12 +24,12 @@ from paceline.model.compile import compiled_step
 from paceline.model.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.kernels import Attention, kernel_for
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.local_config import BUILDING
 from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
 from paceline.model.ranks import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.runner import ModelRunner, StepFunction
 from paceline.model.shard_loading import Progress
 from paceline.model.sharded import Share, load_shard, share_of
-from paceline.model.sharding import BUILDING
 from paceline.model.step import Step, probe_layers
 
 _NUM_NAMED = 3

@@ -20,8 +20,9 @@ from transformers.initialization import no_init_weights
 from paceline.checkpoints import inspect_checkpoint
 from paceline.errors import ConfigError
 from paceline.model.collectives import Collectives
+from paceline.model.local_config import BUILDING, build
 from paceline.model.shard_loading import CheckpointFiles, Progress, read_shard
-from paceline.model.sharding import BUILDING, Range, ShardPlan, build, plan_shards
+from paceline.model.sharding import Range, ShardPlan, plan_shards
 
 _SHARE = "_paceline_share"
 _LOAD_LIMIT_S = 3600.0
@@ -77,6 +78,8 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, group: Collectives) -> N
         _wrap(model.get_submodule(name), _Summed(group))
     for name in plan.gathered:
         _wrap(model.get_submodule(name), _Gathered(group))
+    for name in plan.divided:
+        _wrap(model.get_submodule(name), lambda forward, hidden: forward(hidden / plan.degree))
     first, stop = plan.vocab
     embedding = model.get_submodule(plan.embedding)
     assert isinstance(embedding, nn.Embedding)

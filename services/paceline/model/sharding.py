@@ -10,33 +10,34 @@ Reads no weights (``shard_loading.py``) and exchanges nothing (``sharded.py``).
 
 from __future__ import annotations
 
-import copy
-import math
-import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from paceline.errors import ConfigError
+from paceline.model.local_config import (
+    HEADS,
+    KV_HEADS,
+    changed,
+    divides,
+    head_dim_of,
+    meta_model,
+    shapes_of,
+    smaller,
+    values_of,
+)
 
 Range = tuple[int, int]
 """Half-open: [first, stop)."""
 
-BUILDING = threading.Lock()
-"""A model is built under process-wide defaults (device, dtype, initialisation): two threads must not at once."""
-
-_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
-_WIDTH = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size)$")
 _COLUMN = {"colwise", "colwise_rep", "colwise_gather_output"}
 _ROW = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _PACKED = {"packed_colwise", "packed_rowwise"}
 _SHARDING = _COLUMN | _ROW | _PACKED
 _SUMMING = _ROW | {"moe_tp_experts", "all_reduce"}
+_SHARED = {"moe_identity_expert"}
 _NEUTRAL = {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params", "embedding_rowwise"}
 
 
@@ -78,6 +79,8 @@ class ShardPlan:
     """Modules whose outputs are added over the ranks."""
     gathered: tuple[str, ...]
     """Norms over a dimension that is split: they see the whole of it, and the rank keeps its part."""
+    divided: tuple[str, ...]
+    """Modules without weights whose input every rank adds to a sum: each adds its part of it."""
     embedding: str
     head: str
     vocab_size: int
@@ -108,13 +111,15 @@ def plan_shards(config: PretrainedConfig, rank: int, degree: int) -> ShardPlan:
 class _Planner:
     def __init__(self, config: PretrainedConfig, rank: int, degree: int) -> None:
         self.config, self.rank, self.degree = config, rank, degree
-        self.model = _meta_model(config)
+        self.model = meta_model(config)
         self.name = f"{type(self.model).__name__} ({config.model_type})"
-        self.shapes = _shapes(self.model)
+        self.shapes = shapes_of(self.model)
         plan: dict[str, str] = dict(getattr(self.model, "tp_plan", None) or {})
         if not any(style in _SHARDING for key, style in plan.items() if "*" in key):
             raise ConfigError(f"{self.name} has no tensor-parallel plan in transformers: only degree 1 works")
-        if unknown := sorted({style for style in plan.values() if style not in _SUMMING | _SHARDING | _NEUTRAL}):
+        if unknown := sorted(
+            {style for style in plan.values() if style not in _SUMMING | _SHARDING | _SHARED | _NEUTRAL}
+        ):
             raise ConfigError(f"{self.name} is planned with {', '.join(unknown)}, which is not supported: use degree 1")
         self.styles = plan
         self.embedding, self.head = self._vocabulary_modules()
@@ -122,21 +127,23 @@ class _Planner:
         self.body = {name: shape for name, shape in self.shapes.items() if not name.startswith(outside)}
 
     def plan(self) -> ShardPlan:
-        values = _values(self.config)
+        values = values_of(self.config)
         # A single KV head cannot be made fewer: as many as there are heads is valid too.
-        other = {key: _smaller(value) if value > 1 else values.get(_HEADS, 1) for key, value in values.items()}
+        other = {key: smaller(value) if value > 1 else values.get(HEADS, 1) for key, value in values.items()}
         follows = {key: self._followers({key: other[key]}) for key, value in values.items() if other[key] != value}
         chosen = {key for key, names in follows.items() if self._is_planned(names)}
-        if _KV_HEADS in values and _HEADS in chosen:
-            chosen.add(_KV_HEADS)
-        elif _HEADS not in chosen:
-            chosen.discard(_KV_HEADS)
-        self._check_degree({key: values[key] for key in chosen})
+        if KV_HEADS in values and HEADS in chosen:
+            chosen.add(KV_HEADS)
+        elif HEADS not in chosen:
+            chosen.discard(KV_HEADS)
+        self._leave_whole({name for key in chosen for name in follows.get(key, ())})
+        self.split = {key: values[key] for key in chosen}
+        self._check_degree(self.split)
 
         local = {key: max(1, values[key] // self.degree) for key in chosen}
-        config = _changed(self.config, local)
-        model = _meta_model(config)
-        shapes = _shapes(model)
+        config = changed(self.config, local)
+        model = meta_model(config)
+        shapes = shapes_of(model)
         if shapes.keys() != self.shapes.keys():
             raise ConfigError(f"{self.name} has other parameters with {local}: use degree 1")
         self._check_buffers(model)
@@ -149,11 +156,13 @@ class _Planner:
             )
             if parameters[name].dim is None and shapes[name] != shape:
                 gathered.append(name.rpartition(".")[0])
+        gathered += [norm for norm in self._fixed_norms(parameters) if norm not in gathered]
         self._check_gathered(parameters, gathered)
-        if gathered and self.degree > values.get(_KV_HEADS, self.degree):
+        if gathered and self.degree > values.get(KV_HEADS, self.degree):
+            whole = self._allowed({f"whole {key}": values[key] for key in chosen})
             raise ConfigError(
-                f"{self.name} normalises over whole projections ({gathered[0]}), of which {values[_KV_HEADS]} KV "
-                f"heads cannot be repeated on {self.degree} ranks: {self._allowed({k: values[k] for k in chosen})}"
+                f"{self.name} normalises over whole projections ({gathered[0]}), of which {values[KV_HEADS]} KV "
+                f"heads cannot be repeated on {self.degree} ranks: {whole}"
             )
         summed = self._summed(parameters)
         vocab_size = self.shapes[f"{self.head}.weight"][0]
@@ -180,6 +189,7 @@ class _Planner:
             aliases=aliases,
             summed=summed,
             gathered=tuple(gathered),
+            divided=tuple(name for name, _ in self.model.named_modules() if self._style(name) in _SHARED),
             embedding=self.embedding,
             head=self.head,
             vocab_size=vocab_size,
@@ -187,14 +197,43 @@ class _Planner:
             vocab_width=width,
         )
 
+    def _only_whole(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {reason}: use degree 1")
+
+    def _leave_whole(self, governed: set[str]) -> None:
+        """Takes out of the plan the feed-forward blocks none of whose sizes a setting governs: every rank has them
+        whole, and adds nothing up."""
+        blocks: dict[str, list[str]] = {}
+        for name in self.body:
+            module, _, _ = name.rpartition(".")
+            if self._style(module) in _SHARDING and isinstance(self.model.get_submodule(module), nn.Linear):
+                blocks.setdefault(module.rpartition(".")[0], []).append(name)
+        for block, names in blocks.items():
+            if governed.isdisjoint(names) and not hasattr(self.model.get_submodule(block), "layer_idx"):
+                for name in names:
+                    self.styles.pop(_pattern(name.rpartition(".")[0]), None)
+
+    def _fixed_norms(self, parameters: dict[str, ParameterShard]) -> list[str]:
+        """Norms over whole projections whose size is given by something that is not split: ``q_norm`` of ``q_proj``."""
+        found = []
+        for name, shard in parameters.items():
+            block, _, leaf = name.rpartition(".")[0].rpartition(".")
+            projection = f"{block}.{leaf.removesuffix('_norm')}_proj.weight"
+            read = parameters.get(projection) if leaf.endswith("_norm") else None
+            if read is not None and read.dim == 0 and shard.shape == read.shape[:1] == shard.local_shape:
+                found.append(f"{block}.{leaf}")
+        return found
+
     def _check_gathered(self, parameters: dict[str, ParameterShard], gathered: list[str]) -> None:
-        """What the plan makes whole again within a layer must be a packed projection, or be read by such a norm."""
+        """What the plan makes whole again within a layer must be a packed projection, be read by such a norm, or be
+        split again as it was."""
         readers = {norm.rpartition(".")[0] for norm in gathered}
+        readers |= {name.rsplit(".", 2)[0] for name in parameters if self._style_of(name) == "rowwise_split_input"}
         for name, shard in parameters.items():
             if self._style_of(name) == "colwise_gather_output" and len(shard.parts) == 1:
                 module = name.rpartition(".")[0]
                 if module.rpartition(".")[0] not in readers:
-                    raise ConfigError(f"{self.name}: its plan needs the whole output of {module}: use degree 1")
+                    raise self._only_whole(f"its plan needs the whole output of {module}")
 
     def _vocabulary_modules(self) -> tuple[str, str]:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
@@ -205,46 +244,65 @@ class _Planner:
 
     def _style(self, name: str) -> str | None:
         """Of a module or parameter, by its name with layer numbers as ``*``."""
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        return self.styles.get(pattern)
+        return self.styles.get(_pattern(name))
 
     def _style_of(self, parameter: str) -> str | None:
         return self._style(parameter) or self._style(parameter.rpartition(".")[0])
 
-    def _followers(self, change: dict[str, int]) -> set[str]:
-        """Parameters outside the vocabulary whose shapes follow a configuration value."""
+    def _followers(self, change: dict[str, int]) -> dict[str, int]:
+        """Parameters outside the vocabulary whose shapes follow a configuration value, and the first dimension that
+        does."""
         try:
-            shapes = _shapes(_meta_model(_changed(self.config, change)))
+            shapes = shapes_of(meta_model(changed(self.config, change)))
         except (ValueError, RuntimeError, ZeroDivisionError):  # the class does not accept the value at all
-            return set()
-        return {name for name, shape in self.body.items() if shapes.get(name) != shape}
+            return {}
+        return {
+            name: next((d for d, size in enumerate(shapes.get(name, ())) if size != shape[d]), 0)
+            for name, shape in self.body.items()
+            if shapes.get(name) != shape
+        }
 
-    def _is_planned(self, names: set[str]) -> bool:
+    def _is_planned(self, follows: dict[str, int]) -> bool:
         """Whether the plan splits what follows a value: all of it, but for norms."""
-        planned = {name for name in names if self._style_of(name) in _SHARDING}
+        planned = {name for name in follows if self._style_of(name) in _SHARDING}
         if not planned:
             return False
-        if rest := sorted(name for name in names - planned if not self._is_norm(name)):
-            raise ConfigError(f"{self.name}: its plan splits {min(planned)} but not {rest[0]}: use degree 1")
+        rest = sorted(name for name in follows.keys() - planned if not self._is_norm(name))
+        for block in {name.rsplit(".", 2)[0] for name in rest if name.count(".") > 1}:
+            own = [name for name in rest if name.rsplit(".", 2)[0] == block]
+            if self._is_feed_forward([*own], follows):
+                for name in own:
+                    self.styles[_pattern(name.rpartition(".")[0])] = "rowwise" if follows[name] else "colwise"
+                rest = [name for name in rest if name not in own]
+        if rest:
+            raise self._only_whole(f"its plan splits {min(planned)} but not {rest[0]}")
         return True
+
+    def _is_feed_forward(self, names: list[str], follows: dict[str, int]) -> bool:
+        """Whether parameters that the plan leaves out, such as those of shared experts, are linear layers that widen
+        and one that narrows again: a value is then as well split in them as in those that the plan names."""
+        modules = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
+        weights = [name for name in names if name.endswith(".weight")]
+        narrow = [name for name in weights if follows[name] == 1]
+        return all(isinstance(module, nn.Linear) for module in modules) and 1 == len(narrow) < len(weights)
 
     def _is_norm(self, name: str) -> bool:
         """Whether a parameter belongs to a layer of vectors, or of one vector for each head."""
         module = self.model.get_submodule(name.rpartition(".")[0])
         leaf = not any(True for _ in module.children())
-        head_dim = _head_dim(self.config)
+        head_dim = head_dim_of(self.config)
         return leaf and all(p.dim() == 1 or (p.dim() == 2 and p.shape[1] == head_dim) for p in module.parameters())
 
     def _check_degree(self, values: dict[str, int]) -> None:
-        if all(_divides(self.degree, key, value) for key, value in values.items()):
+        if all(divides(self.degree, key, value) for key, value in values.items()):
             return
-        key, value = next((k, v) for k, v in sorted(values.items()) if not _divides(self.degree, k, v))
-        reason = "neither divides the other" if key == _KV_HEADS else "which it does not divide"
+        key, value = next((k, v) for k, v in sorted(values.items()) if not divides(self.degree, k, v))
+        reason = "neither divides the other" if key == KV_HEADS else "which it does not divide"
         raise ConfigError(f"{self.name}: degree {self.degree} and {key} {value}, {reason}: {self._allowed(values)}")
 
     def _allowed(self, values: dict[str, int]) -> str:
         degrees = range(1, max(values.values()) + 1)
-        allowed = [str(d) for d in degrees if all(_divides(d, key, value) for key, value in values.items())]
+        allowed = [str(d) for d in degrees if all(divides(d, key, value) for key, value in values.items())]
         return f"use {', '.join(allowed)}"
 
     def _check_buffers(self, model: PreTrainedModel) -> None:
@@ -252,7 +310,7 @@ class _Planner:
         ours = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
         for name, buffer in self.model.named_buffers():
             if name not in self.shapes and ours.get(name) != tuple(buffer.shape):
-                raise ConfigError(f"{self.name}: the size of {name} follows what is split: use degree 1")
+                raise self._only_whole(f"the size of {name} follows what is split")
 
     def _parameter(
         self, name: str, shape: tuple[int, ...], local: tuple[int, ...], keys: set[str], sizes: dict[str, Range]
@@ -260,9 +318,7 @@ class _Planner:
         """``sizes``: whole and local value of each configuration value in ``keys``, which this parameter follows."""
         style = self._style_of(name)
         if style in _SHARDING and not keys and not self._is_whole_bias(name, style):
-            raise ConfigError(
-                f"{self.name}: {name} is to be split, but no known setting governs its size: use degree 1"
-            )
+            return self._by_heads(name, shape, style)
         if shape == local:
             return ParameterShard(shape, elsewhere=self.rank > 0 and self._is_added_bias(name))
         dims = [d for d in range(len(shape)) if shape[d] != local[d]]
@@ -274,30 +330,60 @@ class _Planner:
             expected = 0
         blocks = self._blocks(name, shape[dim], keys, sizes, style)
         if dim != expected or sum(small for _, small in blocks) != local[dim]:
-            raise ConfigError(f"{self.name}: {name} of shape {shape} is {local} on a rank, not as planned ({style})")
+            raise ConfigError(
+                f"{self.name}: {name} of shape {shape} is {local} on a rank, not as planned ({style}): use degree 1"
+            )
         parts: list[Range] = []
         start = 0
         for whole, small in blocks:
             pieces = whole // small  # fewer than the ranks where KV heads are repeated
             if whole % small or self.degree % pieces:
-                raise ConfigError(f"{self.name}: {whole} rows of {name} do not split into ranks of {small}")
+                raise ConfigError(
+                    f"{self.name}: {whole} rows of {name} do not split into ranks of {small}: use degree 1"
+                )
             first = start + self.rank * pieces // self.degree * small
             parts.append((first, first + small))
             start += whole
         return ParameterShard(shape, dim, tuple(parts))
 
+    def _by_heads(self, name: str, shape: tuple[int, ...], style: str | None) -> ParameterShard:
+        """Of an attention that takes as many heads as its layers have columns: these follow the width of the model, or
+        differ from layer to layer."""
+        module, _, _ = name.rpartition(".")
+        attention = self.model.get_submodule(module)
+        if not hasattr(attention, "layer_idx"):
+            attention = self.model.get_submodule(module.rpartition(".")[0])
+        dim = len(shape) - 1 if style in _ROW else 0
+        if not hasattr(attention, "layer_idx") or style in _PACKED:
+            raise ConfigError(
+                f"{self.name}: {name} is to be split, but no known setting governs its size: use degree 1"
+            )
+        head_dim = int(getattr(attention, "head_dim", 0) or getattr(attention, "head_size", 1))
+        heads = {key: value for key, value in values_of(self.config).items() if key in (HEADS, KV_HEADS)}
+        heads[name] = shape[dim] // head_dim if shape[dim] % head_dim == 0 else shape[dim]
+        if any(value % self.degree for value in heads.values()):
+            key, value = next((k, v) for k, v in heads.items() if v % self.degree)
+            # By these names KV heads are not repeated, which they are not here.
+            counts = {**self.split, **{f"heads of {key}": value for key, value in heads.items()}}
+            raise ConfigError(
+                f"{self.name}: degree {self.degree} and {key} with {value} heads, which it does not divide: "
+                f"{self._allowed(counts)}"
+            )
+        size = shape[dim] // self.degree
+        return ParameterShard(shape, dim, ((self.rank * size, (self.rank + 1) * size),))
+
     def _blocks(
         self, name: str, length: int, keys: set[str], sizes: dict[str, Range], style: str | None
     ) -> list[Range]:
         """(whole, local) length of each projection that is packed along the split dimension."""
-        if keys == {_HEADS, _KV_HEADS}:
-            (heads, ours), (kv_heads, our_kv) = sizes[_HEADS], sizes[_KV_HEADS]
+        if keys == {HEADS, KV_HEADS}:
+            (heads, ours), (kv_heads, our_kv) = sizes[HEADS], sizes[KV_HEADS]
             if style != "colwise_gather_output" or length % (heads + 2 * kv_heads):
-                raise ConfigError(f"{self.name}: how {name} packs queries, keys and values is not known: use degree 1")
+                raise self._only_whole(f"how {name} packs queries, keys and values is not known")
             dim = length // (heads + 2 * kv_heads)
             return [(heads * dim, ours * dim), *[(kv_heads * dim, our_kv * dim)] * 2]
         if len(keys) != 1:
-            raise ConfigError(f"{self.name}: the size of {name} follows {sorted(keys)} together: use degree 1")
+            raise self._only_whole(f"the size of {name} follows {sorted(keys)} together")
         ((whole, small),) = sizes.values()
         packed = style in _PACKED or (style == "colwise_gather_output" and length == 2 * whole)
         count = 2 if packed else 1
@@ -317,54 +403,12 @@ class _Planner:
             own = {name: shard for name, shard in parameters.items() if name.startswith(f"{module}.")}
             whole = [name for name, shard in own.items() if shard.dim is None and not self._is_added_bias(name)]
             if whole or all(shard.dim is None for shard in own.values()):
-                raise ConfigError(f"{self.name}: {module} is summed over the ranks, but each would hold all of {whole}")
+                raise ConfigError(
+                    f"{self.name}: {module} is summed over the ranks, but each would hold all of {whole}: use degree 1"
+                )
         return tuple(modules)
 
 
-def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """The causal language model of a configuration; the caller holds ``BUILDING``."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
-    return model.eval()
-
-
-def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    with BUILDING, torch.device("meta"):
-        return build(config)
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _values(config: PretrainedConfig) -> dict[str, int]:
-    """Configuration values that a degree may divide."""
-    text = config.get_text_config()
-    names = [_HEADS, _KV_HEADS, *(name for name in vars(text) if _WIDTH.search(name))]
-    found = {name: getattr(text, name, None) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
-
-
-def _head_dim(config: PretrainedConfig) -> int:
-    text = config.get_text_config()
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def _changed(config: PretrainedConfig, values: dict[str, int]) -> PretrainedConfig:
-    """A copy with other values; heads keep their size."""
-    changed = copy.deepcopy(config)
-    text = changed.get_text_config()
-    if getattr(text, "head_dim", None) is None:
-        text.head_dim = _head_dim(config)
-    for name, value in values.items():
-        setattr(text, name, value)
-    return changed
-
-
-def _smaller(value: int) -> int:
-    """``value`` without its smallest prime factor."""
-    factor = next((f for f in range(2, math.isqrt(value) + 1) if value % f == 0), value)
-    return value // factor
-
-
-def _divides(degree: int, key: str, value: int) -> bool:
-    return value % degree == 0 or (key == _KV_HEADS and degree % value == 0)
+def _pattern(name: str) -> str:
+    """As a plan names it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

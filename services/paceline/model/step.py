@@ -18,6 +18,10 @@ _PROBE = "paceline_probe"
 _PROBING = threading.Lock()
 """Attention functions are registered by name for the whole process; engines in threads load side by side."""
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
+_LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
+"""Layers of another kind mask more, or something else, and do not tell the attention function of it."""
+_KNOWN = {"s_aux", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
+"""Tensors that the paged attention takes, or that say nothing beyond the step's own plan."""
 
 
 class Step(torch.nn.Module):
@@ -64,20 +68,31 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
     Returns the layers in order and the sliding window, if some layers have one.
 
     Raises:
-        ConfigError: the model has layers without attention, several window sizes, attention sinks, or a rotary
-            embedding that depends on the batch.
+        ConfigError: the model has layers without attention, or whose attention is not that of ``paged_attention``
+            (several window sizes, biases, masks of their own), or a rotary embedding that depends on the batch.
     """
     config = model.config.get_text_config()
     name = f"{type(model).__name__} ({model.name_or_path or config.model_type})"
     _check_rope(config, name)
+    _check_layer_types(config, name)
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
 
     def record(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
-            raise ConfigError(f"{name} uses attention sinks, which the paged attention does not have")
+        if kwargs.get("s_aux") is None and getattr(module, "sinks", None) is not None:
+            raise ConfigError(f"{name} has attention sinks that it does not give to its attention function")
+        if not getattr(module, "is_causal", True):
+            raise ConfigError(f"{name} attends to later tokens too; only causal attention works")
+        if "page_table" not in kwargs:
+            raise ConfigError(f"{name} does not hand on to its attention what it is called with")
+        given = sorted(key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _KNOWN)
+        if attention_mask is not None or given:
+            raise ConfigError(
+                f"{name} gives its attention {' and '.join(given) or 'a mask of its own'}, "
+                "which the paged attention does not have"
+            )
         seen[int(module.layer_idx)] = LayerSpec(key.shape[1], key.shape[3], value.shape[3])
         if kwargs.get("sliding_window") is not None:
             windows.add(int(kwargs["sliding_window"]))
@@ -90,9 +105,13 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
         try:
             model.set_attn_implementation(_PROBE)
             with torch.no_grad():
-                model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
-        except (ValueError, NotImplementedError) as error:
-            raise ConfigError(f"{name} does not support a registered attention function: {error}") from error
+                ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+                model(input_ids=ids, use_cache=False, page_table=None)
+        except ConfigError:
+            raise
+        except Exception as error:  # transformers raises whatever its model classes raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"{name} does not support a registered attention function: {reason}") from error
         finally:
             if previous is not None:
                 model.set_attn_implementation(previous)
@@ -104,6 +123,16 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
     if len(windows) > 1:
         raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
     return [seen[i] for i in range(num_layers)], (windows.pop() if windows else None)
+
+
+def _check_layer_types(config: PretrainedConfig, name: str) -> None:
+    unknown = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - _LAYER_TYPES
+    if unknown:
+        raise ConfigError(
+            f"{name} has layers of type {', '.join(sorted(unknown))}; only full and sliding attention works"
+        )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise ConfigError(f"{name} scales its queries by their place in the step, which is not their position")
 
 
 def _check_rope(config: PretrainedConfig, name: str) -> None:

@@ -1,0 +1,80 @@
+"""Configurations with other values, and the shapes that a model class makes of them, on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import threading
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+BUILDING = threading.Lock()
+"""A model is built under process-wide defaults (device, dtype, initialisation): two threads must not at once."""
+
+HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
+_WIDTH = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size)$")
+_PER_LAYER = object()
+
+
+def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """The causal language model of a configuration; the caller holds ``BUILDING``."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    return model.eval()
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Takes no memory."""
+    with BUILDING, torch.device("meta"):
+        return build(config)
+
+
+def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Of parameters and persistent buffers by name."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def values_of(config: PretrainedConfig) -> dict[str, int]:
+    """Configuration values that a degree may divide."""
+    text = config.get_text_config()
+    names = [HEADS, KV_HEADS, *(name for name in vars(text) if _WIDTH.search(name))]
+    found = {name: _uniform(text, name) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """Of most layers."""
+    text = config.get_text_config()
+    return int(_uniform(text, "head_dim") or text.hidden_size // text.num_attention_heads)
+
+
+def _uniform(text: PretrainedConfig, name: str, otherwise: Any = None) -> Any:
+    """A configuration value, None if there is none; ``otherwise`` if there is one for each layer."""
+    try:
+        return getattr(text, name, None)
+    except Exception:  # transformers raises an error of its own, not an AttributeError
+        return otherwise
+
+
+def changed(config: PretrainedConfig, values: dict[str, int]) -> PretrainedConfig:
+    """A copy with other values; heads keep their size."""
+    other = copy.deepcopy(config)
+    text = other.get_text_config()
+    if _uniform(text, "head_dim", _PER_LAYER) is None:
+        text.head_dim = head_dim_of(config)
+    for name, value in values.items():
+        setattr(text, name, value)
+    return other
+
+
+def smaller(value: int) -> int:
+    """``value`` without its smallest prime factor."""
+    factor = next((f for f in range(2, math.isqrt(value) + 1) if value % f == 0), value)
+    return value // factor
+
+
+def divides(degree: int, key: str, value: int) -> bool:
+    """Whether so many ranks can share a value; KV heads may be repeated."""
+    return value % degree == 0 or (key == KV_HEADS and degree % value == 0)
