@@ -14,6 +14,7 @@ from paceline.errors import (
     NotFoundError,
     PacelineError,
     PromptTooLongError,
+    RanksLostError,
     RequestCancelledError,
     ResourceExhaustedError,
     TokenizerMismatchError,
@@ -54,6 +55,7 @@ OURS = [
     (DeadlineExceededError, Code.DEADLINE_EXCEEDED),
     (RequestCancelledError, Code.CANCELLED),
     (EngineError, Code.UNAVAILABLE),
+    (RanksLostError, Code.UNAVAILABLE),
 ]
 
 

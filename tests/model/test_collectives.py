@@ -186,6 +186,7 @@ def test_ranks_at_different_operations_are_told_so(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
 def test_a_killed_rank_is_told_of_and_leaves_nothing(operation: str, transport: str, tmp_path: Path) -> None:
     """Well within the limit, with the reason; no entry stays in /dev/shm."""
@@ -231,6 +232,7 @@ def test_gloo_is_used_and_said_where_there_is_no_compiler(
     assert "there is no C++ compiler (g++, c++, clang++)" in record.getMessage()
 
 
+@pytest.mark.slow
 def test_shared_memory_is_chosen_where_all_ranks_have_it(tmp_path: Path) -> None:
     with Ranks(2, tmp_path) as ranks:
         assert ranks.run(kind, transport="best") == ["SharedMemoryCollectives"] * 2

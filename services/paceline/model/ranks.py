@@ -138,7 +138,6 @@ class LeadingRunner(RankRunner):
     """The first rank's runner: has the other ranks take every step that it takes."""
 
     cache: LeadersCache
-    picks = True
 
     def run(self, plan: StepPlan) -> Tensor:
         """See ModelRunner. Raises RanksLostError if a rank is gone or does not come in time."""
@@ -267,7 +266,14 @@ def _join(rendezvous: Rendezvous, device: torch.device) -> Collectives:
     except RuntimeError as error:
         raise EngineError(f"rank {rendezvous.rank} could not reach {rendezvous.store}: {error}") from error
     store.set_timeout(limit)
-    return connect(store, rendezvous.rank, rendezvous.degree, device=device, timeout_s=rendezvous.timeout_s)
+    return connect(
+        store,
+        rendezvous.rank,
+        rendezvous.degree,
+        device=device,
+        timeout_s=rendezvous.timeout_s,
+        start_timeout_s=rendezvous.start_timeout_s,
+    )
 
 
 def _rank_device(config: ModelConfig, rendezvous: Rendezvous) -> torch.device:

@@ -204,9 +204,6 @@ class StepPlan:
 class ModelRunner:
     """Runs steps of one model against one KV cache on one device. Owned by one engine thread."""
 
-    picks = False
-    """Whether it can draw tokens where the logits are (``ranks.LeadingRunner.forward_and_pick``)."""
-
     def __init__(
         self,
         step: StepFunction,

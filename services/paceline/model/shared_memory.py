@@ -38,16 +38,27 @@ _SUMMED = (torch.bfloat16, torch.float32, torch.float16)
 _log = logging.getLogger(__name__)
 
 
-def connect(store: Store, rank: int, degree: int, *, device: torch.device, timeout_s: float) -> Collectives:
+def connect(
+    store: Store,
+    rank: int,
+    degree: int,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    start_timeout_s: float | None = None,
+) -> Collectives:
     """The fastest exchange that all ranks have: shared memory on one host, else torch.distributed.
 
     Raises:
-        EngineError: not all ranks have come within ``timeout_s``; compiling the operators is allowed to take longer.
+        EngineError: not all ranks have come within ``start_timeout_s`` (None: ``timeout_s``); compiling the operators
+            is allowed to take longer.
     """
     reason = f"the ranks are on {device.type} devices" if device.type != "cpu" else unavailable()
     mine = {"reason": reason, "host": _host()}
     store.set(f"rank{rank}", json.dumps(mine))
-    limit = timeout_s + (_COMPILE_LIMIT_S if device.type == "cpu" else 0.0)
+    limit = (timeout_s if start_timeout_s is None else start_timeout_s) + (
+        _COMPILE_LIMIT_S if device.type == "cpu" else 0.0
+    )
     try:
         store.wait([f"rank{i}" for i in range(degree)], timedelta(seconds=limit))
     except RuntimeError as error:

@@ -418,7 +418,7 @@ class TargetEngine:
         """Runs the model and decides what is ``verifying``, in order."""
         steps = [_sequence(p) for p in parts]
         runner = self.runner
-        picked = [runner.picks and p.session.picks for p in verifying]
+        picked = [p.session.picks for p in verifying]
         if not (isinstance(runner, LeadingRunner) and any(picked)):
             return self._verify(runner.forward(steps), verifying)
         rows = [row if there else None for p, there in zip(verifying, picked, strict=True) for row in _rows(p)]
