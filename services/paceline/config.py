@@ -36,11 +36,9 @@ class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ModelConfig(_Config):
-    """A causal language model and how to run it."""
+class ModelSettings(_Config):
+    """How a model is run."""
 
-    path: str = Field(min_length=1)
-    """Directory of a checkpoint, or an id that transformers resolves (cache, then hub)."""
     dtype: DType = "auto"
     compile: bool | Literal["auto"] = "auto"
     """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
@@ -57,6 +55,13 @@ class ModelConfig(_Config):
     """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
     attention: Literal["auto", "sdpa", "triton"] = "auto"
     """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
+
+
+class ModelConfig(ModelSettings):
+    """A causal language model and how to run it."""
+
+    path: str = Field(min_length=1)
+    """Directory of a checkpoint, or an id that transformers resolves (cache, then hub)."""
 
 
 class DraftModelConfig(ModelConfig):
@@ -170,23 +175,9 @@ class ModelLoadingConfig(_Strict):
         return self.source if self.tokenizer_source is None else _resolve(self.tokenizer_source)
 
 
-class TargetEngineKwargs(_Strict):
-    """How a target replica runs; the fields are those of ModelConfig and PairConfig."""
+class TargetEngineKwargs(ModelSettings, _Strict):
+    """How a target replica runs; the fields are those of ModelSettings and PairConfig."""
 
-    dtype: DType = "auto"
-    compile: bool | Literal["auto"] = "auto"
-    device: Device = "auto"
-    quantization: Quantization | None = None
-    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Ranks of one replica, each an actor with a bundle of its own."""
-    rank_timeout_s: float = Field(default=10.0, gt=0)
-    """How much later than another a rank may come to an exchange before the replica counts as dead."""
-    cuda_graphs: bool | Literal["auto"] = "auto"
-    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
-    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
-    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
-    attention: Literal["auto", "sdpa", "triton"] = "auto"
-    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -207,23 +198,9 @@ class TargetEngineKwargs(_Strict):
         return self
 
 
-class DraftEngineKwargs(_Strict):
-    """How a draft replica runs; the fields are those of ModelConfig and PairConfig."""
+class DraftEngineKwargs(ModelSettings, _Strict):
+    """How a draft replica runs; the fields are those of ModelSettings and PairConfig."""
 
-    dtype: DType = "auto"
-    compile: bool | Literal["auto"] = "auto"
-    device: Device = "auto"
-    quantization: Quantization | None = None
-    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Ranks of one replica, each an actor with a bundle of its own."""
-    rank_timeout_s: float = Field(default=10.0, gt=0)
-    """How much later than another a rank may come to an exchange before the replica counts as dead."""
-    cuda_graphs: bool | Literal["auto"] = "auto"
-    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
-    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
-    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
-    attention: Literal["auto", "sdpa", "triton"] = "auto"
-    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     tree_budget: int = Field(default=256, ge=1, le=4096)
@@ -616,10 +593,7 @@ class ServiceConfig(_Strict):
         return PairConfig(target=model, draft=drafter, **engine, **tree)
 
 
-_MODEL_KEYS = (
-    "dtype", "compile", "device", "quantization", "tensor_parallel_size", "rank_timeout_s", "cuda_graphs",
-    "max_cuda_graphs", "attention",
-)  # fmt: skip
+_MODEL_KEYS = tuple(ModelSettings.model_fields)
 
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",
