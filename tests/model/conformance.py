@@ -15,6 +15,7 @@ expert, so in bfloat16 one row in five may be anywhere.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -232,8 +233,8 @@ def table(results: Sequence[Result]) -> str:
     lines = [
         f"""# Model families
 
-Written by `python -m tests.model.conformance`: tiny random checkpoints of every decoder family that transformers ships
-a tensor-parallel plan for (transformers {transformers.__version__}, torch {torch.__version__}), and some variants.
+Written by `python -m tests.model.conformance RESULTS.jsonl`: tiny random checkpoints of every decoder family that
+transformers ships a tensor-parallel plan for (transformers {transformers.__version__}, torch {torch.__version__}), and some variants.
 
 Of {len(planned)} families {counts["one"]} work at degree 1 and {counts["two"]} at degree 2; {counts["refused"]} are \
 refused with the reason, before they run.
@@ -276,9 +277,11 @@ def _number(value: float | None) -> str:
     return "" if value is None else "0" if value == 0.0 else f"{value:.0e}" if value < 1e-3 else f"{value:.3f}"
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Examines and writes."""
-    record = Path(arguments[0])
+    parser = argparse.ArgumentParser(description="Examines every family and writes docs/families.md.")
+    parser.add_argument("results", type=Path, help="JSONL of what was found; what it holds is not examined again")
+    record: Path = parser.parse_args().results
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     lines = record.read_text().splitlines() if record.exists() else []
@@ -305,4 +308,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
