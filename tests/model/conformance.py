@@ -234,7 +234,8 @@ def table(results: Sequence[Result]) -> str:
         f"""# Model families
 
 Written by `python -m tests.model.conformance RESULTS.jsonl`: tiny random checkpoints of every decoder family that
-transformers ships a tensor-parallel plan for (transformers {transformers.__version__}, torch {torch.__version__}), and some variants.
+transformers ships a tensor-parallel plan for (transformers {transformers.__version__}, \
+torch {torch.__version__}), and some variants.
 
 Of {len(planned)} families {counts["one"]} work at degree 1 and {counts["two"]} at degree 2; {counts["refused"]} are \
 refused with the reason, before they run.

@@ -418,8 +418,8 @@ class TargetEngine:
         """Runs the model and decides what is ``verifying``, in order."""
         steps = [_sequence(p) for p in parts]
         runner = self.runner
-        picked = [p.session.picks for p in verifying]
-        if not (isinstance(runner, LeadingRunner) and any(picked)):
+        picked = [p.session.picks for p in verifying] if isinstance(runner, LeadingRunner) else []
+        if not isinstance(runner, LeadingRunner) or not any(picked):
             return self._verify(runner.forward(steps), verifying)
         rows = [row if there else None for p, there in zip(verifying, picked, strict=True) for row in _rows(p)]
         logits, token_ids, logprobs = runner.forward_and_pick(steps, rows)
