@@ -157,28 +157,34 @@ def test_seeds_outside_64_bits_are_refused(seed):
     forbidden=st.floats(0, 1),
 )
 @settings(max_examples=150, deadline=None)
-def test_gumbel_argmax_equals_the_dense_definition(seed, rows, vocab_size, spread, forbidden):
+@pytest.mark.parametrize("native", [True, False])
+def test_gumbel_argmax_equals_the_dense_definition(native, seed, rows, vocab_size, spread, forbidden):
     generator = torch.Generator().manual_seed(seed % 2**32)
     log_weights = torch.randn(rows, vocab_size, generator=generator) * spread
     log_weights[torch.rand(rows, vocab_size, generator=generator) < forbidden] = -math.inf
     log_weights[:, 0].clamp_(min=-10)
     seeds, positions = keys(*[(seed, n) for n in range(rows)]) if rows else (torch.empty(0).long(),) * 2
     scores = log_weights.double() + gumbel(seeds, positions, Stream.RECOVER, vocab_size).double()
-    assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.RECOVER), scores.argmax(-1))
+    with pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setattr(noise.native, "usable", lambda *_: False)
+        assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.RECOVER), scores.argmax(-1))
 
 
 def test_close_scores_are_decided_by_the_exact_noise(monkeypatch):
-    """With a wide margin most rows take the exact path: it agrees, and so do rows taken piecewise."""
+    """In torch with a wide margin most rows take the exact path: it agrees, and so do rows taken piecewise."""
     seeds, positions = keys(*[(3, n) for n in range(200)])
     log_weights = torch.zeros(200, 50)
     expected = (gumbel(seeds, positions, Stream.COUPLED, 50)).argmax(-1)
     assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.COUPLED), expected)
+    monkeypatch.setattr(noise.native, "usable", lambda *_: False)
     monkeypatch.setattr(noise, "_MARGIN", 2.0)
     monkeypatch.setattr(noise, "_CPU_CACHED_TOKENS", 1000)
     assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.COUPLED), expected)
 
 
 def test_equal_scores_go_to_the_lower_id(monkeypatch):
+    monkeypatch.setattr(noise.native, "usable", lambda *_: False)  # test_rows.py has its ties
     monkeypatch.setattr(noise, "_fast_gumbel", lambda words: torch.zeros(words.shape, dtype=torch.float64))
     monkeypatch.setattr(noise, "_exact_gumbel", lambda words: torch.zeros(words.shape))
     seeds, positions = keys((1, 1), (1, 2))

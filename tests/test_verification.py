@@ -38,7 +38,7 @@ def rows_of(log_probs, seed=1, start=10, greedy=False):
         torch.full((n,), seed),
         torch.arange(start, start + n),
         n * greedy,
-        log_probs=log_probs,
+        scores=log_probs,
     )
 
 
@@ -49,9 +49,9 @@ def random_rows(n, seed=0, greedy=False):
 
 def join(*parts):
     columns = [
-        torch.cat([getattr(part, name) for part in parts]) for name in ("greedy", "seeds", "positions", "log_probs")
+        torch.cat([getattr(part, name) for part in parts]) for name in ("greedy", "seeds", "positions", "scores")
     ]
-    return ProcessedRows(*columns[:3], sum(part.num_greedy for part in parts), log_probs=columns[3])
+    return ProcessedRows(*columns[:3], sum(part.num_greedy for part in parts), scores=columns[3])
 
 
 def one_hot(v):
@@ -142,7 +142,7 @@ INVALID_Q = {
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_proposal_is_cut_before_a_q_that_cannot_be_trusted(name, at):
     processed = rows_of(torch.full((4, V), -math.log(V)))
-    processed.log_probs[:at] = torch.tensor([0.0] + [-math.inf] * (V - 1))  # certain acceptance before
+    processed.scores[:at] = torch.tensor([0.0] + [-math.inf] * (V - 1))  # certain acceptance before
     q = INVALID_Q[name]
     qs = (None if at == 0 else (one_hot(0),)) if q is None else (*(one_hot(0),) * at, q, one_hot(0))
     (verdict,) = verify(processed, [Proposal((0, 0, 0), qs)], [REJECTION])

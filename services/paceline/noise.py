@@ -25,6 +25,7 @@ import math
 import torch
 from torch import Tensor
 
+from paceline import rows as native
 from paceline.transfers import Ask, ask_now
 
 _MASK = 0xFFFFFFFF
@@ -139,10 +140,10 @@ def gumbel_argmax(
 ) -> Tensor:
     """A sample of each row's softmax: argmax_v(``log_weights[row, v] + gumbel[row, v]``).
 
-    The sum is taken in float64 of the exact float32 noise; equal sums go to the lower id. Two savings, both
-    exact. Noise is bounded, so a token more than MAX_GUMBEL - MIN_GUMBEL below its row's maximum cannot win
-    and gets none. And the exact logarithm is evaluated only where the device's own leaves more than one token
-    in reach of the maximum.
+    The sum is taken in float64 of the exact float32 noise; equal sums go to the lower id. On the CPU ``rows.cpp``
+    does it in one pass. In torch there are two savings, both exact: noise is bounded, so a token more than
+    MAX_GUMBEL - MIN_GUMBEL below its row's maximum cannot win and gets none; and the exact logarithm is evaluated
+    only where the device's own leaves more than one token in reach of the maximum.
 
     Args:
         log_weights: [rows, vocab] float, not NaN, need not be normalised; -inf never wins. Every row needs a
@@ -155,6 +156,8 @@ def gumbel_argmax(
     rows, vocab_size = log_weights.shape
     if rows == 0:
         return torch.empty(0, dtype=torch.int64, device=log_weights.device)
+    if ask is ask_now and _is_native(log_weights):
+        return native.gumbel_max(log_weights, _native_keys(seeds, positions, nonces), stream, 0)[0]
     rows_at_once = max(1, _CPU_CACHED_TOKENS // vocab_size)
     if rows > rows_at_once and log_weights.device.type == "cpu":
         parts = [slice(i, i + rows_at_once) for i in range(0, rows, rows_at_once)]
@@ -183,10 +186,23 @@ def gumbel_max(
     Returns:
         Scores [rows] float64 and token ids [rows] int64. Equal scores of two parts go to the lower id.
     """
+    if _is_native(log_weights):
+        token_ids, best = native.gumbel_max(log_weights, _native_keys(seeds, positions, None), stream, first)
+        return best, token_ids
     in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first, ask_now)
     scores = _sparse_scores(log_weights, in_reach, seeds, positions, stream, None, first, exact=True)
     best, token_ids = scores.max(-1)
     return best, token_ids + first
+
+
+def _is_native(log_weights: Tensor) -> bool:
+    return native.usable(log_weights, torch.float32, torch.float64, torch.bfloat16)
+
+
+def _native_keys(seeds: Tensor, positions: Tensor, nonces: Tensor | None) -> list[int]:
+    last = torch.zeros_like(positions) if nonces is None else nonces
+    keys: list[int] = torch.stack((seeds, positions, last), dim=-1).flatten().tolist()
+    return keys
 
 
 def _in_reach(

@@ -23,10 +23,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from paceline import rows as native
 from paceline.errors import InvalidRequestError
 from paceline.noise import seed_bits
 from paceline.transfers import Ask, Later, ask_now, upload
@@ -81,15 +83,16 @@ class SamplerState:
         self._tail_len = max((len(words) - 1 for words in params.bad_words), default=0)
         context = (*prompt_token_ids, *output_token_ids)
         self._tail = tuple(context[max(0, len(context) - self._tail_len) :])
-        self._seen: Tensor | None = None
-        self._counts: Tensor | None = None
-        if params.repetition_penalty != 1:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._seen[upload(context, device, torch.int64)] = True
+        self._repeats = params.repetition_penalty != 1
+        self._counts = bool(params.presence_penalty or params.frequency_penalty)
+        # Penalties touch only tokens that have occurred: their ids, and how often each has been emitted.
+        self._slots: dict[int, int] = {}
+        self._ids = torch.zeros(0, dtype=torch.int64, device=device)
+        self._emitted = torch.zeros(0, dtype=torch.float32, device=device)
+        if self._repeats:
             self._repetition = upload([params.repetition_penalty], device, torch.float32)
-        if params.presence_penalty or params.frequency_penalty:
-            self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-            self._count(output_token_ids)
+            self._touch(prompt_token_ids)
+        self._count(output_token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Counts tokens that were committed. They are the target's, hence inside the vocabulary."""
@@ -97,8 +100,6 @@ class SamplerState:
         self.num_output_tokens += len(token_ids)
         if self._tail_len:
             self._tail = (*self._tail, *token_ids)[-self._tail_len :]
-        if self._seen is not None:
-            self._seen[upload(token_ids, self._seen.device, torch.int64)] = True
         self._count(token_ids)
 
     @property
@@ -108,8 +109,8 @@ class SamplerState:
             self.params.logit_bias
             or self.params.bad_words
             or self._stop_ids
-            or self._seen is not None
-            or self._counts is not None
+            or self._repeats
+            or self._counts
             or self.top_k < self.vocab_size
             or self.top_p < 1
             or self.min_p > 0
@@ -122,8 +123,8 @@ class SamplerState:
             self.params.logit_bias
             or self.params.bad_words
             or (self._stop_ids and self.num_output_tokens < self.params.min_tokens)
-            or self._seen is not None
-            or self._counts is not None
+            or self._repeats
+            or self._counts
         )
 
     def edit_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
@@ -134,27 +135,39 @@ class SamplerState:
         if forbidden:
             row_index, token_index = upload(forbidden, logits.device).unbind(-1)
             logits[row_index, token_index] = -math.inf
-        if self._seen is None and self._counts is None:
-            return
+        if self._repeats or self._counts:
+            self._penalise_(logits, suffixes)
+
+    def _penalise_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
+        device, num_slots = logits.device, len(self._slots)
         # Draft tokens outside the vocabulary are never accepted, so the rows behind them do not matter.
-        drafted = [
-            (row, token, count)
+        drafted = {token for suffix in suffixes for token in suffix if 0 <= token < self.vocab_size}
+        new = {token: num_slots + i for i, token in enumerate(sorted(drafted - self._slots.keys()))}
+        ids = torch.cat((self._ids[:num_slots], upload(list(new), device, torch.int64)))
+        if not len(ids):
+            return
+        added = [
+            (row, self._slots.get(token, new.get(token)), count)
             for row, suffix in enumerate(suffixes)
             for token, count in Counter(suffix).items()
-            if 0 <= token < self.vocab_size
+            if token in drafted
         ]
-        pairs = upload(drafted, logits.device, torch.int64).view(-1, 3)
-        row_index, token_index, count_index = pairs.unbind(-1)
-        if self._seen is not None:
-            seen = self._seen.repeat(len(suffixes), 1)
-            seen[row_index, token_index] = True
-            penalised = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
-            torch.where(seen, penalised, logits, out=logits)
-        if self._counts is not None:
-            counts = self._counts.repeat(len(suffixes), 1)
-            counts[row_index, token_index] += count_index.to(torch.float32)
+        emitted = torch.cat((self._emitted[:num_slots], torch.zeros(len(new), device=device)))
+        counts = emitted.repeat(len(suffixes), 1)
+        row_index, slot_index, count_index = upload(added, device, torch.int64).view(-1, 3).unbind(-1)
+        counts[row_index, slot_index] += count_index.to(torch.float32)
+        x = logits[:, ids]
+        if self._repeats:
+            penalised = torch.where(x > 0, x / self._repetition, x * self._repetition)
+            if new:  # occurs in some rows only
+                seen = counts > 0
+                seen[:, :num_slots] = True
+                penalised = torch.where(seen, penalised, x)
+            x = penalised
+        if self._counts:
             present = (counts > 0).to(torch.float32).mul_(self.params.presence_penalty)
-            logits.sub_(counts.mul_(self.params.frequency_penalty).add_(present))
+            x = x - counts.mul_(self.params.frequency_penalty).add_(present)
+        logits[:, ids] = x
 
     def _forbidden(self, suffix: tuple[int, ...]) -> Iterator[int]:
         tail = (*self._tail, *suffix)
@@ -166,9 +179,23 @@ class SamplerState:
             yield from self._stop_ids
 
     def _count(self, token_ids: Sequence[int]) -> None:
-        if self._counts is not None and token_ids:
-            ids = upload(token_ids, self._counts.device, torch.int64)
-            self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+        """Takes in tokens of the output."""
+        if (self._repeats or self._counts) and token_ids:
+            slots = upload(self._touch(token_ids), self._emitted.device, torch.int64)
+            self._emitted.index_add_(0, slots, torch.ones_like(slots, dtype=torch.float32))
+
+    def _touch(self, token_ids: Sequence[int]) -> list[int]:
+        """The slots of tokens, which get one if they have none."""
+        num_slots, slots = len(self._slots), self._slots
+        indices = [slots.setdefault(token, len(slots)) for token in token_ids]
+        if len(slots) > len(self._ids):
+            more = 2 * len(slots) - len(self._ids)
+            self._ids = torch.cat((self._ids, self._ids.new_zeros(more)))
+            self._emitted = torch.cat((self._emitted, self._emitted.new_zeros(more)))
+        if len(slots) > num_slots:
+            fresh = list(islice(slots, num_slots, None))
+            self._ids[num_slots : len(slots)] = upload(fresh, self._ids.device, torch.int64)
+        return indices
 
     def _check(self, what: str, token_ids: Sequence[int]) -> None:
         worst = max(token_ids, default=0)
@@ -214,24 +241,28 @@ def truncate_(x: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> None:
         if at is not None:
             x[at] = part
     if any(state.min_p > 0 for state in states):
-        x.masked_fill_(x < column([state.min_p for state in states], x).log_(), -math.inf)
+        limits = column([state.min_p for state in states], x).log_()
+        if native.usable(x, torch.float32):
+            native.cut_below_(x, limits.flatten().tolist())
+        else:
+            x.masked_fill_(x < limits, -math.inf)
 
 
-def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], ask: Ask) -> None:
+def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], ask: Ask, least: int = 0) -> None:
+    """Top-k and top-p of every row, looking at no fewer than ``least`` values at first."""
     vocab_size = x.shape[-1]
     k = upload(top_k, x.device)[:, None]
     limit = upload(top_p, x.device, torch.float64)[:, None]
-    waits = isinstance(ask, Later)
+    waits, sorts = isinstance(ask, Later), native.usable(x, torch.float32)
     all_mass = None  # of whole rows, needed where top-p acts without top-k
     num_values = max((value for value in top_k if value < vocab_size), default=1)
     if any(p < 1 and value == vocab_size for p, value in zip(top_p, top_k, strict=True)):
         all_mass = torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
-        num_values = min(vocab_size, max(num_values, _MORE_CANDIDATES if waits else _TOP_P_CANDIDATES))
-    while True:
-        values = x.topk(num_values, dim=-1).values
-        num_kept = k.clone()
-        if all(p == 1 for p in top_p):
-            break
+        candidates = _MORE_CANDIDATES if waits else _TOP_P_CANDIDATES
+        num_values = min(vocab_size, max(num_values, candidates, least))
+    values, ids = native.largest(x, num_values) if sorts else x.topk(num_values, dim=-1)
+    num_kept = k.clone()
+    if any(p < 1 for p in top_p):
         in_top_k = torch.arange(num_values, device=x.device) < k
         mass = values.to(torch.float64).exp_().mul_(_UNIT_MASS).to(torch.int64).mul_(in_top_k)
         sums = mass.cumsum(-1)
@@ -241,12 +272,23 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], ask: 
         inside = ((sums - mass) < limit * total) & in_top_k
         inside[:, 0] = True
         num_kept = torch.where(limit < 1, inside.sum(-1, keepdim=True), num_kept)
-        unresolved = (num_kept == num_values) & (k > num_values) & (limit < 1)
-        if num_values == vocab_size or not ask(unresolved.any()):
-            break
-        num_values = min(vocab_size, num_values * 8)
+        unresolved = ((num_kept == num_values) & (k > num_values) & (limit < 1)).squeeze(-1)
+        if num_values < vocab_size and ask(unresolved.any()):
+            for where, wanted in ((unresolved, num_values * 8), (~unresolved, num_values)):
+                rows: list[int] = where.nonzero().squeeze(-1).tolist()
+                if rows:
+                    part = x[rows]
+                    _keep_prefix_(part, [top_k[i] for i in rows], [top_p[i] for i in rows], ask, wanted)
+                    x[rows] = part
+            return
+    whole = num_kept == vocab_size
+    if sorts:  # the ranking itself
+        kept = values.masked_fill_(torch.arange(num_values) >= num_kept, -math.inf)
+        cut = torch.full_like(x, -math.inf).scatter_(-1, ids, kept)
+        x.copy_(torch.where(whole, x, cut) if bool(whole.any()) else cut)
+        return
     last = values.gather(-1, (num_kept - 1).clamp_(max=num_values - 1))
-    last.masked_fill_(num_kept == vocab_size, -math.inf)
+    last.masked_fill_(whole, -math.inf)
     keep = x >= last
     if waits or ask((keep.sum(-1, keepdim=True) > num_kept).any()):  # ties are too common for a doubt
         equal = x == last

@@ -14,6 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from paceline import rows as native
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.noise import Stream, fast_gumbel_at, gumbel_argmax
 from paceline.processors import Row, SamplerState, column, truncate_
@@ -24,7 +25,10 @@ __all__ = [
     "Row",
     "RowKeys",
     "SamplerState",
+    "best_coupled",
     "draft_candidates",
+    "pick",
+    "pick_unprocessed",
     "process",
     "rank_coupled",
     "row_keys",
@@ -50,10 +54,16 @@ class RowKeys:
 class ProcessedRows(RowKeys):
     """The target's distribution of each row."""
 
-    log_probs: Tensor
-    """[rows, vocab] float32 after all processors; forbidden is -inf. Temperature-0 rows: at temperature 1."""
+    scores: Tensor
+    """[rows, vocab] float32: logits after all processors, of maximum 0; forbidden is -inf. Temperature-0 rows: at
+    temperature 1."""
     undecidable: tuple[int, ...] = ()
     """Rows inside proposals that have no distribution, uniform above: no token may be drawn there (``verify``)."""
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[rows, vocab] float32: the normalised scores. A pass over all rows at each call."""
+        return torch.log_softmax(self.scores, -1)
 
 
 def row_keys(rows: Sequence[Row], device: torch.device | str = "cpu") -> RowKeys:
@@ -93,7 +103,7 @@ def process(logits: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> Processe
         keys.seeds,
         keys.positions,
         keys.num_greedy,
-        log_probs=torch.log_softmax(x, -1),
+        scores=x,
         undecidable=tuple(undecidable),
     )
 
@@ -102,22 +112,56 @@ def sample_coupled(processed: ProcessedRows, ask: Ask = ask_now) -> Tensor:
     """The target's own token of each row: argmax_v(log p[v] + g[v]), g = 0 on greedy rows. [rows] int64.
 
     An exact sample of p (the Gumbel-max trick) that depends on p, the seed and the position only. Equal
-    scores go to the lower id.
+    scores go to the lower id. The constant that normalises a row is left out: it would only round.
     """
-    log_probs = processed.log_probs
-    if processed.num_greedy == len(log_probs):
-        return log_probs.argmax(-1)
+    scores = processed.scores
+    if processed.num_greedy == len(scores):
+        return scores.argmax(-1)
     if not processed.num_greedy:
-        return gumbel_argmax(log_probs, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
+        return gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
     if isinstance(ask, Later):  # noise for all rows, rather than the question which rows want it
-        drawn = gumbel_argmax(log_probs, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
-        return torch.where(processed.greedy, log_probs.argmax(-1), drawn)
+        drawn = gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
+        return torch.where(processed.greedy, scores.argmax(-1), drawn)
     sampled = (~processed.greedy).nonzero().squeeze(-1)
-    token_ids = log_probs.argmax(-1)
+    token_ids = scores.argmax(-1)
     token_ids[sampled] = gumbel_argmax(
-        log_probs[sampled], processed.seeds[sampled], processed.positions[sampled], Stream.COUPLED
+        scores[sampled], processed.seeds[sampled], processed.positions[sampled], Stream.COUPLED
     )
     return token_ids
+
+
+def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
+    """``sample_coupled``, with the log-probability of each token, on the host."""
+    if native.usable(processed.scores, torch.float32):
+        greedy, nothing = processed.greedy.tolist(), torch.zeros_like(processed.seeds)
+        keys = torch.stack((processed.seeds, processed.positions, nothing), dim=-1).flatten().tolist()
+        return native.pick(processed.scores, [float(not cold) for cold in greedy], keys, Stream.COUPLED)
+    token_ids = sample_coupled(processed)
+    logprobs = processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
+    own, values = torch.stack((token_ids.to(torch.float64), logprobs.to(torch.float64))).tolist()  # one transfer
+    return [int(token) for token in own], values
+
+
+def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]] | None:
+    """``pick`` of ``process`` in one pass, of sessions whose processors only scale.
+
+    None: another device or dtype, another processor, or a row without a distribution, which ``process`` tells of.
+    """
+    if len(rows) != len(logits) or not native.usable(logits, torch.float32, torch.bfloat16):
+        return None
+    temperatures: list[float] = []
+    keys: list[int] = []
+    state = None
+    for row in rows:
+        if row.state is not state:
+            state = row.state
+            if not state.only_scales:
+                return None
+            temperature = 0.0 if state.greedy else state.temperature
+        temperatures.append(temperature)
+        keys += (state.seed_bits, row.position, 0)
+    token_ids, logprobs = native.pick(logits, temperatures, keys, Stream.COUPLED)
+    return None if -1 in token_ids else (token_ids, logprobs)
 
 
 def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
@@ -134,19 +178,24 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
         -inf.
     """
     edited = _edited(logits, rows) if any(row.state.edits for row in rows) else logits
-    top, token_ids = edited.topk(min(m, logits.shape[-1]), dim=-1)
-    x = top.float()
+    m = min(m, logits.shape[-1])
+    if native.usable(edited, torch.float32, torch.bfloat16):
+        x, token_ids = native.largest(edited, m)
+    else:
+        top, token_ids = edited.topk(m, dim=-1)
+        x = top.float()
     x = x - x[:, :1]
     states = [row.state for row in rows]
     if any(state.temperature != 1 for state in states):
         x.div_(column([state.temperature for state in states], x))
-    rank = torch.arange(x.shape[-1], device=x.device)
-    if any(state.top_k < x.shape[-1] for state in states):
+    if any(state.top_k < m for state in states):
+        rank = torch.arange(m, device=x.device)
         x.masked_fill_(rank >= column([state.top_k for state in states], rank), -math.inf)
     if any(state.top_p < 1 for state in states):
         probs = torch.softmax(x, -1)
         before = probs.cumsum(-1).sub_(probs)
-        x.masked_fill_((before >= column([state.top_p for state in states], x)) & (rank > 0), -math.inf)
+        before[:, 0] = -1  # the first stays
+        x.masked_fill_(before >= column([state.top_p for state in states], x), -math.inf)
     if any(state.min_p > 0 for state in states):
         x.masked_fill_(x < column([state.min_p for state in states], x).log_(), -math.inf)
     return token_ids, torch.log_softmax(x, -1)
@@ -171,6 +220,23 @@ def rank_coupled(
     by_id = token_ids.argsort(-1)
     scores, order = scores.gather(-1, by_id).sort(stable=True, dim=-1, descending=True)
     return token_ids.gather(-1, by_id.gather(-1, order)), scores
+
+
+def best_coupled(
+    token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], wanted: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The first ``wanted`` of ``rank_coupled``, on the host: ids and scores of each row.
+
+    Candidates whose log q is not finite have the score -inf.
+    """
+    wanted = min(wanted, token_ids.shape[-1])
+    if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):
+        keys = [part for row in rows for part in (row.state.seed_bits, row.position, 0)]
+        return native.rank(token_ids, log_q, keys, [row.state.greedy for row in rows], Stream.COUPLED, wanted)
+    on_device = row_keys(rows, log_q.device)
+    finite = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+    token_ids, scores = rank_coupled(token_ids, finite, on_device.seeds, on_device.positions, on_device.greedy)
+    return token_ids[:, :wanted].tolist(), scores[:, :wanted].tolist()
 
 
 def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:

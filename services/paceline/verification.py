@@ -27,8 +27,8 @@ from torch import Tensor
 
 from paceline.errors import EngineError
 from paceline.noise import Stream, gumbel_argmax, uniform
-from paceline.sampling import ProcessedRows, Row, process, sample_coupled
-from paceline.transfers import Ask, Later, ask_now, download, upload
+from paceline.sampling import ProcessedRows, Row, pick, pick_unprocessed, process, sample_coupled
+from paceline.transfers import Ask, Later, download, upload
 from paceline.types import Acceptance, SparseDistribution
 
 _Q_TOLERANCE = 1e-6
@@ -98,7 +98,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def decide(
     logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal], rules: Sequence[Acceptance]
 ) -> list[Verdict]:
-    """``verify`` of ``process``, and on an accelerator with one wait for it: where the tokens are read.
+    """``verify`` of ``process``: on the CPU in one pass where that is enough, on an accelerator with one wait for it.
 
     Where a rare case comes up (a row without a distribution, scores that only the exact logarithm tells apart, top-p
     over more tokens than expected), and under the rejection rule, it goes the long way, which asks as it goes.
@@ -113,10 +113,13 @@ def decide(
     by_ratio = any(
         rule is Acceptance.REJECTION and not rows[end - 1].state.greedy for rule, end in zip(rules, ends, strict=True)
     )
-    if logits.device.type != "cpu" and not by_ratio:
-        verdicts = decide_at_once(logits, rows, proposals)
-        if verdicts is not None:
-            return verdicts
+    if not by_ratio:
+        if logits.device.type != "cpu":
+            verdicts = decide_at_once(logits, rows, proposals)
+            if verdicts is not None:
+                return verdicts
+        elif (picked := pick_unprocessed(logits, rows)) is not None:
+            return _matches(proposals, *picked)
     return verify(process(logits, rows), proposals, rules)
 
 
@@ -157,9 +160,7 @@ def verify(
     """
     sizes = [len(proposal.token_ids) + 1 for proposal in proposals]
     starts = [0, *accumulate(sizes)]
-    assert starts[-1] == len(processed.log_probs), (
-        f"{len(processed.log_probs)} rows for proposals that need {starts[-1]}"
-    )
+    assert starts[-1] == len(processed.scores), f"{len(processed.scores)} rows for proposals that need {starts[-1]}"
     verdicts = _decide(processed, proposals, rules, choices, starts)
     if not processed.undecidable:
         return verdicts
@@ -187,7 +188,7 @@ def _decide(
         greedy = processed.greedy.tolist()
         ratio = [by_ratio and not greedy[start] for by_ratio, start in zip(ratio, starts, strict=False)]
     if not any(ratio):
-        return _matches(proposals, *_sample_own(processed))
+        return _matches(proposals, *pick(processed))
     verdicts: dict[int, Verdict] = {}
     matched = [i for i, by_ratio in enumerate(ratio) if not by_ratio]
     if matched:
@@ -205,15 +206,8 @@ def _decide(
     return [verdicts[i] for i in range(len(proposals))]
 
 
-def _sample_own(processed: ProcessedRows) -> tuple[list[int], list[float]]:
-    """The target's own token of every row and its logprob."""
-    token_ids, logprobs = _sampled(processed, ask_now)
-    own, values = torch.stack((token_ids.to(torch.float64), logprobs.to(torch.float64))).tolist()  # one transfer
-    return [int(token) for token in own], values
-
-
 def _sampled(processed: ProcessedRows, ask: Ask) -> tuple[Tensor, Tensor]:
-    """The same on the device: [rows] int64 and float32."""
+    """``pick`` on the device: [rows] int64 and float32."""
     token_ids = sample_coupled(processed, ask)
     return token_ids, processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
 
@@ -351,7 +345,7 @@ def _take(processed: ProcessedRows, rows: Sequence[int]) -> ProcessedRows:
         processed.seeds[index],
         processed.positions[index],
         int(greedy.sum()),
-        log_probs=processed.log_probs[index],
+        scores=processed.scores[index],
     )
 
 

@@ -209,7 +209,7 @@ def test_a_killed_rank_is_told_of_and_leaves_nothing(operation: str, transport: 
 def test_ranks_that_never_meet_are_told_so(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one does not come."""
     assert shared_memory.unavailable() is None
-    monkeypatch.setattr(shared_memory, "_COMPILE_LIMIT_S", 0.0)
+    monkeypatch.setattr(shared_memory, "COMPILE_LIMIT_S", 0.0)
     options = {} if make is SharedMemoryCollectives else {"device": torch.device("cpu")}
     with pytest.raises(EngineError, match=r"rank 0 of 2 could not .* \(limit 1 s\): "):
         make(FileStore(str(tmp_path / "store"), 2), 0, 2, timeout_s=1.0, **options)
@@ -220,7 +220,7 @@ def test_gloo_is_used_and_said_where_there_is_no_compiler(
 ) -> None:
     """The reason is in the log; a group of one is enough to see it."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "empty"))
-    monkeypatch.setattr(shared_memory.shutil, "which", lambda name: None)
+    monkeypatch.setattr("paceline.native.shutil.which", lambda name: None)
     monkeypatch.setattr(shared_memory, "_library", shared_memory._library.__wrapped__)
     store = FileStore(str(tmp_path / "store"), 1)
     group = connect(store, 0, 1, device=torch.device("cpu"), timeout_s=10.0)

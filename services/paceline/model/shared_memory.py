@@ -7,17 +7,13 @@ of torch; its operators survive export, and compiled models call it without the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import json
 import logging
 import os
 import secrets
-import shutil
-import subprocess
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +22,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.config import cache_dir
 from paceline.errors import EngineError
 from paceline.model.collectives import Collectives, TorchCollectives
+from paceline.native import COMPILE_LIMIT_S, compiled, torch_options
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_COMPILERS = ("g++", "c++", "clang++")
-_COMPILE_LIMIT_S = 600.0
 _TOKEN_BYTES = 16
 _SUMMED = (torch.bfloat16, torch.float32, torch.float16)
 _log = logging.getLogger(__name__)
@@ -57,7 +51,7 @@ def connect(
     mine = {"reason": reason, "host": _host()}
     store.set(f"rank{rank}", json.dumps(mine))
     limit = (timeout_s if start_timeout_s is None else start_timeout_s) + (
-        _COMPILE_LIMIT_S if device.type == "cpu" else 0.0
+        COMPILE_LIMIT_S if device.type == "cpu" else 0.0
     )
     try:
         store.wait([f"rank{i}" for i in range(degree)], timedelta(seconds=limit))
@@ -174,12 +168,7 @@ class SharedMemoryCollectives(Collectives):
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The operators, compiled if they never were. Raises EngineError with the reason if they cannot be."""
-    path = cache_dir() / "operators" / f"shared_memory-{_digest()}.so"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            _compile(path)
+    path = compiled(_SOURCE, _digest(), torch_options(), "the operators of tensor parallelism")
     try:
         library = ctypes.CDLL(
             str(path), mode=ctypes.RTLD_GLOBAL, use_errno=True
@@ -199,31 +188,6 @@ def _library() -> ctypes.CDLL:
 def _digest() -> str:
     """Of the operators' source and torch's version."""
     return hashlib.blake2b(_SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
-
-
-def _compile(path: Path) -> None:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise EngineError(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}.so")
-    include, lib = Path(torch.__file__).parent / "include", Path(torch.__file__).parent / "lib"
-    command = [
-        compiler, "-std=c++20", "-O3", "-shared", "-fPIC",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}", str(_SOURCE), "-o", str(temporary),
-        f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch", "-ltorch_cpu", "-lc10",
-    ]  # fmt: skip
-    _log.warning("compiling the operators of tensor parallelism (once; later starts load them)")
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
-        temporary.rename(path)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        line = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
-        raise EngineError(f"{compiler} could not compile {_SOURCE.name}: {line}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
 
 
 def _host() -> str:

@@ -16,10 +16,6 @@ def sample_sharded(
     """The tokens that ``process`` and ``sample_coupled`` draw from the whole rows, without any processor but the
     temperature: argmax_v(logits[v] / temperature + g[v]), g = 0 on greedy rows.
 
-    A constant that they subtract from a row's scores, its logarithm of the sum of the exponentials, is left out. Where
-    two scores are closer than its rounding the tokens can differ: which of both ways a session takes must follow from
-    its options alone, never from what a step computes beside it.
-
     Args:
         logits: [rows, tokens] of any float dtype, this rank's of the tokens from ``first``. Not modified.
         keys: of all rows, the same on all ranks.
@@ -32,8 +28,8 @@ def sample_sharded(
     x = logits.float()
     x = x - group.all_gather(x.amax(-1)).amax(0)[:, None]
     x = x / temperatures[:, None]
-    scores, ids = x.double().max(-1)
-    ids += first
+    most, ids = x.max(-1)
+    scores, ids = most.double(), ids + first
     if keys.num_greedy < len(x):
         sampled = (~keys.greedy).nonzero().squeeze(-1)
         scores[sampled], ids[sampled] = gumbel_max(

@@ -1,0 +1,83 @@
+"""C++ that comes with the package, compiled once on each machine and kept in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config import cache_dir
+from paceline.errors import EngineError
+
+_COMPILERS = ("g++", "c++", "clang++")
+COMPILE_LIMIT_S = 600.0
+_log = logging.getLogger(__name__)
+
+
+def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) -> Path:
+    """The shared library of ``source``, compiled with ``options`` if it never was. One process compiles at a time.
+
+    ``digest`` tells apart what must not share a library. ``purpose``: what is compiled, in a word for the log.
+
+    Raises:
+        EngineError: there is no compiler, or it fails; with its first error.
+    """
+    path = cache_dir() / "operators" / f"{source.stem}-{digest}.so"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _compile(source, path, options, purpose)
+    return path
+
+
+def torch_options() -> tuple[str, ...]:
+    """What compiles and links a library with the operators of this torch."""
+    import torch
+
+    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
+    return (
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
+        f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch", "-ltorch_cpu", "-lc10",
+    )  # fmt: skip
+
+
+def machine() -> str:
+    """Processor and instruction set, which tell libraries apart that are compiled for one machine alone."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        cpu = ""
+    return f"{platform.machine()} {platform.processor()} {cpu}"
+
+
+def has_avx512() -> bool:
+    """Whether torch calls this machine's CPU one with AVX-512, without asking torch."""
+    return {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"} <= set(machine().split())
+
+
+def _compile(source: Path, path: Path, options: Sequence[str], purpose: str) -> None:
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise EngineError(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}.so")
+    command = [compiler, "-std=c++20", "-O3", "-shared", "-fPIC", str(source), "-o", str(temporary), *options]
+    _log.warning("compiling %s (once; later starts load it)", purpose)
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+        temporary.rename(path)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        line = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
+        raise EngineError(f"{compiler} could not compile {source.name}: {line}") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()

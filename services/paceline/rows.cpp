@@ -1,0 +1,412 @@
+// Passes over vocabulary rows that torch would make with dozens of operators. Plain C, no torch: see rows.py.
+//
+// Noise. The noise of a token is g = -log(-log u), u = (k + 0.5) / 2^32 with k its Philox word. Since -log u >= 1 - u,
+//
+//     g <= -log(1 - u) = 32 log 2 - log(c),    c = 2^32 - k - 0.5
+//
+// so a token with weight w can beat a score S only if log2(c) <= (w - S) / log 2 + 32. The words of all tokens cost
+// some integer multiplications; the bits of a float are a lower bound of its log2; and of a normalised row about
+// exp(-S) tokens pass, S being the best score so far. Only those get the exact logarithm, whose bits are noise.py's:
+// additions, multiplications and divisions of doubles, each rounded on its own (-ffp-contract=off).
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int kBlock = 128;  // tokens that are looked at together, a multiple of 16
+constexpr int kCounters = kBlock / 4;
+constexpr int kLanes = 16;
+constexpr float kLog2e = 1.44269504f;
+constexpr double kMinGumbel = -3.13;  // no noise is below noise.MIN_GUMBEL, which is above this - 0.01
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline float value(float x) { return x; }
+inline float value(double x) { return static_cast<float>(x); }
+inline float value(Bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+inline double exact_value(double x) { return x; }
+inline double exact_value(float x) { return x; }
+inline double exact_value(Bf16 x) { return value(x); }
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+struct Key {
+  int64_t seed, position, nonce;
+  int stream;
+};
+
+// Philox4x32-10 of kCounters counters from `first`: words[4 * i + j] is word j of counter first + i.
+inline void philox(uint32_t first, const Key& key, uint32_t* __restrict words) {
+  uint32_t x0[kCounters], x1[kCounters], x2[kCounters], x3[kCounters];
+  const uint32_t position = static_cast<uint32_t>(key.position);
+  const uint32_t high = (static_cast<uint32_t>(key.position >> 32) & 0xFFFFFF) | static_cast<uint32_t>(key.stream) << 24;
+  const uint32_t nonce = static_cast<uint32_t>(key.nonce);
+  for (int i = 0; i < kCounters; ++i) {
+    x0[i] = first + i, x1[i] = position, x2[i] = high, x3[i] = nonce;
+  }
+  uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    for (int i = 0; i < kCounters; ++i) {
+      const uint64_t p0 = static_cast<uint64_t>(x0[i]) * 0xD2511F53u, p1 = static_cast<uint64_t>(x2[i]) * 0xCD9E8D57u;
+      x0[i] = static_cast<uint32_t>(p1 >> 32) ^ x1[i] ^ k0;
+      x2[i] = static_cast<uint32_t>(p0 >> 32) ^ x3[i] ^ k1;
+      x1[i] = static_cast<uint32_t>(p1), x3[i] = static_cast<uint32_t>(p0);
+    }
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  for (int i = 0; i < kCounters; ++i) {
+    words[4 * i] = x0[i], words[4 * i + 1] = x1[i], words[4 * i + 2] = x2[i], words[4 * i + 3] = x3[i];
+  }
+}
+
+uint32_t philox_word(int64_t token, const Key& key) {
+  uint32_t x0 = static_cast<uint32_t>(token >> 2), x1 = static_cast<uint32_t>(key.position);
+  uint32_t x2 = (static_cast<uint32_t>(key.position >> 32) & 0xFFFFFF) | static_cast<uint32_t>(key.stream) << 24;
+  uint32_t x3 = static_cast<uint32_t>(key.nonce);
+  uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = static_cast<uint64_t>(x0) * 0xD2511F53u, p1 = static_cast<uint64_t>(x2) * 0xCD9E8D57u;
+    x0 = static_cast<uint32_t>(p1 >> 32) ^ x1 ^ k0;
+    x2 = static_cast<uint32_t>(p0 >> 32) ^ x3 ^ k1;
+    x1 = static_cast<uint32_t>(p1), x3 = static_cast<uint32_t>(p0);
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  const uint32_t words[4] = {x0, x1, x2, x3};
+  return words[token & 3];
+}
+
+// noise.exact_log, operation by operation.
+double exact_log(double x) {
+  constexpr double kHigh = 0x1.62e42fee00000p-1, kLow = 0x1.a39ef35793c76p-33;
+  int64_t bits;
+  std::memcpy(&bits, &x, 8);
+  const int64_t exponent = ((bits + 0x00095F619980C433) >> 52) - 1023;
+  bits -= static_cast<int64_t>(static_cast<uint64_t>(exponent) << 52);
+  double mantissa;
+  std::memcpy(&mantissa, &bits, 8);
+  const double e = static_cast<double>(exponent);
+  double s = (mantissa - 1.0) / (mantissa + 1.0);
+  const double square = s * s;
+  double series = 1.0 / 23;
+  for (int i = 10; i >= 1; --i) series = series * square + 1.0 / (2 * i + 1);
+  s *= 2.0;
+  series = series * square * s + e * kLow;
+  return series + s + e * kHigh;
+}
+
+float gumbel(uint32_t word) {
+  const double u = (static_cast<double>(word) + 0.5) * 0x1p-32;
+  return static_cast<float>(-exact_log(-exact_log(u)));
+}
+
+// A lower bound of log2(2^32 - word - 0.5).
+inline float log2_below(uint32_t word) {
+  const float c = static_cast<float>(~word);
+  return static_cast<float>(static_cast<int32_t>(bits_of(c))) * 0x1p-23f - 127.0f;
+}
+
+// What log2_below must not exceed for a token of weight w to reach a score: (w - score) * kLog2e + 32, and room for
+// rounding. Written as w * kLog2e + offset(score).
+inline float offset(double score) {
+  return static_cast<float>(32.001 - score * 1.4426950408889634 + 1e-6 * std::fabs(score));
+}
+
+// exp of x <= 0, within 3e-7 relative; below -87 about 1e-38.
+inline float exp_below(float x) {
+  x = x > -87.0f ? x : -87.0f;
+  const float n = std::nearbyint(x * kLog2e);
+  float r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t power = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &power, 4);
+  return p * scale;
+}
+
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+
+inline Lanes load_lanes(const float* x) {
+  Lanes lanes;
+  std::memcpy(&lanes, x, sizeof lanes);
+  return lanes;
+}
+
+inline float largest_lane(Lanes lanes) {
+  float best = lanes[0];
+  for (int j = 1; j < kLanes; ++j) best = lanes[j] > best ? lanes[j] : best;
+  return best;
+}
+
+// `count` values as float32, what is missing in a block filled up with -inf.
+template <typename T>
+inline void load_block(const T* __restrict x, int64_t count, float* __restrict out) {
+  if (count >= kBlock) {
+    for (int i = 0; i < kBlock; ++i) out[i] = value(x[i]);
+    return;
+  }
+  for (int i = 0; i < kBlock; ++i) out[i] = i < count ? value(x[i]) : -kInfinity;
+}
+
+template <typename T>
+float largest_of(const T* x, int64_t n, bool* is_number) {
+  alignas(64) float block[kBlock];
+  Lanes best = Lanes{} - kInfinity, sum = {};  // of what is no number
+  for (int64_t base = 0; base < n; base += kBlock) {
+    load_block(x + base, n - base, block);
+    for (int i = 0; i < kBlock; i += kLanes) {
+      const Lanes v = load_lanes(block + i);
+      best = v > best ? v : best;
+      sum += v == v ? Lanes{} : v;
+    }
+  }
+  float total = 0;
+  for (int j = 0; j < kLanes; ++j) total += sum[j];
+  *is_number = total == total;
+  return largest_lane(best);
+}
+
+struct Best {
+  double score = -std::numeric_limits<double>::infinity();
+  int64_t token = 0;
+};
+
+// The largest of weight + noise over tokens [first, first + n); weight(i) of token first + i as what the score is the
+// sum with. `floor`: a score that is reached for certain. Weights of a block go through `load(begin, count, out)`.
+template <typename Load, typename Weight>
+Best gumbel_best(int64_t n, int64_t first, const Key& key, double floor, Load load, Weight weight) {
+  Best best;
+  best.token = first;
+  float reached = offset(floor);
+  double least = floor;
+  alignas(64) float w[kBlock];
+  alignas(64) uint32_t words[kBlock];
+  for (int64_t base = first & ~int64_t{3}; base < first + n; base += kBlock) {
+    const int64_t begin = std::max(base, first), end = std::min(base + kBlock, first + n);
+    if (end - begin < kBlock) std::fill(w, w + kBlock, -kInfinity);
+    load(begin - first, static_cast<int>(end - begin), w + (begin - base));
+    // With the largest noise possible (log2 c = -1), does the heaviest reach?
+    Lanes heaviest = load_lanes(w);
+    for (int i = kLanes; i < kBlock; i += kLanes) {
+      const Lanes v = load_lanes(w + i);
+      heaviest = v > heaviest ? v : heaviest;
+    }
+    if (!(largest_lane(heaviest) * kLog2e + reached >= -1.5f)) continue;
+    philox(static_cast<uint32_t>(base >> 2), key, words);
+    int32_t any = 0;
+    for (int i = 0; i < kBlock; ++i) any |= log2_below(words[i]) <= w[i] * kLog2e + reached;
+    if (!any) continue;
+    for (int i = 0; i < kBlock; ++i) {
+      if (!(log2_below(words[i]) <= w[i] * kLog2e + reached)) continue;
+      const int64_t token = base + i;
+      if (token < first || token >= first + n) continue;
+      const double score = static_cast<double>(gumbel(words[i])) + weight(token - first);
+      if (score > best.score) {
+        best.score = score, best.token = token;
+        if (score > least) least = score, reached = offset(score);
+      }
+    }
+  }
+  return best;
+}
+
+template <typename T>
+void raw_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const int64_t* keys, int stream, int64_t first,
+              int64_t* tokens, double* scores) {
+  for (int64_t row = 0; row < rows; ++row, x += stride) {
+    const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
+    bool is_number;
+    const float most = largest_of(x, n, &is_number);
+    const double floor = most * (most < 0 ? 1.000001 : 0.999999) + kMinGumbel - 0.01;
+    const T* at = x;
+    const Best best = gumbel_best(
+        n, first, key, most == -kInfinity ? -std::numeric_limits<double>::infinity() : floor,
+        [at](int64_t begin, int count, float* out) {
+          for (int i = 0; i < count; ++i) out[i] = value(at[begin + i]);
+        },
+        [at](int64_t i) { return exact_value(at[i]); });
+    tokens[row] = best.token, scores[row] = best.score;
+  }
+}
+
+template <typename T>
+void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const float* temperatures, const int64_t* keys,
+               int stream, int64_t* tokens, float* logprobs) {
+  for (int64_t row = 0; row < rows; ++row, x += stride) {
+    const float temperature = temperatures[row] == 0 ? 1.0f : temperatures[row];
+    bool is_number;
+    const float most = largest_of(x, n, &is_number);
+    if (!is_number || !(std::fabs(most) < kInfinity)) {
+      tokens[row] = -1, logprobs[row] = -kInfinity;
+      continue;
+    }
+    const T* at = x;
+    // The same two roundings as torch's: shift, then scale.
+    const auto scaled = [at, most, temperature](int64_t i) { return (value(at[i]) - most) / temperature; };
+    double total = 0;
+    const auto load = [&](int64_t begin, int count, float* out) {
+      for (int i = 0; i < count; ++i) out[i] = (value(at[begin + i]) - most) / temperature;
+      float sums[kLanes] = {};
+      int i = 0;
+      for (; i + kLanes <= count; i += kLanes)
+        for (int j = 0; j < kLanes; ++j) sums[j] += exp_below(out[i + j]);
+      for (; i < count; ++i) sums[0] += exp_below(out[i]);
+      for (int j = 1; j < kLanes; ++j) sums[0] += sums[j];
+      total += sums[0];
+    };
+    int64_t token = 0;
+    if (temperatures[row] == 0) {
+      float buffer[kBlock];
+      for (int64_t i = 0; i < n; i += kBlock) load(i, static_cast<int>(std::min<int64_t>(kBlock, n - i)), buffer);
+      while (value(at[token]) != most) ++token;
+    } else {
+      const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
+      token = gumbel_best(n, 0, key, kMinGumbel - 0.01, load,
+                          [&](int64_t i) { return static_cast<double>(scaled(i)); })
+                  .token;
+    }
+    tokens[row] = token, logprobs[row] = scaled(token) - static_cast<float>(std::log(total));
+  }
+}
+
+// Larger values are larger, and of equal ones lower ids.
+inline uint64_t sortable(float x, int64_t id) {
+  x = x == x ? x + 0.0f : -kInfinity;  // + 0: the sign of zero does not order
+  uint32_t bits = bits_of(x);
+  bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return static_cast<uint64_t>(bits) << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(id));
+}
+
+inline float value_of(uint64_t key) {
+  uint32_t bits = static_cast<uint32_t>(key >> 32);
+  bits = bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~bits;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+template <typename T>
+void largest_rows(const T* x, int64_t rows, int64_t n, int64_t stride, int64_t m, float* values, int64_t* ids) {
+  const int64_t room = std::min(n, std::max<int64_t>(4 * m, 512)) + kBlock;
+  std::vector<uint64_t> kept(room);
+  const auto descending = [](uint64_t a, uint64_t b) { return a > b; };
+  for (int64_t row = 0; row < rows; ++row, x += stride) {
+    int64_t size = 0;
+    float least = -kInfinity;  // ties with it come too late, once there are m
+    bool full = false;
+    for (int64_t base = 0; base < n; base += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, n - base));
+      if (full) {
+        int32_t any = 0;
+        for (int i = 0; i < count; ++i) any |= value(x[base + i]) > least;
+        if (!any) continue;
+      }
+      for (int i = 0; i < count; ++i) {
+        const float v = value(x[base + i]);
+        kept[size] = sortable(v, base + i);
+        size += !full || v > least;
+      }
+      if (size > room - kBlock && base + kBlock < n) {
+        std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
+        size = m, full = true, least = value_of(kept[m - 1]);
+      }
+    }
+    if (size > m) std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
+    std::sort(kept.begin(), kept.begin() + m, descending);
+    for (int64_t i = 0; i < m; ++i) {
+      values[row * m + i] = value_of(kept[i]);
+      ids[row * m + i] = static_cast<uint32_t>(~static_cast<uint32_t>(kept[i]));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// kind: 0 float32, 1 float64, 2 bfloat16. stride: elements from one row to the next. keys: seed, position and nonce of
+// each row.
+
+// The token with the largest weight + noise of each row, and that score. Columns are tokens from `first`.
+void paceline_gumbel_max(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const int64_t* keys,
+                         int stream, int64_t first, int64_t* tokens, double* scores) {
+  if (kind == 0) raw_rows(static_cast<const float*>(x), rows, n, stride, keys, stream, first, tokens, scores);
+  if (kind == 1) raw_rows(static_cast<const double*>(x), rows, n, stride, keys, stream, first, tokens, scores);
+  if (kind == 2) raw_rows(static_cast<const Bf16*>(x), rows, n, stride, keys, stream, first, tokens, scores);
+}
+
+// The token with the largest (x - max) / temperature + noise of each row, and its log-probability; temperature 0: the
+// largest x. A row with NaN, +inf or nothing but -inf has token -1.
+void paceline_pick(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const float* temperatures,
+                   const int64_t* keys, int stream, int64_t* tokens, float* logprobs) {
+  if (kind == 0) pick_rows(static_cast<const float*>(x), rows, n, stride, temperatures, keys, stream, tokens, logprobs);
+  if (kind == 2) pick_rows(static_cast<const Bf16*>(x), rows, n, stride, temperatures, keys, stream, tokens, logprobs);
+}
+
+// The m largest of each row, largest first, of equal ones the lower id first; NaN counts as -inf.
+void paceline_largest(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, int64_t m, float* values,
+                      int64_t* ids) {
+  if (kind == 0) largest_rows(static_cast<const float*>(x), rows, n, stride, m, values, ids);
+  if (kind == 2) largest_rows(static_cast<const Bf16*>(x), rows, n, stride, m, values, ids);
+}
+
+// Ranks candidates: the `wanted` best of log_q + noise of each row (greedy: no noise), best first, equal ones by id.
+// What is not finite counts as -inf. Returns ids and scores [rows, wanted].
+void paceline_rank(const int64_t* ids, const float* log_q, int64_t rows, int64_t m, const int64_t* keys,
+                   const uint8_t* greedy, int stream, int64_t wanted, int64_t* best_ids, double* best_scores) {
+  for (int64_t row = 0; row < rows; ++row, ids += m, log_q += m) {
+    const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
+    int64_t* tokens = best_ids + row * wanted;
+    double* scores = best_scores + row * wanted;
+    int64_t size = 0;
+    float reached = kInfinity;
+    for (int64_t i = 0; i < m; ++i) {
+      const float q = std::fabs(log_q[i]) < kInfinity ? log_q[i] : -kInfinity;
+      double score = q;
+      if (!greedy[row] && q > -kInfinity) {
+        const uint32_t word = philox_word(ids[i], key);
+        if (size == wanted && !(log2_below(word) <= q * kLog2e + reached)) continue;
+        score += static_cast<double>(gumbel(word));
+      }
+      int64_t at = size;
+      while (at > 0 && (score > scores[at - 1] || (score == scores[at - 1] && ids[i] < tokens[at - 1]))) --at;
+      if (at == wanted) continue;
+      size = std::min(size + 1, wanted);
+      for (int64_t j = size - 1; j > at; --j) tokens[j] = tokens[j - 1], scores[j] = scores[j - 1];
+      tokens[at] = ids[i], scores[at] = score;
+      if (size == wanted) reached = std::isfinite(scores[size - 1]) ? offset(scores[size - 1]) : kInfinity;
+    }
+  }
+}
+
+// Sets what is below the row's limit to -inf.
+void paceline_cut_below(float* x, int64_t rows, int64_t n, int64_t stride, const float* limits) {
+  for (int64_t row = 0; row < rows; ++row, x += stride) {
+    const float limit = limits[row];
+    for (int64_t i = 0; i < n; ++i) x[i] = x[i] < limit ? -kInfinity : x[i];
+  }
+}
+}
