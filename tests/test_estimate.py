@@ -14,6 +14,7 @@ from tests.support import letters_tokenizer, pair, random_model
 from torch import nn
 from transformers import LlamaConfig
 
+from paceline import native
 from paceline.checkpoints import read_facts
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
@@ -41,7 +42,8 @@ FACTS = ModelFacts(
 
 
 def config(compile=False, **options):
-    models = {"target": ModelConfig(path="target", compile=compile), "draft": DraftModelConfig(path="draft")}
+    target = ModelConfig(path="target", compile=compile, attention="sdpa")
+    models = {"target": target, "draft": DraftModelConfig(path="draft")}
     return PairConfig(**models | options)
 
 
@@ -64,6 +66,19 @@ def test_the_parts_of_a_target_by_hand():
         (ENGINE_PROCESS_BYTES, 10 * MIB, estimate.kv_bytes, estimate.tree_bytes, estimate.workspace_bytes)
     )
     assert estimate.least_bytes == PROCESS_BYTES + 10 * MIB + estimate.kv_bytes + estimate.workspace_bytes
+
+
+def test_attention_that_reads_pages_in_place_takes_no_copy_of_them(monkeypatch):
+    def workspace(attention, on_gpu=False):
+        target = ModelConfig(path="target", compile=False, attention=attention)
+        return target_estimate(config(target=target), FACTS, 8192, on_gpu=on_gpu).workspace_bytes
+
+    assert native.has_avx512() == (torch.backends.cpu.get_cpu_capability() == "AVX512")
+    for flags, auto in (("avx512f avx512bw avx512dq avx512vl fma", "native"), ("avx2 fma", "sdpa")):
+        monkeypatch.setattr(native, "machine", lambda found=flags: found)
+        assert workspace("auto") == workspace(auto)
+    assert workspace("sdpa", on_gpu=True) == workspace("auto", on_gpu=True) == workspace("sdpa")
+    assert workspace("triton", on_gpu=True) < workspace("sdpa")
 
 
 def test_what_changes_the_parts_of_a_target():
@@ -231,17 +246,17 @@ def assert_takes(estimate, role, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_process_takes_what_is_estimated(tmp_path, role, dtype):
+@pytest.mark.parametrize(("dtype", "attention"), [("float32", "sdpa"), ("bfloat16", "sdpa"), ("bfloat16", "auto")])
+def test_a_process_takes_what_is_estimated(tmp_path, role, dtype, attention):
     path = save_model(tmp_path)
-    model = {"path": path, "dtype": dtype, "compile": False, "device": "cpu"}
+    model = {"path": path, "dtype": dtype, "compile": False, "device": "cpu", "attention": attention}
     settings = PairConfig(
         target=ModelConfig(**model), draft=DraftModelConfig(**model), max_sessions=16, max_model_len=4096
     )
     facts = read_facts(tmp_path, dtype)
     assert facts.num_parameters > 40 * 10**6
     estimate = {"target": target_estimate, "draft": draft_estimate}[role](settings, facts, 4096)
-    assert estimate.workspace_bytes > 50 * MIB
+    assert estimate.workspace_bytes > 5 * MIB
     assert estimate.num_pages == {"target": target_pages, "draft": draft_pages}[role](settings, 4096)
     assert_takes(estimate, role, settings)
 

@@ -153,8 +153,10 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
 
 @pytest.mark.parametrize(
     ("number", "limit_s", "reason"),
-    [(signal.SIGKILL, 5.0, "rank 1"), (signal.SIGSTOP, RANK_TIMEOUT_S + 5.0, "rank 1")],
-    ids=["killed", "stopped"],
+    [
+        pytest.param(signal.SIGKILL, 5.0, "rank 1", id="killed"),
+        pytest.param(signal.SIGSTOP, RANK_TIMEOUT_S + 5.0, "rank 1", id="stopped", marks=pytest.mark.slow),
+    ],
 )
 def test_a_target_ends_with_any_of_its_ranks(
     number: signal.Signals, limit_s: float, reason: str, checkpoints: Path

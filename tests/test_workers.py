@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, EngineError
-from paceline.workers import ProcessWorker, ThreadWorker
+from paceline.workers import ProcessWorker, ThreadWorker, settle
 
 TIMEOUT_S = 30
 
@@ -254,3 +255,12 @@ def test_relay_between_two_workers():
     hops.sort()
     print(f"parent > first > parent > second > parent: median {hops[100] * 1e3:.3f} ms, p90 {hops[180] * 1e3:.3f}")
     assert hops[100] < 0.05
+
+
+def test_what_is_there_when_an_engine_is_built_is_not_collected_again() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        settle()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()

@@ -6,10 +6,21 @@ import contextlib
 import fcntl
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from paceline.workers import available_cores
+
+_QUOTAS = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")  # version 2, version 1
+
+
+def has_cpu_quota(files: Sequence[str] = _QUOTAS) -> bool:
+    """Whether this process is in a container that gets a share of all cores: two of them would take the same core."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            return Path(file).read_text(encoding="ascii").split()[0] not in ("max", "-1")
+    return False
 
 
 class CoreClaim:
@@ -21,13 +32,14 @@ class CoreClaim:
 
     @classmethod
     def take(cls, folder: Path | None = None) -> Self | None:
-        """The first free core; None: there is but one, or all are taken, or locks cannot be kept here.
+        """The first free core; None: there is but one, or all are taken, or locks cannot be kept here, or the cores
+        are shared with containers whose locks nobody sees here.
 
         ``folder`` holds one lock file per core. It must be the same for all engines of the machine.
         """
         folder = folder or Path(tempfile.gettempdir()) / "paceline-cores"
         cores = available_cores()
-        if len(cores) < 2:
+        if len(cores) < 2 or (len(cores) == os.cpu_count() and has_cpu_quota()):
             return None
         for core in cores:
             with contextlib.suppress(OSError):  # taken, or somebody else's folder

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paceline import native
 from paceline.config import ModelConfig, PairConfig
 from paceline.memory import (
     DEFAULT_SESSION_TOKENS,
@@ -186,6 +187,7 @@ def target_estimate(
             min(longest, least),
             num_logits=config.max_sessions * (MAX_DRAFT_TOKENS + 1),
             num_copies=2,
+            gathers=_gathers(config.target, on_gpu),
         ),
         num_ranks=num_ranks,
         on_gpu=on_gpu,
@@ -233,6 +235,7 @@ def draft_estimate(
             min(longest, num_pages),
             num_logits=config.tree_step_tokens or MEASURED_LEAVES,
             num_copies=1,
+            gathers=_gathers(config.draft, on_gpu),
         ),
         num_pages=num_pages,
         max_len=max_len,
@@ -257,8 +260,23 @@ def _packed_bytes(model: ModelConfig, facts: ModelFacts, on_gpu: bool) -> int:
     return facts.weights_bytes if compiled else 0
 
 
+def _gathers(model: ModelConfig, on_gpu: bool) -> bool:
+    """Whether attention copies keys and values: torch's does, ours do not (``model/kernels.py``). A CPU is taken to be
+    like this machine's."""
+    if on_gpu or model.attention in ("sdpa", "triton"):
+        return model.attention != "triton"
+    return not native.has_avx512()
+
+
 def _workspace_bytes(
-    facts: ModelFacts, max_tokens: int, max_sessions: int, max_pages: int, *, num_logits: int, num_copies: int
+    facts: ModelFacts,
+    max_tokens: int,
+    max_sessions: int,
+    max_pages: int,
+    *,
+    num_logits: int,
+    num_copies: int,
+    gathers: bool,
 ) -> int:
     """Bytes that the largest step allocates beside the KV pages.
 
@@ -266,7 +284,7 @@ def _workspace_bytes(
     logits, and b bytes per number::
 
         activations  T * b * (6 * hidden + 3 * intermediate)     residual, norms, q, k, v, attention; gate, up, product
-        attention    (T / 16 + S) * P * (a page's bytes in a layer)    keys and values, gathered for every query row
+        attention    (T / 16 + S) * P * (a page's bytes in a layer)    keys and values, if gathered, for every query row
         logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
 
     The last two are never there at once: the larger one counts.
@@ -275,7 +293,7 @@ def _workspace_bytes(
     tokens, sessions = padded_tokens(max_tokens), min(max_sessions, max_tokens)
     activations = tokens * facts.item_bytes * (6 * facts.hidden_size + 3 * facts.intermediate_size)
     query_rows = -(-tokens // QUERY_ROW_LEN) + sessions
-    attention = query_rows * padded_pages(max_pages) * facts.page_bytes // facts.num_layers
+    attention = query_rows * padded_pages(max_pages) * facts.page_bytes // facts.num_layers if gathers else 0
     rows = padded_tokens(min(max_tokens, num_logits))
     logits = rows * facts.vocab_size * (facts.item_bytes + num_copies * _FLOAT32_BYTES)
     return activations + max(attention, logits)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline.config import ModelConfig, NgramConfig, PairConfig, cache_dir
 from paceline.errors import EngineError, PacelineError
 from paceline.ranks import Rendezvous
-from paceline.workers import Emit, Engine
+from paceline.workers import Emit, Engine, settle
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def _building(name: str, config: ModelConfig | NgramConfig | None) -> Iterator[N
     log.info("%s %s: %s; compiled models are kept in %s", name, config.path, facts, cache_dir() / "compiled")
     try:
         yield
+        settle()
     except PacelineError:
         raise
     except Exception as error:

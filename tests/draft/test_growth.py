@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.draft.growth import BestFirst, FanOut, Frontier, Growth, Sequential, geometric, uniform
+from paceline.draft.growth import BestFirst, FanOut, Frontier, Growth, Reach, Sequential, geometric, uniform
 from paceline.speculation import SpeculationTree, TreeNode
 from paceline.types import Node
 
@@ -168,3 +168,35 @@ def test_sequential_grows_one_chain_and_waits() -> None:
     grower.frontier.commit(())
     assert len(grower.expand_all()) == 1
     assert Grower(Sequential(0)).expand_all() == []
+
+
+def test_a_tree_reaches_two_tokens_beyond_what_is_verified() -> None:
+    """From K on it shrinks while proposals are short, and grows again by two a round."""
+    reach = Reach(8)
+    assert reach.tokens == 8
+    for _ in range(40):
+        reach.observe(1)
+    assert reach.tokens == 3
+    grown = []
+    for _ in range(4):
+        reach.observe(reach.tokens)
+        grown.append(reach.tokens)
+    assert grown == [5, 7, 8, 8]
+
+
+def test_nodes_beyond_the_reach_are_not_expanded() -> None:
+    """Nor before the next commit has brought them nearer; fixed fan-outs go to K."""
+    tree = SpeculationTree(VOCAB, 1)
+    frontier = Frontier(tree, BestFirst(8))
+    assert frontier.reach is not None
+    frontier.reach.longest = 0.0
+    for i in range(1, 7):
+        node = frontier.pop() if frontier.peek() else None
+        if node is None:
+            break
+        tree.add([Node(i, node.node_id, i, 1.0)])
+        child = tree.get(i)
+        assert child is not None
+        frontier.push(child)
+    assert len(tree) == 3, "the anchor, and two ahead, were expanded"
+    assert Frontier(SpeculationTree(VOCAB, 1), uniform(4, 2)).reach is None

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.model import cpu_attention
 from paceline.model.collectives import Collectives, TorchCollectives
 from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, prepare
@@ -176,11 +177,17 @@ def die(group: Collectives, rank: int, operation: str) -> str:
     return "nothing was raised"
 
 
+def _compile_in(cache: str) -> None:
+    """The operators come from the cache that is kept."""
+    cpu_attention.unavailable()
+    os.environ["PACELINE_CACHE"] = cache
+
+
 def run_compiled(
     group: Collectives, path: str, dtype: torch.dtype, texts: Sequence[Sequence[int]], num_greedy: int, cache: str
 ) -> tuple[str, Any, Any]:
     """Kind of the rank's compiled step; of rank 0 also ``forward_all`` eager and compiled."""
-    os.environ["PACELINE_CACHE"] = cache
+    _compile_in(cache)
     eager = led(load(group, path, dtype), forward_all, texts, num_greedy)
     model = load(group, path, dtype, compile=True)
     compiled = led(model, forward_all, texts, num_greedy)
@@ -189,7 +196,7 @@ def run_compiled(
 
 def run_invariance(group: Collectives, path: str, dtype: torch.dtype, cache: str, compile: bool) -> str | None:
     """What the self-test of start-up says on rank 0."""
-    os.environ["PACELINE_CACHE"] = cache
+    _compile_in(cache)
     return led(load(group, path, dtype, compile), lambda runner: str(check_invariance(runner)))
 
 
@@ -229,7 +236,7 @@ def _sampled(
 
 def die_in_a_step(group: Collectives, path: str, cache: str, compile: bool) -> str | None:
     """Rank 1 is killed between two steps; what rank 0 is told in the second."""
-    os.environ["PACELINE_CACHE"] = cache
+    _compile_in(cache)
     model = load(group, path, torch.float32, compile)
     if group.rank == 1:
         threading.Timer(2.0, os.kill, (os.getpid(), 9)).start()

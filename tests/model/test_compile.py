@@ -12,18 +12,21 @@ import torch
 from tests.support import FAMILIES, Pump, Request, in_mode, noisy_copy, plain_reference, prompt, random_model
 from transformers import LlamaConfig, PreTrainedModel
 
+from paceline.config import ModelConfig
 from paceline.model import compile as compile_module
-from paceline.model import package
-from paceline.model.compile import artifact_key
-from paceline.model.loading import LoadedModel, prepare
+from paceline.model import cpu_attention, package
+from paceline.model.compile import NoCompilerError, artifact_key
+from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.package import CompiledPackage
 from paceline.model.runner import SequenceStep, StepPlan
 from paceline.model.selftest import check_invariance
+from paceline.model.step import Step
 from paceline.types import Mode, SamplingParams
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_attention.unavailable()  # from the cache that is kept
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
 
 
@@ -53,6 +56,7 @@ def same_tokens(compiled: LoadedModel, eager: LoadedModel) -> None:
         assert {n: r.token_ids for n, r in results.items()} == want
 
 
+@pytest.mark.slow
 def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +79,7 @@ def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
 
 
 def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
-    """Weights, dtype, window and configuration; equal models have equal keys."""
+    """Weights, dtype, window, kernel and configuration; equal models have equal keys."""
     base = artifact_key(smallest(), None)
     assert artifact_key(smallest(), None) == base
     changed = smallest()
@@ -87,9 +91,10 @@ def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
         artifact_key(changed, None),
         artifact_key(smallest().to(torch.bfloat16), None),
         artifact_key(smallest(), 128),
+        artifact_key(smallest(), None, "native"),
         artifact_key(renormed, None),
     }
-    assert len(others | {base}) == 5
+    assert len(others | {base}) == 6
 
 
 @pytest.mark.slow
@@ -108,6 +113,7 @@ def test_compiled_families(family: str, dtype: torch.dtype) -> None:
         assert "NOT batch-invariant" in str(report)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None:
     """Nobody is made to hand the lock over here, so the other thread runs only while a step does without it."""
     model = prepare(smallest(), compile=True)
@@ -154,3 +160,24 @@ def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
         step = SequenceStep([1, 2], [0, 1], [0, 1], runner.cache.allocate(1), num_logits=2)
         logits.append(runner.forward([step]))
     assert torch.equal(*logits)
+
+
+def test_without_a_compiler_a_model_runs_eagerly_unless_it_must_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the image. What has been compiled before needs none."""
+    smallest().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+    monkeypatch.setattr(compile_module, "find_compiler", lambda: None)
+    config = ModelConfig(path=str(tmp_path / "model"), dtype="float32", device="cpu")
+    loaded = load_model(config)
+    assert isinstance(loaded.step, Step)
+    assert "there is no C++ compiler" in caplog.text
+    with pytest.raises(NoCompilerError, match="set compile to auto or false"):
+        load_model(config.model_copy(update={"compile": True}))
+
+
+def test_the_compiler_is_the_one_that_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_module.find_compiler() is not None
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    assert compile_module.find_compiler() is None

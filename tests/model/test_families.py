@@ -15,7 +15,7 @@ from tests.model.ranks import Ranks
 from paceline.errors import ConfigError
 from paceline.model.sharding import plan_shards
 
-QUICK = {"llama", "gemma2", "gemma3_text", "mixtral", "deepseek_v3", "gpt_oss, no plan", "doge"}
+QUICK = {"llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss, no plan", "doge"}
 """Of each kind of attention one; the others are slow together."""
 README = DOCS.parents[1] / "README.md"
 

@@ -17,6 +17,7 @@ from tests.support import SLIDING_WINDOW, prompt, random_model
 
 from paceline.config import ModelConfig, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.model import cpu_attention
 from paceline.model.kernels import choose_kernel
 from paceline.model.kv_cache import PAGE_SIZE, LayerSpec
 from paceline.model.loading import load_model, prepare
@@ -34,14 +35,21 @@ GPU = {
     "dtype": torch.bfloat16,
     "layers": [LayerSpec(8, 128, 128)],
     "has_triton": True,
+    "no_native": None,
 }
+CPU = GPU | {"device_type": "cpu", "capability": None}
 
 
 def test_the_choice() -> None:
     assert choose_kernel("triton", **GPU) == "triton"
     for wanted in ("auto", "sdpa"):
         assert choose_kernel(wanted, **GPU) == "sdpa"
-        assert choose_kernel(wanted, **GPU | {"device_type": "cpu", "capability": None}) == "sdpa"
+    for dtype in (torch.bfloat16, torch.float32):
+        assert choose_kernel("sdpa", **CPU | {"dtype": dtype}) == "sdpa"
+        assert choose_kernel("native", **CPU | {"dtype": dtype}) == "native"
+        assert choose_kernel("auto", **CPU | {"dtype": dtype}) == "native"
+    assert choose_kernel("auto", **CPU | {"dtype": torch.float16}) == "sdpa"
+    assert choose_kernel("auto", **CPU | {"no_native": "needs AVX-512"}) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,20 @@ def test_what_cannot_run_is_refused(change: dict, reason: str) -> None:
     assert str(caught.value) == f"attention is 'triton', which {reason}: use 'auto' or 'sdpa'"
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_type": "cuda", "capability": (9, 0)}, "runs on the CPU only, and the model is on device 'cuda'"),
+        ({"dtype": torch.float16}, "takes float32 and bfloat16, and the model has float16"),
+        ({"no_native": "could not be built: there is no C++ compiler"}, "could not be built: there is no C++ compiler"),
+    ],
+)
+def test_what_cannot_run_on_the_cpu_is_refused(change: dict, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_kernel("native", **CPU | change)
+    assert str(caught.value) == f"attention is 'native', which {reason}: use 'auto' or 'sdpa'"
+
+
 def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     kwargs = {"engine_kwargs": {"attention": "triton"}}
     pair = ServiceConfig.parse({"target_config": kwargs, "draft_config": kwargs}).pair()
@@ -68,7 +90,10 @@ def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.L
     config = ModelConfig(path=str(tmp_path), device="cpu", compile=False)
     with caplog.at_level(logging.INFO, "paceline"):
         load_model(config)
-    assert "attention of LlamaForCausalLM on cpu: sdpa" in caplog.text
+        load_model(config.model_copy(update={"attention": "sdpa"}))
+    default = "sdpa" if cpu_attention.unavailable() else "native"
+    assert f"attention of LlamaForCausalLM on cpu: {default}" in caplog.text
+    assert caplog.text.count("attention of LlamaForCausalLM on cpu: sdpa") == 1 + (default == "sdpa")
     with pytest.raises(ConfigError, match="attention is 'triton', which runs on CUDA only"):
         load_model(config.model_copy(update={"attention": "triton"}))
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from paceline.checkpoints import inspect_checkpoint
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig
 from paceline.errors import ConfigError
+from paceline.model import cpu_attention
 from paceline.model.compile import artifact_key
 from paceline.model.loading import LoadedModel, load_model, load_pretrained, prepare
 from paceline.model.quantized import require_whole
@@ -222,6 +223,7 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
 @pytest.mark.slow
 def test_compiled_int8_keeps_its_bytes_and_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The artifact multiplies by int8, and all modes give the text of its own plain decoding."""
+    cpu_attention.unavailable()  # from the cache that is kept
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     target = prepare(reloaded(torch.bfloat16, "int8"), compile=True)
     (artifact,) = (tmp_path / "compiled").glob("*.pt2")

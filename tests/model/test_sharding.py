@@ -179,7 +179,8 @@ def test_verified_rows_have_the_bits_of_decoded_ones(
     assert said[0].startswith("batch-invariant: ")
 
 
-@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4])
 def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) -> None:
     """Greedy and at three temperatures, 300 tokens over the ranks: as from whole rows; the same for each degree."""
     config = LlamaConfig(**{**SMALL_LLAMA, "num_key_value_heads": 4, "pad_token_id": 0})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline import rows
 from paceline.checkpoints import inspect_checkpoint
 from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.draft.drafter import Drafter
@@ -99,6 +100,7 @@ def _engine(
     config: PairConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None], group: Collectives | None
 ) -> DraftEngine:
     drafter: Drafter
+    rows.prepare()
     if config.draft is None:
         raise ConfigError("draft is not configured: name a draft model or an n-gram drafter")
     target = inspect_checkpoint(config.target.path)

@@ -52,6 +52,36 @@ class BestFirst:
         return 0.0, -node.log_path
 
 
+_KEEP_REACH = 0.9
+_SLACK = 2
+
+
+@dataclass(slots=True)
+class Reach:
+    """How far ahead a tree of one session is worth growing: two tokens beyond the longest of the last few proposals.
+
+    The target verifies as many draft tokens as pay at its load (``target/budget.py``); nodes beyond those take time
+    from other sessions, and where draft and target share a machine from the target. The two in excess let proposals
+    grow again, by two in every round. Of a miss, which has none, nothing is learned but that time has passed.
+    """
+
+    k: int
+    longest: float = 0.0
+    """Of the proposals, fading; what is not known yet is K."""
+
+    def __post_init__(self) -> None:
+        self.longest = float(self.k)
+
+    def observe(self, num_in_flight: int) -> None:
+        """Takes the length of a proposal that is being verified."""
+        self.longest = max(float(num_in_flight), _KEEP_REACH * self.longest)
+
+    @property
+    def tokens(self) -> int:
+        """Nodes of so many tokens ahead are worth expanding, no others."""
+        return min(self.k, math.ceil(self.longest) + _SLACK)
+
+
 @dataclass(frozen=True, slots=True)
 class FanOut:
     """A fixed number of outcomes at each position, K tokens below each, level by level (2603.03251)."""
@@ -118,6 +148,8 @@ class Frontier:
     """The unexpanded nodes of one tree in a policy's order. O(log n) per node, O(n) per commit."""
 
     def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
+        self.reach: Reach | None = Reach(growth.k) if isinstance(growth, BestFirst) else None
+        """None: the policy alone says how far."""
         self._tree = tree
         self._growth = growth
         self._in_flight: set[int] = set()
@@ -134,7 +166,9 @@ class Frontier:
             at = at.parent
         if at is not None:
             position = at.position - self._tree.anchor.position
-        key = self._growth.key(node, self._tree.anchor, position, ahead, len(self._in_flight))
+        key = None
+        if self.reach is None or ahead <= self.reach.tokens:
+            key = self._growth.key(node, self._tree.anchor, position, ahead, len(self._in_flight))
         if key is None:
             self._unwanted.append(node)
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,10 +158,8 @@ class ModelDrafter:
                 order.extend(indices)
                 taken.append((session, rows, indices))
             m = self._num_candidates(groups)
-            token_ids = torch.zeros(len(leaves), m, dtype=torch.long)
-            log_q = torch.full((len(leaves), m), float("-inf"))
             if not steps:
-                return Candidates(token_ids, log_q)
+                return _no_candidates(len(leaves), m)
             logits = self._runner.forward(steps)
             samplers = [Row(self._sessions[leaves[i].session_id].sampler, leaves[i].path) for i in order]
             ids, scores = draft_candidates(logits, samplers, m)
@@ -173,9 +172,10 @@ class ModelDrafter:
         ids, scores = download(ids, scores)
         if order == list(range(len(leaves))):
             return Candidates(ids, scores)
+        everyone = _no_candidates(len(leaves), m)
         at = torch.tensor(order)
-        token_ids[at], log_q[at] = ids, scores
-        return Candidates(token_ids, log_q)
+        everyone.token_ids[at], everyone.log_q[at] = ids, scores
+        return everyone
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """See ``Drafter``."""
@@ -184,7 +184,7 @@ class ModelDrafter:
             row = session.node_rows.get(node_id)
             if row is not None and session.ready and session.num_cached == len(session.tokens):
                 del session.node_rows[node_id]
-                session.committed[row] = True
+                session.committed.numpy()[row] = True
                 session.num_cached += 1
             session.tokens.append(token_id)
         keep = set(kept)
@@ -242,16 +242,17 @@ class ModelDrafter:
                 for row, leaf in zip(rows, leaves, strict=True)
             ]
             num_logits = len(tokens)
-        session.positions[torch.tensor(rows)] = torch.tensor(positions)
-        visible = session.committed[: session.num_rows].repeat(len(tokens), 1)
-        pairs = torch.tensor([(i, row) for i, seen in enumerate(above) for row in seen])
-        visible[pairs[:, 0], pairs[:, 1]] = True
-        key_positions = session.positions[: session.num_rows]
+        # Through numpy: some integers in tensors so small cost torch ten times as much.
+        session.positions.numpy()[rows] = positions
+        seen = np.repeat(session.committed.numpy()[None, : session.num_rows], len(tokens), axis=0)
+        for token, seen_rows in zip(seen, above, strict=True):
+            token[seen_rows] = True
+        visible, key_positions = torch.from_numpy(seen), session.positions[: session.num_rows]
         return SequenceStep(tokens, positions, rows, session.pages, num_logits, visible, key_positions), rows
 
     def _keep(self, session: _Session, rows: Sequence[int], leaves: Sequence[Leaf]) -> None:
         if not leaves[0].path:
-            session.committed[torch.tensor(rows)] = True
+            session.committed.numpy()[list(rows)] = True
             session.num_cached += len(rows)
         else:
             session.node_rows.update((leaf.node_id, row) for leaf, row in zip(leaves, rows, strict=True))
@@ -263,6 +264,10 @@ class ModelDrafter:
             digest = page_hash(previous, session.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             session.hashes.append(digest)
             self._cache.publish(session.pages[index], digest)
+
+
+def _no_candidates(num_leaves: int, m: int) -> Candidates:
+    return Candidates(torch.zeros(num_leaves, m, dtype=torch.long), torch.full((num_leaves, m), float("-inf")))
 
 
 def _prompt_chunk(session: _Session, stop: int) -> SequenceStep:

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.draft.calibration import Evidence, ranked, sampled
 from paceline.draft.drafter import Candidates
 from paceline.processors import Row
-from paceline.sampling import RowKeys, rank_coupled, row_keys
+from paceline.sampling import RowKeys, best_coupled, row_keys
 from paceline.types import SparseDistribution
 from paceline.verification import sample_draft
 
@@ -60,39 +60,31 @@ class Ranking:
 
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
     """The children of each row's node. Candidates whose log q is not finite are left out."""
-    token_ids = candidates.token_ids
-    log_q = candidates.log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-    keys = row_keys([row.row for row in rows], log_q.device)
+    token_ids, log_q = candidates.token_ids, candidates.log_q
     by_rule: dict[Rule, list[int]] = {}
     for i, row in enumerate(rows):
         by_rule.setdefault(row.rule, []).append(i)
     if len(by_rule) == 1:
-        return _rank_alike(token_ids, log_q, keys, rows)
+        return _rank_alike(token_ids, log_q, rows)
     rankings: dict[int, Ranking] = {}
     for indices in by_rule.values():
         at = torch.tensor(indices, dtype=torch.int64, device=log_q.device)
-        part = RowKeys(keys.greedy[at], keys.seeds[at], keys.positions[at], keys.num_greedy)
-        of_rule = _rank_alike(token_ids[at], log_q[at], part, [rows[i] for i in indices])
+        of_rule = _rank_alike(token_ids[at], log_q[at], [rows[i] for i in indices])
         rankings |= dict(zip(indices, of_rule, strict=True))
     return [rankings[i] for i in range(len(rows))]
 
 
-def _rank_alike(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:
+def _rank_alike(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) -> list[Ranking]:
     """Rows of one rule."""
     if rows[0].rule is Rule.REJECTION:
-        return _by_sampling(token_ids, log_q, keys, rows)
+        log_q = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+        return _by_sampling(token_ids, log_q, row_keys([row.row for row in rows], log_q.device), rows)
+    most = max(row.fan_out for row in rows)
     if rows[0].rule is Rule.GREEDY:
         # Without noise the first candidates stay the first; a few more, so that equal ones are put in order.
-        few = max(row.fan_out for row in rows) + _GREEDY_TIES
-        token_ids, log_q = token_ids[:, :few], log_q[:, :few]
-    return _by_score(token_ids, log_q, keys, rows)
-
-
-def _by_score(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:
-    token_ids, scores = rank_coupled(token_ids, log_q, keys.seeds, keys.positions, keys.greedy)
-    most = max((row.fan_out for row in rows), default=0)
+        token_ids, log_q = token_ids[:, : most + _GREEDY_TIES], log_q[:, : most + _GREEDY_TIES]
     rankings = []
-    listed = zip(rows, token_ids[:, :most].tolist(), scores[:, :most].tolist(), strict=True)
+    listed = zip(rows, *best_coupled(token_ids, log_q, [row.row for row in rows], most), strict=True)
     for row, ids, values in listed:
         num = sum(value > -math.inf for value in values[: row.fan_out])
         rankings.append(Ranking(tuple(ids[:num]), ranked(values[:num])))

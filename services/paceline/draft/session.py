@@ -23,7 +23,8 @@ class DraftSession:
 
     __slots__ = (
         "_passed", "calibration", "committed_at", "epoch", "frontier", "growth", "hold_until", "idle", "in_flight",
-        "next_node_id", "outbox", "ready", "round_s", "rule", "saguaro", "sampler", "session_id", "tree",
+        "next_node_id", "num_proposed", "outbox", "ready", "round_s", "rule", "saguaro", "sampler", "session_id",
+        "tree",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +43,8 @@ class DraftSession:
         self.tree = SpeculationTree(sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION)
         self.frontier = Frontier(self.tree, growth)
         self.in_flight: frozenset[int] = frozenset()
+        self.num_proposed = 0
+        """Length of the proposal that is being verified, 0 until it is known."""
         self.next_node_id = 1
         self.outbox: list[Node] = []
         self._passed: set[int] = set()

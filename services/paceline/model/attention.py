@@ -1,11 +1,13 @@
 """The attention function that transformers' unchanged model code calls, over a paged KV cache.
 
 All tokens of a step lie flat in one sequence ``[1, T]``, so that the linear layers see exactly the tokens that
-exist. Only attention needs to know which session a token belongs to: it gathers the tokens into *query rows*
-``[B, n]`` (one session each, padded), gathers each row's pages into ``[B, Tk]`` keys, and scatters the result
-back. Grouped-query heads are folded into the query rows, so keys are never repeated.
+exist. Only attention needs to know which session a token belongs to: tokens have places in *query rows* ``[B, n]``
+(one session each, padded), and each row a page table. ``native`` reads queries and pages where they are. ``sdpa``
+gathers the tokens into the rows, each row's pages into ``[B, Tk]`` keys, and scatters the result back. ``triton``
+gathers the tokens only. Grouped-query heads are folded into the query rows, so keys are never repeated.
 
-Shapes are chosen such that a token's result never depends on its neighbours (``shapes.py``).
+A token's result never depends on its neighbours: of ``native`` and ``triton`` by their order of summation, of
+``sdpa`` by the shapes that are chosen (``shapes.py``).
 """
 
 from __future__ import annotations
@@ -19,9 +21,14 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from paceline.errors import ConfigError
+from paceline.model.cpu_attention import attend
 from paceline.model.kernels import Kernel
 
-IMPLEMENTATIONS: dict[Kernel, str] = {"sdpa": "paceline_paged", "triton": "paceline_paged_triton"}
+IMPLEMENTATIONS: dict[Kernel, str] = {
+    "sdpa": "paceline_paged",
+    "native": "paceline_paged_native",
+    "triton": "paceline_paged_triton",
+}
 """The names under which transformers finds the kernels."""
 
 
@@ -60,11 +67,15 @@ def paged_attention(
     key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), key[0].transpose(0, 1))
     value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), value[0].transpose(0, 1))
 
+    mask = masks[0] if sliding_window is None else masks[-1]
+    scale = scaling if scaling is not None else key_dim**-0.5
+    if kernel == "native":
+        pages = key_pages, value_pages, page_table
+        return attend(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
+
     q = query[0].transpose(0, 1).index_select(0, gather_index.reshape(-1))
     q = q.view(num_rows, row_len, num_kv_heads, groups, key_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, num_kv_heads, groups * row_len, key_dim)
-    mask = masks[0] if sliding_window is None else masks[-1]
-    scale = scaling if scaling is not None else key_dim**-0.5
     if kernel == "triton":
         if s_aux is not None:
             raise ConfigError("attention is 'triton', which has no attention sinks, and the model does: use 'sdpa'")
@@ -73,9 +84,9 @@ def paged_attention(
         out = attend_in_place(q, key_pages, value_pages, page_table, mask, scale, softcap)
         return _scattered(out, groups, row_len, scatter_index), None
 
-    pages = page_table.reshape(-1)
-    k = key_pages.index_select(0, pages).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
-    v = value_pages.index_select(0, pages).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
+    numbers = page_table.reshape(-1)
+    k = key_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
+    v = value_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
     mask = mask.expand(num_rows, groups, row_len, num_keys)
     mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
 
@@ -104,4 +115,5 @@ def _scattered(out: Tensor, groups: int, row_len: int, scatter_index: Tensor) ->
 
 
 AttentionInterface.register(IMPLEMENTATIONS["sdpa"], paged_attention)
+AttentionInterface.register(IMPLEMENTATIONS["native"], partial(paged_attention, kernel="native"))
 AttentionInterface.register(IMPLEMENTATIONS["triton"], partial(paged_attention, kernel="triton"))

@@ -25,7 +25,9 @@ from torch.export import Dim
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError, EngineError
+from paceline.model import cpu_attention, cpu_linear
 from paceline.model.collectives import Collectives
+from paceline.model.kernels import Kernel
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
 from paceline.model.package import load_package
 from paceline.model.quantized import plain_tensors
@@ -39,8 +41,23 @@ _COMPILE_LIMIT_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
-def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
-    """Digest of weights, configuration, library versions and instruction set, and of a rank its exchange."""
+class NoCompilerError(ConfigError):
+    """The model has not been compiled for this machine before, and there is no compiler to do it now."""
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that torch takes; None: there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
+
+
+def artifact_key(model: PreTrainedModel, sliding_window: int | None, kernel: Kernel = "sdpa") -> str:
+    """Digest of weights, configuration, library versions, instruction set and kernel, and of a rank its exchange."""
     digest = hashlib.blake2b(digest_size=16)
     share = share_of(model)
     facts = {
@@ -53,6 +70,10 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
         "window": sliding_window,
         "page": PAGE_SIZE,
     }
+    if kernel != "sdpa":
+        facts["attention"] = kernel
+    if model.dtype == torch.bfloat16:
+        facts["linear"] = cpu_linear.key()
     if share is not None:
         facts["share"] = f"{share.vocab} {share.group.compiled_key()}"
     digest.update(json.dumps(facts, sort_keys=True).encode())
@@ -64,7 +85,7 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None) -> str:
 
 
 def compiled_step(
-    model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, cache_dir: Path
+    model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, kernel: Kernel, cache_dir: Path
 ) -> StepFunction:
     """The compiled step of ``model``, from the cache or built now (about half a minute to two).
 
@@ -72,6 +93,7 @@ def compiled_step(
 
     Raises:
         ConfigError: the ranks exchange in a way that a compiled model cannot.
+        NoCompilerError: it is not in the cache and cannot be built.
         EngineError: another rank has failed.
     """
     share = share_of(model)
@@ -79,14 +101,16 @@ def compiled_step(
         raise ConfigError(
             "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
         )
-    path = cache_dir / f"{artifact_key(model, sliding_window)}.pt2"
+    path = cache_dir / f"{artifact_key(model, sliding_window, kernel)}.pt2"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         if not path.exists():
+            if find_compiler() is None:
+                raise NoCompilerError("compile is true, but there is no C++ compiler: set compile to auto or false")
             started = time.perf_counter()
             _log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-            _compile(model, layers, sliding_window, temporary)
+            _compile(model, layers, sliding_window, kernel, temporary)
             temporary.rename(path)
             _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
     step = load_package(path)
@@ -109,7 +133,9 @@ class _RankStep:
             raise EngineError(self._group.failure() or str(error)) from error
 
 
-def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, path: Path) -> None:
+def _compile(
+    model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, kernel: Kernel, path: Path
+) -> None:
     cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu")
     example = [
         SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),
@@ -133,10 +159,14 @@ def _compile(model: PreTrainedModel, layers: list[LayerSpec], sliding_window: in
     )
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
-        exported = torch.export.export(Step(model), inputs, dynamic_shapes=shapes, strict=False)
-        configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
+        exported = torch.export.export(Step(model, kernel), inputs, dynamic_shapes=shapes, strict=False)
+        shims = cpu_attention.compiled_shims() if kernel == "native" else {}
+        if cpu_linear.replace_linears(exported):
+            shims |= cpu_linear.shims()
         if (share := share_of(model)) is not None:
-            configs["aot_inductor.custom_ops_to_c_shims"] = share.group.compiled_shims()
+            shims |= share.group.compiled_shims() or {}
+        configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
+        configs["aot_inductor.custom_ops_to_c_shims"] = shims
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
 
 

@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.estimate import ModelFacts
 from paceline.memory import gib
 from paceline.model.collectives import Collectives
-from paceline.model.compile import compiled_step
+from paceline.model.compile import NoCompilerError, compiled_step
 from paceline.model.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.kernels import Attention, kernel_for
 from paceline.model.kv_cache import KVCache, LayerSpec
@@ -112,7 +112,13 @@ def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedM
     if config.compile == "auto" and compile and (reason := why_eager(model)):
         log.info("model %r is not compiled: %s", config.path, reason)
         compile = False
-    loaded = prepare(model, compile=compile, attention=config.attention)
+    try:
+        loaded = prepare(model, compile=compile, attention=config.attention)
+    except NoCompilerError:
+        if config.compile != "auto":
+            raise
+        log.warning("model %r is not compiled, and slower: there is no C++ compiler", config.path)
+        loaded = prepare(model, compile=False, attention=config.attention)
     return replace(loaded, cuda_graphs=config.cuda_graphs, max_cuda_graphs=config.max_cuda_graphs)
 
 
@@ -147,7 +153,7 @@ def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "au
             raise ConfigError(f"compile is for device cpu, this model is on {model.device.type}: set compile to false")
         if reason := why_eager(model):
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
-        step = compiled_step(model, layers, window, cache_dir() / "compiled")
+        step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled")
     else:
         step = Step(model, kernel)
     method, batch_dependence = quantization_of(model)

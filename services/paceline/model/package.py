@@ -13,6 +13,7 @@ import logging
 import tempfile
 import weakref
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, 
 _capsule_of = ctypes.pythonapi.PyCapsule_New
 _capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
+_HUGE_PAGE, _LARGE = 1 << 21, 1 << 24
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux; there are no such files as are read below elsewhere
 _NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
 
 
@@ -52,10 +55,13 @@ class CompiledPackage:
         with zipfile.ZipFile(path) as package, tempfile.TemporaryDirectory(prefix="paceline-package-") as folder:
             package.extractall(folder)
             (library,) = Path(folder).rglob("*.so")
+            before = set(_large_mappings())
             self._library = ctypes.CDLL(str(library))
             self._container = ctypes.c_void_p()
             self._call("AOTInductorModelContainerCreateWithDevice", ctypes.byref(self._container),
                        ctypes.c_size_t(1), b"cpu", None)  # fmt: skip
+        for start, stop in set(_large_mappings()) - before:
+            _use_huge_pages(start, stop)
         weakref.finalize(self, self._library.AOTInductorModelContainerDelete, self._container)
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -71,3 +77,26 @@ class CompiledPackage:
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, name)(*arguments) != 0:  # it has said why on standard error
             raise EngineError(f"{name} of a compiled model failed")
+
+
+def _large_mappings() -> Iterator[tuple[int, int]]:
+    """Addresses [start, stop) of memory that was asked for in large pieces: no stack, no heap, no file."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        span, access, _, _, inode, *name = line.split()
+        start, stop = (int(address, 16) for address in span.split("-"))
+        if access.startswith("rw") and inode == "0" and not name and stop - start >= _LARGE:
+            yield start, stop
+
+
+def _use_huge_pages(start: int, stop: int) -> None:
+    """Packs memory into pages of 2 MiB, where the system has them: weights are read from end to end in every step, and
+    a core that translates an address every 4 KiB reads them a tenth more slowly. What it refuses stays as it is."""
+    start, stop = -(-start // _HUGE_PAGE) * _HUGE_PAGE, stop // _HUGE_PAGE * _HUGE_PAGE
+    if start < stop:
+        address, size = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+        for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+            ctypes.CDLL(None).madvise(address, size, advice)

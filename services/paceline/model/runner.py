@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,34 +116,32 @@ class StepPlan:
             page_table.append(table + table[:1] * (num_pages - len(table)))
             query_rows.append([step.rows[first + min(j, count - 1)] for j in range(row_len)])
 
+        # One tensor of all integers: a crossing from Python to torch costs as much as a hundred of them.
+        flat_lists, tables = (tokens, positions, logits_index, write_rows), (page_table, gather)
+        integers = torch.tensor(
+            [*chain(*flat_lists), *chain(*(chain(*t) for t in tables)), *scatter, *chain(*query_rows)]
+        )
+        sizes = [(len(tokens),), (len(tokens),), (len(logits_index),), (len(tokens),), (len(rows), num_pages),
+                 (len(rows), row_len), (len(tokens),), (len(rows), row_len)]  # fmt: skip
+        parts = torch.split(integers, [math.prod(size) for size in sizes])
+        views = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
         visible: Tensor | None = None
         key_positions: Tensor | None = None
-        row_of_place = torch.tensor(query_rows)
         if any(s.visible is not None for s in steps):
-            key = torch.arange(num_pages * PAGE_SIZE)
-            visible, key_positions = key <= row_of_place[:, :, None], key.repeat(len(rows), 1)
+            key = np.arange(num_pages * PAGE_SIZE)
+            seen, key_position = np.zeros((len(rows), row_len, len(key)), np.bool_), np.tile(key, (len(rows), 1))
             for i, (step, first, count, _) in enumerate(rows):
                 if step.visible is None:
+                    seen[i] = key <= np.array(query_rows[i])[:, None]
                     continue
-                width = step.visible.shape[1]
-                index = torch.arange(row_len).clamp_(max=count - 1) + first
-                visible[i, :, :width] = step.visible[index]
-                visible[i, :, width:] = False
+                of_step, width = step.visible.numpy(), step.visible.shape[1]
+                seen[i, :count, :width] = of_step[first : first + count]
+                seen[i, count:, :width] = of_step[first + count - 1]
                 if step.key_positions is not None:
-                    key_positions[i, :width] = step.key_positions
-        return cls(
-            num_logits,
-            torch.tensor(tokens),
-            torch.tensor(positions),
-            torch.tensor(logits_index),
-            torch.tensor(write_rows),
-            torch.tensor(page_table),
-            torch.tensor(gather),
-            torch.tensor(scatter),
-            row_of_place,
-            visible,
-            key_positions,
-        )
+                    key_position[i, :width] = step.key_positions.numpy()
+            visible, key_positions = torch.from_numpy(seen), torch.from_numpy(key_position)
+        by_name = dict(zip(_INTEGERS, views, strict=True))
+        return cls(num_logits, **by_name, visible=visible, key_positions=key_positions)
 
     @property
     def shape(self) -> StepShape:

@@ -1,0 +1,86 @@
+"""Products of linear layers on one core: native, oneDNN's packed ones, and what the memory gives.
+
+Each way reads ``--mib`` of weights, which no cache holds, as several layers of one shape; they take turns with a plain
+read of the same memory, and of each the fastest counts. Products of up to four tokens should take what the read takes,
+those of many what the multipliers do.
+
+    python benchmarks/linear.py [--shapes 20736x384 384x10368] [--tokens 1 4 16 64 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.bench.report import table
+from paceline.model import cpu_linear
+from paceline.model.package import _large_mappings, _use_huge_pages
+
+
+def fastest_s(ways: list[Callable[[], object]], seconds: float) -> list[float]:
+    """Of each way; they take turns for so long, and at least three times."""
+    best, turns, end = [float("inf")] * len(ways), 0, time.perf_counter() + seconds
+    while turns < 3 or time.perf_counter() < end:
+        for i, way in enumerate(ways):
+            started = time.perf_counter()
+            way()
+            best[i] = min(best[i], time.perf_counter() - started)
+        turns += 1
+    return best
+
+
+def measured(outputs: int, inputs: int, num_tokens: list[int], mib: int, seconds: float) -> list[tuple[str, ...]]:
+    """The rows of one shape's table."""
+    layers = max(1, (mib << 20) // (2 * outputs * inputs))
+    before = set(_large_mappings())
+    weights = torch.randn(layers, outputs, inputs).mul_(inputs**-0.5).bfloat16()
+    packed = torch.stack([cpu_linear.pack(weight) for weight in weights])
+    theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+    for span in set(_large_mappings()) - before:
+        _use_huge_pages(*span)  # as in a package
+
+    def native(x: Tensor) -> None:
+        for weight in packed:
+            cpu_linear.linear(x, weight, None, outputs)
+
+    def onednn(x: Tensor) -> None:
+        for weight in theirs:
+            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+    listed = []
+    for tokens in num_tokens:
+        x = torch.randn(tokens, inputs).bfloat16()
+        ways = [partial(native, x), partial(onednn, x), packed.view(-1).view(torch.int64).sum]
+        ours, other, read = fastest_s(ways, seconds)
+        rate, flops = packed.nbytes / ours / 1e9, 2 * tokens * weights.numel() / ours / 1e9
+        times = (f"{1e3 * ours:.2f}", f"{1e3 * other:.2f}", f"{other / ours:.2f}")
+        listed.append((str(tokens), *times, f"{rate:.1f}", f"{flops:.0f}", f"{100 * read / ours:.0f} %"))
+    return listed
+
+
+def main() -> None:
+    """Prints one table for each shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["20736x384", "384x10368"], help="outputs x inputs")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 14, 16, 64, 512])
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each row of a table")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not cpu_linear.usable():
+        raise SystemExit("the native products cannot run here: they need AVX512-BF16 without AMX, and a C++ compiler")
+    for shape in args.shapes:
+        outputs, inputs = map(int, shape.split("x"))
+        head = (f"{shape}, tokens", "native ms", "oneDNN ms", "oneDNN / native", "native GB/s", "GFLOP/s", "of a read")
+        print(
+            "\n".join(table([head, *measured(outputs, inputs, args.tokens, args.mib, args.seconds)])) + "\n", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
