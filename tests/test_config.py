@@ -656,6 +656,16 @@ def test_every_rank_has_a_bundle_and_the_replica_takes_the_first():
     assert "placement_group_bundles" not in ranks(1)
 
 
+def test_labels_of_a_replica_with_bundles_are_those_of_its_bundles():
+    pool = {"deployment_config": {"ray_actor_options": {"label_selector": {"paceline/pool": "target"}}}}
+    assert ranks(1, **pool)["ray_actor_options"]["label_selector"] == {"paceline/pool": "target"}
+    options = ranks(2, **pool)
+    assert "label_selector" not in options["ray_actor_options"]
+    assert options["placement_group_bundle_label_selector"] == [{"paceline/pool": "target"}]
+    both = {"ray.io/accelerator-type": "H100", "paceline/pool": "target"}
+    assert ranks(2, accelerator_type="H100", **pool)["placement_group_bundle_label_selector"] == [both]
+
+
 @pytest.mark.parametrize(
     ("target", "parts"),
     [

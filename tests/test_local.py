@@ -327,6 +327,7 @@ def test_stopping_ends_what_is_in_progress(checkpoints):
     pipeline.stop()
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed(checkpoints, monkeypatch):
     """The draft's death changes no token and the draft comes back; the target's ends every request with an error."""
     monkeypatch.setattr(local, "_RESTART_S", 0.05)

@@ -125,7 +125,7 @@ def law_error(
             drafted, qs = (*drafted, token), (*qs, q)
         n = num_drafted + 1
         rows = torch.stack([log_p(drafted[:j]) for j in range(n)])
-        processed = ProcessedRows(torch.zeros(n).bool(), torch.zeros(n).long(), torch.arange(n), 0, log_probs=rows)
+        processed = ProcessedRows(torch.zeros(n).bool(), torch.zeros(n).long(), torch.arange(n), 0, scores=rows)
         return verify(processed, [Proposal(drafted, qs)], [REJECTION], Enumerated(choose))[0].token_ids
 
     expected = plain_law(log_p, num_drafted + 1, vocab_size)

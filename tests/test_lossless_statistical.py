@@ -84,7 +84,7 @@ def simulate(
             keys.repeat_interleave(n),
             (length[:, None] + torch.arange(n)).flatten(),
             0,
-            log_probs=log_p[rows],
+            scores=log_p[rows],
         )
         proposals = [Proposal(d, q if rule is REJECTION else None) for d, q in zip(drafted, qs, strict=True)]
         verdicts = verify(processed, proposals, [rule] * len(active))

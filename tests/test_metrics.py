@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pickle
 import re
 import socket
@@ -14,6 +15,7 @@ import pytest
 import ray
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
+from tests.scaling.fleets import Service, pools
 
 from paceline import metrics
 from paceline.draft.engine import DraftStats
@@ -218,6 +220,16 @@ class TestReplica:
         assert seen["paceline_replica_draining", (("kind", "target"),)] == 1
         assert seen["paceline_replica_sessions", (("kind", "target"),)] == 3
 
+    def test_a_controllers_measures_are_gauges(self):
+        """A label follows a colon; what is unknown here, or has a label too many or too few, is left out."""
+        registry = Registry()
+        measures = {"drafting": 1.0, "step_seconds:16": 0.05, "step_seconds": 1.0, "drafting:x": 2.0, "news": 3.0}
+        ReplicaMetrics(registry).update(status(measures=measures))
+        seen = lines(registry)
+        assert seen["paceline_controller_drafting", ()] == 1
+        assert seen["paceline_controller_step_seconds", (("tokens", "16"),)] == 0.05
+        assert len([name for name, _ in seen if "controller" in name]) == 2
+
     def test_counters_grow_by_what_is_new_also_over_a_restart_of_the_engine(self):
         registry = Registry()
         replica = ReplicaMetrics(registry)
@@ -314,6 +326,19 @@ class TestMirror:
         registry.mirror(registry.samples())
         assert fake.written["paceline_sessions", (("ReplicaId", "router-0"), ("state", "running"))] == [2]
         assert fake.written["paceline_target_rounds", (("ReplicaId", "router-0"),)] == [3]
+
+    def test_sizes_that_the_monitor_decides(self, mirrored):
+        _, fake = mirrored
+        quick = {"upscale_delay_s": 2.0, "downscale_delay_s": 6.0}
+        service = Service(pools(draft=quick | {"min_replicas": 0, "max_replicas": 3}), num_drafts=0)
+        service.seconds(8)
+        wanted = fake.written["paceline_scaling_wanted_replicas", (("ReplicaId", "monitor"), ("pool", "draft"))]
+        assert wanted[-1] == 0
+        service.seconds(2, sessions=1, speculating=1)
+        assert wanted[-1] == 1
+        service.monitor.autoscaler.configure({"pools": {}, "max_sessions": 4})
+        service.second()
+        assert math.isnan(wanted[-1]), "somebody else decides"
 
 
 @pytest.mark.ray

@@ -330,6 +330,12 @@ def test_malformed_from_draft_is_dropped_and_counted():
     assert wire.decode_from_draft(sent(batch)) == ([], None, 4)
 
 
+def test_what_a_controller_says_travels_with_the_status():
+    status = ReplicaStatus("t", "target", 1, 2, 0, 8, controller="drafting is off: é", measures={"step_seconds:4": 0.5})
+    batch = wire.encode_from_target([], status)
+    assert wire.decode_from_target(sent(batch)) == ([], status, 0)
+
+
 def test_a_status_without_a_name_is_dropped_and_counted():
     batch = target_pb2.FromTarget(status=types_pb2.ReplicaStatus(kind="target"))
     assert wire.decode_from_target(sent(batch)) == ([], None, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -20,11 +21,13 @@ from paceline.types import (
     FinishReason,
     Mode,
     ModelInfo,
+    PoolScaling,
     Request,
     SamplingParams,
     ServerInfo,
     SpeculationParams,
     SpeculationStats,
+    Startup,
 )
 from paceline.v1 import generation_pb2, types_pb2
 from paceline.wire import (
@@ -46,6 +49,7 @@ _MAX_UINT32 = 2**32 - 1
 
 _SERVER_INFO_SCALARS = (
     "version", "uptime_s", "sessions_running", "sessions_queued", "acceptance_rate", "acceptance_length", "hit_rate",
+    "sessions_speculating", "sessions_drafting",
 )  # fmt: skip
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -316,7 +320,10 @@ def server_info_to_proto(info: ServerInfo) -> generation_pb2.GetServerInfoRespon
         generation_pb2.Pool(name=name, replicas=map(status_to_proto, replicas)) for name, replicas in info.pools.items()
     ]
     return generation_pb2.GetServerInfoResponse(
-        pools=pools, **{name: getattr(info, name) for name in _SERVER_INFO_SCALARS}
+        pools=pools,
+        scaling=[generation_pb2.PoolScaling(**asdict(scaling)) for scaling in info.scaling],  # None is absent
+        starting=[generation_pb2.StartingReplica(**asdict(startup)) for startup in info.starting],
+        **{name: getattr(info, name) for name in _SERVER_INFO_SCALARS},
     )
 
 
@@ -325,5 +332,16 @@ def server_info_from_proto(proto: generation_pb2.GetServerInfoResponse) -> Serve
     replicas = {pool.name: map(status_from_proto, pool.replicas) for pool in proto.pools}
     return ServerInfo(
         pools={name: tuple(status for status in found if status is not None) for name, found in replicas.items()},
+        scaling=tuple(map(_scaling_from_proto, proto.scaling)),
+        starting=tuple(
+            Startup(**{field.name: getattr(startup, field.name) for field in fields(Startup)})
+            for startup in proto.starting
+        ),
         **{name: getattr(proto, name) for name in _SERVER_INFO_SCALARS},
     )
+
+
+def _scaling_from_proto(proto: generation_pb2.PoolScaling) -> PoolScaling:
+    given = {field.name: getattr(proto, field.name) for field in fields(PoolScaling)}
+    absent = {name: None for name in ("wanted", "demand", "changed_s") if not proto.HasField(name)}
+    return PoolScaling(**given | absent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TextIO
+from typing import Annotated, Any, ClassVar, Literal, Self, TextIO
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
@@ -53,8 +53,8 @@ class ModelSettings(_Config):
     """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
     max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
     """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
-    attention: Literal["auto", "sdpa", "triton"] = "auto"
-    """The attention kernel (``model/kernels.py``). ``auto``: sdpa."""
+    attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
+    """The attention kernel (``model/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
 
 
 class ModelConfig(ModelSettings):
@@ -257,37 +257,226 @@ class RayActorOptions(_Strict):
     accelerator_type: str | None = None
     runtime_env: dict[str, Any] | None = None
     label_selector: dict[str, str] | None = None
+    """Labels of the node, by name; of a replica with bundles, of the nodes of all its bundles."""
     fallback_strategy: list[dict[str, Any]] | None = None
 
 
+class PolicyFunction(_Strict):
+    """A policy of Ray Serve or of the user's, as Serve takes it."""
+
+    policy_function: str = Field(min_length=1)
+    """``module:function`` or ``module.function``; every node has to be able to import it."""
+    policy_kwargs: dict[str, Any] = {}
+
+
+class ScalingPolicy(_Strict):
+    """What the sizes of all pools are decided by; each pool adds its own signals (``docs/scaling.md``)."""
+
+    window_s: float = Field(default=5.0, ge=2, le=600)
+    """Shares and percentiles are those of so many seconds."""
+    hysteresis: float = Field(default=0.2, ge=0.05, le=0.9)
+    """A replica goes when the others would be less than full by this share of their goal. Noise of a signal up to
+    hysteresis / (2 - hysteresis) of its mean changes nothing to and fro."""
+    max_step_up: float = Field(default=2.0, gt=1)
+    """The pool grows to at most so many times its size in one decision, and by one replica at least."""
+    max_step_down: float = Field(default=0.5, gt=0, lt=1)
+    """The pool shrinks to at least this share of its size in one decision, and by one replica at least."""
+
+
+class TargetPolicy(ScalingPolicy):
+    """By sessions, KV memory and the time to the first token."""
+
+    occupancy: float = Field(default=0.8, gt=0, le=1)
+    """The share of ``max_sessions`` of a target that is full enough; waiting requests count as sessions."""
+    kv_usage: float = Field(default=0.85, gt=0, le=1)
+    """The share of a target's KV pages that is full enough."""
+    ttft_s: float | None = Field(default=None, gt=0)
+    """Nine of ten first tokens shall come within it. None: no matter."""
+
+
+class DraftPolicy(ScalingPolicy):
+    """By the time inside tree steps, late misses, and what the model of time recommends."""
+
+    utilization: float = Field(default=0.75, gt=0, le=1)
+    """The share of its time that a draft spends inside tree steps when it is busy enough."""
+    late: float = Field(default=0.05, ge=0, lt=1)
+    """The share of rounds whose continuation may come too late; while it is less, busy drafts keep up."""
+    drafts_per_target: float | Literal["auto"] | None = "auto"
+    """More drafts than this for each target are no use. ``auto``: by the model of time, from measured times."""
+    probe_interval_s: float = Field(default=300.0, gt=0)
+    """Speculation that did not pay is tried again after it, then after 2, 4 and 8 times as long."""
+    probe_s: float = Field(default=90.0, gt=0)
+    """How long it is tried: targets try by themselves every 64 s at the latest."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if isinstance(self.drafts_per_target, float) and not self.drafts_per_target > 0:
+            raise Fault("drafts_per_target", f"is {self.drafts_per_target:g}: it must be more than 0, auto or null")
+        if self.probe_interval_s < self.probe_s:
+            raise Fault(
+                "probe_interval_s", f"is {self.probe_interval_s:g}: it must be at least probe_s, {self.probe_s:g}"
+            )
+        return self
+
+
+class RouterPolicy(ScalingPolicy):
+    """By sessions and CPU time."""
+
+    sessions_per_replica: int = Field(default=200, ge=1)
+    """Sessions, waiting ones included, that are enough for one router."""
+    cpu: float = Field(default=0.7, gt=0, le=1)
+    """The share of one core that is enough for one router, whose event loop has no more."""
+
+
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 15.0, 300.0
+"""Of our own policies, where nothing is configured."""
+
+_FOLLOW = "paceline.scaling.follow:"
+_OF_SERVE = (
+    "metrics_interval_s",
+    "look_back_period_s",
+    "aggregation_function",
+    "upscaling_factor",
+    "downscaling_factor",
+)
+"""Settings of Serve's own policy that ours knows nothing of."""
+
+
+_PROMPT = {"metrics_interval_s": 1.0, "look_back_period_s": 2.0, "upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
+
+MONITOR_SCALING = _PROMPT | {"min_replicas": 1, "max_replicas": 1, "policy": {"policy_function": f"{_FOLLOW}post"}}
+"""Of the monitor's deployment: it brings the decisions to Serve's controller, and stays one."""
+
+
+def _names_function(policy: Any) -> bool:
+    return "policy_function" in policy if isinstance(policy, dict) else isinstance(policy, PolicyFunction)
+
+
+def _function_or(ours: str) -> Discriminator:
+    """Tells a policy that names a function from ours by that key; tags are names of classes (``explain``)."""
+    return Discriminator(lambda policy: "PolicyFunction" if _names_function(policy) else ours)
+
+
 class AutoscalingConfig(_Strict):
-    """Ray Serve's settings of the same names; None: Serve's default."""
+    """Ray Serve's settings of the same names; None: Serve's default, or that of our policy."""
 
     min_replicas: int | None = Field(default=None, ge=0)
     initial_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float | None = Field(default=None, gt=0)
+    """Asks for Serve's own policy: replicas in proportion to requests."""
     metrics_interval_s: float | None = Field(default=None, gt=0)
     look_back_period_s: float | None = Field(default=None, gt=0)
     upscaling_factor: float | None = Field(default=None, gt=0)
     downscaling_factor: float | None = Field(default=None, gt=0)
     upscale_delay_s: float | None = Field(default=None, ge=0)
+    """How long there must be too few replicas. None: 15 s."""
     downscale_delay_s: float | None = Field(default=None, ge=0)
+    """How long there must be too many. None: 300 s."""
     downscale_to_zero_delay_s: float | None = Field(default=None, ge=0)
+    """How long there must be no need of any. None: downscale_delay_s."""
     aggregation_function: Literal["mean", "max", "min"] | None = None
-    policy: dict[str, Any] | None = None
+    policy: Any = None
+    """None: ours, by what the engines report, unless target_ongoing_requests is given. Each pool has its own."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         least, most = self.min_replicas, self.max_replicas
         if least is not None and most is not None and least > most:
             raise Fault("min_replicas", f"is {least}: it must be at most max_replicas, which is {most}")
+        first, (low, high) = self.initial_replicas, self.bounds
+        if first is not None and not low <= first <= max(low, high):
+            raise Fault(
+                "initial_replicas", f"is {first}: it must be from min_replicas to max_replicas, {low} to {high}"
+            )
+        if self.policy is not None and self.target_ongoing_requests is not None and not _names_function(self.policy):
+            raise Fault(
+                "target_ongoing_requests",
+                f"is {self.target_ongoing_requests:g} beside a policy that goes by other signals: give one of them",
+            )
+        if self.is_ours:
+            for name in _OF_SERVE:
+                if (value := getattr(self, name)) is not None:
+                    raise Fault(
+                        name,
+                        f"is {shown(value)}, which only Ray Serve's own policy knows: leave it out (policy.window_s, "
+                        "policy.max_step_up and policy.max_step_down are ours), or set target_ongoing_requests too",
+                    )
+        return self
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most replicas."""
+        least = 1 if self.min_replicas is None else self.min_replicas
+        return least, max(least, self.max_replicas or 1)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the pool's size is decided by the monitor (``paceline.scaling``)."""
+        if self.policy is None:
+            return self.target_ongoing_requests is None
+        return not _names_function(self.policy)
+
+    def for_serve(self, pool: str) -> dict[str, Any]:
+        """As ``serve.deployment`` takes it. With our policy Serve follows what is decided, without delays of its own.
+
+        A short look-back: Serve wakes an empty pool while any request for it was waiting within that time.
+        """
+        if not self.is_ours:
+            return self.model_dump(exclude_none=True)
+        own = {name: getattr(self, name) for name in ("min_replicas", "max_replicas", "initial_replicas")}
+        return {name: value for name, value in own.items() if value is not None} | {
+            **_PROMPT,
+            "policy": {"policy_function": f"{_FOLLOW}follow_{pool}"},
+        }
+
+
+class TargetAutoscaling(AutoscalingConfig):
+    """Of the targets."""
+
+    policy: (
+        Annotated[
+            Annotated[PolicyFunction, Tag("PolicyFunction")] | Annotated[TargetPolicy, Tag("TargetPolicy")],
+            _function_or("TargetPolicy"),
+        ]
+        | None
+    ) = None
+
+
+class DraftAutoscaling(AutoscalingConfig):
+    """Of the drafts."""
+
+    policy: (
+        Annotated[
+            Annotated[PolicyFunction, Tag("PolicyFunction")] | Annotated[DraftPolicy, Tag("DraftPolicy")],
+            _function_or("DraftPolicy"),
+        ]
+        | None
+    ) = None
+
+
+class RouterAutoscaling(AutoscalingConfig):
+    """Of the routers."""
+
+    policy: (
+        Annotated[
+            Annotated[PolicyFunction, Tag("PolicyFunction")] | Annotated[RouterPolicy, Tag("RouterPolicy")],
+            _function_or("RouterPolicy"),
+        ]
+        | None
+    ) = None
+
+    @model_validator(mode="after")
+    def _somebody(self) -> Self:
+        if self.min_replicas == 0:
+            raise Fault("min_replicas", "is 0: without a router nobody answers, and nothing wakes the others")
         return self
 
 
 class DeploymentConfig(_Strict):
     """Options of a Serve deployment, by Serve's names; None: Serve's default."""
 
+    _pool: ClassVar = ""
     num_replicas: int | Literal["auto"] | None = Field(default=None, ge=1)
     """None: one, or what autoscaling_config says."""
     autoscaling_config: AutoscalingConfig | None = None
@@ -320,9 +509,32 @@ class DeploymentConfig(_Strict):
         options = self.model_dump(exclude_none=True)
         if self.autoscaling_config is None:
             options.setdefault("num_replicas", 1)
+        else:
+            options["autoscaling_config"] = self.autoscaling_config.for_serve(self._pool)
         actor = {"num_cpus": num_cpus} | ({"num_gpus": num_gpus} if num_gpus else {})
         options["ray_actor_options"] = actor | options["ray_actor_options"]
         return options
+
+
+class TargetDeployment(DeploymentConfig):
+    """Of the targets."""
+
+    _pool: ClassVar = "target"
+    autoscaling_config: TargetAutoscaling | None = None
+
+
+class DraftDeployment(DeploymentConfig):
+    """Of the drafts."""
+
+    _pool: ClassVar = "draft"
+    autoscaling_config: DraftAutoscaling | None = None
+
+
+class RouterDeployment(DeploymentConfig):
+    """Of the routers."""
+
+    _pool: ClassVar = "router"
+    autoscaling_config: RouterAutoscaling | None = None
 
 
 class _Replicas(_Strict):
@@ -357,10 +569,15 @@ class _Replicas(_Strict):
             options = self.deployment_config.options(first.get("CPU", 0.0), first.get("GPU", 0.0))
             options["placement_group_bundles"] = [dict(bundle) for bundle in group.bundles]
             options["placement_group_strategy"] = group.strategy
-        if accelerator_type is not None and alone:
-            options["ray_actor_options"].setdefault("accelerator_type", accelerator_type)
-        elif accelerator_type is not None:
-            options["placement_group_bundle_label_selector"] = [{"ray.io/accelerator-type": accelerator_type}]
+        if alone:
+            if accelerator_type is not None:
+                options["ray_actor_options"].setdefault("accelerator_type", accelerator_type)
+            return options
+        labels = options["ray_actor_options"].pop("label_selector", {})  # they are of its bundles
+        if accelerator_type is not None:
+            labels = {"ray.io/accelerator-type": accelerator_type} | labels
+        if labels:
+            options["placement_group_bundle_label_selector"] = [labels]  # Serve takes one for all
         return options
 
     def _rank_bundle(self, wants_gpu: bool) -> dict[str, float]:
@@ -423,6 +640,7 @@ class TargetConfig(_ModelReplicas):
 
     model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_TARGET)
     engine_kwargs: TargetEngineKwargs = TargetEngineKwargs()
+    deployment_config: TargetDeployment = TargetDeployment()
 
     @property
     def _engine(self) -> TargetEngineKwargs:
@@ -435,6 +653,7 @@ class ModelDraftConfig(_ModelReplicas):
     kind: Literal["model"] = "model"
     model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_DRAFT)
     engine_kwargs: DraftEngineKwargs = DraftEngineKwargs()
+    deployment_config: DraftDeployment = DraftDeployment()
 
     @property
     def _engine(self) -> DraftEngineKwargs:
@@ -446,6 +665,7 @@ class NgramDraftConfig(_Replicas):
 
     kind: Literal["ngram"] = "ngram"
     engine_kwargs: NgramEngineKwargs = NgramEngineKwargs()
+    deployment_config: DraftDeployment = DraftDeployment()
 
 
 def _kind(value: Any) -> str | None:
@@ -475,7 +695,7 @@ class RouterConfig(_Strict):
     """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
     draft_link_delay_s: float = Field(default=0.0, ge=0, le=10)
     """For experiments with slow networks: added to each way between router and drafts."""
-    deployment_config: DeploymentConfig = DeploymentConfig()
+    deployment_config: RouterDeployment = RouterDeployment()
 
     def deployment_options(self) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``."""
@@ -575,6 +795,18 @@ class ServiceConfig(_Strict):
         """YAML that ``from_file`` takes: every key, defaults included."""
         text: str = yaml.safe_dump(self.to_dict(), sort_keys=False)
         return text
+
+    def scaling(self) -> dict[str, Any]:
+        """Plain data for the monitor: the pools whose sizes it decides, how many sessions a target serves, and how it
+        logs."""
+        parts = {"target": self.target_config, "draft": self.draft_config, "router": self.router_config}
+        pools = {}
+        for kind, part in parts.items():
+            scaling = None if part is None else part.deployment_config.autoscaling_config
+            if scaling is not None and scaling.is_ours:
+                pools[kind] = scaling.model_dump()
+        max_sessions = self.target_config.engine_kwargs.max_sessions
+        return {"pools": pools, "max_sessions": max_sessions, "log": self.log.model_dump(by_alias=True)}
 
     def pair(self) -> PairConfig:
         """What the engine builders are given."""

@@ -128,7 +128,7 @@ def _locate(model: type[BaseModel], detail: ErrorDetails) -> tuple[list[str], ty
         if isinstance(part, int):
             path[-1] += f"[{part}]"
         elif len(within) > 1:  # the tag of a discriminated union
-            within = [m for m in within if m.model_fields["kind"].default == part] or within[:1]
+            within = [m for m in within if part in _tags(m)] or within[:1]
         elif within:
             owner = within[0]
             field = _fields(owner).get(part)
@@ -150,6 +150,12 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) in (list, dict):
         return []
     return [model for inner in get_args(annotation) for model in _models(inner)]
+
+
+def _tags(model: type[BaseModel]) -> set[Any]:
+    """What a discriminated union may call it by."""
+    kind = model.model_fields.get("kind")
+    return {model.__name__, kind.default if kind is not None else None}
 
 
 def _holds_mapping(annotation: Any) -> bool:

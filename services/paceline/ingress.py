@@ -76,6 +76,7 @@ class Router:
         self._dtype: str | None = None
         self._stopped = False
         self._demand: Lease | None = None
+        self._decided: tuple[str, ...] = ()
         await self._router.start()
         self._pushers = [Pusher(self._report), Pusher(self._ask_for_drafts)]
 
@@ -206,7 +207,7 @@ class Router:
     # -- called by Serve --
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For autoscaling policies that ask."""
+        """For autoscaling policies other than ours (``scaling``)."""
         return {"running": float(self._router.num_running), "queued": float(self._router.num_queued)}
 
     async def stop(self) -> None:
@@ -237,15 +238,18 @@ class Router:
             counters={
                 "leases": float(sum(pool.num_leases for pool in self._pools)),
                 "asyncio_tasks": float(len(asyncio.all_tasks())),
+                "cpu_s": time.process_time(),
             },
         )
-        await self._monitor.push.remote(self._reporter.report(status))
+        self._decided = await self._monitor.push.remote(self._reporter.report(status, self._router.view()))
 
     async def _ask_for_drafts(self) -> None:
-        """A lease without a replica wakes a draft pool that has been scaled to zero while requests run."""
+        """A lease without a replica wakes a draft pool that has been scaled to zero while requests run, unless the
+        monitor decides about its size: then it is empty on purpose."""
         if len(self._pools) < 2:
             return
-        wanted = self._router.num_running > 0 and not self._pools[1].members()
+        ours = "draft" in self._decided
+        wanted = not ours and self._router.num_running > 0 and not self._pools[1].members()
         if wanted and self._demand is None:
             self._demand = self._pools[1].lease(f"{self._router.router_id}.draft-demand", None)
         elif not wanted and self._demand is not None:

@@ -196,8 +196,35 @@ KV_PAGES = _gauge("paceline_kv_pages", "pages", "KV pages of a replica.", "kind"
 KV_PAGES_USED = _gauge("paceline_kv_pages_used", "pages", "KV pages of a replica in use.", "kind", per_replica=True)
 REPLICAS_UP = _gauge("paceline_replicas_up", "replicas", "Processes that report to the monitor now.", "kind")
 
+# -- the monitor --------------------------------------------------------------------------------------------------
+
+SCALING_WANTED = _gauge(
+    "paceline_scaling_wanted_replicas", "replicas", "That a pool shall have, where the service decides it.", "pool"
+)
+SCALING_ACTUAL = _gauge("paceline_scaling_actual_replicas", "replicas", "Of such a pool that take sessions.", "pool")
+SCALING_DEMAND = _gauge(
+    "paceline_scaling_demand_replicas", "replicas", "That the load of such a pool needs now, with a fraction.", "pool"
+)
+SCALING_CHANGES = _counter(
+    "paceline_scaling_changes_total", "changes", "Of the wanted replicas of a pool, by direction.", "pool", "direction"
+)
+CONTROLLER: dict[str, Metric] = {
+    name: _gauge(f"paceline_controller_{name}", unit, help_, *labels, per_replica=True)
+    for name, unit, help_, *labels in (
+        ("drafting", "flag", "1 if a target wants drafts at its load now."),
+        ("sessions_paused", "sessions", "Sessions that a target has told to do without a draft."),
+        ("acceptance", "ratio", "Draft tokens accepted lately, those before them being so."),
+        ("mean_draft_tokens", "tokens", "Of the proposals of the last few hundred rounds."),
+        ("draft_tokens_share", "ratio", "Of these rounds, by the length of the proposal.", "tokens"),
+        ("step_seconds", "seconds", "What a step is expected to take, by its tokens.", "tokens"),
+        ("tokens_per_second", "tokens/s", "Measured last at the load of now, by whether it drafts.", "decoding"),
+    )
+}
+"""What a target's controller rests on, by the name that its status gives it."""
+
 _ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
     ("target", "preemptions"): PREEMPTIONS,
+    ("router", "cpu_s"): _counter("paceline_router_cpu_seconds_total", "seconds", "CPU time of routers."),
     ("draft", "step_s"): _counter(
         "paceline_draft_step_seconds_total", "seconds", "Time that drafts have spent inside tree steps."
     ),
@@ -252,6 +279,10 @@ for _engine, _field, _unit, _help in (
     ("target", "draft_rows_trimmed", "tokens", "Draft tokens left out because the step was shorter without them."),
     ("target", "nodes_used", "nodes", "Draft tokens accepted."),
     ("target", "drafts_paused", "sessions", "How often a session was told to do without a draft."),
+    ("target", "lookup_rounds", "rounds", "Rounds with a proposal from their own text, for lack of a draft's."),
+    ("target", "lookup_rows", "tokens", "Tokens of these proposals."),
+    ("target", "lookup_rows_used", "tokens", "Of these, accepted."),
+    ("target", "trials", "trials", "Of drafting, or of plain decoding, against what a target had chosen."),
     ("target", "drafts_resumed", "sessions", "How often a session was told to take a draft again."),
     ("draft", "nodes_published", "nodes", "Nodes shipped by drafts."),
     ("draft", "nodes_used", "nodes", "Committed tokens whose node had been shipped before."),
@@ -626,6 +657,10 @@ class ReplicaMetrics:
                 self._seen[field] = value
             elif value < seen:
                 self._seen[field] = 0.0
+        for name, value in status.measures.items():
+            name, _, label = name.partition(":")
+            if (measure := CONTROLLER.get(name)) is not None and bool(label) == bool(measure.labels):
+                registry.gauge(measure, *([label] if label else [])).set(value)
         registry.gauge(REPLICA_SESSIONS, kind).set(status.num_sessions)
         registry.gauge(REPLICA_WAITING, kind).set(status.num_waiting)
         registry.gauge(REPLICA_CAPACITY, kind).set(status.max_sessions)

@@ -8,10 +8,12 @@ anew, as that of any scraped process does.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric as Family
@@ -19,12 +21,16 @@ from prometheus_client.registry import Collector
 
 from paceline import __version__, metrics
 from paceline.metrics import Kind, Registry, Samples, Value
-from paceline.types import MISSES, Cause, ReplicaStatus, ServerInfo
+from paceline.scaling.autoscaler import Autoscaler
+from paceline.types import MISSES, Cause, ReplicaStatus, RouterView, ServerInfo, Startup
 
 log = logging.getLogger(__name__)
 
 SILENT_S = 10.0
 """A process that has not reported for this long is taken for gone."""
+
+NO_SCALING: Mapping[str, Any] = {"pools": {}, "max_sessions": 1}
+"""As ``ServiceConfig.scaling``: no pool's size is decided here."""
 
 _MAX_SILENT = 256
 """Silent processes that are remembered, in case they were only paused. An older one that came back counts twice."""
@@ -44,6 +50,8 @@ class Report:
     """Totals since this incarnation began, and gauges."""
     sequence: int = 0
     """Grows with every report of one incarnation; an older one that arrives late is ignored."""
+    view: RouterView | None = None
+    """Of a router."""
 
 
 class Reporter:
@@ -53,12 +61,12 @@ class Reporter:
         self._source_id, self._kind, self._registry = source_id, kind, registry
         self._sequence = 0
 
-    def report(self, status: ReplicaStatus) -> Report:
-        """The report of this moment; call it about once a second."""
+    def report(self, status: ReplicaStatus, view: RouterView | None = None) -> Report:
+        """The report of this moment; call it about once a second. ``view``: of a router."""
         self._sequence += 1
         samples = self._registry.samples()
         self._registry.mirror(samples)
-        return Report(self._source_id, self._kind, status, samples, self._sequence)
+        return Report(self._source_id, self._kind, status, samples, self._sequence, view)
 
 
 @dataclass(slots=True)
@@ -75,10 +83,20 @@ class _Source:
 class Monitor:
     """Keeps the newest report of each process, and of those that went silent what they had counted.
 
-    Not thread-safe. ``clock`` gives seconds and never goes back; only arrival here is timed.
+    Not thread-safe. ``clock`` gives seconds and never goes back; only arrival here is timed. ``autoscaler``: hears of
+    everything, and decides when ``tick`` is called, about once a second.
     """
 
-    def __init__(self, *, silent_s: float = SILENT_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        silent_s: float = SILENT_S,
+        clock: Callable[[], float] = time.monotonic,
+        autoscaler: Autoscaler | None = None,
+    ) -> None:
+        self.autoscaler = autoscaler or Autoscaler(NO_SCALING)
+        self._own = Registry("monitor", mirror=True)
+        self._sized: set[str] = set()
         self._silent_s = silent_s
         self._clock = clock
         self._started_s = clock()
@@ -97,18 +115,46 @@ class Monitor:
             in_base = self._sources.pop(key).in_base
             self._sources[key] = _Source(report, self._clock(), in_base)
         self._sweep()
+        self.autoscaler.observe(report, self._clock())
+
+    def tick(self) -> None:
+        """Decides the sizes of the pools anew, and mirrors them to Ray. Of a pool that is not ours any more: NaN."""
+        _, before = self.autoscaler.wanted()
+        self.autoscaler.decide(self._clock())
+        pools = self.autoscaler.overview(self._clock())
+        for name in self._sized - {pool.name for pool in pools}:
+            for metric in (metrics.SCALING_WANTED, metrics.SCALING_ACTUAL, metrics.SCALING_DEMAND):
+                self._own.gauge(metric, name).set(math.nan)
+        self._sized = {pool.name for pool in pools}
+        for pool in pools:
+            self._own.gauge(metrics.SCALING_ACTUAL, pool.name).set(pool.actual)
+            if pool.demand is not None:
+                self._own.gauge(metrics.SCALING_DEMAND, pool.name).set(pool.demand)
+            if pool.wanted is None:
+                continue
+            self._own.gauge(metrics.SCALING_WANTED, pool.name).set(pool.wanted)
+            if (last := before.get(pool.name)) is not None and last != pool.wanted:
+                direction = "up" if pool.wanted > last else "down"
+                self._own.counter(metrics.SCALING_CHANGES, pool.name, direction).inc()
+        self._own.mirror(self._own.samples())
 
     def exposition(self) -> str:
         """All metrics in Prometheus' text format: totals and histograms summed over processes, gauges as declared."""
-        families = [*_families(self.totals()), *_families(self._gauges())]
+        families = [*_families(self.totals()), *_families(self._gauges()), *self._own.collect()]
         return generate_latest(_Families(sorted(families, key=operator.attrgetter("name")))).decode()
 
-    def server_info(self) -> ServerInfo:
-        """Pools, sessions and the rates that the totals give."""
+    def server_info(self, starting: Sequence[Startup] = ()) -> ServerInfo:
+        """Pools, sessions and the rates that the totals give. ``starting``: replicas on their way up."""
         totals, gauges = self.totals(), self._gauges()
         pools: dict[str, list[ReplicaStatus]] = {}
+        signals, fleet = self.autoscaler.signals, self.autoscaler.fleet
+        busy, members = signals.busy_shares(), {kind: signals.members(kind) for kind in ("target", "draft")}
         for source in self._live():
-            pools.setdefault(source.report.kind, []).append(source.report.status)
+            kind, status = source.report.kind, source.report.status
+            known = members.get(kind)
+            drains = known is not None and status.replica_id not in known
+            share = busy.get(status.replica_id, 0.0)
+            pools.setdefault(kind, []).append(replace(status, draining=status.draining or drains, busy_share=share))
         drafts, drafted, accepted = (
             _sum(totals, metric) for metric in (metrics.DRAFTS, metrics.DRAFT_TOKENS, metrics.ACCEPTED_TOKENS)
         )
@@ -127,6 +173,10 @@ class Monitor:
             acceptance_rate=accepted / drafted if drafted else 0.0,
             acceptance_length=1.0 + (accepted / drafts if drafts else 0.0),
             hit_rate=hits / (hits + misses) if hits + misses else 0.0,
+            sessions_speculating=fleet.speculating if fleet is not None else 0,
+            sessions_drafting=fleet.drafting if fleet is not None else 0,
+            scaling=self.autoscaler.overview(self._clock()),
+            starting=tuple(starting),
         )
 
     def totals(self) -> dict[str, _Values]:

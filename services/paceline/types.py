@@ -360,8 +360,59 @@ class ReplicaStatus:
     node: str = ""
     model: str = ""
     draining: bool = False
+    busy_share: float = 0.0
+    """Share of the last seconds that an engine was inside steps, as the monitor has measured it; 0 elsewhere."""
     counters: Mapping[str, float] = field(default_factory=dict)
     """Counted events since the replica started."""
+    controller: str = ""
+    """What its controller has chosen now, and why, in words."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """What that rests on: gauges by name, a label after a colon (``target/explanation.py``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterView:
+    """What a router sees of the service, beside its own status."""
+
+    members: Mapping[str, tuple[str, ...]]
+    """``target`` or ``draft`` -> ids of the replicas that take sessions."""
+    speculating: int
+    """Running sessions that may have a draft, by what was asked for."""
+    drafting: int
+    """Of these, those that have one, or whose target wants one for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What a replica that is not ready yet is doing."""
+
+    replica_id: str
+    kind: str
+    node: str
+    doing: str
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolScaling:
+    """How the size of a pool is decided, and what was decided last."""
+
+    name: str
+    """``target``, ``draft`` or ``router``."""
+    wanted: int | None
+    """Replicas that there shall be. None: nothing is decided yet, and the pool keeps its size."""
+    actual: int
+    """Replicas that take sessions now."""
+    least: int
+    most: int
+    demand: float | None
+    """Replicas that the load needs now. None: not known, so nothing is changed."""
+    signal: str
+    """What that demand goes by."""
+    reason: str
+    """Of the last change."""
+    changed_s: float | None
+    """Since the last change. None: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +450,14 @@ class ServerInfo:
     """Tokens per round that verified a draft token, the next token included: 1 + accepted / rounds; 1 before any."""
     hit_rate: float
     """Hits over hits and misses; 0 before any."""
+    sessions_speculating: int = 0
+    """Running sessions that may have a draft, by what was asked for."""
+    sessions_drafting: int = 0
+    """Of these, those that have one, or whose target wants one for them."""
+    scaling: tuple[PoolScaling, ...] = ()
+    """Of the pools whose sizes the service decides itself."""
+    starting: tuple[Startup, ...] = ()
+    """Replicas on their way up."""
 
 
 @dataclass(slots=True)

@@ -79,7 +79,7 @@ _SAMPLING_SCALARS = (
 _SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "growth", "saguaro")
 _STATUS_SCALARS = (
     "replica_id", "kind", "incarnation", "num_sessions", "num_waiting", "max_sessions", "kv_pages_used", "kv_pages",
-    "busy_s", "pid", "node", "model", "draining",
+    "busy_s", "pid", "node", "model", "draining", "busy_share", "controller",
 )  # fmt: skip
 
 
@@ -436,7 +436,7 @@ def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
 def status_to_proto(status: ReplicaStatus) -> types_pb2.ReplicaStatus:
     """What a replica says of itself."""
     scalars = {name: getattr(status, name) for name in _STATUS_SCALARS}
-    return types_pb2.ReplicaStatus(counters=status.counters, **scalars)
+    return types_pb2.ReplicaStatus(counters=status.counters, measures=status.measures, **scalars)
 
 
 def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
@@ -444,7 +444,7 @@ def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
     if not proto.replica_id:
         return None
     scalars = {name: getattr(proto, name) for name in _STATUS_SCALARS}
-    return ReplicaStatus(counters=dict(proto.counters), **scalars)
+    return ReplicaStatus(counters=dict(proto.counters), measures=dict(proto.measures), **scalars)
 
 
 def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_pb2.SamplingParams:

@@ -42,14 +42,21 @@ def gpu_cost(num_tokens: int) -> float:
 
 
 def next_token(token: int, position: int) -> int:
-    return (token * 31 + position * 17 + 7) % VOCAB
+    """Of the text that follows no pattern."""
+    return crc32(b"%d %d" % (token, position)) % VOCAB
 
 
 class SyntheticRunner:
     """In the place of a model runner."""
 
     def __init__(
-        self, clock: Clock, cost: Callable[[int], float], pages: int, rng: random.Random, noise: float
+        self,
+        clock: Clock,
+        cost: Callable[[int], float],
+        pages: int,
+        rng: random.Random,
+        noise: float,
+        text: Callable[[int, int], int] = next_token,
     ) -> None:
         self.cache = KVCache([LayerSpec(1, 1, 1)], pages, torch.float32, "cpu")
         self.vocab_size = VOCAB
@@ -57,7 +64,7 @@ class SyntheticRunner:
         self.steps: list[tuple[float, int, int]] = []
         self.slowed_by = lambda: 0.0
         """By which share the draft slows a step down now: it runs on the same machine."""
-        self._clock, self._rng, self._noise = clock, rng, noise
+        self._clock, self._rng, self._noise, self._text = clock, rng, noise, text
 
     def forward(self, steps: Sequence[Any]) -> torch.Tensor:
         num_tokens = sum(len(s.token_ids) for s in steps)
@@ -65,7 +72,7 @@ class SyntheticRunner:
         noise = self._noise * abs(self._rng.gauss(0, 1))
         self._clock.now += self.cost(num_tokens) * (1 + noise) * (1 + self.slowed_by())
         chosen = [
-            next_token(s.token_ids[i], s.positions[i] + 1)
+            self._text(s.token_ids[i], s.positions[i] + 1)
             for s in steps
             for i in range(len(s.token_ids) - s.num_logits, len(s.token_ids))
         ]
@@ -79,12 +86,19 @@ class SyntheticDrafter:
 
     kind = "synthetic"
 
-    def __init__(self, clock: Clock, step_s: float, width: int, acceptance: float) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        step_s: float,
+        width: int,
+        acceptance: float,
+        text: Callable[[int, int], int] = next_token,
+    ) -> None:
         self.max_leaves = width
         self.step_s = step_s
         self.acceptance = acceptance
         self.num_steps = 0
-        self._clock = clock
+        self._clock, self._text = clock, text
         self._contexts: dict[str, list[int]] = {}
         row = torch.tensor([0.7, 0.12, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01])
         self._log_q = row.log()
@@ -106,7 +120,7 @@ class SyntheticDrafter:
             context = self._contexts[leaf.session_id]
             last = leaf.path[-1] if leaf.path else context[-1]
             position = len(context) + len(leaf.path)
-            truth = next_token(last, position)
+            truth = self._text(last, position)
             draw = crc32(f"{leaf.session_id} {position} {last}".encode()) / 2**32
             rank = 0 if draw < self.acceptance else (1 if (draw * 97) % 1 < 0.6 else 6)
             order = [(truth + 1 + i) % VOCAB for i in range(_NUM_CANDIDATES - 1)]
@@ -128,7 +142,7 @@ class Simulation:
     """A closed loop: as many sessions as ``load`` says at any time, each replaced when it ends.
 
     ``k`` None: adaptive with K = 8; else fixed. ``noise``: relative standard deviation of step times (upwards).
-    ``contention``: by which share a busy draft makes them longer.
+    ``contention``: by which share a busy draft makes them longer. ``period``: after so many tokens the text repeats.
     """
 
     def __init__(
@@ -140,7 +154,7 @@ class Simulation:
         cost: Callable[[int], float] = cpu_cost,
         draft_step_s: float = 0.004,
         draft_width: int = 16,
-        tree_budget: int = 64,
+        tree_budget: int = 256,
         overhead_s: float = 2e-4,
         noise: float = 0.0,
         contention: float = 0.0,
@@ -149,13 +163,17 @@ class Simulation:
         speculation: dict[str, Any] | None = None,
         temperature: float = 0.0,
         calibrate: bool = False,
+        period: int | None = None,
         seed: int = 0,
     ) -> None:
+        def text(token: int, position: int) -> int:
+            return next_token(0, position % period) if period else next_token(token, position)
+
         self.rng = random.Random(seed)
         self.load = load
         self.overhead_s = overhead_s
         self.clocks = {"target": Clock(), "draft": Clock()}
-        self.runner = SyntheticRunner(self.clocks["target"], cost, 4096, self.rng, noise)
+        self.runner = SyntheticRunner(self.clocks["target"], cost, 4096, self.rng, noise, text)
         self.target = TargetEngine(
             self.runner,  # type: ignore[arg-type]
             lambda messages: self._post("router", "target", messages),
@@ -167,7 +185,7 @@ class Simulation:
         )
         if calibrate:
             self.target.calibrate()
-        self.drafter = SyntheticDrafter(self.clocks["draft"], draft_step_s, draft_width, acceptance)
+        self.drafter = SyntheticDrafter(self.clocks["draft"], draft_step_s, draft_width, acceptance, text)
         self.draft = DraftEngine(
             self.drafter,
             lambda messages: self._post("router", "draft", messages),

@@ -74,6 +74,19 @@ def test_a_noisy_outlier_is_corrected_or_forgotten() -> None:
     assert cost.seconds(12) == pytest.approx((cpu_cost(8) + cpu_cost(16)) / 2, rel=0.1)
 
 
+def test_the_least_cost_is_that_of_the_machine_at_its_fastest() -> None:
+    """A draft that slows every step down raises what is expected of the next one, not what plain steps may take."""
+    cost = learned(cpu_cost, range(1, 33))
+    before = cost.seconds(8)
+    for _ in range(40):
+        cost.observe(8, 1.5 * before)
+    assert cost.seconds(8) == pytest.approx(1.5 * before, rel=0.05)
+    for _ in range(400):
+        cost.observe(16, 1.5 * cpu_cost(16))
+    assert cost.seconds(4) == pytest.approx(1.5 * cpu_cost(4), rel=0.1), "all sizes together"
+    assert cost.least(4) == pytest.approx(cpu_cost(4), rel=0.1)
+
+
 def test_costs_follow_growing_contexts() -> None:
     """Steps of one size become twice as slow: sizes that are not seen meanwhile are carried most of the way."""
     cost = learned(cpu_cost, (4, 8, 16, 32))

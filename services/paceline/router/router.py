@@ -34,7 +34,7 @@ from paceline.router.pool import Candidate, Lease, Member, Pool, PrefixIndex, ch
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Chunk, Result, Session, ToDraft, ToTarget
 from paceline.tokenization import Tokenizer, encode_prompt
-from paceline.types import CloseSession, ReplicaStatus, Request, SpeculationWanted
+from paceline.types import CloseSession, ReplicaStatus, Request, RouterView, SpeculationWanted
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,7 @@ class Router:
         self._finished: deque[float] = deque(maxlen=64)
         self._num_opened = 0
         self._demand: Lease | None = None
+        self._had_drafts = False
         self._ticker: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._started_s = clock()
@@ -261,6 +262,16 @@ class Router:
     def statuses(self) -> Mapping[str, list[ReplicaStatus]]:
         """What the replicas said last, by kind."""
         return {side.pool.name: side.statuses() for side in self._sides()}
+
+    def view(self) -> RouterView:
+        """What is seen here of the service."""
+        may = [live.session for live in self._live.values() if live.opened and live.session.speculates]
+        may = [session for session in may if not session.finished]
+        return RouterView(
+            members={side.pool.name: tuple(side.pool.members()) for side in self._sides()},
+            speculating=len(may),
+            drafting=sum(session.draft_available or session.wants_draft for session in may),
+        )
 
     async def _enter(self, request: Request) -> _Live:
         if request.request_id in self._live:
@@ -413,7 +424,13 @@ class Router:
 
     def _give_drafts(self) -> None:
         """Opens sessions that have no draft, or whose draft drains, on one that is up."""
-        if self._drafts is None or not (open_links := self._drafts.open_links()):
+        open_links = [] if self._drafts is None else self._drafts.open_links()
+        if open_links and not self._had_drafts:
+            # What targets said of drafts that are gone is no reason to do without these: they judge for themselves.
+            for target in self._targets.links.values():
+                target.draft_wanted = True
+        self._had_drafts = bool(open_links)
+        if self._drafts is None or not open_links:
             return
         if all(link.load >= link.max_sessions for link in open_links):
             return

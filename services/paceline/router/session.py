@@ -28,6 +28,7 @@ from typing import Protocol
 from paceline.errors import InvalidRequestError
 from paceline.tokenization import Decode, Detokenizer
 from paceline.types import (
+    Cause,
     CloseSession,
     Commit,
     DraftState,
@@ -48,6 +49,9 @@ from paceline.types import (
 MAX_DRAFT_RETRIES = 2
 """After so many losses of its draft in a row, without one accepted token between them, the next is the last:
 the session stays without."""
+
+_OF_THE_DRAFT = (Cause.HIT, Cause.SEQUENTIAL)
+"""Causes of rounds whose accepted tokens are certainly the draft's."""
 
 
 class RelayedNodes(Protocol):
@@ -333,7 +337,7 @@ class Session:
             self._close_draft(actions)
         else:
             self._commit(actions, token_ids=outcome.token_ids)
-        if outcome.round.num_accepted:
+        if outcome.round.num_accepted and outcome.round.cause in _OF_THE_DRAFT:
             self._num_losses = 0
         self._history.extend(outcome.token_ids)
         self._undigested.append(outcome)

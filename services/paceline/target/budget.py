@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.speculation import Chain
 from paceline.target.cost import Average, StepCost
@@ -29,6 +30,24 @@ _ENGINE_WEIGHT, _SESSION_WEIGHT = 8.0, 32.0
 _SESSION_KEEP = 0.98
 _ENGINE_KEEP = 0.998
 _IDLE_KEEP = 0.97
+_LENGTHS_KEPT = 1024.0
+
+
+class StepTimes(Protocol):
+    """Seconds of a target step by its tokens: learned while serving (``StepCost``), or given (``plan``)."""
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to go by."""
+        ...
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of a step with so many tokens."""
+        ...
+
+    def floor(self, num_tokens: int) -> float:
+        """A convex function below ``seconds``."""
+        ...
 
 
 @dataclass(slots=True)
@@ -36,6 +55,8 @@ class Hits:
     """Verified draft tokens up to the first rejection, fading; leaning on ``parent`` with the weight of a few."""
 
     parent: Hits | None = None
+    prior: float = PRIOR_ACCEPTANCE
+    """Without a parent: what to begin with."""
     trials: float = 0.0
     predicted: float = 0.0
     """Sum of the nodes' own probabilities."""
@@ -62,9 +83,7 @@ class Hits:
 
     def rate(self) -> float:
         """Probability that a draft token is accepted, given that those before it were."""
-        prior, weight = (
-            (PRIOR_ACCEPTANCE, _ENGINE_WEIGHT) if self.parent is None else (self.parent.rate(), _SESSION_WEIGHT)
-        )
+        prior, weight = (self.prior, _ENGINE_WEIGHT) if self.parent is None else (self.parent.rate(), _SESSION_WEIGHT)
         return (self.accepted + weight * prior) / (self.trials + weight)
 
     def correction(self) -> float:
@@ -100,7 +119,7 @@ def blind_offer(num_wanted: int, hits: Hits) -> tuple[float, ...]:
 
 def allot(
     offers: Sequence[Sequence[float]],
-    cost: StepCost,
+    cost: StepTimes,
     *,
     num_sessions: int,
     num_context: int,
@@ -154,7 +173,7 @@ def allot(
     return counts
 
 
-def ideal_gain(cost: StepCost, num_sessions: int, acceptance: float, k: int, overhead_s: float = 0.0) -> float:
+def ideal_gain(cost: StepTimes, num_sessions: int, acceptance: float, k: int, overhead_s: float = 0.0) -> float:
     """How many times the tokens per second of plain decoding an ideal draft would bring at this load, at least 1.
 
     Ideal: every session always has a proposal of k tokens, each accepted with probability a given those before it.
@@ -186,6 +205,32 @@ def load_class(num_sessions: int) -> int:
 
 
 @dataclass(slots=True)
+class Lengths:
+    """How long the proposals of the last few hundred rounds were; older ones fade."""
+
+    _counts: dict[int, float] = field(default_factory=dict)
+    _total: float = 0.0
+
+    def add(self, length: int) -> None:
+        """Takes a round."""
+        self._counts[length] = self._counts.get(length, 0.0) + 1.0
+        self._total += 1.0
+        if self._total >= _LENGTHS_KEPT:
+            self._counts = {k: count / 2 for k, count in self._counts.items() if count >= 1.0}
+            self._total = sum(self._counts.values())
+
+    def shares(self) -> dict[int, float]:
+        """Of the rounds, by length; empty before the first."""
+        counts = dict(self._counts)
+        total = sum(counts.values())
+        return {length: count / total for length, count in counts.items()}
+
+    def mean(self) -> float:
+        """0 before the first round."""
+        return sum(length * share for length, share in self.shares().items())
+
+
+@dataclass(slots=True)
 class RowBudget:
     """What one engine has measured, and its decisions by ``allot``. ``adaptive`` False: every proposal in full."""
 
@@ -193,6 +238,8 @@ class RowBudget:
     cost: StepCost = field(default_factory=StepCost)
     overhead_s: Average = field(default_factory=lambda: Average(0.05))
     """What passes between two steps while there is something to do."""
+    lengths: Lengths = field(default_factory=Lengths)
+    """What was chosen."""
     coupled: Hits = field(default_factory=Hits)
     rejection: Hits = field(default_factory=Hits)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.model.shapes import MIN_TOKENS, QUERY_MULTIPLE, padded_row_len
@@ -71,7 +72,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
-        self._level = 1.0
+        self._level = self._least_level = 1.0
         self._num_observed = 0
         self._stale = 0
         self._table: list[float] = [0.0, 0.0]
@@ -91,7 +92,7 @@ class StepCost:
         size = self._sizes.get(at)
         if size is None:
             if not self._sizes:
-                self._level = seconds
+                self._level = self._least_level = seconds
             self._sizes[at] = _Size(seconds / self._level, self._num_observed)
             self._rebuild()
             return
@@ -102,6 +103,7 @@ class StepCost:
         off_by = min(max(off_by, -math.log(_MOST_RATIO)), math.log(_MOST_RATIO))
         size.value *= math.exp(weight * off_by)
         self._level *= math.exp(_LEVEL_WEIGHT * off_by)
+        self._least_level = min(self._least_level, self._level)
         size.count += 1
         size.seen_at = self._num_observed
         self._stale += 1
@@ -111,6 +113,10 @@ class StepCost:
     def seconds(self, num_tokens: int) -> float:
         """Expected duration of a step with so many tokens; 0.0 before anything is known."""
         return self._level * _at(self._table, num_tokens)
+
+    def least(self, num_tokens: int) -> float:
+        """The same when the machine was at its fastest: what a step may take if a draft stops slowing it down."""
+        return self._least_level * _at(self._table, num_tokens)
 
     def floor(self, num_tokens: int) -> float:
         """The largest convex function below ``seconds``: what bounds the cost of adding tokens from below."""
@@ -139,7 +145,7 @@ class StepCost:
         if end > last:
             points.append((end, value + slope * (end - last)))
         self._table = _fill(points)
-        self._floor = _fill(_lower_hull(points))
+        self._floor = _fill(lower_hull(points))
 
 
 def _at(table: list[float], num_tokens: int) -> float:
@@ -192,7 +198,8 @@ def _fill(points: list[tuple[int, float]]) -> list[float]:
     return table
 
 
-def _lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def lower_hull(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The corners of the largest convex function below all points, which are sorted by x."""
     hull: list[tuple[int, float]] = []
     for x, y in points:
         while len(hull) > 1:

@@ -16,8 +16,9 @@ from paceline.errors import InvalidRequestError, PacelineError
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.ranks import LeadingRunner
 from paceline.model.runner import ModelRunner, SequenceStep
-from paceline.sampling import Row, SamplerState, process, sample_coupled
+from paceline.sampling import Row, SamplerState
 from paceline.target.budget import RowBudget
+from paceline.target.lookup import shares
 from paceline.target.policy import WaitPolicy
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
@@ -84,6 +85,12 @@ class TargetStats:
     """Draft tokens that were there and were not verified, because the step was shorter without them."""
     nodes_used: int = 0
     """Draft tokens accepted."""
+    lookup_rounds: int = 0
+    """Rounds of sessions whose draft had nothing, with a proposal from their own text instead."""
+    lookup_rows: int = 0
+    """Tokens of these proposals."""
+    lookup_rows_used: int = 0
+    """Of these, accepted."""
     drafts_paused: int = 0
     """How often a session was told to do without a draft."""
     drafts_resumed: int = 0
@@ -97,6 +104,8 @@ class _Costs:
     """By how much one draft token delays the sessions of the step, all delays added up."""
     plain_s: float
     """A plain step of the same sessions, start to start."""
+    decoding: float
+    """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
 
 
 class TargetEngine:
@@ -121,6 +130,7 @@ class TargetEngine:
         self.stats = TargetStats()
         self.policy = WaitPolicy()
         self.rows = RowBudget(adaptive)
+        self._lookups = shares() if adaptive else None
         self.steering = Steering(self.rows)
         self._emit = emit
         self._clock = clock
@@ -143,6 +153,11 @@ class TargetEngine:
     def num_sessions(self) -> int:
         """Sessions that are open here."""
         return len(self._sessions)
+
+    @property
+    def num_running(self) -> int:
+        """Those of them that are served."""
+        return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
@@ -212,8 +227,9 @@ class TargetEngine:
         if outcomes:
             self._emit(outcomes)
         if self.rows.adaptive:
-            if only_decodes and self._ended_at is not None:
-                self._measure(len(parts), self.stats.tokens_emitted - num_emitted, now - self._decided_at)
+            if self._ended_at is not None:
+                num_emitted = self.stats.tokens_emitted - num_emitted
+                self._measure(len(parts), num_emitted, now - self._decided_at, costs.decoding)
             self._steer(verifying, now)
         self._ended_at, self._decided_at = self._clock(), now
         self._all_waited = False
@@ -236,7 +252,7 @@ class TargetEngine:
                 times = []
                 for _ in range(_TIMED_FORWARDS + 1):
                     started = self._clock()
-                    sample_coupled(process(self.runner.forward(steps), rows)).tolist()
+                    decide(self.runner.forward(steps), rows, [Proposal()] * size, [Acceptance.COUPLED] * size)
                     times.append(self._clock() - started)
                 for _ in range(_TIMED_FORWARDS):
                     self.rows.observe_step(size, min(times))
@@ -265,14 +281,17 @@ class TargetEngine:
         cost = self.rows.cost
         added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_rows)
         row_s = added_s * num_verifying / num_rows if num_rows else 0.0
-        return _Costs(row_s, self.rows.plain_s(num_verifying))
+        num_prefill = num_tokens - num_rows - num_verifying
+        decoding = cost.seconds(num_tokens - num_prefill) / cost.seconds(num_tokens) if cost.known else 1.0
+        return _Costs(row_s, self.rows.plain_s(num_verifying), decoding)
 
-    def _measure(self, num_sessions: int, num_tokens: int, seconds: float) -> None:
-        """Tells the governor what a step has brought, unless no session of it may have a draft."""
+    def _measure(self, num_sessions: int, num_tokens: int, seconds: float, decoding: float) -> None:
+        """Tells the governor what a step has brought, unless no session of it may have a draft, or prefill chunks
+        took more than half of its time."""
         may = [s for s in self._scheduler.running if s.k > 0]
-        if may:
+        if may and decoding >= 0.5:
             heard = sum(s.draft_available and s.draft_heard for s in may)
-            self.steering.governor.measure(num_sessions, num_tokens, seconds, drafting=2 * heard >= len(may))
+            self.steering.governor.measure(num_sessions, num_tokens, decoding * seconds, drafting=2 * heard >= len(may))
 
     def _steer(self, verified: Sequence[Scheduled], now: float) -> None:
         """Ends drafting where it does not pay, asks for it where it may."""
@@ -319,6 +338,7 @@ class TargetEngine:
                 now=self._clock(),
                 coupled=self.rows.coupled,
                 rejection=self.rows.rejection,
+                lookups=self._lookups,
             )
             self._check_fits(session)
         except PacelineError as error:
@@ -402,7 +422,7 @@ class TargetEngine:
                 session.cause = Cause.DISABLED
             elif session.mode is Mode.SEQUENTIAL and session.draft_available:
                 session.cause = Cause.SEQUENTIAL
-            elif not session.draft_available and not len(part.chain):
+            elif not session.draft_available and not part.chain.node_ids:
                 session.cause = Cause.DRAFT_DOWN
         for part in parts:
             if part.verifies and part.session.draft_available:
@@ -473,9 +493,18 @@ class TargetEngine:
         self.stats.proposals_invalid += verdict.num_invalid
         self.stats.rounds += 1
         self.stats.tokens_emitted += count
-        self.stats.draft_rows += len(part.chain)
-        self.stats.draft_rows_trimmed += part.num_trimmed
-        self.stats.nodes_used += num_accepted
+        chain, num_nodes, num_used = part.chain, len(part.chain.node_ids), 0
+        if session.k:
+            self.rows.lengths.add(len(chain))
+        if num_nodes:
+            self.stats.draft_rows += num_nodes
+            self.stats.nodes_used += (num_used := num_accepted)
+        elif len(chain):
+            self.stats.lookup_rounds += 1
+            self.stats.lookup_rows += len(chain)
+            self.stats.lookup_rows_used += num_accepted
+        num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
+        self.stats.draft_rows_trimmed += num_trimmed
         round_ = Round(len(part.chain), num_accepted, session.cause)
         first = session.cause is Cause.START
         outcome = Outcome(
@@ -491,16 +520,16 @@ class TargetEngine:
         if first:
             self.stats.cached_tokens += session.cached_tokens
         else:
-            self.policy.observe_round(round_.num_drafted, num_accepted, count, now - session.outcome_at)
+            self.policy.observe_round(num_nodes, num_used, count, now - session.outcome_at)
             if session.draft_available:
                 waited_s = 0.0 if session.waiting_since is None else started - session.waiting_since
-                lost_s = waited_s + costs.row_s * len(part.chain)
+                lost_s = waited_s + costs.row_s * num_nodes
                 lost = lost_s / costs.plain_s if costs.plain_s > 0 else 0.0
-                self.steering.observe(session, len(part.chain), part.num_trimmed, num_accepted, lost)
+                self.steering.observe(session, num_nodes, num_trimmed, num_used, lost)
         session.waiting_since = None
-        if len(part.chain):
-            num_tried = min(len(part.chain), verdict.num_accepted + 1)
-            session.hits.add(num_tried, sum(part.chain.probs[:num_tried]), verdict.num_accepted)
+        if num_nodes:
+            num_tried = min(num_nodes, verdict.num_accepted + 1)
+            session.hits.add(num_tried, sum(chain.probs[:num_tried]), verdict.num_accepted)
         elif session.draft_available:
             session.hits.fade()
         session.commit_outcome(token_ids, now)

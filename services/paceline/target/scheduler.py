@@ -116,8 +116,8 @@ class Scheduler:
             row_s = len(decoding) * (self._rows.cost.seconds(at + 1) - self._rows.cost.seconds(at))
 
         def until_of(session: TargetSession, *, others_ready: bool) -> float | None:
-            k = wanted.get(id(session))
-            return policy.wait_until(session, now, others_ready=others_ready, wanted=k, row_s=row_s)
+            k, foreseen = wanted.get(id(session)), session.foreseen(session.k).probs
+            return policy.wait_until(session, now, others_ready=others_ready, wanted=k, row_s=row_s, foreseen=foreseen)
 
         waits = {id(s): until_of(s, others_ready=others_ready) for s in may_wait}
         others_ready = others_ready or any(until is None for until in waits.values())
@@ -227,7 +227,9 @@ def _offer(session: TargetSession, *, sent: bool = False) -> Sequence[float]:
     """See ``budget.offer``. ``sent``: as if its draft had sent all that it may."""
     if not session.k:
         return ()
-    chain = session.proposal(session.k)
+    chain = session.drafted(session.k)
+    if not len(chain) and not sent and session.lookup is not None:
+        return session.foreseen(session.k).probs
     if not session.rejection:
         return offer(chain, session.max_draft(), session.hits, extend=sent)
     # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.factories import TargetFactory
 from paceline.ranks import MakeWorker, Rendezvous, process_ranks
 from paceline.replica import EngineHost, ReplicaServer
 from paceline.target.engine import TargetEngine
+from paceline.target.explanation import Explainer
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire import decode_to_target, encode_from_target
 
@@ -37,15 +39,16 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-def describe(engine: TargetEngine) -> Mapping[str, Any]:
-    """What a target's status says of its engine."""
+def describe(engine: TargetEngine, explainer: Explainer) -> Mapping[str, Any]:
+    """What a target's status says of its engine and of its controller."""
     cache = engine.runner.cache
     return {
         "num_sessions": engine.num_sessions,
         "num_waiting": engine.num_waiting,
         "kv_pages_used": cache.num_pages - cache.num_available,
         "kv_pages": cache.num_pages,
-        "counters": dataclasses.asdict(engine.stats),
+        "counters": {**dataclasses.asdict(engine.stats), "trials": engine.steering.governor.num_trials},
+        **explainer(engine),
     }
 
 
@@ -72,7 +75,7 @@ def target_server(
     host = EngineHost(
         "target",
         TargetFactory(config, rendezvous),
-        describe,
+        functools.partial(describe, explainer=Explainer()),
         replica_id=replica_id,
         max_sessions=config.max_sessions,
         model=model,

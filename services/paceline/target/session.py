@@ -9,6 +9,7 @@ from paceline.model.kv_cache import PAGE_SIZE, KVCache, flat_rows, page_hash, pa
 from paceline.sampling import SamplerState
 from paceline.speculation import Chain, SpeculationTree
 from paceline.target.budget import Hits
+from paceline.target.lookup import Lookup
 from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession
 
 
@@ -48,8 +49,12 @@ class TargetSession:
         now: float,
         coupled: Hits | None = None,
         rejection: Hits | None = None,
+        lookups: Sequence[Hits] | None = None,
     ) -> None:
-        """``coupled`` and ``rejection``: what is known of the acceptance of other sessions, by rule."""
+        """``coupled`` and ``rejection``: what is known of the acceptance of other sessions, by rule.
+
+        ``lookups``: the same of what their own texts have foreseen (``lookup.py``); None: no such proposals.
+        """
         sampling, speculation = message.sampling, message.speculation
         self.session_id = message.session_id
         self.epoch = message.epoch
@@ -73,6 +78,11 @@ class TargetSession:
             device=device,
         )
         self.rejection = speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0
+        self.lookup: Lookup | None = None
+        """Proposals of its own text, where it may have any."""
+        if lookups is not None and speculation.mode is Mode.OVERLAPPED and self.k > 0 and not self.rejection:
+            self.lookup = Lookup(self.tokens, lookups)
+            self.lookup.follow(len(self.tokens))
         self.picks = self.sampler.only_scales and not self.rejection
         """Its tokens can be drawn from parts of the logits, without the whole rows."""
         self._vocab_size = vocab_size
@@ -146,6 +156,8 @@ class TargetSession:
         """Walks the tree along the last outcome, with the nodes that arrived while its step ran; sets ``cause``."""
         if self._outcome:
             self.cause = self.tree.walk(self._outcome).cause
+            if self.lookup is not None:
+                self.lookup.follow(len(self.tokens) - len(self._outcome))
             self._outcome = ()
 
     @property
@@ -154,9 +166,18 @@ class TargetSession:
         return not self._outcome
 
     def proposal(self, limit: int) -> Chain:
-        """What to verify now, at most ``limit`` draft tokens."""
+        """What to verify now, at most ``limit`` draft tokens: the draft's, or else what the session's text foresees."""
+        chain = self.drafted(limit)
+        return chain if len(chain) else self.foreseen(limit)
+
+    def drafted(self, limit: int) -> Chain:
+        """The draft's proposal, at most so long."""
         k = 0 if self.paused else min(self.max_draft(), limit)
         return self.tree.proposal(k) if k > 0 else Chain()
+
+    def foreseen(self, limit: int) -> Chain:
+        """The proposal of the session's own text, at most so long; it has no nodes."""
+        return Chain() if self.lookup is None else self.lookup.chain(min(self.max_draft(), limit))
 
     def num_ahead(self) -> int:
         """Length of the best path below the anchor, up to K."""

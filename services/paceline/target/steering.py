@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from paceline.target.budget import RowBudget
@@ -143,6 +143,10 @@ class Steering:
         """Draft tokens that a session on trial has verified whatever the budget says."""
         on_trial = session is self._trial and session.account.scheduled < _TRIAL_ROW_ROUNDS
         return _TRIAL_ROWS if on_trial else 0
+
+    def reasons(self) -> Iterator[str]:
+        """Why each session that was told to do without a draft was told so."""
+        yield from [pause.judgement.value for pause in list(self._paused.values())]
 
     def forget(self, session: TargetSession, now: float, num_sessions: int) -> None:
         """The session has ended. An undecided trial is continued by another one."""

@@ -520,6 +520,106 @@ class Pool(_message.Message):
 Global___Pool: _TypeAlias = Pool  # noqa: Y015
 
 @_typing.final
+class StartingReplica(_message.Message):
+    """A replica on its way up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    DOING_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    kind: _builtins.str
+    """"target", "draft" or "router"."""
+    node: _builtins.str
+    doing: _builtins.str
+    """In words."""
+    elapsed_s: _builtins.float
+    """Since it began."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        node: _builtins.str = ...,
+        doing: _builtins.str = ...,
+        elapsed_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "elapsed_s", b"elapsed_s", "kind", b"kind", "node", b"node", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartingReplica: _TypeAlias = StartingReplica  # noqa: Y015
+
+@_typing.final
+class PoolScaling(_message.Message):
+    """How the size of a pool is decided, and what was decided last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    ACTUAL_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    DEMAND_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CHANGED_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"target", "draft" or "router"."""
+    wanted: _builtins.int
+    """Replicas that there shall be. Absent: nothing is decided yet, and the pool keeps its size."""
+    actual: _builtins.int
+    """Replicas that take sessions now."""
+    least: _builtins.int
+    """The bounds."""
+    most: _builtins.int
+    demand: _builtins.float
+    """Replicas that the load needs now, with a fraction. Absent: not known, so nothing is changed."""
+    signal: _builtins.str
+    """What that demand goes by, in words."""
+    reason: _builtins.str
+    """Of the last change, in words."""
+    changed_s: _builtins.float
+    """Since the last change. Absent: there was none."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        wanted: _builtins.int | None = ...,
+        actual: _builtins.int = ...,
+        least: _builtins.int = ...,
+        most: _builtins.int = ...,
+        demand: _builtins.float | None = ...,
+        signal: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        changed_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_s", b"_changed_s", "_demand", b"_demand", "_wanted", b"_wanted", "changed_s", b"changed_s", "demand", b"demand", "wanted", b"wanted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_s", b"_changed_s", "_demand", b"_demand", "_wanted", b"_wanted", "actual", b"actual", "changed_s", b"changed_s", "demand", b"demand", "least", b"least", "most", b"most", "name", b"name", "reason", b"reason", "signal", b"signal", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__changed_s: _TypeAlias = _typing.Literal["changed_s"]  # noqa: Y015
+    _WhichOneofArgType__changed_s: _TypeAlias = _typing.Literal["_changed_s", b"_changed_s"]  # noqa: Y015
+    _WhichOneofReturnType__demand: _TypeAlias = _typing.Literal["demand"]  # noqa: Y015
+    _WhichOneofArgType__demand: _TypeAlias = _typing.Literal["_demand", b"_demand"]  # noqa: Y015
+    _WhichOneofReturnType__wanted: _TypeAlias = _typing.Literal["wanted"]  # noqa: Y015
+    _WhichOneofArgType__wanted: _TypeAlias = _typing.Literal["_wanted", b"_wanted"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_s) -> _WhichOneofReturnType__changed_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__demand) -> _WhichOneofReturnType__demand | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wanted) -> _WhichOneofReturnType__wanted | None: ...
+
+Global___PoolScaling: _TypeAlias = PoolScaling  # noqa: Y015
+
+@_typing.final
 class GetServerInfoResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -531,6 +631,10 @@ class GetServerInfoResponse(_message.Message):
     ACCEPTANCE_RATE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     HIT_RATE_FIELD_NUMBER: _builtins.int
+    SESSIONS_SPECULATING_FIELD_NUMBER: _builtins.int
+    SESSIONS_DRAFTING_FIELD_NUMBER: _builtins.int
+    SCALING_FIELD_NUMBER: _builtins.int
+    STARTING_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
     sessions_running: _builtins.int
@@ -543,8 +647,18 @@ class GetServerInfoResponse(_message.Message):
     """
     hit_rate: _builtins.float
     """Hits over hits and misses since the start; 0 before any."""
+    sessions_speculating: _builtins.int
+    """Running sessions that may have a draft, by what was asked for."""
+    sessions_drafting: _builtins.int
+    """Of these, those that have one, or whose target wants one for them."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]: ...
+    @_builtins.property
+    def scaling(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolScaling]:
+        """Of the pools whose sizes the service decides itself."""
+
+    @_builtins.property
+    def starting(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartingReplica]: ...
     def __init__(
         self,
         *,
@@ -556,10 +670,14 @@ class GetServerInfoResponse(_message.Message):
         acceptance_rate: _builtins.float = ...,
         acceptance_length: _builtins.float = ...,
         hit_rate: _builtins.float = ...,
+        sessions_speculating: _builtins.int = ...,
+        sessions_drafting: _builtins.int = ...,
+        scaling: _abc.Iterable[Global___PoolScaling] | None = ...,
+        starting: _abc.Iterable[Global___StartingReplica] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "hit_rate", b"hit_rate", "pools", b"pools", "sessions_queued", b"sessions_queued", "sessions_running", b"sessions_running", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "hit_rate", b"hit_rate", "pools", b"pools", "scaling", b"scaling", "sessions_drafting", b"sessions_drafting", "sessions_queued", b"sessions_queued", "sessions_running", b"sessions_running", "sessions_speculating", b"sessions_speculating", "starting", b"starting", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -392,6 +392,26 @@ class ReplicaStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class MeasuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -406,6 +426,9 @@ class ReplicaStatus(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    CONTROLLER_FIELD_NUMBER: _builtins.int
+    MEASURES_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     kind: _builtins.str
     """"target", "draft" or "router"."""
@@ -425,9 +448,17 @@ class ReplicaStatus(_message.Message):
     model: _builtins.str
     draining: _builtins.bool
     """It takes no new sessions and ends when the open ones have."""
+    busy_share: _builtins.float
+    """Share of the last seconds that an engine was inside steps, in GetServerInfo; 0 elsewhere."""
+    controller: _builtins.str
+    """What its controller has chosen now, and why, in words."""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Counted events since the replica started."""
+
+    @_builtins.property
+    def measures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What that rests on: gauges by name, a label after a colon."""
 
     def __init__(
         self,
@@ -446,10 +477,13 @@ class ReplicaStatus(_message.Message):
         model: _builtins.str = ...,
         draining: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        busy_share: _builtins.float = ...,
+        controller: _builtins.str = ...,
+        measures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "counters", b"counters", "draining", b"draining", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

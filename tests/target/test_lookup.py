@@ -1,0 +1,110 @@
+"""Proposals from a session's own text: what they are, and what they are thought to be worth."""
+
+from __future__ import annotations
+
+import pytest
+from tests.target.simulation import Simulation
+
+from paceline.target.lookup import LONGEST, SHORTEST, Lookup, shares
+
+
+def lookup(tokens: list[int], share: int = 95) -> Lookup:
+    """Of an engine whose texts were right in so many percent of the cases."""
+    known = shares()
+    for hits in known:
+        hits.add(100, 100.0, share)
+    found = Lookup(tokens, known)
+    found.follow(len(tokens))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], ()),
+        ([1, 2], ()),
+        ([1, 2, 3, 4], ()),
+        ([1, 2, 3, 4, 5, 1, 2], (3, 4, 5, 1)),
+        ([1, 2, 3, 1, 2, 4, 1, 2], (4, 1, 2, 4)),
+        ([7, 7, 7], (7, 7, 7, 7)),
+        ([1, 2, 3, 1, 2], (3, 1, 2, 3)),
+    ],
+)
+def test_what_followed_the_last_pair_comes_again(tokens: list[int], expected: tuple[int, ...]) -> None:
+    """The last time it occurred; beyond the end of the text it goes on with what it has foreseen."""
+    chain = lookup(tokens).chain(4)
+    assert chain.token_ids == expected
+    assert chain.node_ids == ()
+    assert len(chain.probs) == len(chain.qs) == len(expected)
+
+
+def test_a_proposal_is_as_long_as_it_may_be() -> None:
+    """None at a length of 0; and not beyond where it is next to certain to be wrong."""
+    found = lookup([1, 2, 3, 1, 2])
+    assert [len(found.chain(k)) for k in (-1, 0, 1, 7, 3)] == [0, 0, 1, 7, 3]
+    assert [len(lookup([1, 2, 3, 1, 2], share).chain(7)) for share in (50, 25, 0)] == [4, 2, 0]
+
+
+def test_probabilities_are_learned_from_what_was_not_proposed() -> None:
+    """By the length of the match: the pair 1, 2 is always followed by something new, longer matches are right."""
+    known = shares()
+    tokens: list[int] = []
+    found = Lookup(tokens, known)
+
+    def append(*token_ids: int) -> None:
+        for token_id in token_ids:
+            tokens.append(token_id)
+            found.follow(len(tokens) - 1)
+
+    for i in range(200):
+        append(1, 2, 1000 + i)
+    assert known[0].rate() < 0.1
+    for _ in range(40):
+        append(10, 11, 12, 13, 14, 15)
+    assert known[0].rate() < 0.1
+    assert known[LONGEST - SHORTEST].rate() > 0.9
+    assert found.chain(2).probs[0] > 0.9
+
+
+def test_all_of_a_long_prompt_is_indexed_a_part_at_a_time() -> None:
+    """Until then there is no proposal."""
+    tokens = [*range(9000), 0, 1]
+    found = lookup(tokens)
+    lengths = []
+    for _ in range(3):
+        lengths.append(len(found.chain(3)))
+        found.follow(len(tokens))
+    assert lengths == [0, 0, 3]
+    assert found.chain(3).token_ids == (2, 3, 4)
+
+
+def test_the_match_is_at_most_so_long() -> None:
+    """Longer ones count as the longest."""
+    text = list(range(50)) * 2
+    found = lookup(text)
+    assert found.chain(8).token_ids == tuple(range(8))
+    assert len(set(found.chain(8).probs)) == 1
+
+
+# -- throughput, on a virtual time line -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", [{"acceptance": 0.0}, {"draft_step_s": 5.0}])
+def test_a_text_that_repeats_is_fast_with_a_draft_that_is_not(draft: dict[str, float]) -> None:
+    """More than twice plain decoding with a draft that is useless or dead."""
+    load = lambda now: 1  # noqa: E731
+    adaptive = Simulation(load=load, period=24, **draft).run(8.0)
+    plain = Simulation(k=0, load=load, period=24).run(8.0)
+    assert adaptive.tokens_per_s(2.0, 8.0) > 2.0 * plain.tokens_per_s(2.0, 8.0)
+    stats = adaptive.target.stats
+    assert stats.lookup_rounds > 50
+    assert stats.lookup_rows_used > 0.8 * stats.lookup_rows
+
+
+def test_a_text_that_does_not_repeat_is_proposed_next_to_nothing() -> None:
+    """Nor is any of it where the draft has something, nor with a fixed K."""
+    adaptive = Simulation(acceptance=0.8).run(5.0)
+    stats = adaptive.target.stats
+    assert stats.lookup_rows_used < 0.05 * stats.tokens_emitted
+    fixed = Simulation(k=4, acceptance=0.0, period=24).run(5.0)
+    assert fixed.target.stats.lookup_rounds == 0
