@@ -14,25 +14,25 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import serve
+from paceline.bench import serve, sides
+from paceline.bench.load import Load
 from paceline.bench.processes import Process, cpu_by_role, family, num_descriptors, read_process
 from paceline.bench.records import RequestRecord, RoundRecord
 from paceline.bench.report import ModelFacts
-from paceline.bench.serve import (
+from paceline.bench.serve import Settings, configurations
+from paceline.bench.serve_report import as_json, render, summarise
+from paceline.bench.sides import ServiceFacts, draft_link_s, sum_counters
+from paceline.bench.units import (
+    ENDPOINT,
     LOCAL,
     SERVICE,
     Configuration,
+    Failure,
     Outcome,
-    ServiceFacts,
-    Settings,
     UnitRecord,
-    configurations,
     differing,
-    draft_link_s,
-    sum_counters,
     with_identity,
 )
-from paceline.bench.serve_report import as_json, percentile, render, summarise
 from paceline.cli import main
 from paceline.types import Mode, ReplicaStatus
 
@@ -54,6 +54,17 @@ SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE
         (["--json", "/nonexistent/out.json"], "--json"),
         (["--target", "/nonexistent", "--grow-target", "20M"], "/nonexistent"),
         (["--worker", "thread"], "--worker"),
+        (["--request-rate", "0"], "'0'"),
+        (["--request-rate", "1,often"], "'often'"),
+        (["--burstiness", "0.5"], "--request-rate"),
+        (["--request-rate", "1", "--burstiness", "0"], "'0'"),
+        (["--goodput", "ttft"], "'ttft'"),
+        (["--goodput", "speed:3"], "'speed:3'"),
+        (["--goodput", "ttft:1", "ttft:2"], "'ttft:2'"),
+        (["--endpoint", "localhost"], "'localhost'"),
+        (["--endpoint", "http://h:1", "--endpoint-body", "[1]"], "'[1]'"),
+        (["--endpoint", "http://h:1", "--endpoint-key-file", "/nonexistent"], "/nonexistent"),
+        (["--task-group", "poems"], "'poems'"),
     ],
 )
 def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +84,11 @@ def test_what_is_compared() -> None:
     settings = Settings("t", "d", sessions=(1, 64), num_prompts=10)
     assert configurations(settings, 0.0) == [PLAIN, OVERLAPPED, SERVED_PLAIN, SERVED]
     assert configurations(settings, 5.0) == [PLAIN, SERVED_PLAIN, SERVED]
-    assert [settings.num_requests(n) for n in settings.sessions] == [10, 128]
+    assert [settings.num_requests(load) for load in settings.loads] == [10, 128]
+    opened = Settings("t", "d", sessions=(), rates=(2.0,), burstiness=0.5, places=())
+    assert opened.loads == [Load(rate=2.0, burstiness=0.5)]
+    assert [opened.num_requests(load) for load in opened.loads] == [32]
+    assert configurations(opened, 0.0) == []
     assert settings.max_sessions == 64
     assert replace(settings, sessions=(1,)).max_sessions == 16
 
@@ -103,11 +118,6 @@ COUNTERS = {
 }  # fmt: skip
 
 
-def test_percentiles() -> None:
-    assert percentile([], 50) is None
-    assert [percentile([3.0, 1.0, 2.0, 4.0], p) for p in (1, 50, 51, 75, 99)] == [1.0, 2.0, 3.0, 3.0, 4.0]
-
-
 def test_a_cell_sums_its_repeats_and_is_set_against_the_others() -> None:
     units = [
         _unit(SERVED, 1.0, target=COUNTERS),
@@ -130,8 +140,9 @@ def test_a_cell_sums_its_repeats_and_is_set_against_the_others() -> None:
     assert served.over_plain.value == 5.0, "only the repeat that both have"
     assert cells["local plain"].over_local is None
     assert cells["local plain"].over_plain is None
-    assert (served.ttft_s[50], served.ttft_s[99]) == (0.1, 0.3)
-    assert served.gap_s[50] == pytest.approx(0.2)
+    assert (served.latency_s["ttft"][50], served.latency_s["ttft"][99]) == pytest.approx((0.2, 0.3))
+    assert served.latency_s["gap"][50] == pytest.approx(0.2)
+    assert served.requests_per_s == pytest.approx(4 / 5)
     assert served.hits.rate == 0.5
     assert served.causes == {"hit": 8, "token": 8}
     assert served.cached == 0.25
@@ -142,6 +153,41 @@ def test_a_cell_sums_its_repeats_and_is_set_against_the_others() -> None:
     assert served.identical.rate == 1.0
     assert cells["service plain"].step_s is None, "its target did not say"
     assert cells["service plain"].gap_share is None
+
+
+def test_open_loads_and_endpoints_are_kept_apart_and_failures_count() -> None:
+    endpoint = Configuration(ENDPOINT, None)
+    drafts = {"num_drafts": 4.0, "num_draft_tokens": 16.0, "num_accepted_tokens": 8.0}
+    failed = (Failure(2, 0.5, "EngineError: gone"),)
+    units = list(
+        with_identity(
+            [
+                _unit(PLAIN),
+                _unit(PLAIN, sessions=0, rate=2.0),
+                _unit(endpoint, target=drafts, failed=failed),
+                _unit(SERVED, sessions=0, rate=2.0),
+            ]
+        )
+    )
+    assert all(request.identical is None for request in units[2].requests)
+    cells = summarise(units, {"ttft": 200.0})
+    assert [(c.configuration, c.sessions, c.rate) for c in cells] == [
+        ("local plain", 2, 0.0), ("endpoint", 2, 0.0), ("local plain", 0, 2.0), ("service overlapped", 0, 2.0),
+    ]  # fmt: skip
+    theirs = cells[1]
+    assert (theirs.tokens_per_round, theirs.acceptance) == (3.0, 0.5)
+    assert (theirs.failed, theirs.reasons) == (1, {"EngineError: gone": 1})
+    assert theirs.goodput_per_s == pytest.approx(1 / 2), "one of two kept 200 ms to its first token, in two seconds"
+    assert cells[3].over_plain is None
+    assert cells[3].over_local is None
+    settings = Settings("t", "d", sessions=(2,), rates=(2.0,), goodput={"ttft": 200.0})
+    facts = {"target": ModelFacts("t", 100, 10)}
+    text = render(facts, settings, Outcome(units, []))
+    assert "failed 1 times: endpoint: EngineError: gone" in text
+    assert "6 of 6 requests" in text
+    data = as_json({"goodput": {"ttft": 200.0}}, facts, Outcome(units, []))
+    assert [c["configuration"] for c in data["cells"]] == ["local plain"]
+    assert [c["rate"] for c in data["other_cells"]] == [0.0, 2.0, 2.0]
 
 
 def test_every_request_is_held_against_the_same_one_by_plain_decoding_in_one_process() -> None:
@@ -202,7 +248,7 @@ def test_an_engine_reports_its_counters_when_it_is_idle(tmp_path: Path) -> None:
             return self.stats.steps < 3
 
     file = tmp_path / "counters"
-    counted = serve._Counted(Engine(), file)
+    counted = sides._Counted(Engine(), file)
     assert counted.step()
     assert counted.step()
     assert not file.exists(), "not while there is something to do"
@@ -257,13 +303,14 @@ def test_a_tiny_run_of_everything(
     file = tmp_path / "out.json"
     arguments = [
         "bench", "serve", "--no-compile", "--prompts", "2", "--max-tokens", "16", "--sessions", "1,2",
-        "--temperatures", "0,1", "--dtype", "float32", "--draft-link-delay-ms", "3", "--json", str(file),
+        "--temperatures", "0,1", "--dtype", "float32", "--draft-link-delay-ms", "3", "--request-rate", "4",
+        "--goodput", "e2el:100000", "--json", str(file),
     ]  # fmt: skip
     assert main(arguments) == 0
     text = capsys.readouterr().out
     data = json.loads(file.read_text(encoding="utf-8"))
-    assert set(data) == {"environment", "settings", "models", "services", "cells", "units"}
-    assert len(data["units"]) == 3 * 2 * 2
+    assert set(data) == {"label", "environment", "settings", "models", "services", "cells", "other_cells", "units"}
+    assert len(data["units"]) == 3 * 3 * 2
     assert data["services"][0]["draft_link_s"] >= 6e-3
     for unit in data["units"]:
         assert unit["wall_s"] > 0
@@ -271,7 +318,13 @@ def test_a_tiny_run_of_everything(
         assert unit["cpu_s"]["target"] >= 0
         for request in unit["requests"]:
             assert request["identical"] is True
+            assert sum(tokens for *_, tokens in request["rounds"]) == 16
             assert request["num_tokens"] == 16
             assert request["prefill_s"] > 0
     for configuration in ("local plain", "service plain", "service overlapped"):
         assert configuration in text
+    assert len(data["cells"]) == 3 * 2 * 2
+    assert len(data["other_cells"]) == 3 * 2
+    for cell in data["other_cells"]:
+        assert cell["failed"] == 0
+        assert cell["goodput_per_s"] == cell["requests_per_s"] > 0

@@ -1,4 +1,8 @@
-"""``paceline bench local``: the modes and transformers' own ``generate`` on the same prompts, in one run.
+"""``paceline bench local``: the modes and their baselines on the same prompts, in one run.
+
+    pair of engines     core 0: target, core 1: draft       plain, sequential, overlapped
+    two replicas        a core each (``replicas.py``)        replicated, colocated
+    transformers        core 0 (``baselines.py``)            transformers, assisted, lookup, continuous
 
 One pair of engines serves all modes, since the mode is a property of the request. Methods take turns prompt by
 prompt, in an order that rotates, so that a machine that drifts does so for all of them alike.
@@ -12,27 +16,29 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from paceline.bench import baselines, replicas
 from paceline.bench.baselines import GenerateProcess, GenerateRequest
-from paceline.bench.prompts import Prompt, file_prompts, held_out_prompts
+from paceline.bench.prompts import Prompt, choose
 from paceline.bench.records import RequestRecord, RoundRecord
+from paceline.bench.replicas import Job, Replicas, run_jobs, speculation
 from paceline.bench.steps import StepRecord, TimedDraftFactory, TimedTargetFactory, read_steps
 from paceline.config import DraftModelConfig, DType, LocalConfig, ModelConfig, cache_dir
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
-from paceline.router.session import Chunk, Result
-from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Mode, SamplingParams
 from paceline.workers import available_cores
 
 _WARM_UP_TOKENS = 24
 _LOG_TIMEOUT_S = 0.5
 FIFTH = -1
 """A draft of a fifth of the target's parameters: its one-token step costs about a fifth of the target's."""
+BASELINES = (*baselines.MODES, *replicas.MODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Settings:
     draft_tokens: tuple[int, ...] = (8,)
     sequential_draft_tokens: tuple[int, ...] = (2, 3, 4, 6)
     sessions: int = 1
+    task_groups: tuple[str, ...] = ()
+    """``num_prompts`` of each; none: of whatever text comes."""
     seed: int = 0
     dtype: DType = "bfloat16"
     acceptance: Acceptance = Acceptance.COUPLED
@@ -70,7 +78,7 @@ class Method:
 
     name: str
     mode: str
-    """A ``Mode``, ``transformers`` or ``assisted``."""
+    """A ``Mode``, or one of BASELINES."""
     draft_tokens: int = 0
 
 
@@ -83,7 +91,17 @@ def methods(settings: Settings) -> list[Method]:
         else:
             ks = settings.draft_tokens if mode is Mode.OVERLAPPED else settings.sequential_draft_tokens
             listed += [Method(f"{mode.value} K={k}", mode.value, k) for k in ks]
-    return listed + [Method(f"{name} generate", name) for name in settings.baselines]
+    for name in settings.baselines:
+        if name == "colocated":
+            listed += [Method(f"{name} K={k}", name, k) for k in settings.sequential_draft_tokens]
+        else:
+            listed.append(Method(baselines.NAMES.get(name, name), name))
+    return listed
+
+
+def devices(mode: str) -> int:
+    """Cores that a method is given."""
+    return 1 if mode == Mode.PLAIN.value or mode in baselines.MODES else replicas.NUM_REPLICAS
 
 
 def grown(path: str, size: int, dtype: str) -> str:
@@ -136,11 +154,15 @@ def with_grown_models(settings: Settings) -> Settings:
 
 
 class Bench:
-    """The running engines, the baseline's process and the records so far. A context manager."""
+    """The running engines, the baselines' processes and the records so far. A context manager."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, max_sessions: int | None = None) -> None:
+        """``max_sessions``: of all runs (default: of ``settings``)."""
         self.settings = settings
         self.records: list[RequestRecord] = []
+        self.timelines: list[dict[str, Any]] = []
+        """Of the first request of each of our methods: rounds, and steps as (start, seconds, width), since it began."""
+        self._max_sessions = max_sessions or settings.sessions
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Bench:
@@ -153,7 +175,7 @@ class Bench:
                     "target": self._model(settings.target),
                     "draft": DraftModelConfig(**self._model(settings.draft)),
                     "worker": settings.worker,
-                    "max_sessions": max(settings.sessions, 1),
+                    "max_sessions": self._max_sessions,
                     "tree_step_tokens": settings.tree_step_tokens,
                 }
             )
@@ -164,7 +186,9 @@ class Bench:
                     draft_factory=TimedDraftFactory(config, self._draft_log),
                 )
             )
-            if settings.baselines:
+            if any(mode in replicas.MODES for mode in settings.baselines):
+                self._replicas = stack.enter_context(Replicas(config))
+            if any(mode in baselines.MODES for mode in settings.baselines):
                 cores = available_cores()
                 draft = settings.draft if "assisted" in settings.baselines else None
                 core = cores[0] if len(cores) >= 2 else None
@@ -182,19 +206,22 @@ class Bench:
     def prompts(self) -> list[Prompt]:
         """Prompts of the run, as many as fill whole units. Raises ConfigError."""
         settings, tokenizer = self.settings, self._pipeline.tokenizer
-        if settings.prompts_file is not None:
-            prompts = file_prompts(tokenizer, settings.prompts_file, settings.num_prompts)
-        else:
-            prompts = held_out_prompts(tokenizer, settings.num_prompts or 8, settings.seed)
-        if len(prompts) % settings.sessions:
-            raise ConfigError(
-                f"{len(prompts)} prompts cannot be run {settings.sessions} at once: a multiple of --sessions is needed"
-            )
+        prompts = choose(tokenizer, settings.prompts_file, settings.num_prompts, settings.task_groups, settings.seed)
+        for group in dict.fromkeys(p.category for p in prompts) if settings.task_groups else ("",):
+            count = sum(p.category == group for p in prompts) if settings.task_groups else len(prompts)
+            if count % settings.sessions:
+                raise ConfigError(
+                    f"{count} prompts{group and f' of the group {group}'} cannot be run {settings.sessions} at once: a "
+                    "multiple of --sessions is needed"
+                )
         return prompts
 
-    def run(self) -> list[RequestRecord]:
-        """Warms up, measures, and returns a record per request. Raises ConfigError or EngineError."""
-        settings, listed, prompts = self.settings, methods(self.settings), self.prompts()
+    def run(self, settings: Settings | None = None) -> list[RequestRecord]:
+        """Warms up, measures, and returns a record per request. ``settings``: those of the Bench with other loads,
+        methods or prompts. Raises ConfigError or EngineError."""
+        self.settings = settings = settings or self.settings
+        self.records, self.timelines = [], []
+        listed, prompts = methods(settings), self.prompts()
         for method in listed:
             self._run_unit(method, prompts[: settings.sessions], 0.0, 0, -1, _WARM_UP_TOKENS)
         units = [prompts[i : i + settings.sessions] for i in range(0, len(prompts), settings.sessions)]
@@ -212,18 +239,20 @@ class Bench:
     def _run_unit(
         self, method: Method, prompts: Sequence[Prompt], temperature: float, unit: int, repeat: int, max_tokens: int
     ) -> list[RequestRecord]:
-        run = self._run_generate if method.mode in ("transformers", "assisted") else self._run_engines
-        started = time.perf_counter()
-        records = run(
-            prompts,
-            RequestRecord(
-                method.name, method.mode, method.draft_tokens, temperature, unit, repeat, "", 0, (), 0.0, 0.0, ()
-            ),
-            max_tokens,
+        own = method.mode in {mode.value for mode in Mode}
+        run = self._run_transformers if method.mode in baselines.MODES else self._run_pipelines
+        blank = RequestRecord(
+            method.name, method.mode, method.draft_tokens, temperature, unit, repeat, "", 0, (), 0.0, 0.0, ()
         )
+        limits = [max_tokens if repeat < 0 else p.max_tokens or max_tokens for p in prompts]
+        started = time.perf_counter()
+        records = [
+            replace(record, prompt=p.source, prompt_tokens=len(p.token_ids), category=p.category)
+            for p, record in zip(prompts, run(prompts, blank, limits), strict=True)
+        ]
         begin = started + min(r.prefill_s for r in records)
         end = started + max(r.prefill_s + r.decode_s for r in records)
-        expected = 0 if run == self._run_generate else max(len(r.rounds) for r in records) - 1
+        expected = max(len(r.rounds) for r in records) - 1 if own else 0
         target = _between(read_steps(self._target_log), begin, end)
         while len(target) < expected and time.perf_counter() < end + _LOG_TIMEOUT_S:  # written after the outcome
             time.sleep(1e-3)
@@ -232,83 +261,75 @@ class Bench:
         for log in (self._target_log, self._draft_log):
             if log.exists():
                 os.truncate(log, 0)  # the engines append
-        return [replace(record, target_steps=target, draft_steps=draft) for record in records]
+        if own and unit == repeat == 0 and len(prompts) == 1:
+            self.timelines.append(_timeline(records[0], target, draft, started))
+        return [replace(r, target_steps=_widths(target), draft_steps=_widths(draft)) for r in records]
 
-    def _run_engines(self, prompts: Sequence[Prompt], blank: RequestRecord, max_tokens: int) -> list[RequestRecord]:
-        speculation = SpeculationParams.model_validate(
-            {
-                "mode": blank.mode,
-                "acceptance": self.settings.acceptance,
-                "max_draft_tokens": blank.draft_tokens,
-                "growth": self.settings.growth,
-            }
-        )
-        started = time.perf_counter()
-        runs = []
-        for i, prompt in enumerate(prompts):
+    def _run_pipelines(
+        self, prompts: Sequence[Prompt], blank: RequestRecord, max_tokens: Sequence[int]
+    ) -> list[RequestRecord]:
+        mode = replicas.MODES.get(blank.mode) or Mode(blank.mode)
+        params = speculation(mode, blank.draft_tokens, self.settings.acceptance, self.settings.growth)
+        jobs = []
+        for i, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
             seed = self.settings.seed * 100_003 + blank.unit * len(prompts) + i
-            sampling = SamplingParams(max_tokens=max_tokens, temperature=blank.temperature, ignore_eos=True, seed=seed)
-            generation = self._pipeline.submit(prompt.token_ids, sampling, speculation)
-            chunks: list[tuple[Chunk, float]] = []
+            sampling = SamplingParams(max_tokens=limit, temperature=blank.temperature, ignore_eos=True, seed=seed)
+            jobs.append(Job(prompt, sampling))
+        replies = (
+            self._replicas.run(jobs, params) if blank.mode in replicas.MODES else run_jobs(self._pipeline, jobs, params)
+        )
+        return [
+            replace(blank, token_ids=r.token_ids, prefill_s=r.prefill_s, decode_s=r.decode_s, rounds=r.rounds)
+            for r in replies
+        ]
 
-            def collect(generation: Iterator[Chunk], chunks: list[tuple[Chunk, float]]) -> None:
-                for chunk in generation:
-                    chunks.append((chunk, time.perf_counter() - started))
-
-            reader = threading.Thread(target=collect, args=(generation, chunks), daemon=True)
-            reader.start()
-            runs.append((prompt, generation, chunks, reader))
+    def _run_transformers(
+        self, prompts: Sequence[Prompt], blank: RequestRecord, max_tokens: Sequence[int]
+    ) -> list[RequestRecord]:
+        seed = self.settings.seed * 100_003 + blank.unit
+        token_ids = tuple(p.token_ids for p in prompts)
+        request = GenerateRequest(blank.mode, token_ids, tuple(max_tokens), blank.temperature, seed)
         records = []
-        for prompt, generation, chunks, reader in runs:
-            result = generation.result
-            reader.join()
-            records.append(_engine_record(blank, prompt, result, chunks))
+        for reply in self._generate.generate(request):
+            times = [at - reply.started_s for at in reply.times_s]
+            rounds = tuple(RoundRecord(0, 0, size, "", at) for at, size in zip(times, reply.sizes, strict=True))
+            records.append(
+                replace(
+                    blank, token_ids=reply.token_ids, prefill_s=times[0], decode_s=times[-1] - times[0], rounds=rounds
+                )
+            )
         return records
 
-    def _run_generate(self, prompts: Sequence[Prompt], blank: RequestRecord, max_tokens: int) -> list[RequestRecord]:
-        (prompt,) = prompts  # batches of transformers are another thing: excluded with the arguments
-        reply = self._generate.generate(
-            GenerateRequest(
-                prompt.token_ids,
-                max_tokens,
-                blank.temperature,
-                self.settings.seed * 100_003 + blank.unit,
-                assisted=blank.mode == "assisted",
-            )
-        )
-        times = [at - reply.started_s for at in reply.times_s]
-        rounds = tuple(RoundRecord(0, 0, size, "", at) for at, size in zip(times, reply.sizes, strict=True))
-        return [
-            replace(
-                blank, prompt=prompt.source, prompt_tokens=len(prompt.token_ids), token_ids=reply.token_ids,
-                prefill_s=times[0], decode_s=times[-1] - times[0], rounds=rounds,
-            )
-        ]  # fmt: skip
+
+def _between(steps: Sequence[StepRecord], begin: float, end: float) -> list[StepRecord]:
+    return [s for s in steps if begin <= s.started_s + s.duration_s / 2 <= end]
 
 
-def _engine_record(
-    blank: RequestRecord, prompt: Prompt, result: Result, chunks: Sequence[tuple[Chunk, float]]
-) -> RequestRecord:
-    rounds = tuple(
-        RoundRecord(c.round.num_drafted, c.round.num_accepted, len(c.token_ids), c.round.cause.value, at)
-        for c, at in chunks
-        if c.round is not None
-    )
-    return replace(
-        blank, prompt=prompt.source, prompt_tokens=len(prompt.token_ids), token_ids=result.token_ids,
-        prefill_s=result.timing.prefill_s, decode_s=result.timing.decode_s, rounds=rounds,
-    )  # fmt: skip
+def _widths(steps: Sequence[StepRecord]) -> tuple[tuple[int, float], ...]:
+    return tuple((s.width, s.duration_s) for s in steps)
 
 
-def _between(steps: Sequence[StepRecord], begin: float, end: float) -> tuple[tuple[int, float], ...]:
-    return tuple((s.width, s.duration_s) for s in steps if begin <= s.started_s + s.duration_s / 2 <= end)
+def _timeline(
+    record: RequestRecord, target: Sequence[StepRecord], draft: Sequence[StepRecord], began: float
+) -> dict[str, Any]:
+    def steps(listed: Sequence[StepRecord]) -> list[tuple[float, float, int]]:
+        return [(round(s.started_s - began, 6), round(s.duration_s, 6), s.width) for s in listed]
+
+    return {
+        "method": record.method,
+        "temperature": record.temperature,
+        "prompt": record.prompt,
+        "rounds": [asdict(r) for r in record.rounds],
+        "target": steps(target),
+        "draft": steps(draft),
+    }
 
 
 def _with_identity(records: Sequence[RequestRecord], settings: Settings) -> Iterator[RequestRecord]:
     """Compares each request with plain decoding where the same tokens are claimed: greedy, or coupled."""
     plain = {(r.temperature, r.unit, r.prompt): r.token_ids for r in records if r.mode == "plain"}
     for record in records:
-        own = record.mode in {mode.value for mode in Mode}
+        own = record.mode in {*(mode.value for mode in Mode), *replicas.MODES}
         claimed = record.temperature == 0 or (own and settings.acceptance is Acceptance.COUPLED)
         theirs = plain.get((record.temperature, record.unit, record.prompt))
         yield replace(record, identical=record.token_ids == theirs if claimed and theirs is not None else None)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from statistics import median
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from paceline.types import Cause
 
 _MISSES = (Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN)
 _RESAMPLES = 1000
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,36 @@ class RequestRecord:
     """(nodes, seconds) of the draft's tree steps while this unit decoded."""
     identical: bool | None = None
     """Whether the tokens are those of plain decoding; None where nobody claims that they are."""
+    category: str = ""
+    """Task group of the prompt; empty: none was asked for."""
+    submitted_s: float = 0.0
+    """Since the unit began."""
+    num_counted: int | None = None
+    """Emitted tokens of a server that does not tell their ids."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Emitted."""
+        return len(self.token_ids) if self.num_counted is None else self.num_counted
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of ``to_json``; fields that are missing have their defaults. Raises KeyError or TypeError."""
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in data.items() if name in known}
+        for name in ("token_ids", "target_steps", "draft_steps"):
+            values[name] = tuple(tuple(v) if isinstance(v, list) else v for v in values.get(name) or ())
+        values["rounds"] = tuple(RoundRecord(**r) for r in values["rounds"])
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json``."""
-        return asdict(self)
+        """Plain data for ``json``; times to a microsecond, steps to a tenth of one."""
+        data = asdict(self)
+        for name in ("target_steps", "draft_steps"):
+            data[name] = [(width, round(seconds, 7)) for width, seconds in data[name]]
+        for found in data["rounds"]:
+            found["at_s"] = round(found["at_s"], 6)
+        return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +129,10 @@ class Summary:
     temperature: float
     requests: int
     decode_tokens_per_s: float
+    decode_interval: tuple[float, float]
+    """95 % bootstrap interval over units."""
+    stream_tokens_per_s: float
+    """What single requests see: decode tokens over decode seconds, summed over requests."""
     end_to_end_tokens_per_s: float
     ratio: Ratio | None
     end_to_end_ratio: Ratio | None
@@ -133,13 +164,13 @@ class Amount:
 def decode_amount(unit: Sequence[RequestRecord]) -> Amount:
     """From the first outcome of any request to the last of any; that first outcome's tokens are left out."""
     first = min(unit, key=lambda r: r.prefill_s)
-    tokens = sum(len(r.token_ids) for r in unit) - (first.rounds[0].tokens if first.rounds else 0)
+    tokens = sum(r.num_tokens for r in unit) - (first.rounds[0].tokens if first.rounds else 0)
     return Amount(tokens, max(r.prefill_s + r.decode_s for r in unit) - first.prefill_s)
 
 
 def end_to_end_amount(unit: Sequence[RequestRecord]) -> Amount:
     """From submission to the last outcome."""
-    return Amount(sum(len(r.token_ids) for r in unit), max(r.prefill_s + r.decode_s for r in unit))
+    return Amount(sum(r.num_tokens for r in unit), max(r.prefill_s + r.decode_s for r in unit))
 
 
 def rate(amounts: Sequence[Amount]) -> float:
@@ -158,11 +189,18 @@ def ratio(own: Sequence[Amount], plain: Sequence[Amount], seed: int = 0) -> Rati
     def of(sample: Sequence[tuple[Amount, Amount]]) -> float:
         return rate([a for a, _ in sample]) / rate([b for _, b in sample])
 
-    rng = random.Random(seed)
-    resampled = sorted(of(rng.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
     singles = [of([pair]) for pair in pairs]
-    cut = round(0.025 * _RESAMPLES)
-    return Ratio(of(pairs), resampled[cut], resampled[-cut - 1], min(singles), max(singles))
+    return Ratio(of(pairs), *interval(pairs, of, seed), min(singles), max(singles))
+
+
+def interval(
+    items: Sequence[_Item], statistic: Callable[[Sequence[_Item]], float], seed: int = 0
+) -> tuple[float, float]:
+    """95 % bootstrap interval: percentiles over resamples of ``items``, which are independent. Seeded."""
+    rng = random.Random(seed)
+    resampled = sorted(statistic(rng.choices(items, k=len(items))) for _ in range(_RESAMPLES))
+    cut = int(_RESAMPLES * 0.025)
+    return resampled[cut], resampled[-cut - 1]
 
 
 def hit_shares(records: Sequence[RequestRecord]) -> tuple[Share, Share, Share]:
@@ -203,6 +241,7 @@ def _summary(cell: Sequence[RequestRecord], plain: Sequence[RequestRecord] | Non
         keys = [key for key in units if key in theirs]
         return ratio([amount(units[key]) for key in keys], [amount(theirs[key]) for key in keys])
 
+    amounts = [decode_amount(unit) for unit in units.values()]
     later = [r for record in cell for r in record.rounds[1:]]
     drafted = sum(r.drafted for r in later)
     claims = [record.identical for record in cell if record.identical is not None]
@@ -215,7 +254,9 @@ def _summary(cell: Sequence[RequestRecord], plain: Sequence[RequestRecord] | Non
         mode=cell[0].mode,
         temperature=cell[0].temperature,
         requests=len(cell),
-        decode_tokens_per_s=rate([decode_amount(unit) for unit in units.values()]),
+        decode_tokens_per_s=rate(amounts),
+        decode_interval=interval(amounts, rate),
+        stream_tokens_per_s=rate([decode_amount([record]) for record in cell]),
         end_to_end_tokens_per_s=rate([end_to_end_amount(unit) for unit in units.values()]),
         ratio=against_plain(decode_amount),
         end_to_end_ratio=against_plain(end_to_end_amount),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.latency import METRICS, latencies
+from paceline.bench.machine import environment, floor_s
 from paceline.bench.records import Ratio, RequestRecord, Share, Summary, best_of, one_token_steps, summarise
-from paceline.workers import available_cores
 
 STAND_IN = "grown from the embedded pair, stands in for large weights"
 
@@ -52,57 +51,85 @@ def model_facts(path: str) -> ModelFacts:
     return ModelFacts(directory.name, total or None, config.get("grown_from_num_parameters"))
 
 
-def environment() -> dict[str, Any]:
-    """The machine and the versions that the figures depend on."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(available_cores()) or None,
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "transformers": metadata.version("transformers"),
-        "threads_per_engine": 1,
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def as_json(settings: dict[str, Any], facts: dict[str, ModelFacts], records: Sequence[RequestRecord]) -> dict[str, Any]:
+def as_json(
+    settings: dict[str, Any],
+    facts: dict[str, ModelFacts],
+    records: Sequence[RequestRecord],
+    *,
+    floor: Mapping[str, Any] | None = None,
+    timelines: Sequence[Mapping[str, Any]] = (),
+    label: str = "",
+) -> dict[str, Any]:
     """What ``--json`` writes: settings, environment, models, summaries and every request."""
     target_s, draft_s = one_token_steps(records)
     return {
+        "label": label,
         "environment": environment(),
         "settings": settings,
         "models": {role: asdict(fact) | {"text": fact.describe()} for role, fact in facts.items()},
+        "floor": dict(floor or {}),
         "one_token_step_s": {"target": target_s, "draft": draft_s},
         "summaries": [asdict(summary) for summary in summarise(records)],
+        "timelines": list(timelines),
         "requests": [record.to_json() for record in records],
     }
 
 
-def render(facts: dict[str, ModelFacts], dtype: str, records: Sequence[RequestRecord], title: str) -> str:
+def describe_machine(machine: Mapping[str, Any], dtype: str) -> str:
+    """One line."""
+    flags = " ".join(machine.get("cpu_flags", ()))
+    load = machine.get("load_average", ["?"])[0]
+    return (
+        f"cpu {machine['cpu']} ({flags}), {machine['cores']} cores, load {load}, one torch thread per engine; python "
+        f"{machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}, {dtype}; commit "
+        f"{machine.get('commit')}"
+    )
+
+
+def describe_floor(floor: Mapping[str, Any], records: Sequence[RequestRecord]) -> list[str]:
+    """How near the one-token steps of plain decoding come to what the memory allows; [] where it was not measured."""
+    context = mean_context(records)
+    least_s, (step_s, _) = floor_s(floor, "target", context), one_token_steps(records)
+    if least_s is None or step_s is None:
+        return []
+    weights = floor["target"]["weight_bytes"] / 1e6
+    read = (
+        f"{weights:.0f} MB of weights and the KV of {context:.0f} tokens at {floor['read_bytes_per_s'] / 1e9:.1f} GB/s"
+    )
+    return [
+        (
+            f"floor of a one-token target step: {least_s * 1e3:.2f} ms ({read}, as one core reads), measured "
+            f"{step_s * 1e3:.2f} ms: {least_s / step_s:.0%} of the floor's rate"
+        )
+    ]
+
+
+def mean_context(records: Sequence[RequestRecord]) -> float:
+    """KV positions of a session in the middle of its decoding, mean over all."""
+    lengths = [r.prompt_tokens + r.num_tokens / 2 for r in records]
+    return sum(lengths) / len(lengths) if lengths else 0.0
+
+
+def render(
+    facts: dict[str, ModelFacts],
+    dtype: str,
+    records: Sequence[RequestRecord],
+    title: str,
+    floor: Mapping[str, Any] | None = None,
+) -> str:
     """The tables."""
-    machine = environment()
     lines = [
         title,
-        (
-            f"cpu {machine['cpu']}, {machine['cores']} cores, one torch thread per engine; python "
-            f"{machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}, {dtype}"
-        ),
+        describe_machine(environment(), dtype),
         *(f"{role}: {fact.describe()}" for role, fact in facts.items()),
+        *describe_floor(floor or {}, records),
     ]
     summaries = summarise(records)
     for temperature in dict.fromkeys(s.temperature for s in summaries):
         of_it = [s for s in summaries if s.temperature == temperature]
         lines += ["", f"temperature {temperature:g}", *_speed_table(of_it), "", *_draft_table(of_it)]
         lines += _comparison(of_it, temperature)
+        lines += ["", *latency_table(of_it, [r for r in records if r.temperature == temperature])]
     lines += ["", *_step_ratio(records), *_NOTES]
     return "\n".join(lines)
 
@@ -115,6 +142,10 @@ _NOTES = (
     (
         "over prompts x repeats and [min..max] of single ones; e2e: with prefill. tok/step: decode tokens per target "
         "step, next token included."
+    ),
+    (
+        "gap: between two chunks; ITL: per token, 0 for those that come with another; TPOT: per request, decode time "
+        "per token."
     ),
     (
         "hit: the tree held a continuation of the outcome when the step ended. same: requests whose tokens equal "
@@ -155,6 +186,20 @@ def _draft_table(summaries: Sequence[Summary]) -> list[str]:
             )
         )  # fmt: skip
     return table(rows)
+
+
+def latency_table(summaries: Sequence[Summary], records: Sequence[RequestRecord]) -> list[str]:
+    """Percentiles in milliseconds."""
+    rows: list[Sequence[str]] = [("p50/p90/p95/p99 in ms", *(name.upper() for name in METRICS))]
+    for s in summaries:
+        found = latencies(r for r in records if r.method == s.method)
+        rows.append((s.method, *(milliseconds(found[name]) for name in METRICS)))
+    return table(rows)
+
+
+def milliseconds(values: Mapping[int, float | None]) -> str:
+    """Percentiles with slashes between them."""
+    return "/".join("-" if v is None else f"{v * 1e3:.1f}" if v < 0.1 else f"{v * 1e3:.0f}" for v in values.values())
 
 
 def _comparison(summaries: Sequence[Summary], temperature: float) -> list[str]:

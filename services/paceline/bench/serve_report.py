@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.bench.latency import METRICS, Percentiles, latencies, meets
+from paceline.bench.load import Load
+from paceline.bench.machine import environment
 from paceline.bench.processes import ROLES
-from paceline.bench.records import Amount, Ratio, Share, hit_shares, rate, ratio
-from paceline.bench.report import ModelFacts, environment, table
-from paceline.bench.serve import LOCAL, SERVICE, Configuration, Outcome, ServiceFacts, Settings, UnitRecord, differing
+from paceline.bench.records import Amount, Ratio, RequestRecord, Share, hit_shares, rate, ratio
+from paceline.bench.report import ModelFacts, describe_machine, milliseconds, table
+from paceline.bench.serve import Settings
+from paceline.bench.sides import ServiceFacts
+from paceline.bench.units import ENDPOINT, LOCAL, SERVICE, Configuration, Outcome, UnitRecord, differing
 from paceline.types import Mode
-
-PERCENTILES = (50, 90, 99)
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that at least ``percent`` of all do not exceed; None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def all_amount(unit: UnitRecord) -> Amount:
@@ -32,7 +26,7 @@ def all_amount(unit: UnitRecord) -> Amount:
 
 def stream_amount(unit: UnitRecord) -> Amount:
     """What single clients see: tokens after the first round over the time from the first round to the last."""
-    tokens = sum(len(r.token_ids) - r.rounds[0].tokens for r in unit.requests if r.rounds)
+    tokens = sum(r.num_tokens - r.rounds[0].tokens for r in unit.requests if r.rounds)
     return Amount(tokens, sum(r.decode_s for r in unit.requests))
 
 
@@ -44,9 +38,18 @@ class Cell:
     place: str
     mode: str
     sessions: int
+    rate: float
+    burstiness: float
     temperature: float
     delay_ms: float
     requests: int
+    """Those that were answered."""
+    failed: int
+    reasons: Mapping[str, int]
+    """Of the failures."""
+    requests_per_s: float
+    goodput_per_s: float | None
+    """Requests per second that keep all limits; None without limits."""
     tokens_per_s: float
     tokens_per_s_range: tuple[float, float]
     """Least and most of single repeats."""
@@ -55,10 +58,10 @@ class Cell:
     """Against the same mode in one process; None for that itself, and where it was not measured."""
     over_plain: Ratio | None
     """Against plain decoding at the same place."""
-    ttft_s: Mapping[int, float | None]
-    """By percentile, from submission to the first tokens at the client."""
-    gap_s: Mapping[int, float | None]
-    """By percentile, between two messages with tokens at the client."""
+    latency_s: Mapping[str, Percentiles]
+    """At the client, by ``latency.METRICS``."""
+    groups: Mapping[str, Mapping[str, float | None]]
+    """By task group: requests, tokens per second of a stream, tokens per round, acceptance."""
     tokens_per_round: float
     acceptance: float | None
     hits: Share
@@ -85,24 +88,27 @@ class Cell:
         return self.hit_gap_per_step_s / (self.step_s + self.hit_gap_per_step_s)
 
 
-_Key = tuple[float, float, int]
+_Key = tuple[float, float, float, int]
 
 
-def summarise(units: Sequence[UnitRecord]) -> list[Cell]:
-    """One cell per delay, temperature, sessions and configuration, in the order of the settings."""
+def summarise(units: Sequence[UnitRecord], goodput: Mapping[str, float] | None = None) -> list[Cell]:
+    """One cell per delay, temperature, load and configuration; closed loads first. ``goodput``: limits in
+    milliseconds."""
     loads: dict[_Key, dict[Configuration, list[UnitRecord]]] = {}
     for unit in units:
-        load = loads.setdefault((unit.delay_ms, unit.temperature, unit.sessions), {})
+        load = loads.setdefault((unit.delay_ms, unit.temperature, unit.rate, unit.sessions), {})
         load.setdefault(unit.configuration, []).append(unit)
-    order = {place: i for i, place in enumerate((LOCAL, SERVICE))}
+    order = {place: i for i, place in enumerate((LOCAL, SERVICE, ENDPOINT))}
     return [
-        _cell(load[configuration], load)
+        _cell(load[configuration], load, goodput or {})
         for _, load in sorted(loads.items(), key=lambda item: item[0])
         for configuration in sorted(load, key=lambda c: (order[c.place], c.mode is not Mode.PLAIN))
     ]
 
 
-def _cell(units: Sequence[UnitRecord], load: Mapping[Configuration, Sequence[UnitRecord]]) -> Cell:
+def _cell(
+    units: Sequence[UnitRecord], load: Mapping[Configuration, Sequence[UnitRecord]], goodput: Mapping[str, float]
+) -> Cell:
     first = units[0]
     configuration = first.configuration
 
@@ -116,13 +122,11 @@ def _cell(units: Sequence[UnitRecord], load: Mapping[Configuration, Sequence[Uni
     requests = [request for unit in units for request in unit.requests]
     later = [r for request in requests for r in request.rounds[1:]]
     drafted = sum(r.drafted for r in later)
-    gaps = [b.at_s - a.at_s for r in requests for a, b in zip(r.rounds, r.rounds[1:], strict=False)]
-    ttft = [r.prefill_s for r in requests if r.rounds]
     rates = [rate([all_amount(unit)]) for unit in units]
     shares = hit_shares(requests)
     num_tokens = sum(unit.num_tokens for unit in units)
     roles = [role for role in ("client", *ROLES) if any(role in unit.cpu_s for unit in units)]
-    counted = [unit for unit in units if unit.target]
+    counted = [unit for unit in units if unit.target and configuration.place != ENDPOINT]
 
     def counters(name: str) -> float:
         return sum(unit.target[name] for unit in counted)
@@ -131,24 +135,36 @@ def _cell(units: Sequence[UnitRecord], load: Mapping[Configuration, Sequence[Uni
         return counters(total) / counters(count) if counted and counters(count) else None
 
     busy_s = sum(counters(name) for name in ("step_s", "bubble_s", "wait_s")) if counted else 0.0
+    wall_s = sum(unit.wall_s for unit in units)
+    failures = [failure for unit in units for failure in unit.failed]
+    tokens_per_round = sum(r.tokens for r in later) / len(later) if later else 0.0
+    accepted = sum(r.accepted for r in later) / drafted if drafted else None
+    if configuration.place == ENDPOINT:
+        tokens_per_round, accepted = _spec_decode(units)
     claims = [r.identical for r in requests if r.identical is not None]
     return Cell(
         configuration=configuration.name,
         place=configuration.place,
-        mode=configuration.mode.value,
+        mode="" if configuration.mode is None else configuration.mode.value,
         sessions=first.sessions,
+        rate=first.rate,
+        burstiness=first.burstiness,
         temperature=first.temperature,
         delay_ms=first.delay_ms,
         requests=len(requests),
+        failed=len(failures),
+        reasons=dict(Counter(failure.reason for failure in failures)),
+        requests_per_s=len(requests) / wall_s,
+        goodput_per_s=sum(meets(r, goodput) for r in requests) / wall_s if goodput else None,
         tokens_per_s=rate([all_amount(unit) for unit in units]),
         tokens_per_s_range=(min(rates), max(rates)),
         stream_tokens_per_s=rate([stream_amount(unit) for unit in units]),
-        over_local=against(Configuration(LOCAL, configuration.mode)),
+        over_local=against(Configuration(LOCAL, configuration.mode or Mode.PLAIN)),
         over_plain=against(Configuration(configuration.place, Mode.PLAIN)),
-        ttft_s={p: percentile(ttft, p) for p in PERCENTILES},
-        gap_s={p: percentile(gaps, p) for p in PERCENTILES},
-        tokens_per_round=sum(r.tokens for r in later) / len(later) if later else 0.0,
-        acceptance=sum(r.accepted for r in later) / drafted if drafted else None,
+        latency_s=latencies(requests),
+        groups=_groups(requests),
+        tokens_per_round=tokens_per_round,
+        acceptance=accepted,
         hits=Share(sum(s.hits for s in shares), sum(s.events for s in shares)),
         causes=dict(Counter(r.cause for r in later)),
         cached=sum(u.cached_tokens for u in units) / max(sum(r.prompt_tokens for r in requests), 1),
@@ -161,51 +177,86 @@ def _cell(units: Sequence[UnitRecord], load: Mapping[Configuration, Sequence[Uni
     )
 
 
-def as_json(settings: Mapping[str, Any], facts: Mapping[str, ModelFacts], outcome: Outcome) -> dict[str, Any]:
-    """What ``--json`` writes: settings, environment, models, services, cells and every request."""
+def _spec_decode(units: Sequence[UnitRecord]) -> tuple[float, float | None]:
+    """Tokens per round and acceptance by the server's own counters; (0.0, None) where it has none."""
+    totals = Counter[str]()
+    for unit in units:
+        totals.update(unit.target)
+    drafts, drafted, accepted = (totals[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    return 1 + accepted / drafts if drafts else 0.0, accepted / drafted if drafted else None
+
+
+def _other(cell: Cell) -> bool:
+    return bool(cell.rate) or cell.place == ENDPOINT
+
+
+def _groups(requests: Sequence[RequestRecord]) -> dict[str, dict[str, float | None]]:
+    found: dict[str, dict[str, float | None]] = {}
+    for group in dict.fromkeys(r.category for r in requests if r.category):
+        own = [r for r in requests if r.category == group]
+        later = [round_ for r in own for round_ in r.rounds[1:]]
+        drafted, decode_s = sum(r.drafted for r in later), sum(r.decode_s for r in own)
+        tokens = sum(r.num_tokens - r.rounds[0].tokens for r in own if r.rounds)
+        found[group] = {
+            "requests": len(own),
+            "stream_tokens_per_s": tokens / decode_s if decode_s else None,
+            "tokens_per_round": sum(r.tokens for r in later) / len(later) if later else None,
+            "acceptance": sum(r.accepted for r in later) / drafted if drafted else None,
+        }
+    return found
+
+
+def as_json(
+    settings: Mapping[str, Any], facts: Mapping[str, ModelFacts], outcome: Outcome, label: str = ""
+) -> dict[str, Any]:
+    """What ``--json`` writes: settings, environment, models, services, every request, and cells: ours in closed loads,
+    and those of open loads and endpoints apart."""
+    cells = summarise(outcome.units, settings.get("goodput"))
     return {
+        "label": label,
         "environment": environment(),
         "settings": dict(settings),
         "models": {role: asdict(fact) | {"text": fact.describe()} for role, fact in facts.items()},
         "services": [asdict(facts) for facts in outcome.services],
-        "cells": [asdict(cell) for cell in summarise(outcome.units)],
+        "cells": [asdict(cell) for cell in cells if not _other(cell)],
+        "other_cells": [asdict(cell) for cell in cells if _other(cell)],
         "units": [unit.to_json() for unit in outcome.units],
     }
 
 
 def render(facts: Mapping[str, ModelFacts], settings: Settings, outcome: Outcome) -> str:
     """The tables."""
-    machine = environment()
     lines = [
         (
             f"{settings.max_tokens} tokens per request, K={settings.draft_tokens}, coupled acceptance; "
-            f"repeats {settings.repeats}; closed loop"
+            f"repeats {settings.repeats}; loads: {'; '.join(load.name for load in settings.loads)}"
         ),
-        (
-            f"cpu {machine['cpu']}, {machine['cores']} cores, one torch thread per engine, clients on the same cores; "
-            f"python {machine['python']}, torch {machine['torch']}, {settings.dtype}"
-        ),
+        f"{describe_machine(environment(), settings.dtype)}; clients on the same cores",
         *(f"{role}: {fact.describe()}" for role, fact in facts.items()),
         *(_service_line(service) for service in outcome.services),
     ]
-    cells = summarise(outcome.units)
+    cells = summarise(outcome.units, settings.goodput)
     for delay_ms, temperature in dict.fromkeys((c.delay_ms, c.temperature) for c in cells):
         of_it = [c for c in cells if (c.delay_ms, c.temperature) == (delay_ms, temperature)]
         title = f"temperature {temperature:g}"
         if len(settings.delays_ms) > 1 or delay_ms:
             title += f", draft link delayed by {delay_ms:g} ms each way"
-        lines += ["", title, *_speed_table(of_it), "", *_target_table(of_it), "", *_cpu_table(of_it)]
+        lines += ["", title, *_speed_table(of_it), "", *_latency_table(of_it)]
+        own = [c for c in of_it if c.place != ENDPOINT]
+        lines += ["", *_target_table(own), "", *_cpu_table(own)] if own else []
     return "\n".join([*lines, "", *_NOTES, *_identity(outcome.units)])
 
 
+_LOAD = "load, configuration"
 _NOTES = (
     "tokens/s: all tokens over the wall clock of a unit, prefill included [least..most of single repeats]; a stream:",
     "tokens after a request's first round over their time. x local: the same mode in one process; x plain: plain",
-    "decoding at the same place; with the 95 % bootstrap interval over repeats. first, gap: to the first tokens,",
-    "and between two messages, at the client, in ms. tok/round: next token included. step, gap, gap on a hit: means at",
-    "the target in ms; share: of gap in gap and step. waits: share of its time in which all waited for the draft.",
-    "CPU in ms per emitted token; client: this process, which in local rows is also the relay. Prompts are in the",
-    "prefix cache of both sides before anything is measured.",
+    "decoding at the same place; with the 95 % bootstrap interval over repeats. Latency at the client, in ms: TTFT to",
+    "the first tokens, TPOT per request, ITL per token (0 for those that come with another), GAP between two messages,",
+    "E2EL to the last. goodput: requests per second that keep every limit. tok/round: next token included. step, gap,",
+    "gap on a hit: means at the target in ms; share: of gap in gap and step. waits: share of its time in which all",
+    "waited for the draft. CPU in ms per emitted token; client: this process, which in local rows is also the relay.",
+    "Prompts are in the prefix cache of both sides before anything is measured.",
 )
 
 
@@ -220,8 +271,8 @@ def _service_line(facts: ServiceFacts) -> str:
 
 def _speed_table(cells: Sequence[Cell]) -> list[str]:
     header = (
-        "at once, configuration", "tokens/s", "a stream", "x local", "x plain", "first p50/p90/p99",
-        "gap p50/p90/p99", "tok/round", "accepted", "same",
+        _LOAD, "tokens/s", "a stream", "x local", "x plain", "requests/s", "goodput/s", "failed", "tok/round",
+        "accepted", "same",
     )  # fmt: skip
     rows: list[Sequence[str]] = [header]
     for c in cells:
@@ -229,18 +280,23 @@ def _speed_table(cells: Sequence[Cell]) -> list[str]:
         rows.append(
             (
                 _name(c), f"{c.tokens_per_s:.1f} [{least:.1f}..{most:.1f}]",
-                f"{c.stream_tokens_per_s:.1f}", _ratio(c.over_local), _ratio(c.over_plain), _percentiles(c.ttft_s),
-                _percentiles(c.gap_s), f"{c.tokens_per_round:.2f}",
+                f"{c.stream_tokens_per_s:.1f}", _ratio(c.over_local), _ratio(c.over_plain), f"{c.requests_per_s:.2f}",
+                _form(c.goodput_per_s, lambda v: f"{v:.2f}"), str(c.failed), f"{c.tokens_per_round:.2f}",
                 "-" if c.acceptance is None else f"{c.acceptance:.3f}", f"{c.identical.hits}/{c.identical.events}",
             )
         )  # fmt: skip
     return table(rows)
 
 
+def _latency_table(cells: Sequence[Cell]) -> list[str]:
+    rows: list[Sequence[str]] = [(_LOAD, *(f"{name.upper()} p50/p90/p95/p99" for name in METRICS))]
+    for c in cells:
+        rows.append((_name(c), *(milliseconds(c.latency_s[name]) for name in METRICS)))
+    return table(rows)
+
+
 def _target_table(cells: Sequence[Cell]) -> list[str]:
-    rows: list[Sequence[str]] = [
-        ("at once, configuration", "step", "gap", "gap on a hit", "share", "waits", "hits", "rounds by cause")
-    ]
+    rows: list[Sequence[str]] = [(_LOAD, "step", "gap", "gap on a hit", "share", "waits", "hits", "rounds by cause")]
     for c in cells:
         causes = " ".join(f"{cause}:{count}" for cause, count in sorted(c.causes.items()))
         hits = "-" if c.hits.rate is None else f"{c.hits.rate:.3f}"
@@ -255,7 +311,7 @@ def _target_table(cells: Sequence[Cell]) -> list[str]:
 
 def _cpu_table(cells: Sequence[Cell]) -> list[str]:
     roles = [role for role in ("client", *ROLES) if any(role in c.cpu_s_per_token for c in cells)]
-    rows: list[Sequence[str]] = [("at once, configuration", *(f"cpu {role}" for role in roles), "all", "cached")]
+    rows: list[Sequence[str]] = [(_LOAD, *(f"cpu {role}" for role in roles), "all", "cached")]
     for c in cells:
         each = [_ms(c.cpu_s_per_token.get(role)) for role in roles]
         rows.append((_name(c), *each, _ms(sum(c.cpu_s_per_token.values())), _percent(c.cached)))
@@ -264,14 +320,20 @@ def _cpu_table(cells: Sequence[Cell]) -> list[str]:
 
 def _identity(units: Sequence[UnitRecord]) -> list[str]:
     """What the claim of identical tokens has come to."""
+    failures = Counter(f"{u.configuration.name}: {f.reason}" for u in units for f in u.failed)
+    failed = [f"failed {count} times: {reason}" for reason, count in failures.most_common(10)]
     wrong = differing(units)
+    units = [unit for unit in units if unit.configuration.place != ENDPOINT]
     num_requests = sum(len(unit.requests) for unit in units)
+    if not num_requests:
+        return failed
     num_distinct = len({(unit.temperature, r.unit) for unit in units for r in unit.requests})
     lines = [
+        *failed,
         (
             f"tokens equal plain decoding's in one process: {num_requests - len(wrong)} of {num_requests} requests, "
             f"{num_distinct} different ones"
-        )
+        ),
     ]
     for unit, request in wrong[:10]:
         lines.append(
@@ -282,15 +344,12 @@ def _identity(units: Sequence[UnitRecord]) -> list[str]:
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.sessions:4} {cell.configuration}"
+    load = Load(cell.sessions, cell.rate, cell.burstiness)
+    return f"{cell.sessions:4} {cell.configuration}" if not cell.rate else f"{load.name} {cell.configuration}"
 
 
 def _ratio(value: Ratio | None) -> str:
     return "-" if value is None else f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
-
-
-def _percentiles(values: Mapping[int, float | None]) -> str:
-    return "/".join("-" if value is None else f"{value * 1e3:.0f}" for value in values.values())
 
 
 def _form(value: float | None, form: Callable[[float], str]) -> str:

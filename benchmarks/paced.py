@@ -1,0 +1,367 @@
+"""Replicas whose steps take a stated time, for measurements of what no single machine has the devices for.
+
+The models are real, and so are tokens, trees, policies, streams and the router. Only a forward lasts at least as long
+as it is told to: the rest of that time its engine sleeps, and takes no core. So one machine holds several devices, as
+long as what really computes fits into it. A pace of zero leaves an engine as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from paceline.config import PairConfig, RouterConfig, apply_worker_environment
+from paceline.factories import DraftFactory, TargetFactory
+from paceline.metrics import Registry, RouterMetrics
+from paceline.replica import EngineHost, ReplicaServer
+from paceline.router.pool import Member, StaticPool
+from paceline.router.router import ModelFacts, Router
+from paceline.router.session import Chunk, Session
+from paceline.tokenization import load_tokenizer
+from paceline.types import Cause, Mode, Request, SamplingParams, SpeculationParams
+
+_START_TIMEOUT_S = 120.0
+_TIMEOUT_S = 30.0
+"""Of a silent or busy replica: a first forward of a shape can take a second where others want the cores as well."""
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["paceline.target.build", "paceline.draft.build", "transformers", "grpc"])
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Least seconds of a forward of one token, and for each further one."""
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+
+
+class PacedRunner:
+    """A runner whose forwards keep a pace. Everything else is the runner's."""
+
+    def __init__(self, runner: Any, pace: Pace) -> None:
+        self._runner, self._pace = runner, pace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, steps: Sequence[Any]) -> Any:
+        started = time.perf_counter()
+        logits = self._runner.forward(steps)
+        num_tokens = sum(len(step.token_ids) for step in steps)
+        left_s = self._pace.step_s + (num_tokens - 1) * self._pace.row_s - (time.perf_counter() - started)
+        if left_s > 0:
+            time.sleep(left_s)
+        return logits
+
+
+@dataclass(frozen=True)
+class PacedFactory:
+    """Builds the target's or the draft's engine and gives it its pace."""
+
+    kind: str
+    config: PairConfig
+    pace: Pace
+
+    def __call__(self, emit: Callable[[Sequence[Any]], None]) -> Any:
+        if self.kind == "draft":
+            draft = DraftFactory(self.config)(emit)
+            if self.pace.step_s:
+                drafter: Any = draft._drafter
+                drafter._runner = PacedRunner(drafter._runner, self.pace)
+            return draft
+        from paceline.target.cost import StepCost
+
+        target: Any = TargetFactory(self.config)(emit)
+        if self.pace.step_s:
+            target.runner = PacedRunner(target.runner, self.pace)
+            target.rows.cost = StepCost()
+            target.calibrate()
+        return target
+
+
+def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Connection) -> None:
+    """A replica's process."""
+    apply_worker_environment()
+
+    async def run() -> None:
+        if factory.kind == "target":
+            from paceline.target.explanation import Explainer
+            from paceline.target.service import TargetService as Service
+            from paceline.target.service import describe as describe_target
+            from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server as add
+
+            describe = functools.partial(describe_target, explainer=Explainer())
+        else:
+            from paceline.draft.service import DraftService as Service
+            from paceline.draft.service import describe
+            from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server as add
+
+        host = EngineHost(
+            factory.kind, factory, describe, replica_id=replica_id, max_sessions=factory.config.max_sessions, core=core
+        )
+        server = ReplicaServer(host, lambda host, grpc_server: add(Service(host), grpc_server))
+        await server.start()
+        pipe.send(server.address)
+        await asyncio.to_thread(multiprocessing.parent_process().join)
+
+    asyncio.run(run())
+
+
+@dataclass
+class Window:
+    """What sessions have yielded from ``warm_s`` on, for ``seconds``."""
+
+    warm_s: float
+    seconds: float
+    tokens: int = 0
+    rounds: int = 0
+    accepted: int = 0
+    trials: int = 0
+    """Draft tokens up to the first that was rejected."""
+    hits: int = 0
+    misses: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def add(self, chunk: Chunk) -> None:
+        """Takes a round of any session, now."""
+        if chunk.round is None or not 0 <= time.perf_counter() - self.started - self.warm_s < self.seconds:
+            return
+        self.tokens += len(chunk.token_ids)
+        self.rounds += 1
+        self.accepted += chunk.round.num_accepted
+        self.trials += min(chunk.round.num_drafted, chunk.round.num_accepted + 1)
+        self.hits += chunk.round.cause is Cause.HIT
+        self.misses += chunk.round.cause in (Cause.TOKEN, Cause.K, Cause.LATE)
+
+    @property
+    def over(self) -> bool:
+        return time.perf_counter() - self.started >= self.warm_s + self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / max(self.rounds, 1)
+
+    @property
+    def hit_rate(self) -> float | None:
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
+
+
+def total(windows: Sequence[Window]) -> Window:
+    """One after the other."""
+    names = [f.name for f in dataclasses.fields(Window) if f.name not in ("warm_s", "started")]
+    return Window(0.0, **{name: sum(getattr(w, name) for w in windows) for name in names}, started=0.0)
+
+
+def acceptance(windows: Sequence[Window]) -> float:
+    """Accepted over tried draft tokens."""
+    return sum(w.accepted for w in windows) / max(1, sum(w.trials for w in windows))
+
+
+class InTurn:
+    """A device that drafts and verifies in turn for all of its sessions: ordinary speculative decoding of a batch.
+
+    The engines and the relay are those of production; one thread steps the draft until it has nothing left to do,
+    then the target once.
+    """
+
+    def __init__(self, config: PairConfig, target: Pace, draft: Pace) -> None:
+        self._from_target: deque[Any] = deque()
+        self._from_draft: deque[Any] = deque()
+        self._target = PacedFactory("target", config, target)(self._from_target.extend)
+        self._draft = PacedFactory("draft", config, draft)(self._from_draft.extend)
+        self._decode = load_tokenizer(config.target.path).decode
+        self._sessions: dict[str, Session] = {}
+        self._num_opened = 0
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], sessions: int, sampling: SamplingParams,
+        speculation: SpeculationParams, warm_s: float, seconds: float,
+    ) -> Window:  # fmt: skip
+        """So many sessions at once, one request after the other."""
+        window = Window(warm_s, seconds)
+        if not sessions:
+            time.sleep(warm_s + seconds)
+        while not window.over:
+            while len(self._sessions) < sessions:
+                self._open(prompts[self._num_opened % len(prompts)], sampling, speculation)
+            while self._draft.step() or self._from_draft:
+                self._relay(self._from_draft, window)
+            self._target.step()
+            self._relay(self._from_target, window)
+        for session in [*self._sessions.values()]:
+            self._act(session.cancel())
+        self._sessions.clear()
+        return window
+
+    def _open(self, prompt: Sequence[int], sampling: SamplingParams, speculation: SpeculationParams) -> None:
+        self._num_opened += 1
+        session = Session(f"s{self._num_opened}", tuple(prompt), sampling, speculation, decode=self._decode)
+        self._sessions[session.session_id] = session
+        self._act(session.open())
+
+    def _relay(self, messages: deque[Any], window: Window) -> None:
+        while messages:
+            message = messages.popleft()
+            session = self._sessions.get(message.session_id)
+            if session is None:
+                continue
+            take = session.on_target if messages is self._from_target else session.on_draft
+            actions = take(message)
+            self._act(actions, window)
+            if actions.draft_wanted:
+                self._act(session.on_draft_up(), window)
+            actions = session.digest()
+            self._act(actions, window)
+            if actions.result is not None:
+                del self._sessions[session.session_id]
+
+    def _act(self, actions: Any, window: Window | None = None) -> None:
+        for chunk in actions.chunks:
+            if window is not None:
+                window.add(chunk)
+        if actions.to_draft:
+            self._draft.receive(actions.to_draft)
+        if actions.to_target:
+            self._target.receive(actions.to_target)
+
+
+def _take_turns(config: PairConfig, target: Pace, draft: Pace, pipe: Connection) -> None:
+    """The process of an ``InTurn``: arguments of ``run`` in, a Window out."""
+    apply_worker_environment()
+    import torch
+
+    torch.set_num_threads(1)
+    device = InTurn(config, target, draft)
+    pipe.send(None)
+    while True:
+        try:
+            arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(device.run(*arguments))
+
+
+@dataclass
+class Process:
+    """A started process and the pipe to it."""
+
+    process: Any
+    pipe: Connection
+
+    @classmethod
+    def start(cls, main: Callable[..., None], *arguments: object) -> Process:
+        pipe, child = _context.Pipe()
+        process = _context.Process(target=main, args=(*arguments, child), daemon=True)
+        process.start()
+        child.close()
+        return cls(process, pipe)
+
+    def answer(self) -> Any:
+        """Its next message. Raises RuntimeError if it says nothing."""
+        if not self.pipe.poll(_START_TIMEOUT_S):
+            raise RuntimeError(f"process {self.process.pid} does not answer")
+        return self.pipe.recv()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[list[Process]]:
+    """A list of which all are ended at the end."""
+    started: list[Process] = []
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.stop()
+
+
+def replicas(
+    started: list[Process], config: PairConfig, paces: Sequence[tuple[str, Pace]], cores: Sequence[int] = ()
+) -> dict[str, list[Member]]:
+    """Targets and drafts, ready to be connected to, by kind."""
+    begun = []
+    for i, (kind, pace) in enumerate(paces):
+        core = cores[i] if i < len(cores) else None
+        process = Process.start(_serve, PacedFactory(kind, config, pace), f"{kind}-{i}", core)
+        started.append(process)
+        begun.append((kind, f"{kind}-{i}", process))
+    members: dict[str, list[Member]] = {"target": [], "draft": []}
+    for kind, replica_id, process in begun:
+        members[kind].append(Member(replica_id, process.answer()))
+    return members
+
+
+def in_turn(started: list[Process], config: PairConfig, target: Pace, draft: Pace, count: int) -> list[Process]:
+    """Co-located devices, ready to ``run``."""
+    begun = [Process.start(_take_turns, config, target, draft) for _ in range(count)]
+    started += begun
+    for process in begun:
+        process.answer()
+    return begun
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    config: PairConfig, members: dict[str, list[Member]], *, delay_s: float = 0.0
+) -> AsyncIterator[Router]:
+    """A router of its own to these replicas; ``delay_s`` is added to each way of its draft links."""
+    facts = ModelFacts(load_tokenizer(config.target.path), config.max_model_len or 4096, ())
+    pools = StaticPool("target", members["target"]), StaticPool("draft", members["draft"])
+    settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S)
+    router = Router(facts, *pools, settings, metrics=RouterMetrics(Registry("router"), "paced"), draft_delay_s=delay_s)
+    await router.start()
+    try:
+        yield router
+    finally:
+        await router.stop()
+
+
+_numbers = iter(range(1 << 62))
+
+
+async def load(
+    router: Router, prompts: Sequence[Sequence[int]], sessions: int, sampling: SamplingParams,
+    speculation: SpeculationParams, warm_s: float, seconds: float,
+) -> Window:  # fmt: skip
+    """So many sessions at once on the router, one request after the other, until the time is over."""
+    window = Window(warm_s, seconds)
+
+    async def session() -> None:
+        while True:
+            number = next(_numbers)
+            request = Request(f"r{number}", tuple(prompts[number % len(prompts)]), sampling, speculation)
+            async with contextlib.aclosing(router.generate(request)) as stream:
+                async for item in stream:
+                    if isinstance(item, Chunk):
+                        window.add(item)
+
+    tasks = [asyncio.create_task(session()) for _ in range(sessions)]
+    done, _ = await asyncio.wait(tasks, timeout=warm_s + seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+    return window
+
+
+def speculation_of(mode: Mode, k: int) -> SpeculationParams:
+    """Of a request."""
+    return SpeculationParams(mode=mode) if mode is Mode.PLAIN else SpeculationParams(mode=mode, max_draft_tokens=k)
