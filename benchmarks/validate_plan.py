@@ -1,0 +1,122 @@
+"""`paceline plan` against the measurements of a run: `python benchmarks/validate_plan.py [FILE ...]`.
+
+FILE is what `paceline bench local --json` has written. Step times, acceptance, hits after a rejection and the gaps of
+lock step are taken from the run; tokens per second and per round, the hit rate and the best K are predicted and
+compared with it. So what is tested is the model of a round, not what goes into it. "possible" is the simulation with
+as many hits as measured: how much of it overlapped decoding reaches is the last column.
+
+--service tests several sessions at once, and harder: of that run only the steps of plain decoding at each load are
+used, and the drafts and statistics are those of FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from paceline.bench.report import table
+from paceline.plan.measured import Comparison, Measurements, compare, read, read_service
+from paceline.types import Mode
+
+RESULTS = Path(__file__).parent / "results"
+_HEADER = (
+    "", "sessions", "tokens/s", "closed form", "error", "simulation", "error", "tok/round", "closed form", "hits",
+    "closed form", "possible", "reached",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="predictions of the plan's model against measurements")
+    parser.add_argument(
+        "files", type=Path, nargs="*", default=[RESULTS / f"local-{n}.json" for n in ("light", "heavy")]
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="simulated for each row (default 60)")
+    parser.add_argument(
+        "--service", type=Path, default=RESULTS / "service-150m.json",
+        help="a JSON of paceline bench serve, of the pair of the first FILE",
+    )  # fmt: skip
+    options = parser.parse_args()
+    runs = [(path, measurements) for path in options.files for measurements in read(path)]
+    of_runs = [c for path, measurements in runs for c in show(path, measurements, options.seconds)]
+    print("one session:")
+    print_errors(of_runs)
+    for path, measurements in runs:
+        print_reached(path, measurements, of_runs)
+    if options.service:
+        print()
+        service = read_service(options.service, runs[0][1].system)
+        print_errors([c for measurements in service for c in show(options.service, measurements, options.seconds)])
+
+
+def show(path: Path, measurements: Measurements, seconds: float) -> list[Comparison]:
+    """Prints one temperature of a run."""
+    comparisons = compare(measurements, seconds=seconds)
+    print(f"{path.name}, temperature {measurements.temperature:g}: {inputs(measurements)}")
+    print("\n".join(table([_HEADER, *(row(c) for c in comparisons)])))
+    print(best_k(comparisons))
+    return comparisons
+
+
+def print_errors(everything: list[Comparison]) -> None:
+    """Of tokens per second in closed form, by mode."""
+    for mode in Mode:
+        errors = [abs(c.error) for c in everything if c.row.mode is mode]
+        if errors:
+            print(
+                f"{mode.value}: mean error {sum(errors) / len(errors):.1%}, most {max(errors):.1%}, {len(errors)} rows"
+            )
+
+
+def print_reached(path: Path, measurements: Measurements, everything: list[Comparison]) -> None:
+    """Of the fastest K of overlapped decoding."""
+    found = [c for c in everything if c.row in measurements.rows and c.row.mode is Mode.OVERLAPPED]
+    if found:
+        best = max(found, key=lambda c: c.row.tokens_per_s)
+        print(
+            f"{path.name}, temperature {measurements.temperature:g}: {best.row.name} reaches {best.reached:.1%} of "
+            "what is possible"
+        )
+
+
+def inputs(measurements: Measurements) -> str:
+    """What was taken from the run."""
+    system = measurements.system
+    return (
+        f"acceptance {system.outcomes.acceptance:.3f}, r {system.outcomes.power:.2f}, "
+        f"target step {system.target.seconds(1) * 1e3:.1f} ms, draft step {system.draft.seconds(1) * 1e3:.2f} ms, "
+        f"link {system.link_s * 1e3:.2f} ms, {system.draft_width} nodes a draft step"
+    )
+
+
+def row(c: Comparison) -> tuple[str, ...]:
+    """One line of the table."""
+    return (
+        c.row.name,
+        str(c.row.sessions),
+        f"{c.row.tokens_per_s:.1f}",
+        f"{c.predicted.tokens_per_s:.1f}",
+        f"{c.error:+.1%}",
+        f"{c.simulated.tokens_per_s:.1f}",
+        f"{c.simulated.tokens_per_s / c.row.tokens_per_s - 1:+.1%}",
+        f"{c.row.tokens_per_round:.2f}",
+        f"{c.predicted.tokens_per_round:.2f}",
+        "-" if c.row.hit_rate is None else f"{c.row.hit_rate:.3f}",
+        "-" if c.predicted.hit_rate is None else f"{c.predicted.hit_rate:.3f}",
+        *((f"{c.possible.tokens_per_s:.1f}", f"{c.reached:.1%}") if c.row.mode is Mode.OVERLAPPED else ("-", "-")),
+    )
+
+
+def best_k(comparisons: list[Comparison]) -> str:
+    """The K of each mode that was fastest, and that the model takes for the fastest of those measured."""
+    found = []
+    for mode in (Mode.SEQUENTIAL, Mode.OVERLAPPED):
+        of_mode = [c for c in comparisons if c.row.mode is mode]
+        if len({c.row.k for c in of_mode}) > 1:
+            measured = max(of_mode, key=lambda c: c.row.tokens_per_s).row.k
+            predicted = max(of_mode, key=lambda c: c.predicted.tokens_per_s).row.k
+            found.append(f"{mode.value} K={measured}, predicted {predicted}")
+    return "fastest: " + "; ".join(found) + "\n" if found else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What the same devices yield for the same sessions in other ways: the throughput that a fleet has to be held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from paceline.plan.model import Load, Prediction, System, best_k, plain, predict
+from paceline.plan.results import Result
+from paceline.plan.search import seconds_for, slice_of
+from paceline.plan.simulate import simulate
+from paceline.types import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Of one replica."""
+
+    target: int = 4
+    draft: int = 1
+
+    def of(self, load: Load) -> int:
+        """That a fleet takes."""
+        return load.targets * self.target + load.drafts * self.draft
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to use the devices."""
+
+    name: str
+    load: Load
+    predicted: Prediction
+    simulated: Result
+    tokens_per_s: float
+    """Simulated, of all sessions."""
+    per_device: float
+    """The same for each device that it uses: what is too little for a target is left out."""
+
+
+def ways(system: System, load: Load, k: int, devices: Devices, *, seed: int = 0) -> Iterator[Way]:
+    """Plain, co-located, in turn and overlapped with the devices and sessions of ``load``, requests without a pause.
+
+    ``k`` is that of overlapped decoding; the others have their best. Co-located: every replica is a target that drafts
+    for itself, on as many devices, a step of its draft taking as long as on the draft's own.
+    """
+    if load.requests is not None:
+        load = replace(load, requests=replace(load.requests, per_s=None))
+    alone = replace(load, targets=devices.of(load) // devices.target, drafts=0)
+    in_turn = replace(system, colocated=True)
+    yield _way("plain", system, alone, plain(system, alone), devices, seed)
+    yield _way("co-located", in_turn, alone, best_k(in_turn, alone, Mode.SEQUENTIAL), devices, seed)
+    yield _way("sequential", system, load, best_k(system, load, Mode.SEQUENTIAL), devices, seed)
+    yield _way("overlapped", system, load, predict(system, load, Mode.OVERLAPPED, k), devices, seed)
+
+
+def _way(name: str, system: System, load: Load, predicted: Prediction, devices: Devices, seed: int) -> Way:
+    some = slice_of(load)
+    seconds = seconds_for(some, predicted)
+    simulated = simulate(system, some, predicted.mode, predicted.k, seconds=seconds, seed=seed)
+    tokens_per_s = simulated.tokens_per_s * load.targets / some.targets
+    return Way(name, load, predicted, simulated, tokens_per_s, tokens_per_s / devices.of(load))

@@ -1,0 +1,250 @@
+"""What ``paceline bench --json`` has measured: the model's inputs, and what its predictions are compared with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.plan.model import Load, Prediction, System, predict
+from paceline.plan.results import Result
+from paceline.plan.simulate import simulate
+from paceline.plan.times import StepTable
+from paceline.plan.tree import Outcomes
+from paceline.types import Mode
+
+_FAN_OUT = 6
+_MOST_HITS = 0.995
+_MOST_POWER, _HALVINGS = 12.0, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured configuration."""
+
+    name: str
+    temperature: float
+    mode: Mode
+    k: int
+    sessions: int
+    tokens_per_s: float
+    tokens_per_round: float
+    hit_rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """One temperature of a run."""
+
+    temperature: float
+    system: System
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A row beside what the model and the simulation say of it."""
+
+    row: Row
+    predicted: Prediction
+    simulated: Result
+    possible: Result
+    """Simulated with as many hits as measured; the same as ``simulated`` if not overlapped."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured tokens per second, less 1."""
+        return self.predicted.tokens_per_s / self.row.tokens_per_s - 1.0
+
+    @property
+    def reached(self) -> float:
+        """Measured tokens per second over what is possible at the measured acceptance and hit rate."""
+        return self.row.tokens_per_s / self.possible.tokens_per_s
+
+
+def read(path: Path) -> list[Measurements]:
+    """One for each temperature of a ``bench local`` file. Raises ConfigError if it is none."""
+    data = _load(path)
+    if "requests" not in data or "summaries" not in data:
+        raise ConfigError(f"{path} has no requests and summaries: it must come from paceline bench local --json")
+    try:
+        temperatures = dict.fromkeys(float(r["temperature"]) for r in data["requests"])
+        return [_of_temperature(path, data, temperature) for temperature in temperatures]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not what paceline bench local --json writes: {error!r}") from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no object: it must come from paceline bench local --json")
+    return data
+
+
+def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> Measurements:
+    modes = {mode.value for mode in Mode}
+    requests = [r for r in data["requests"] if r["temperature"] == temperature and r["mode"] in modes]
+    of = {mode: [r for r in requests if r["mode"] == mode.value] for mode in Mode}
+    sessions = int(data["settings"]["sessions"])
+    target = StepTable.measured(_steps(requests, "target_steps"))
+    draft = StepTable.measured(_steps(requests, "draft_steps"))
+    widths = [width for width, _ in _steps(of[Mode.OVERLAPPED], "draft_steps")]
+    if target is None or draft is None or not widths or not of[Mode.PLAIN]:
+        raise ConfigError(
+            f"{path} lacks step times at temperature {temperature:g}: plain and overlapped decoding are needed"
+        )
+    trials = accepted = 0
+    for request in (*of[Mode.SEQUENTIAL], *of[Mode.OVERLAPPED]):
+        for r in request["rounds"]:
+            accepted += r["accepted"]
+            trials += min(r["drafted"], r["accepted"] + 1)
+    if not trials:
+        raise ConfigError(f"{path} has no verified draft tokens at temperature {temperature:g}")
+    summaries = [s for s in data["summaries"] if s["temperature"] == temperature and s["mode"] in modes]
+    gap_s = _gap_s(of[Mode.PLAIN], sessions)
+    coupled = data["settings"].get("acceptance", "coupled") == "coupled" or temperature == 0.0
+    system = System(
+        target=target,
+        draft=draft,
+        outcomes=_outcomes(accepted / trials, summaries, coupled=coupled),
+        link_s=_link_s(of[Mode.SEQUENTIAL], gap_s) if sessions == 1 else 0.0,
+        gap_s=gap_s,
+        fan_out=_FAN_OUT,
+        draft_width=max(widths),
+    )
+    return Measurements(temperature, system, tuple(_row(s, sessions) for s in summaries))
+
+
+def read_service(path: Path, like: System) -> list[Measurements]:
+    """Of a ``bench serve`` file without added delay, one for each place: one process, and the service.
+
+    Its step times are those of plain decoding beside so many sessions; drafts and statistics, which it does not hold,
+    are those of ``like``, from a run of the same pair. Tokens per second are the streams', without prefill. Raises
+    ConfigError if it is none.
+    """
+    data = _load(path)
+    try:
+        cells = [c for c in data["cells"] if c["delay_ms"] == 0.0 and c["temperature"] == 0.0]
+        link_s = data["services"][0]["draft_link_s"] / 2
+        found = []
+        for place in dict.fromkeys(c["place"] for c in cells):
+            of_place = [c for c in cells if c["place"] == place]
+            plain = sorted((c for c in of_place if c["mode"] == Mode.PLAIN.value), key=lambda c: int(c["sessions"]))
+            table = StepTable(tuple((int(c["sessions"]), float(c["step_s"])) for c in plain))
+            gap_s = sum(float(c["gap_per_step_s"]) for c in plain) / len(plain)
+            system = replace(like, target=table, gap_s=gap_s, link_s=link_s if place == "service" else like.link_s)
+            rows = tuple(_service_row(c, data["settings"]["draft_tokens"]) for c in of_place)
+            found.append(Measurements(0.0, system, rows))
+        return found
+    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+        raise ConfigError(f"{path} is not what paceline bench serve --json writes: {error!r}") from error
+
+
+def _service_row(cell: Mapping[str, Any], draft_tokens: int) -> Row:
+    mode, sessions = Mode(cell["mode"]), int(cell["sessions"])
+    hits, events = cell["hits"]["hits"], cell["hits"]["events"]
+    return Row(
+        name=f"{cell['configuration']} {sessions}",
+        temperature=0.0,
+        mode=mode,
+        k=0 if mode is Mode.PLAIN else draft_tokens,
+        sessions=sessions,
+        tokens_per_s=cell["stream_tokens_per_s"] * sessions,
+        tokens_per_round=cell["tokens_per_round"],
+        hit_rate=hits / events if events else None,
+    )
+
+
+def _steps(requests: Iterable[Mapping[str, Any]], key: str) -> Iterator[tuple[int, float]]:
+    """The requests of one unit ran at once and list the same steps: those of one of them."""
+    seen = set()
+    for request in requests:
+        unit = (request["method"], request["unit"], request["repeat"])
+        if unit not in seen:
+            seen.add(unit)
+            yield from ((int(width), float(seconds)) for width, seconds in request[key] if width > 0)
+
+
+def _gap_s(plain: list[Mapping[str, Any]], sessions: int) -> float:
+    """Decoding time beside the steps, per step."""
+    if sessions > 1:
+        return 0.0
+    steps = [float(seconds) for r in plain for _, seconds in r["target_steps"]]
+    return max(0.0, (sum(float(r["decode_s"]) for r in plain) - sum(steps)) / len(steps))
+
+
+def _link_s(requests: list[Mapping[str, Any]], gap_s: float) -> float:
+    """One way, from lock step: what is left of its time beside the steps of both sides, per round."""
+    left = rounds = 0.0
+    for r in requests:
+        left += r["decode_s"] - sum(s for _, s in r["target_steps"]) - sum(s for _, s in r["draft_steps"])
+        rounds += len(r["rounds"]) - 1
+    return max(0.0, (left / rounds - gap_s) / 2) if rounds else 0.0
+
+
+def _outcomes(acceptance: float, summaries: list[Mapping[str, Any]], *, coupled: bool) -> Outcomes:
+    """r from the hits after a rejection, which F - 1 alternatives miss with probability F^-r."""
+    derived = Outcomes.derived(acceptance, coupled=coupled)
+    hits = events = 0
+    for s in summaries:
+        if s["mode"] == Mode.OVERLAPPED.value:
+            hits += s["after_rejection"]["hits"]
+            events += s["after_rejection"]["events"]
+    if not events or not hits:
+        return derived
+    power = -math.log(1.0 - min(hits / events, _MOST_HITS)) / math.log(_FAN_OUT)
+    return Outcomes(acceptance, max(power, derived.power), derived.bonus_power)
+
+
+def _row(summary: Mapping[str, Any], sessions: int) -> Row:
+    _, _, k = str(summary["method"]).partition("K=")
+    causes = summary["causes"]
+    misses = sum(causes.get(cause, 0) for cause in ("token", "k", "late"))
+    hits = causes.get("hit", 0)
+    return Row(
+        name=summary["method"],
+        temperature=summary["temperature"],
+        mode=Mode(summary["mode"]),
+        k=int(k or 0),
+        sessions=sessions,
+        tokens_per_s=summary["decode_tokens_per_s"],
+        tokens_per_round=summary["tokens_per_step"],
+        hit_rate=hits / (hits + misses) if hits + misses else None,
+    )
+
+
+def compare(measured: Measurements, *, seconds: float = 20.0, seed: int = 0) -> list[Comparison]:
+    """Every row beside the closed form and ``seconds`` of simulated time."""
+    comparisons = []
+    for row in measured.rows:
+        load = Load(row.sessions, 1, 1)
+        predicted = predict(measured.system, load, row.mode, row.k)
+        simulated = possible = simulate(measured.system, load, row.mode, row.k, seconds=seconds, seed=seed)
+        if row.mode is Mode.OVERLAPPED and row.hit_rate is not None:
+            at_hits = at_hit_rate(measured.system, load, row.k, row.hit_rate)
+            possible = simulate(at_hits, load, row.mode, row.k, seconds=seconds, seed=seed)
+        comparisons.append(Comparison(row, predicted, simulated, possible))
+    return comparisons
+
+
+def at_hit_rate(system: System, load: Load, k: int, hit_rate: float) -> System:
+    """The same with the r of ``tree.Outcomes`` that gives overlapped decoding this hit rate in closed form.
+
+    The nearest to it, where the draft's time allows no more or its first choices alone are more.
+    """
+    low, high = 0.0, _MOST_POWER
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        some = replace(system, outcomes=replace(system.outcomes, power=middle))
+        if (predict(some, load, Mode.OVERLAPPED, k).hit_rate or 1.0) < hit_rate:
+            low = middle
+        else:
+            high = middle
+    return replace(system, outcomes=replace(system.outcomes, power=high))

@@ -1,0 +1,88 @@
+"""Drafts per target, in closed form and within milliseconds: for whoever scales two pools, from what they measure."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.plan.model import Load, System, overlapped, plain
+from paceline.plan.times import StepTable
+from paceline.plan.tree import Outcomes
+
+ENOUGH = 0.97
+"""Of the tokens per second that unlimited drafts would yield."""
+_PAYS = 1.02
+"""Times plain decoding; the prediction is not exact enough to tell less."""
+_LOOKAHEADS = (1, 2, 4, 8)
+_TARGETS = 64
+"""So many share the drafts: the ratio comes in units of one over this."""
+_PER_DOUBLING = 4
+_NO_LIMIT = 1 << 16
+
+
+def drafts_per_target(
+    *,
+    target_step_s: float,
+    target_row_s: float,
+    draft_step_s: float,
+    draft_row_s: float,
+    acceptance: float,
+    sessions_per_target: float,
+    link_s: float = 0.0,
+) -> float:
+    """The fewest drafts per target that yield 97 % of the tokens per second of a draft for each session.
+
+    A fraction means that targets share a draft: 0.25 is one for four. 0.0: speculation does not pay here.
+
+    Args:
+        target_step_s: of a step of one token; ``target_row_s`` for each further one.
+        draft_step_s: of a tree step of one node; ``draft_row_s`` for each further one.
+        acceptance: probability that a draft token is accepted, given those before it.
+        sessions_per_target: that decode at once, a mean.
+        link_s: one way between target and draft.
+
+    Raises ValueError for what cannot be.
+    """
+    for name, value in (("target_step_s", target_step_s), ("draft_step_s", draft_step_s)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}: seconds above 0 are needed")
+    for name, value in (("target_row_s", target_row_s), ("draft_row_s", draft_row_s), ("link_s", link_s)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value}: seconds of at least 0 are needed")
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance is {acceptance}: a number from 0 to 1 is needed")
+    if not 0 <= sessions_per_target < math.inf:
+        raise ValueError(f"sessions_per_target is {sessions_per_target}: a number of at least 0 is needed")
+    system = System(
+        StepTable.affine(target_step_s, target_row_s),
+        StepTable.affine(draft_step_s, draft_row_s),
+        Outcomes.derived(round(acceptance, 2)),  # so that a drifting average does not fill the cache of trees
+        link_s=link_s,
+        max_step_tokens=_NO_LIMIT,
+    )
+    sessions = max(_TARGETS, round(_TARGETS * sessions_per_target))
+
+    def rate(drafts: int) -> float:
+        load = Load(sessions, _TARGETS, drafts)
+        return max(overlapped(system, load, k).tokens_per_s for k in _LOOKAHEADS)
+
+    unlimited = rate(sessions)
+    if unlimited < _PAYS * plain(system, Load(sessions, _TARGETS)).tokens_per_s:
+        return 0.0
+    numbers = _numbers(sessions)
+    low, high = -1, len(numbers) - 1  # numbers[high] is enough, numbers[low] is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if rate(numbers[middle]) >= ENOUGH * unlimited:
+            high = middle
+        else:
+            low = middle
+    return numbers[high] / _TARGETS
+
+
+def _numbers(most: int) -> list[int]:
+    """1, 2, 3, 4, 5, 6, 7, 8, 10, 12, .. up to ``most``: about four for each doubling."""
+    numbers, number = [], 1
+    while number < most:
+        numbers.append(number)
+        number += max(1, 2 ** (number.bit_length() - 1) // _PER_DOUBLING)
+    return [*numbers, most]

@@ -1,0 +1,161 @@
+"""What a draft has prepared when a step ends: outcomes, how likely each is, and how far its chain was grown.
+
+Every draft token is accepted with probability a given those before it, as in 2211.17192, section 3.1. A proposal of k
+tokens is then cut at j < k with probability a^j (1 - a) and accepted in full with a^k. The target's next token is the
+draft's n-th other candidate (n = 1, 2, ..) with probability n^-r - (n + 1)^-r, so that F of them miss it with
+probability (F + 1)^-r: the power law of 2603.03251. After full acceptance the draft's first candidate comes before
+these, under the coupled rule with probability a.
+
+The draft expands nodes best first, as ``draft/growth.py`` does, down to its least path probability.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+from paceline.draft.growth import BestFirst
+
+_LEAST_PATH_PROB = BestFirst(k=1).min_path_prob
+_MOST_POWER = 12.0
+_MOST_LOG_RANK = 20.0
+
+
+def coupled_power(acceptance: float) -> float:
+    """r under the coupled rule. Fitted to benchmarks/results/hit-rates.txt: after a rejection 3 alternatives hold the
+    next token in 0.567, 0.703 and 0.784 of cases at acceptance 0.570, 0.703 and 0.883; this gives 0.57, 0.69, 0.79."""
+    return max(0.1, 1.64 * acceptance - 0.32)
+
+
+def rejection_powers(acceptance: float) -> tuple[float, float]:
+    """(r after a rejection, r after full acceptance) without shared noise. Through the two rejection rows of the same
+    file, and no less than 0.05: 0.293 and 0.475 at acceptance 0.621, 0.614 and 0.834 at 0.721."""
+    return max(0.05, 0.25 + 4.37 * (acceptance - 0.621)), max(0.05, 0.465 + 8.3 * (acceptance - 0.621))
+
+
+def expected_tokens(acceptance: float, k: float) -> float:
+    """Of a step that verifies k draft tokens, next token included: 2211.17192, equation 1."""
+    return k + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (k + 1.0)) / (1.0 - acceptance)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Where a proposal is cut, and which candidate the next token is."""
+
+    acceptance: float
+    """a, below 1 or exactly 1."""
+    power: float
+    """r of the module's head."""
+    bonus_power: float | None = None
+    """Without shared noise: after full acceptance F candidates miss with (F + 1)^-this. None: coupled."""
+    coverage: float = 1.0
+    """Factor on every hit, where even the draft's first choices hit less often than the power law says."""
+
+    @classmethod
+    def derived(cls, acceptance: float, *, coupled: bool = True) -> Self:
+        """From acceptance alone, by the measurements above."""
+        if coupled:
+            return cls(acceptance, coupled_power(acceptance))
+        return cls(acceptance, *rejection_powers(acceptance))
+
+    @classmethod
+    def of_hit_rate(cls, acceptance: float, hit_rate: float, k: int, fan_out: int) -> Self:
+        """Such that a draft with time for everything hits ``hit_rate`` of the outcomes of k tokens."""
+        if cls(acceptance, 0.0).ideal_hit_rate(k, fan_out) > hit_rate:
+            ideal = cls(acceptance, 0.0).ideal_hit_rate(k, fan_out)
+            return cls(acceptance, 0.0, coverage=hit_rate / ideal)
+        low, high = 0.0, _MOST_POWER
+        for _ in range(50):
+            middle = (low + high) / 2
+            if cls(acceptance, middle).ideal_hit_rate(k, fan_out) < hit_rate:
+                low = middle
+            else:
+                high = middle
+        return cls(acceptance, high)
+
+    def ideal_hit_rate(self, k: int, fan_out: int) -> float:
+        """Of a draft that has expanded every outcome of k tokens with this fan-out."""
+        return self.coverage * sum(p for _, _, p in self.of(k, fan_out))
+
+    def of(self, k: int, fan_out: int) -> Iterator[tuple[int, int, float]]:
+        """(cut at, rank, probability) of the outcomes that a tree with this fan-out can hold."""
+        for position in range(k + 1):
+            for rank in range(fan_out):
+                probability = self.probability(k, position, rank)
+                if probability > 0.0:
+                    yield position, rank, probability
+
+    def probability(self, k: int, position: int, rank: int) -> float:
+        """That k tokens are cut at ``position`` (k: not at all) and the next token is the candidate of this rank."""
+        a, r = self.acceptance, self.power
+        if position < k:
+            return 0.0 if rank == 0 else a**position * (1 - a) * _tail(rank, r)
+        if self.bonus_power is not None:
+            return a**k * _tail(rank + 1, self.bonus_power)
+        return a**k * (a if rank == 0 else (1 - a) * _tail(rank, r))
+
+    def rank(self, *, full: bool, uniform: float) -> int:
+        """Rank of the next token, by a uniform number in (0, 1]."""
+        if not full:
+            return _inverse_tail(uniform, self.power)
+        if self.bonus_power is not None:
+            return _inverse_tail(uniform, self.bonus_power) - 1
+        if uniform > 1 - self.acceptance:
+            return 0
+        return _inverse_tail(uniform / (1 - self.acceptance), self.power)
+
+
+def _tail(rank: int, power: float) -> float:
+    """Probability of being the rank-th, from 1."""
+    return float(rank**-power - (rank + 1) ** -power)
+
+
+def _inverse_tail(uniform: float, power: float) -> int:
+    if -math.log(uniform) >= _MOST_LOG_RANK * power:
+        return 1 << 30
+    return int(uniform ** (-1.0 / power))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The tree below a proposal of k tokens after some draft steps."""
+
+    lengths: dict[tuple[int, int], int]
+    """(cut at, rank) -> draft tokens prepared below that outcome, 1 to K. Absent: a miss."""
+    positions: frozenset[int]
+    """Where at least one outcome was prepared."""
+    distribution: tuple[float, ...]
+    """Probability that the next proposal has 0 (miss), 1, .. K tokens."""
+    num_candidates: int
+    """Nodes that are worth expanding, however much time there is."""
+    num_outcomes: int
+    """The first nodes of chains among these: no step has more to expand."""
+
+
+@lru_cache(maxsize=4096)
+def prepared(outcomes: Outcomes, in_flight: int, k: int, fan_out: int, steps: int, nodes: int) -> Prepared:
+    """After ``steps`` draft steps that expanded ``nodes`` of the tree, the most probable first.
+
+    A step extends every chain by one token at most, so no chain is longer than ``steps``, nor than ``k``.
+    """
+    a = outcomes.acceptance
+    probabilities = {(j, n): p for j, n, p in outcomes.of(in_flight, fan_out)}
+    candidates = [
+        (p * a**depth, -depth, outcome)
+        for outcome, p in probabilities.items()
+        for depth in range(k)
+        if p * a**depth >= _LEAST_PATH_PROB
+    ]
+    num_candidates, num_outcomes = len(candidates), sum(depth == 0 for _, depth, _ in candidates)
+    candidates = sorted((c for c in candidates if -c[1] < steps), reverse=True)[: max(nodes, 0)]
+    lengths: dict[tuple[int, int], int] = {}
+    for _, _, outcome in candidates:  # a chain's nodes come in the order of their depth
+        lengths[outcome] = lengths.get(outcome, 0) + 1
+    distribution = [0.0] * (k + 1)
+    for outcome, length in lengths.items():
+        distribution[length] += outcomes.coverage * probabilities[outcome]
+    distribution[0] = max(0.0, 1.0 - math.fsum(distribution))
+    return Prepared(lengths, frozenset(j for j, _ in lengths), tuple(distribution), num_candidates, num_outcomes)
