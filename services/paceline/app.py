@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from ray import serve
 from ray.serve import Application
 
 from paceline import __version__
-from paceline.config import ServiceConfig
+from paceline.config import MONITOR_SCALING, ServiceConfig
 from paceline.deployments import Draft, MonitorReplica, Target, draft_name
 from paceline.errors import ConfigError
 from paceline.ingress import Router
@@ -44,7 +45,14 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
     Raises ConfigError if ``args`` is refused.
     """
     config = args if isinstance(args, ServiceConfig) else ServiceConfig.parse(args)
-    monitor_options = {"ray_actor_options": {"num_cpus": 0}, "num_replicas": 1}
+    actor: dict[str, Any] = {"num_cpus": 0}
+    if labels := config.router_config.deployment_config.ray_actor_options.label_selector:
+        actor["label_selector"] = labels  # beside a router: pools come and go
+    monitor_options = {
+        "ray_actor_options": actor,
+        "autoscaling_config": MONITOR_SCALING,
+        "user_config": config.scaling(),
+    }
     monitor = _deployment(MonitorReplica, config, monitor_options, "Monitor", ())
     bound = monitor.bind()
     targets = build_target_deployment(config, bind_kwargs={"monitor": bound})
@@ -117,4 +125,7 @@ def _deployment(cls: type, config: ServiceConfig, options: Mapping[str, Any], na
     parts = [part.model_dump(exclude={"deployment_config"}) if isinstance(part, BaseModel) else part for part in needs]
     content = json.dumps([__version__, config.log.model_dump(), parts], sort_keys=True, default=str)
     version = hashlib.sha256(content.encode()).hexdigest()[:12]
-    return serve.deployment(name=name, **(defaults | dict(options)))(cls).options(version=version, _internal=True)
+    with warnings.catch_warnings():
+        # Of metrics_interval_s: the environment variables that shall replace it are read nowhere in Ray 2.60.
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        return serve.deployment(name=name, **(defaults | dict(options)))(cls).options(version=version, _internal=True)

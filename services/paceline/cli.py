@@ -64,6 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands."""
     from paceline.bench.cli import add_parser as add_bench
     from paceline.check import add_parser as add_check
+    from paceline.overview import add_parser as add_status
+    from paceline.plan.command import add_parser as add_plan
     from paceline.serve import add_parser as add_serve
 
     parser = Parser(prog="paceline", description="Lossless speculative decoding.")
@@ -80,7 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=run_generate)
 
     add_serve(commands)
+    add_status(commands)
     add_check(commands)
+    add_plan(commands)
 
     demo = commands.add_parser(
         "demo",

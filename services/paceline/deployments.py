@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -19,14 +19,22 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve.handle import DeploymentHandle
 
 from paceline import logs
-from paceline.config import ModelDraftConfig, NgramDraftConfig, PairConfig, ServiceConfig, apply_worker_environment
+from paceline.config import (
+    LogConfig,
+    ModelDraftConfig,
+    NgramDraftConfig,
+    PairConfig,
+    ServiceConfig,
+    apply_worker_environment,
+)
 from paceline.cores import CoreClaim
 from paceline.metrics import Registry, ReplicaMetrics
 from paceline.monitor import Monitor, Report, Reporter
 from paceline.rank_actors import actor_ranks
 from paceline.replica import ReplicaServer
+from paceline.scaling.follow import WANTED, WANTED_AT
 from paceline.tokenization import load_tokenizer, require_same_tokens
-from paceline.types import ServerInfo
+from paceline.types import ServerInfo, Startup
 
 log = logging.getLogger(__name__)
 
@@ -38,28 +46,34 @@ _LEASE_BEAT_S = 15.0
 _TOKEN_KEY, _NAMESPACE = "internal-token", "paceline"
 
 
-@dataclass(frozen=True, slots=True)
-class Startup:
-    """What a replica that is not ready yet is doing."""
-
-    replica_id: str
-    kind: str
-    node: str
-    doing: str
-    elapsed_s: float
-
-
 class MonitorReplica:
-    """The fleet's numbers in one place, and what its replicas do while they start."""
+    """The fleet's numbers in one place, what its replicas do while they start, and how many there shall be."""
 
     def __init__(self) -> None:
         self._monitor = Monitor()
         self._starting: dict[str, tuple[Startup, float]] = {}
+        self._ticker: Pusher | None = None
 
-    async def push(self, report: Report) -> None:
-        """Takes a report; whoever sends one has started."""
+    async def reconfigure(self, settings: Mapping[str, Any]) -> None:
+        """Takes what ``ServiceConfig.scaling`` says, now and whenever it has changed. Called by Serve."""
+        logs.configure_replica(LogConfig.model_validate(settings["log"]), replica_id())
+        self._monitor.autoscaler.configure(settings)
+        if self._ticker is None:
+            self._ticker = Pusher(self._tick)
+
+    async def _tick(self) -> None:
+        self._monitor.tick()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What ``scaling.follow.post`` takes: the sizes that are decided. Called by Serve."""
+        at, wanted = self._monitor.autoscaler.wanted()
+        return {WANTED_AT: at} | {WANTED + pool: float(size) for pool, size in wanted.items() if size is not None}
+
+    async def push(self, report: Report) -> tuple[str, ...]:
+        """Takes a report; whoever sends one has started. Returns the pools whose sizes are decided here."""
         self._starting.pop(report.source_id, None)
         self._monitor.push(report)
+        return tuple(self._monitor.autoscaler.wanted()[1])
 
     async def note_startup(self, startup: Startup) -> None:
         """Takes what a replica does on its way up."""
@@ -77,7 +91,7 @@ class MonitorReplica:
 
     async def server_info(self) -> ServerInfo:
         """The fleet at a glance; uptime and events since the monitor began."""
-        return self._monitor.server_info()
+        return self._monitor.server_info(await self.starting())
 
 
 class _Notes(logging.Handler):
@@ -210,7 +224,7 @@ class _EngineReplica:
         return {"sessions": self._host.status().num_sessions}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For autoscaling policies that ask."""
+        """For autoscaling policies other than ours (``scaling``)."""
         status = self._host.status()
         return {"sessions": float(status.num_sessions), "waiting": float(status.num_waiting)}
 

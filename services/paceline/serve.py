@@ -36,7 +36,7 @@ from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, NgramDraftConfig, 
 from paceline.errors import ConfigError, EngineError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.deployments import Startup
+    from paceline.types import Startup
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +87,34 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the models (default: on CPUs)")
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks of a target replica (default 1)")
     group = parser.add_argument_group("replicas")
-    group.add_argument("--targets", type=int, metavar="N", help="target replicas (default 1)")
-    group.add_argument("--drafts", type=int, metavar="N", help="draft replicas (default 1)")
-    group.add_argument("--routers", type=int, metavar="N", help="router replicas (default 1)")
+    for pool in ("target", "draft", "router"):
+        text = f"{pool} replicas, or bounds within which their number follows the load (default 1)"
+        group.add_argument(f"--{pool}s", type=_size, metavar="N|MIN:MAX", help=text)
     group = parser.add_argument_group("where")
     group.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 0.0.0.0)")
     group.add_argument("--grpc-port", type=int, metavar="N", help="default 9000")
     group.add_argument("--http-port", type=int, metavar="N", help="metrics and health; default 8000")
+
+
+def _size(text: str) -> int | tuple[int, int]:
+    """Of a pool: a number of replicas, or the fewest and the most. Raises ArgumentTypeError."""
+    try:
+        least, separator, most = text.partition(":")
+        return (int(least), int(most)) if separator else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: a number is needed, or two such as 1:3") from None
+
+
+def _sized(pool: str, size: int | tuple[int, int] | None) -> dict[str, Any]:
+    """Settings of a pool's deployment. A number takes the place of bounds in the file, and bounds that of a number."""
+    if size is None:
+        return {}
+    key = f"{pool}_config.deployment_config."
+    if isinstance(size, int):
+        return {key + "autoscaling_config": None, key + "num_replicas": size}
+    least, most = size
+    bounds = {"min_replicas": least, "max_replicas": most}
+    return {key + "num_replicas": None} | {f"{key}autoscaling_config.{name}": value for name, value in bounds.items()}
 
 
 def read_config(args: argparse.Namespace) -> ServiceConfig:
@@ -122,8 +143,6 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
         "target_config.engine_kwargs.dtype": args.dtype,
         "target_config.engine_kwargs.compile": args.compile,
         "target_config.engine_kwargs.tensor_parallel_size": args.tensor_parallel_size,
-        "target_config.deployment_config.num_replicas": args.targets,
-        "router_config.deployment_config.num_replicas": args.routers,
         "server.host": args.host,
         "server.grpc_port": args.grpc_port,
         "server.http_port": args.http_port,
@@ -132,9 +151,9 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     if isinstance(draft, ModelDraftConfig):
         values["draft_config.engine_kwargs.dtype"] = args.dtype
         values["draft_config.engine_kwargs.compile"] = args.compile
-    if draft is not None:
-        values["draft_config.deployment_config.num_replicas"] = args.drafts
     given = {key: value for key, value in values.items() if value is not None}
+    given |= _sized("target", args.targets) | _sized("router", args.routers)
+    given |= {} if draft is None else _sized("draft", args.drafts)
     if any(key.startswith("draft_config.") for key in given) and "draft_config" not in config.model_fields_set:
         given = {"draft_config.model_loading_config": {"model_id": EMBEDDED_DRAFT}} | given
     return [_override(key, value) for key, value in given.items()]

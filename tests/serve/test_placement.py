@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.cores import CoreClaim
+from paceline.cores import CoreClaim, has_cpu_quota
 from paceline.router.pool import Member
 
 pytestmark = pytest.mark.filterwarnings(
@@ -181,13 +181,14 @@ def test_a_lease_to_a_replica_that_has_gone_ends_quietly(monkeypatch):
 
 def test_a_core_belongs_to_one_engine_until_it_dies(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.cores.available_cores", lambda: [3, 5])
+    monkeypatch.setattr("paceline.cores.has_cpu_quota", lambda: False)
     first, second = CoreClaim.take(tmp_path), CoreClaim.take(tmp_path)
     assert (first.core, second.core) == (3, 5)
     assert CoreClaim.take(tmp_path) is None
     first.release()
     first.release()
     code = (
-        "import paceline.cores as c, pathlib, sys; c.available_cores = lambda: [3, 5];"
+        "import paceline.cores as c, pathlib, sys; c.available_cores = lambda: [3, 5]; c.has_cpu_quota = lambda: False;"
         "print(c.CoreClaim.take(pathlib.Path(sys.argv[1])).core)"
     )
     for _ in range(2):  # the end of the process gave it back
@@ -204,3 +205,24 @@ def test_one_core_is_shared_and_a_folder_that_cannot_be_made_is_no_error(tmp_pat
     monkeypatch.setattr("paceline.cores.available_cores", lambda: [0, 1])
     (tmp_path / "file").touch()
     assert CoreClaim.take(Path(tmp_path / "file")) is None
+
+
+def test_no_core_is_claimed_where_containers_share_all_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.cores.os.cpu_count", lambda: 4)
+    monkeypatch.setattr("paceline.cores.has_cpu_quota", lambda: True)
+    monkeypatch.setattr("paceline.cores.available_cores", lambda: [0, 1, 2, 3])
+    assert CoreClaim.take(tmp_path) is None
+    monkeypatch.setattr("paceline.cores.available_cores", lambda: [2, 3])  # these have been given to this container
+    assert CoreClaim.take(tmp_path).core == 2
+    monkeypatch.setattr("paceline.cores.available_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("paceline.cores.has_cpu_quota", lambda: False)
+    assert CoreClaim.take(tmp_path).core == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"), [("max 100000\n", False), ("200000 100000\n", True), ("-1\n", False), ("50000\n", True)]
+)
+def test_a_cpu_quota_is_read_from_the_control_group(tmp_path, text, quota):
+    (tmp_path / "cpu.max").write_text(text)
+    assert has_cpu_quota([str(tmp_path / "missing"), str(tmp_path / "cpu.max")]) is quota
+    assert has_cpu_quota([str(tmp_path / "missing")]) is False

@@ -69,8 +69,15 @@ def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoin
         run(test)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize(
+    ("number", "sampling"),
+    [
+        pytest.param(signal.SIGKILL, SAMPLINGS[1], id="killed-sampled"),
+        pytest.param(signal.SIGKILL, SAMPLINGS[0], id="killed-greedy", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, SAMPLINGS[0], id="hung-greedy", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, SAMPLINGS[1], id="hung-sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_speculates_again(
     checkpoints, plain, sampling, number
 ):
@@ -125,6 +132,7 @@ def test_a_slow_draft_does_not_hold_the_stream_up(checkpoints, plain):
         run(test)
 
 
+@pytest.mark.slow
 def test_a_draft_pool_scaled_to_zero_and_back(checkpoints, plain):
     config = tiny_pair(checkpoints)
 

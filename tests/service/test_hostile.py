@@ -423,7 +423,11 @@ def _not_a_number_is_a_probability(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mutant", "attack"), [(_anybody_may_end_a_session, foreign), (_not_a_number_is_a_probability, malformed)]
+    ("mutant", "attack"),
+    [
+        (_anybody_may_end_a_session, foreign),
+        pytest.param(_not_a_number_is_a_probability, malformed, marks=pytest.mark.slow),
+    ],
 )
 def test_a_host_without_the_guard_is_caught(config, plain, monkeypatch, mutant, attack):
     mutant(monkeypatch)
@@ -518,6 +522,7 @@ def test_a_stream_that_takes_nothing_is_ended_and_its_sessions_are_freed(config,
     run(lambda: assert_a_deaf_stream_is_ended(config, plain))
 
 
+@pytest.mark.slow
 def test_a_host_that_waits_for_ever_is_caught(config, plain, monkeypatch):
     monkeypatch.setattr(replica, "_WRITE_TIMEOUT_S", 60.0)
 
@@ -752,6 +757,10 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=11, ignore_eos=Tru
 """Few tokens: a sequential session waits for a mute draft in every round."""
 
 
+_ATTEMPTS = 3
+"""On a busy machine all of a draft's messages may come too late to be looked at."""
+
+
 async def answered_with(garbage, counted, config, target, plain, *, every_s=None, patience_s=30.0):
     """Streams of a real router whose draft is a fake."""
     fake = FakeDraft(garbage, every_s)
@@ -766,22 +775,28 @@ async def answered_with(garbage, counted, config, target, plain, *, every_s=None
             router._metrics.dropped = lambda kind, count=1: counts.router.update({kind: count})
             (link,) = router._drafts.links.values()
             await until(lambda: link.up and router.ready, what="both are up")
-            async with asyncio.timeout(patience_s):
-                greedy, sampled, drawn = await asyncio.gather(
-                    collect(router, PROMPT, sampling=GREEDY),
-                    collect(router, "xy", sampling=SAMPLED, speculation=SpeculationParams(mode=Mode.SEQUENTIAL)),
-                    collect(
-                        router, "z", sampling=SAMPLED, speculation=SpeculationParams(acceptance=Acceptance.REJECTION)
-                    ),
-                )
-            assert greedy[1].token_ids == plain(PROMPT, GREEDY)
-            assert sampled[1].token_ids == plain("xy", SAMPLED)
-            assert drawn[1].usage.completion_tokens == SAMPLED.max_tokens
-            assert all(0 <= t < VOCAB for t in drawn[1].token_ids)
-            assert fake.num_sent > 0
-            counts.target = Counter(target.host.status().counters)
-            counts.target.subtract(before)
-            counts.link = link.num_malformed
+            for _ in range(_ATTEMPTS):
+                async with asyncio.timeout(patience_s):
+                    greedy, sampled, drawn = await asyncio.gather(
+                        collect(router, PROMPT, sampling=GREEDY),
+                        collect(router, "xy", sampling=SAMPLED, speculation=SpeculationParams(mode=Mode.SEQUENTIAL)),
+                        collect(
+                            router,
+                            "z",
+                            sampling=SAMPLED,
+                            speculation=SpeculationParams(acceptance=Acceptance.REJECTION),
+                        ),
+                    )
+                assert greedy[1].token_ids == plain(PROMPT, GREEDY)
+                assert sampled[1].token_ids == plain("xy", SAMPLED)
+                assert drawn[1].usage.completion_tokens == SAMPLED.max_tokens
+                assert all(0 <= t < VOCAB for t in drawn[1].token_ids)
+                assert fake.num_sent > 0
+                counts.target = Counter(target.host.status().counters)
+                counts.target.subtract(before)
+                counts.link = link.num_malformed
+                if counted(counts):
+                    break
             assert counted(counts) > 0
             assert router._live == {}
         await assert_free(target)
@@ -852,7 +867,11 @@ def _trees_have_no_end(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mutant", "garbage"), [(_any_node_fits, outside_the_vocabulary), (_trees_have_no_end, thousands)]
+    ("mutant", "garbage"),
+    [
+        (_any_node_fits, outside_the_vocabulary),
+        pytest.param(_trees_have_no_end, thousands, marks=pytest.mark.slow),
+    ],
 )
 def test_a_tree_without_the_guard_is_caught(config, plain, monkeypatch, mutant, garbage):
     mutant(monkeypatch)

@@ -1,0 +1,114 @@
+"""Takes this Ray node out of the cluster without a client noticing: what a pod runs before it is stopped.
+
+    python -m paceline.drain --timeout-s 1860
+
+    node drains ──▶ Serve starts successors elsewhere ──▶ sessions move or end ──▶ the proxy is idle ──▶ Ray leaves
+
+Returns when Ray has left the node, when the cluster is gone, or after the time-out. Exit status: 0 the node is out or
+there is nothing to drain, 1 it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_GONE_AFTER_S = 15.0
+"""Without an answer for so long the cluster is taken for gone."""
+_RPC_TIMEOUT_S = 5.0
+
+
+class Cluster(Protocol):
+    """The part of Ray's ``GcsClient`` that is used."""
+
+    def get_all_node_info(self, timeout: float) -> Mapping[Any, Any]:
+        """Every node that ever joined, by id."""
+
+    def drain_node(self, node_id: str, reason: int, message: str, deadline_ms: int) -> tuple[bool, str]:
+        """Whether the node drains from now on, and why not."""
+
+
+def drain(
+    cluster: Cluster,
+    address: str,
+    timeout_s: float,
+    *,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Drains the node at an IP address; True if it has left or there is none.
+
+    Ray is told that the node ends after ``timeout_s``: until then it takes nothing new, and Serve replaces its replicas
+    before it stops them.
+    """
+    until, answered = clock() + timeout_s, clock()
+    asked = False
+    while clock() < until:
+        try:
+            node_id = _alive(cluster, address)
+            if node_id is None:
+                return True
+            if not asked:
+                asked = _ask(cluster, node_id, until)
+            answered = clock()
+        except Exception as error:  # whatever Ray's client raises when nobody answers
+            log.info("the cluster does not answer: %s", error)
+            if clock() - answered > _GONE_AFTER_S:
+                return True
+        sleep(_POLL_S)
+    return False
+
+
+def _alive(cluster: Cluster, address: str) -> str | None:
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    for node_id, node in cluster.get_all_node_info(timeout=_RPC_TIMEOUT_S).items():
+        if node.node_manager_address == address and node.state == GcsNodeInfo.GcsNodeState.ALIVE:
+            return str(node_id.hex())
+    return None
+
+
+def _ask(cluster: Cluster, node_id: str, until_s: float) -> bool:
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # the other reason is refused while anything runs
+    accepted, why_not = cluster.drain_node(node_id, reason, "the machine is about to stop", int(until_s * 1000))
+    if not accepted:
+        log.warning("node %s does not drain yet: %s", node_id, why_not)
+    return accepted
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.drain", description=__doc__.splitlines()[0])
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="longest wait (default 600)")
+    parser.add_argument("--address", default="auto", help="of Ray's control store (default: RAY_ADDRESS, or found)")
+    args = parser.parse_args(arguments)
+    if args.timeout_s <= 0:
+        parser.error(f"--timeout-s is {args.timeout_s:g}: it must be more than 0")
+    logging.basicConfig(level=logging.INFO, format="paceline: %(message)s", stream=sys.stderr)
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, without stubs
+
+    try:
+        cluster = GcsClient(address=canonicalize_bootstrap_address_or_die(args.address))
+        address = ray.util.get_node_ip_address()
+    except Exception as error:  # Ray is not running here any more
+        log.info("nothing to drain: %s", error)
+        return 0
+    started = time.monotonic()
+    out = drain(cluster, address, args.timeout_s)
+    log.info("%s %s after %.0f s", address, "has left" if out else "has not left", time.monotonic() - started)
+    return 0 if out else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
