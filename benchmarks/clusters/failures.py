@@ -1,0 +1,337 @@
+"""Machines of a real cluster fail under streams: what do clients see, and how long until all is as before?
+
+    PACELINE_TESTBED=... python benchmarks/clusters/failures.py [FAILURE ...] [--output FILE]
+
+``ray up`` of cluster/onprem.yaml on namespace machines (see testbed.py; only addresses, user and key are replaced): a
+head, a router, a draft, two targets. ``serve deploy`` of cluster/serve-onprem.yaml; clients stream from a sixth
+machine. Then one failure after another, each healed before the next:
+
+- draft-power, target-power, head-power: the machine loses power, and is switched on again after OFF_S seconds (of the
+  targets the one with the most sessions);
+- draft-cable, target-cable, head-cable: its cable is pulled, and plugged in again after as long.
+
+Every stream of every client must have the tokens that plain decoding gave before. In the end
+cluster/onprem_down.py must leave nothing running on any machine. Exit status 1 if a stream broke or differed, if
+something did not recover, or if something was left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.clusters.testbed import LAUNCHER, REPOSITORY, Machines, derived, merged, say, table, wait_until
+
+ADDRESSES = {
+    LAUNCHER: "10.77.0.2",
+    "head": "10.77.0.10",
+    "router": "10.77.0.11",
+    "draft": "10.77.0.12",
+    "target": "10.77.0.13",
+    "spare": "10.77.0.14",
+}
+POOL = {"router": "router", "draft": "draft", "target": "target", "spare": "target"}
+CORE = {"target": 0, "spare": 0, "draft": 1, "router": 1, "head": 1}
+FAILURES = ["draft-power", "draft-cable", "target-power", "target-cable", "head-power", "head-cable"]
+WHOLE = {"router": 1, "draft": 1, "target": 2}
+BEFORE_S, OFF_S, AFTER_S, RECOVERY_S, DOWN_S = 6.0, 12.0, 6.0, 120.0, 120.0
+UP = "RAY_UP_enable_autoscaler_v2=0 RAY_AUTH_MODE=token ray up --yes --no-config-cache"
+
+
+@dataclass
+class Seen:
+    """What the clients and the head noted so far, read from the file they write."""
+
+    path: Path
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    ends: list[dict[str, Any]] = field(default_factory=list)
+    pools: list[dict[str, Any]] = field(default_factory=list)
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    begun: bool = False
+    _offset: int = 0
+
+    def read(self) -> None:
+        """Takes what is new."""
+        if not self.path.exists():
+            return
+        with self.path.open() as file:
+            file.seek(self._offset)
+            while (line := file.readline()).endswith("\n"):
+                self._offset = file.tell()
+                event = json.loads(line)
+                kinds = {"message": self.messages, "end": self.ends, "pools": self.pools, "nodes": self.nodes}
+                self.begun |= event["kind"] == "begin"
+                kinds.get(event["kind"], []).append(event)
+
+    def whole(self) -> bool:
+        """Whether every replica reports, and every node lives in the head's eyes."""
+        self.read()
+        pools = {name: self.pools[-1]["counts"].get(name, 0) for name in WHOLE} if self.pools else {}
+        states = self.nodes[-1]["states"] if self.nodes else {}
+        lives = [address for address, state in states.items() if state == "ALIVE"]
+        return pools == WHOLE and len(lives) == len(CORE)
+
+    def sessions(self, address: str) -> int:
+        """Of the target on that machine."""
+        self.read()
+        return self.pools[-1]["sessions"].get(address, 0) if self.pools else 0
+
+    def drafting(self, since: float) -> bool:
+        """Whether a draft token was proposed since then."""
+        self.read()
+        return any(event["drafted"] for event in self.messages if event["t"] > since)
+
+    def longest_gap(self, begin: float, end: float) -> float:
+        """The longest time without a message for any one client, in seconds, streams' starts included."""
+        longest = 0.0
+        for client in {event["client"] for event in self.messages}:
+            times = [event["t"] for event in self.messages if event["client"] == client]
+            inside = [t for t in times if begin <= t <= end]
+            before = [t for t in times if t < begin][-1:] or [begin]
+            gaps = [after - earlier for earlier, after in zip(before + inside, [*inside, end], strict=True)]
+            longest = max(longest, *gaps)
+        return longest
+
+    def first(self, events: list[dict[str, Any]], since: float, matches: Any) -> float | None:
+        """When the first such event came, in seconds after ``since``."""
+        return next((event["t"] - since for event in events if event["t"] >= since and matches(event)), None)
+
+
+def launch(machines: Machines, config: Path, serve: Path) -> Seen:
+    """The cluster, the application, the clients: returns when all of them run."""
+    machines.run(LAUNCHER, "RAY_AUTH_MODE=token ray get-auth-token --generate")
+    started = time.time()
+    machines.run(LAUNCHER, f"{UP} {config}", timeout_s=180)
+    say(f"ray up: {time.time() - started:.0f} s")
+    count = f". ~/paceline/environment.sh; python {Path(__file__).with_name('count_nodes.py')}"
+    wait_until(
+        "all nodes", lambda: machines.run("head", count, check=False).strip().endswith(str(len(CORE))), timeout_s=270
+    )
+    say(f"{len(CORE)} nodes: {time.time() - started:.0f} s after the start of ray up")
+    deploy(machines, serve)
+    stop, output = machines.folder / "stop", machines.folder / "traffic.jsonl"
+    traffic = Path(__file__).with_name("traffic.py")
+    script = (
+        f"PYTHONPATH=services {sys.executable} {traffic} {ADDRESSES['router']}:9000 {ADDRESSES['head']} {output} {stop}"
+    )
+    machines.start(LAUNCHER, f"taskset -pc 1 $$ > /dev/null; {script}", machines.folder / "traffic.log")
+    seen = Seen(output)
+
+    def streaming() -> bool:
+        seen.read()
+        return seen.begun
+
+    wait_until("streams", streaming, timeout_s=240)
+    wait_until("all replicas", seen.whole, timeout_s=150)
+    say(f"streaming: {time.time() - started:.0f} s after the start of ray up")
+    return seen
+
+
+def deploy(machines: Machines, serve: Path) -> None:
+    """``serve deploy`` from outside, once without the token to see it refused."""
+    address = f"http://{ADDRESSES['head']}:8265"
+    command = f"serve deploy -a {address} {serve}"
+    refused = machines.run(LAUNCHER, f"RAY_AUTH_MODE=disabled {command} && echo taken", check=False)
+    if "taken" in refused:
+        raise RuntimeError("serve deploy was taken without the token")
+    machines.run(LAUNCHER, f"RAY_AUTH_MODE=token {command}")
+    say(f"serve deploy: taken with the token, refused without: {refused.strip().splitlines()[-1][:120]}")
+
+
+def fail(machines: Machines, seen: Seen, failure: str, config: Path) -> list[str]:
+    """One failure, from a quiet time before to a whole cluster after; returns its row."""
+    pool, what = failure.split("-")
+    time.sleep(BEFORE_S)
+    candidates = [name for name in CORE if POOL.get(name, name) == pool]
+    name = max(candidates, key=lambda candidate: seen.sessions(ADDRESSES[candidate]))
+    there = f"{seen.sessions(ADDRESSES[name])} of {len({event['client'] for event in seen.messages})}"
+    began = time.time()
+    machines.host({"power": "kill", "cable": "cut"}[what], name)
+    say(f"{failure}: {name} is gone")
+    time.sleep(OFF_S)
+    machines.host({"power": "boot", "cable": "heal"}[what], name)
+    back = time.time()
+    say(f"{failure}: back after {back - began:.1f} s")
+    if failure == "head-power":
+        machines.run(LAUNCHER, f"{UP} --restart-only {config}", timeout_s=120)
+        say(f"{failure}: ray up again, {time.time() - back:.1f} s")
+    recovered: float | None = None
+    with contextlib.suppress(TimeoutError):
+        time.sleep(1.0)
+        wait_until("whole", lambda: seen.whole() and seen.drafting(time.time() - 2.0), timeout_s=RECOVERY_S)
+        recovered = time.time() - began
+    say(f"{failure}: " + ("NOT WHOLE AGAIN" if recovered is None else f"whole again after {recovered:.1f} s"))
+    time.sleep(AFTER_S)
+    seen.read()
+    end = time.time()
+    address = ADDRESSES[name]
+    dead = seen.first(seen.nodes, began, lambda event: event["states"].get(address) == "DEAD")
+    ends = [event for event in seen.ends if event["t"] >= began]
+    broken = [event for event in ends if "error" in event]
+    for event in broken:
+        say(f"{failure}: client {event['client']} at {event['t'] - began:.1f} s: {event['error']}")
+    plain = off_for(seen, began, end)
+    return [
+        failure,
+        there if pool == "target" else "-",
+        "-" if dead is None else f"{dead:.1f}",
+        f"{seen.longest_gap(began - BEFORE_S, began):.2f}",
+        f"{seen.longest_gap(began, end):.2f}",
+        str(len(ends)),
+        str(sum(event.get("identical", False) for event in ends)),
+        str(len(broken)),
+        plain,
+        "never" if recovered is None else f"{recovered:.1f}",
+        "never" if recovered is None else f"{recovered - (back - began):.1f}",
+        f"{os.getloadavg()[1]:.0f}",
+    ]
+
+
+def off_for(seen: Seen, begin: float, end: float) -> str:
+    """The longest time without a draft token, in seconds."""
+    times = [begin, *(event["t"] for event in seen.messages if begin <= event["t"] <= end and event["drafted"]), end]
+    return f"{max(after - before for before, after in itertools.pairwise(times)):.1f}"
+
+
+HEAD = [
+    "failure", "sessions there", "node dead s", "gap before s", "gap s", "streams ended", "identical", "broken",
+    "without drafts s", "whole again s", "after it was back s", "host's load, 5 min",
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """A signal ends it as an exception does, so that the machines are taken down."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def write_configs(machines: Machines) -> tuple[Path, Path]:
+    """The two files of users, with what must differ here."""
+    workers = [ADDRESSES[name] for name in POOL]
+    changes: dict[str, Any] = {"provider": {"head_ip": ADDRESSES["head"], "worker_ips": workers}}
+    config = machines.folder / "onprem.yaml"
+    config.write_text(yaml.safe_dump(derived(REPOSITORY / "cluster" / "onprem.yaml", machines, changes)))
+    serve = yaml.safe_load((REPOSITORY / "cluster" / "serve-onprem.yaml").read_text())
+    application = serve["applications"][0]
+    # two cores for five machines: whether drafts pay is not what is asked here, nor how fast compiled models are
+    changes = {
+        "target_config": {"engine_kwargs": {"adaptive": False, "compile": False}},
+        "draft_config": {"engine_kwargs": {"compile": False}},
+    }
+    application["args"] = merged(application["args"], changes)
+    path = machines.folder / "serve.yaml"
+    path.write_text(yaml.safe_dump(serve))
+    return config, path
+
+
+def stop(machines: Machines, config: Path) -> dict[str, list[str]]:
+    """Ends the cluster as documented; what still runs on each machine."""
+    (machines.folder / "stop").touch()
+    script = f"RAY_AUTH_MODE=token {sys.executable} cluster/onprem_down.py {config}"
+    began = time.time()
+    try:
+        print(machines.run(LAUNCHER, script, check=False, timeout_s=DOWN_S))
+        say(f"onprem_down.py: {time.time() - began:.0f} s")
+    except subprocess.TimeoutExpired as error:
+        say(f"onprem_down.py: not within {DOWN_S:.0f} s\n{(error.stdout or b'').decode()}")
+        print("\n".join(machines.processes(LAUNCHER)))
+    time.sleep(2.0)
+    return {name: machines.processes(name) for name in CORE}
+
+
+def versions() -> str:
+    """What it ran with."""
+    import ray
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    return f"Ray {ray.__version__}, Python {platform.python_version()}, {commit.stdout.strip()}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("failures", nargs="*", default=FAILURES, metavar="FAILURE", help=", ".join(FAILURES))
+    parser.add_argument("--output", type=Path, help="append the table to this file")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="copy the logs of the head and what clients saw there"
+    )
+    parser.add_argument(
+        "--misses",
+        type=int,
+        help="health checks that a node may miss, where cluster/environment.sh says 3: on a host that is so busy with "
+        "other work that nodes which live are taken for dead",
+    )
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="no failure begins later than this")
+    args = parser.parse_args()
+    started = time.time()
+    if unknown := set(args.failures) - set(FAILURES):
+        parser.error(f"unknown failure {sorted(unknown)[0]!r}: one of {', '.join(FAILURES)}")
+    rows, left = [HEAD], {}
+    with ended_by_signals(), Machines(ADDRESSES) as machines:
+        for name, pool in POOL.items():
+            machines.setenv(name, PACELINE_POOL=pool)
+        for name, core in CORE.items():
+            machines.pin(name, core)
+            if args.misses is not None:
+                machines.setenv(name, RAY_health_check_failure_threshold=str(args.misses))
+        config, serve = write_configs(machines)
+        try:
+            seen = launch(machines, config, serve)
+            for failure in args.failures:
+                if time.time() - started > args.limit_s:
+                    say(f"{failure}: no time for it")
+                    continue
+                rows.append(fail(machines, seen, failure, config))
+                print(table(rows), flush=True)
+            left = stop(machines, config)
+        finally:
+            if args.keep is not None:
+                keep(machines, args.keep, CORE)
+    nothing = "left running after onprem_down.py: " + ("nothing" if not any(left.values()) else json.dumps(left))
+    report = "\n".join([versions(), "", table(rows), "", nothing])
+    print(report)
+    if args.output is not None:
+        with args.output.open("a") as file:
+            file.write(report + "\n\n")
+    wrong = [row for row in rows[1:] if row[5] != row[6] or row[7] != "0" or "never" in row]
+    return 1 if wrong or any(left.values()) else 0
+
+
+def keep(machines: Machines, folder: Path, names: Iterable[str]) -> None:
+    """Logs for whoever has to find out why."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("traffic.jsonl", "traffic.log", "moto.log"):
+        subprocess.run(["cp", str(machines.folder / name), str(folder)], check=False, capture_output=True)
+    for name in names:
+        for logs in sorted((machines.root / name / "tmp" / "ray").glob("session_2*/logs")):
+            subprocess.run(["cp", "-r", str(logs), str(folder / name)], check=False, capture_output=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
