@@ -1,0 +1,434 @@
+"""What every overlay must hold: placement, the Serve config, confinement, networks, draining."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.k8s.support import (
+    COMPONENTS,
+    K8S,
+    OVERLAYS,
+    POOLS,
+    REPOSITORY,
+    compose,
+    groups_of,
+    needs_kubectl,
+    of_kind,
+    overlay,
+    serve_config_of,
+    service_of,
+    templates_of,
+)
+
+from paceline.config import ServiceConfig
+from paceline.serve import LONGEST_STREAM_S, serve_environment
+
+pytestmark = needs_kubectl
+
+
+def args_of(service):
+    """Our configuration in a RayService."""
+    return ServiceConfig.parse(serve_config_of(service)["applications"][0]["args"])
+
+
+# -- where replicas go -----------------------------------------------------------------------------------------------
+
+
+def node_types(service):
+    """What Ray's own KubeRay autoscaler believes of each group."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr as derive
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    resource = {"metadata": {"name": "p", "namespace": "p", "labels": {}}, "spec": service["spec"]["rayClusterConfig"]}
+    config = derive(resource)
+    validate_config(prepare_config(dict(config)))
+    return config["available_node_types"]
+
+
+def fits(node_type, demand, selector, times=1):
+    """Whether so many replicas fit an empty node of the type."""
+    room = node_type["resources"]
+    labels = all(node_type["labels"].get(key) == value for key, value in selector.items())
+    return labels and all(room.get(name, 0) >= times * amount for name, amount in demand.items() if amount)
+
+
+def demand_of(options):
+    """Resources of a replica, all its bundles together, and the labels it asks for."""
+    actor = options["ray_actor_options"]
+    if bundles := options.get("placement_group_bundles"):
+        assert options["placement_group_strategy"] == "STRICT_PACK"
+        (selector,) = options["placement_group_bundle_label_selector"]
+        return {name: sum(bundle.get(name, 0) for bundle in bundles) for bundle in bundles for name in bundle}, selector
+    demand = {"CPU": actor["num_cpus"], "GPU": actor.get("num_gpus", 0)}
+    return demand | (actor.get("resources") or {}), actor["label_selector"]
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_each_replica_fits_its_own_group_and_fills_the_node(name):
+    service = service_of(overlay(name))
+    config, types = args_of(service), node_types(service)
+    parts = {"router": config.router_config, "draft": config.draft_config, "target": config.target_config}
+    for pool, part in parts.items():
+        demand, selector = demand_of(part.deployment_options())
+        assert [name for name, node_type in types.items() if fits(node_type, demand, selector)] == [pool]
+        assert not fits(types[pool], demand, selector, times=2), f"two {pool}s would share a node"
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_groups_have_room_for_as_many_replicas_as_serve_may_want(name):
+    service = service_of(overlay(name))
+    config, groups = args_of(service), groups_of(service)
+    for pool, part in (
+        ("router", config.router_config),
+        ("draft", config.draft_config),
+        ("target", config.target_config),
+    ):
+        deployment, group = part.deployment_config, groups[pool]
+        scaling = deployment.autoscaling_config
+        least = deployment.num_replicas if scaling is None else scaling.min_replicas
+        most = deployment.num_replicas if scaling is None else scaling.max_replicas
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert group["minReplicas"] <= least, "nodes that nothing runs on"
+        assert most <= group["maxReplicas"], "replicas that would wait for a node for ever"
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_autoscaler_gets_times_of_each_group(name):
+    types = node_types(service_of(overlay(name)))
+    idle = {pool: types[pool]["idle_timeout_s"] for pool in POOLS}
+    assert (
+        idle["draft"] < idle["router"] < idle["target"]
+    )  # the cheaper to lose and to get, the sooner it is given back
+    assert types["headgroup"]["resources"]["CPU"] == 0
+
+
+def test_gpus_are_requested_where_the_engines_want_them():
+    groups = groups_of(service_of(overlay("gpu")))
+    limits = {n: g["template"]["spec"]["containers"][0]["resources"]["limits"] for n, g in groups.items()}
+    assert {name: limit.get("nvidia.com/gpu") for name, limit in limits.items()} == {
+        "router": None,
+        "draft": 1,
+        "target": 8,
+    }
+    for name in ("draft", "target"):
+        container = groups[name]["template"]["spec"]["containers"][0]["resources"]
+        assert container["requests"] == container["limits"]
+        assert groups[name]["template"]["spec"]["tolerations"]
+        assert groups[name]["template"]["spec"]["nodeSelector"]
+
+
+# -- Serve -----------------------------------------------------------------------------------------------------------
+
+
+def cluster_file(name):
+    return (REPOSITORY / "cluster" / name).read_text()
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_serve_config_is_that_of_the_cluster_folder(name):
+    text = service_of(overlay(name))["spec"]["serveConfigV2"]
+    file = "serve-small.yaml" if name == "small" else "serve-gpu.yaml"
+    if name != "ha":
+        assert text == cluster_file(file)
+        return
+    expected = yaml.safe_load(cluster_file(file))
+    args = expected["applications"][0]["args"]
+    for pool in ("target_config", "draft_config"):
+        args[pool]["deployment_config"]["autoscaling_config"]["min_replicas"] = 2
+    del args["draft_config"]["deployment_config"]["autoscaling_config"]["initial_replicas"]
+    assert yaml.safe_load(text) == expected
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own models
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_ray_serve_takes_the_config(name):
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema.model_validate(serve_config_of(service_of(overlay(name))))
+    assert [application.import_path for application in schema.applications] == ["paceline.app:build"]
+
+
+def test_written_files_are_what_their_sources_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(K8S))
+    import generate
+
+    assert generate.main(check=True) == 0
+    with pytest.raises(ValueError, match="it must be once"):
+        generate.redundant("            min_replicas: 1\n" * 2)
+
+
+def test_the_environment_is_what_the_service_needs():
+    """Ports and paths are a pod's own; all else that `paceline serve` sets is set."""
+    data = next(iter(of_kind(overlay("small"), "ConfigMap").values()))["data"]
+    own = ("_PORT", "_LOC", "_PATH", "_BASE", "_FILE")
+    wanted = {name: value for name, value in serve_environment(Path("/tmp/x")).items() if not name.endswith(own)}
+    assert wanted
+    assert {name: data.get(name) for name in wanted} == wanted
+    assert int(data["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == LONGEST_STREAM_S
+    for template in templates_of(service_of(overlay("gpu"))).values():
+        (source,) = template["spec"]["containers"][0]["envFrom"]
+        assert source["configMapRef"]["name"] in of_kind(overlay("gpu"), "ConfigMap")
+    assert of_kind(overlay("gpu"), "ConfigMap").keys() != of_kind(overlay("small"), "ConfigMap").keys()
+
+
+# -- what pods may do ------------------------------------------------------------------------------------------------
+
+
+def confined(container, pod):
+    context = container["securityContext"]
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["privileged"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["readOnlyRootFilesystem"] is True
+    assert (context | pod)["runAsNonRoot"] is True
+    assert (context | pod)["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def pod_specs(documents):
+    service = service_of(documents)
+    yield from ((name, template["spec"]) for name, template in templates_of(service).items())
+    for kind in ("StatefulSet", "Deployment", "Job"):
+        yield from ((name, doc["spec"]["template"]["spec"]) for name, doc in of_kind(documents, kind).items())
+
+
+def check_confinement(documents):
+    for _, spec in pod_specs(documents):
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["runAsGroup"] > 0
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert not any("hostPath" in volume for volume in spec.get("volumes", ()))
+        for container in (*spec["containers"], *spec.get("initContainers", ())):
+            confined(container, spec["securityContext"])
+            assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
+            assert ":" in container["image"]
+            assert not container["image"].endswith(":latest")
+            mounts = {mount["name"] for mount in container["volumeMounts"]}
+            claims = {"data"} if container["name"] == "redis" else set()
+            assert mounts - claims <= {volume["name"] for volume in spec.get("volumes", ())}
+    options = service_of(documents)["spec"]["rayClusterConfig"]["autoscalerOptions"]
+    confined(options, {})
+    head = templates_of(service_of(documents))["head"]["spec"]
+    assert {m["name"] for m in options["volumeMounts"]} <= {volume["name"] for volume in head["volumes"]}
+    for name, template in templates_of(service_of(documents)).items():
+        if name != "head":
+            assert template["spec"]["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_pods_are_confined(name):
+    check_confinement(overlay(name))
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_pods_have_probes_a_token_and_the_serve_ports(name):
+    service = service_of(overlay(name))
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["autoscalerOptions"]["version"] == "v2"
+    assert cluster["enableInTreeAutoscaling"] is True
+    for group, template in templates_of(service).items():
+        container = template["spec"]["containers"][0]
+        liveness, readiness = (" ".join(container[p]["exec"]["command"]) for p in ("livenessProbe", "readinessProbe"))
+        assert "52365/api/local_raylet_healthz" in liveness
+        assert "52365/api/local_raylet_healthz" in readiness
+        assert ("8265/api/gcs_healthz" in readiness) is (group == "head")
+        assert ("8000/-/healthz" in readiness) is (group != "head")
+    config = args_of(service)
+    ports = {p["name"]: p for p in service["spec"]["serveService"]["spec"]["ports"]}
+    numbers = {port["port"]: port for port in ports.values()}
+    assert numbers.keys() == {config.server.grpc_port, config.server.http_port}
+    assert numbers[config.server.grpc_port]["appProtocol"] == "kubernetes.io/h2c"
+    for group, template in templates_of(service).items():
+        own = {p["name"]: p["containerPort"] for p in template["spec"]["containers"][0]["ports"]}
+        serving = {name: number for name, number in own.items() if name.startswith("serve")}
+        expected = {port["name"]: port["port"] for port in ports.values()} if group in ("head", "router") else {}
+        assert serving == expected
+        assert all(port["targetPort"] == port["name"] for port in ports.values())
+
+
+def test_an_incremental_upgrade_routes_grpc():
+    """KubeRay 1.7's route leads to the port that is called `serve`, whatever it is."""
+    service = service_of(overlay("incremental-upgrade"))
+    (port,) = (p for p in service["spec"]["serveService"]["spec"]["ports"] if p["name"] == "serve")
+    assert port["port"] == args_of(service).server.grpc_port
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_pod_drains_for_longer_than_the_longest_session(name):
+    service = service_of(overlay(name))
+    config = args_of(service)
+    longest = config.router_config.request_timeout_s
+    assert longest is not None
+    parts = (config.router_config, config.draft_config, config.target_config)
+    graceful = {part.deployment_config.graceful_shutdown_timeout_s for part in parts}
+    assert min(graceful) > longest
+    for group, template in templates_of(service).items():
+        if group == "head":
+            continue
+        spec = template["spec"]
+        command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert command[:4] == ["python", "-m", "paceline.drain", "--timeout-s"]
+        assert max(graceful) < float(command[4]) < spec["terminationGracePeriodSeconds"]
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] > max(graceful)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_no_pod_is_in_two_disruption_budgets_and_each_pool_in_one(name):
+    documents = overlay(name)
+    budgets = of_kind(documents, "PodDisruptionBudget")
+    expected = {"router", "draft", "target"} | ({"head"} if name != "ha" else set())
+    assert set(budgets) == expected
+    for pool, budget in budgets.items():
+        assert isinstance(budget["spec"]["minAvailable"], int)  # a RayCluster has no scale for a percentage
+        assert budget["spec"]["selector"] == {"matchLabels": {"paceline/pool": pool}}
+
+
+def test_high_availability_keeps_two_of_everything_and_its_state_outside():
+    service = service_of(overlay("ha"))
+    options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "redis://paceline-redis:6379"
+    assert "paceline-redis" in of_kind(overlay("ha"), "Service")
+    assert all(group["minReplicas"] >= 2 for group in groups_of(service).values())
+    config = args_of(service)
+    assert config.router_config.deployment_config.num_replicas == 2
+    assert config.target_config.deployment_config.autoscaling_config.min_replicas == 2
+
+
+# -- networks --------------------------------------------------------------------------------------------------------
+
+
+def selects(selector, labels):
+    matches = all(labels.get(k) == v for k, v in selector.get("matchLabels", {}).items())
+    return matches and all(labels.get(e["key"]) in e["values"] for e in selector.get("matchExpressions", ()))
+
+
+def admitted(documents, direction, own, peer, port, namespace=None):
+    """Whether a policy admits a connection. ``peer``: labels of a pod; ``namespace``: of its namespace, if another."""
+    kind, side = ("ingress", "from") if direction == "in" else ("egress", "to")
+    for policy in of_kind(documents, "NetworkPolicy").values():
+        if not selects(policy["spec"]["podSelector"], own):
+            continue
+        for rule in policy["spec"].get(kind, ()):
+            if "ports" in rule and port not in {p["port"] for p in rule["ports"]}:
+                continue
+            for entry in rule[side]:
+                if "ipBlock" in entry:
+                    continue
+                foreign = "namespaceSelector" in entry
+                if foreign != (namespace is not None) or (
+                    foreign and not selects(entry["namespaceSelector"], namespace)
+                ):
+                    continue
+                if selects(entry.get("podSelector", {}), peer):
+                    return True
+    return False
+
+
+PODS = {pool: {"paceline/pool": pool, "app.kubernetes.io/part-of": "paceline"} for pool in ("head", *POOLS)}
+OPERATOR = ({"app.kubernetes.io/name": "kuberay-operator"}, {"kubernetes.io/metadata.name": "kuberay-system"})
+PROMETHEUS = ({"app.kubernetes.io/name": "prometheus"}, {"kubernetes.io/metadata.name": "monitoring"})
+CLIENT = ({}, {"paceline/clients": "allowed"})
+STRANGER = ({"app": "x"}, {"kubernetes.io/metadata.name": "default"})
+REDIS = {"app.kubernetes.io/name": "paceline-redis"}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_networks_admit_what_is_needed_and_nothing_else(name):
+    documents = overlay(name)
+    policies = of_kind(documents, "NetworkPolicy")
+    assert policies["deny-all"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    for one, other in itertools.product(PODS, repeat=2):
+        assert admitted(documents, "in", PODS[one], PODS[other], 10002)
+        assert admitted(documents, "out", PODS[one], PODS[other], 10002)
+    for port in (8265, 8000):
+        assert admitted(documents, "in", PODS["head"], OPERATOR[0], port, OPERATOR[1])
+    assert not admitted(documents, "in", PODS["head"], OPERATOR[0], 10001, OPERATOR[1])
+    dns = ({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"})
+    for pool, port in itertools.product(PODS, (8000, 9000, 8265, 6379, 10001, 8080)):
+        assert admitted(documents, "out", PODS[pool], dns[0], 53, dns[1])
+        serves = pool != "head" and port in (8000, 9000)
+        assert admitted(documents, "in", PODS[pool], CLIENT[0], port, CLIENT[1]) is serves
+        assert not admitted(documents, "in", PODS[pool], STRANGER[0], port, STRANGER[1])
+        assert not admitted(documents, "in", PODS[pool], {"app": "x"}, port)  # of the same namespace
+        scraped = name == "monitoring" and port == 8080
+        assert admitted(documents, "in", PODS[pool], PROMETHEUS[0], port, PROMETHEUS[1]) is scraped
+    blocks = {
+        policy: {
+            entry["ipBlock"]["cidr"]
+            for rule in doc["spec"].get("egress", ())
+            for entry in rule["to"]
+            if "ipBlock" in entry
+        }
+        for policy, doc in policies.items()
+    }
+    assert {policy for policy, cidrs in blocks.items() if cidrs} == {"api-server"}
+    assert policies["api-server"]["spec"]["podSelector"] == {"matchLabels": {"paceline/pool": "head"}}
+    if name == "ha":
+        assert admitted(documents, "out", PODS["head"], REDIS, 6379)
+        assert admitted(documents, "in", REDIS, PODS["head"], 6379)
+        assert not admitted(documents, "in", REDIS, PODS["target"], 6379)
+        assert not admitted(documents, "out", PODS["target"], REDIS, 6379)
+
+
+def test_models_are_downloaded_only_where_that_is_chosen(tmp_path):
+    documents = compose(tmp_path, "gpu", ("model-download",))
+    policy = of_kind(documents, "NetworkPolicy")["model-download"]["spec"]
+    assert policy["policyTypes"] == ["Egress"]
+    assert policy["egress"][0]["ports"] == [{"protocol": "TCP", "port": 443}]
+    (block,) = policy["egress"][0]["to"]
+    assert "169.254.0.0/16" in block["ipBlock"]["except"]  # the machines' own credentials
+    assert not of_kind(documents, "PersistentVolumeClaim")
+    config = args_of(service_of(documents))
+    target, draft = config.target_config.model_loading_config.source, config.draft_config.model_loading_config.source
+    check_confinement(documents)
+    for group, template in templates_of(service_of(documents)).items():
+        if group == "head":
+            continue
+        (fetch,) = template["spec"]["initContainers"]
+        command = fetch["command"][-1]
+        assert f"hf download {target}" in command
+        assert (draft in command) is (group == "draft")
+        assert ("--include" in command) is (group != "target")
+        assert not any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
+
+
+COMBINATIONS = [
+    (base, chosen)
+    for base in ("small", "gpu")
+    for size in range(len(COMPONENTS) + 1)
+    for chosen in itertools.combinations(COMPONENTS, size)
+    if base == "gpu" or "model-download" not in chosen
+]
+
+
+@pytest.mark.parametrize(("base", "components"), COMBINATIONS, ids=str)
+@pytest.mark.slow
+def test_components_combine(tmp_path, base, components):
+    from tests.k8s.operator_rules import problems
+
+    documents = compose(tmp_path, base, components)
+    service = service_of(documents)
+    assert problems(service) == []
+    check_confinement(documents)
+    assert bool(of_kind(documents, "PrometheusRule")) is ("monitoring" in components)
+    assert bool(of_kind(documents, "StatefulSet")) is ("ha" in components)
+    assert ("gcsFaultToleranceOptions" in service["spec"]["rayClusterConfig"]) is ("ha" in components)
+    incremental = service["spec"]["upgradeStrategy"]["type"] == "NewClusterWithIncrementalUpgrade"
+    assert incremental is ("incremental-upgrade" in components)
+    names = [(doc["kind"], doc["metadata"]["name"]) for doc in documents]
+    assert len(set(names)) == len(names)
+    assert {doc["metadata"].get("namespace", "paceline") for doc in documents} == {"paceline"}
+
+
+def test_nothing_is_placed_outside_the_namespace():
+    for name in OVERLAYS:
+        for doc in overlay(name):
+            assert doc["kind"] == "Namespace" or doc["metadata"]["namespace"] == "paceline", doc["metadata"]
+    labels = of_kind(overlay("small"), "Namespace")["paceline"]["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"

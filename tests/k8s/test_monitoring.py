@@ -1,0 +1,200 @@
+"""Alerts and dashboard: every metric is one that the service exports, and each alert fires when it should."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from tests.k8s.support import K8S, REPOSITORY, needs_kubectl, of_kind, overlay
+
+from paceline import metrics
+from paceline.types import Cause
+
+pytestmark = needs_kubectl
+
+_MONITOR_ONLY = {metrics.REPLICAS_UP.name}
+"""Made by the monitor for its page: no process mirrors it to Ray."""
+_ANYWHERE = {"namespace", "ray_io_cluster", "ReplicaId", "le"}
+"""Labels of every series: the scrape's, and the one that each process adds."""
+
+
+def exported():
+    """Series of Ray's exporters -> labels of their own."""
+    series = {}
+    for name, metric in metrics.CATALOGUE.items():
+        if name in _MONITOR_ONLY:
+            continue
+        ray = "ray_" + re.sub("[^a-zA-Z0-9_]", "_", name)
+        endings = ("_bucket", "_sum", "_count") if metric.kind is metrics.Kind.HISTOGRAM else ("",)
+        series.update((ray + ending, set(metric.labels)) for ending in endings)
+    return series
+
+
+def rules():
+    """The groups of the PrometheusRule."""
+    return of_kind(overlay("monitoring"), "PrometheusRule")["paceline"]["spec"]["groups"]
+
+
+def alerts():
+    """By name."""
+    return {rule["alert"]: rule for group in rules() for rule in group["rules"] if "alert" in rule}
+
+
+def dashboard():
+    """As the ConfigMap has it."""
+    return json.loads(of_kind(overlay("monitoring"), "ConfigMap")["paceline-dashboard"]["data"]["paceline.json"])
+
+
+def panels():
+    """Those that show something."""
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def queries():
+    """Every expression of the dashboard, Grafana's variables replaced."""
+    for panel in panels():
+        for target in panel["targets"]:
+            text = target["expr"].replace("$__rate_interval", "1m").replace("$namespace", "paceline")
+            yield text.replace("$cluster", ".*")
+
+
+def selectors(expression):
+    """The vector selectors of an expression."""
+    parser = pytest.importorskip("promql_parser", reason="promql-parser reads PromQL")
+    found = []
+
+    def walk(node):
+        if isinstance(node, parser.VectorSelector):
+            found.append(node)
+        elif isinstance(node, parser.MatrixSelector):
+            walk(node.vector_selector if hasattr(node, "vector_selector") else node.vs)
+        for name in ("expr", "lhs", "rhs", "param"):
+            child = getattr(node, name, None)
+            if isinstance(child, parser.Expr):
+                walk(child)
+        for child in getattr(node, "args", None) or ():
+            walk(child)
+
+    walk(parser.parse(expression))
+    return found
+
+
+def check(expression, known):
+    """Every series is known, and every label of a matcher is one of its own."""
+    found = selectors(expression)
+    assert found, expression
+    for selector in found:
+        assert selector.name in known, f"{selector.name} is not exported: {expression}"
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in known[selector.name] | _ANYWHERE, (selector.name, matcher.name)
+            if matcher.name == "cause":
+                causes = {cause.value for cause in Cause}
+                assert set(matcher.value.split("|")) <= causes, matcher.value
+            if matcher.name == "kind":
+                assert matcher.value in ("target", "draft")
+            if matcher.name == "state":
+                assert matcher.value in ("waiting", "running", "homeless")
+
+
+def test_expressions_name_only_what_is_exported():
+    known, recorded = exported(), {}
+    for group in rules():
+        for rule in group["rules"]:
+            if "record" in rule:
+                recorded[rule["record"]] = {"cause"}
+    expressions = [rule["expr"] for group in rules() for rule in group["rules"]]
+    for expression in (*expressions, *queries()):
+        check(expression, known | recorded)
+
+
+def test_the_check_of_names_sees_a_wrong_one():
+    known = exported()
+    check('rate(ray_paceline_rounds_total{cause="hit"}[5m])', known)
+    for wrong in (
+        "rate(ray_paceline_round_total[5m])",
+        'ray_paceline_rounds_total{why="hit"}',
+        'sum(rate(ray_paceline_rounds_total{cause="hits"}[5m])) / 2',
+        "max(ray_paceline_replicas_up)",
+        "histogram_quantile(0.5, sum by (le) (rate(ray_paceline_draft_link_seconds[1m])))",
+    ):
+        with pytest.raises(AssertionError):
+            check(wrong, known)
+
+
+def test_both_pools_and_what_users_see_are_on_the_dashboard():
+    model = dashboard()
+    assert [panel["title"] for panel in model["panels"] if panel["type"] == "row"] == [
+        "What users see",
+        "Speculation",
+        "Sizes of the pools",
+        "Target pool",
+        "Draft pool",
+    ]
+    assert len({panel["id"] for panel in model["panels"]}) == len(model["panels"])
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels()}
+    assert len(places) == len(panels())
+    for panel in panels():
+        assert panel["targets"], panel["title"]
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+    text = "\n".join(queries())
+    for kind in ("target", "draft"):
+        assert f'kind="{kind}"' in text
+        for number in ("wanted", "actual", "demand"):
+            assert re.search(rf'ray_paceline_scaling_{number}_replicas{{[^}}]*pool="{kind}"}}', text), (kind, number)
+
+
+def test_every_alert_has_a_page_that_says_what_to_do():
+    pages = {path.stem for path in (REPOSITORY / "docs" / "runbook").glob("*.md")} - {"README"}
+    linked = {rule["annotations"]["runbook_url"].rsplit("/", 1)[1] for rule in alerts().values()}
+    assert linked == pages
+    index = (REPOSITORY / "docs" / "runbook" / "README.md").read_text()
+    for name, rule in alerts().items():
+        page = rule["annotations"]["runbook_url"].rsplit("/", 1)[1]
+        text = (REPOSITORY / "docs" / "runbook" / f"{page}.md").read_text()
+        assert text.startswith(f"# {name}\n"), page
+        for section in ("## What it means", "## What users see", "## First look", "## Causes", "## What to do"):
+            assert section in text, (page, section)
+        assert f"({page}.md)" in index
+        assert name in index
+        assert {"summary", "description"} <= rule["annotations"].keys()
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+
+
+def test_pages_name_only_metrics_that_are_exported():
+    known = {name.removeprefix("ray_") for name in exported()} | set(exported())
+    recorded = {rule["record"] for group in rules() for rule in group["rules"] if "record" in rule}
+    for path in (REPOSITORY / "docs" / "runbook").glob("*.md"):
+        for name in re.findall(r"`((?:ray_)?(?:vllm|paceline)[:_][a-z0-9_:]+)", path.read_text()):
+            assert name in known | set(metrics.CATALOGUE) | recorded, (path.name, name)
+
+
+def test_pods_are_scraped_by_ports_that_they_have():
+    from tests.k8s.support import service_of, templates_of
+
+    templates = templates_of(service_of(overlay("monitoring")))
+    monitors = of_kind(overlay("monitoring"), "PodMonitor")
+    for name, groups in (("paceline-head", ["head"]), ("paceline-workers", ["router", "draft", "target"])):
+        ports = {endpoint["port"] for endpoint in monitors[name]["spec"]["podMetricsEndpoints"]}
+        for group in groups:
+            template = templates[group]
+            assert ports <= {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+            own = monitors[name]["spec"]["selector"]["matchLabels"]
+            added = {"ray.io/node-type": "head" if group == "head" else "worker"}  # by KubeRay
+            assert own.items() <= (template["metadata"]["labels"] | added).items()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is missing")
+def test_alerts_fire_when_they_should_and_only_then(tmp_path):
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": rules()}))
+    tests = (K8S / "components" / "monitoring" / "rules_test.yaml").read_text()
+    (tmp_path / "rules_test.yaml").write_text(tests)
+    for command in (["check", "rules", "rules.yaml"], ["test", "rules", "rules_test.yaml"]):
+        done = subprocess.run(["promtool", *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+    tested = {case["alertname"] for test in yaml.safe_load(tests)["tests"] for case in test["alert_rule_test"]}
+    assert tested == set(alerts())
