@@ -14,6 +14,10 @@ V1     := services/paceline/v1
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos \
 	--plugin=$(BIN)/protoc-gen-mypy --plugin=$(BIN)/protoc-gen-mypy_grpc
 
+# Tests that take a core for themselves and look at no clock: two run at once.
+PARALLEL := tests/target tests/draft tests/test_lossless_engines.py tests/test_lossless_exact.py \
+	tests/test_lossless_statistical.py
+
 # One torch thread per process: a multi-threaded region stalls whenever anything else wants one of its cores.
 export OMP_NUM_THREADS := 1
 
@@ -28,17 +32,19 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,quant]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,quant,bench]'
 	touch $@
 
 demo: setup
 	$(BIN)/paceline demo
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not ray"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu and not ray" $(PARALLEL)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not ray" $(PARALLEL:%=--ignore=%)
 
 test-slow: setup
-	$(BIN)/python -m pytest -q -m "slow and not gpu and not ray"
+	$(BIN)/python -m pytest -q -n 2 -m "slow and not gpu and not ray" $(PARALLEL)
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not ray" $(PARALLEL:%=--ignore=%)
 
 test-ray: setup
 	timeout 600 $(BIN)/python -m pytest -q -m "ray and not gpu" tests/test_metrics.py  # a cluster of its own
