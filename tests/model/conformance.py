@@ -6,8 +6,9 @@ Of each family a tiny random checkpoint, whose window, if it has one, is a fract
 
 - float32: prefill in chunks, then greedy decoding over three KV pages, gives the tokens of transformers' ``generate``
   and its logits within FP32_LIMIT; so do proposals that are verified several tokens at a time. Tied and untied.
-- bfloat16: the logits of the same text are near those of transformers in bfloat16, see BF16_LIMIT.
-- Two ranks give the tokens and logits of one process, within the same limits.
+- Two ranks give the tokens and logits of one process, within the same limit.
+- bfloat16: the logits of the same text are as near to those of transformers in float32 as transformers' own in bfloat16
+  are, by one process and by two ranks, see BF16_LIMIT.
 
 Differences are the largest of a row, relative to the largest logit of all. With experts a rounding can choose another
 expert, so in bfloat16 one row in five may be anywhere.
@@ -43,9 +44,13 @@ from paceline.model.selftest import check_invariance
 from paceline.model.sharding import ShardPlan, plan_shards
 
 FP32_LIMIT = 1e-5
-BF16_LIMIT = 0.03
-"""Of one process from transformers, and half of that of two ranks from one process: sums are rounded in parts."""
-RANKS_LIMIT = 0.06
+BF16_LIMIT = 1.25
+"""Of the rows' differences from transformers in float32, the one that four of five are below: how many times that of
+transformers in bfloat16. Two roundings of the same sums are farther from each other than each is from the truth."""
+RANKS_LIMIT = 1.6
+"""The same of two ranks, which round their sums in parts."""
+_WORST_LIMIT = 2.0
+"""The same of the worst row, where there are no experts."""
 PROMPT = prompt(1, 100)
 NUM_NEW = 40
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
@@ -65,8 +70,11 @@ class Result:
     refused_ranks: str = ""
     """The reason, at degree 2."""
     fp32: float | None = None
+    """The largest difference from transformers."""
     bf16: float | None = None
+    """How many times as far from float32 as transformers, see BF16_LIMIT."""
     ranks_fp32: float | None = None
+    """The largest difference of two ranks from one process."""
     ranks_bf16: float | None = None
     held: float | None = None
     """The part of the parameters that a rank of two holds."""
@@ -130,16 +138,24 @@ def _held(plan: ShardPlan) -> float:
 def _bfloat16(result: Result, path: str, tokens: list[int], ranks: Ranks) -> None:
     model = prepare(load_pretrained(path, torch.bfloat16), compile=False)
     rows, _ = run_text(model.runner(16), tokens)
-    part = 0.8 if "MoE" in result.notes else 1.0
-    want = _forward(load_pretrained(path, torch.bfloat16), tokens)
-    result.bf16 = float(_differences(rows, want).quantile(part))
-    assert result.bf16 <= BF16_LIMIT, f"{result.bf16:.1e} from transformers in bfloat16"
+    exact = _forward(load_pretrained(path, torch.float32), tokens)
+    theirs = _differences(_forward(load_pretrained(path, torch.bfloat16), tokens), exact)
+
+    def times(rows: Tensor, limit: float) -> float:
+        ours = _differences(rows, exact)
+        if "MoE" not in result.notes:
+            worst = float(ours.max() / theirs.max())
+            assert worst <= _WORST_LIMIT, f"a row is {worst:.2f} times as far from float32 as transformers' worst"
+        far = float(ours.quantile(0.8) / theirs.quantile(0.8))
+        assert far <= limit, f"{far:.2f} times as far from float32 as transformers in bfloat16"
+        return far
+
+    result.bf16 = times(rows, BF16_LIMIT)
     report = check_invariance(model.runner(16))
     assert report.num_different <= 0.02 * report.num_rows, str(report)
     if not result.refused_ranks:
-        theirs, _ = ranks.run(rank_text, path, torch.bfloat16, tokens)[0]
-        result.ranks_bf16 = float(_differences(theirs, rows).quantile(part))
-        assert result.ranks_bf16 <= RANKS_LIMIT, f"two ranks are {result.ranks_bf16:.1e} from one process in bfloat16"
+        split, _ = ranks.run(rank_text, path, torch.bfloat16, tokens)[0]
+        result.ranks_bf16 = times(split, RANKS_LIMIT)
 
 
 def rank_text(
@@ -240,12 +256,16 @@ torch {torch.__version__}), and some variants.
 Of {len(planned)} families {counts["one"]} work at degree 1 and {counts["two"]} at degree 2; {counts["refused"]} are \
 refused with the reason, before they run.
 
-Numbers are the largest difference of any logit, relative to the largest one: at degree 1 from transformers, at degree 2
-from degree 1. In float32 all greedy tokens are equal to those of transformers' `generate`, and differences at most
-{FP32_LIMIT:.0e}; in bfloat16 they are at most {BF16_LIMIT} (degree 1) and {RANKS_LIMIT} (degree 2), of mixtures of \
-experts in four rows of five:
-there a rounding can choose another expert. *Of a rank* is the part of the parameters that each of two ranks holds:
-what a plan leaves out, such as latent attention, every rank has whole.
+In float32 numbers are the largest difference of any logit, relative to the largest one: at degree 1 from transformers,
+at degree 2 from degree 1. All greedy tokens are equal to those of transformers' `generate`, and differences at most
+{FP32_LIMIT:.0e}.
+
+In bfloat16 they are distances from transformers in float32, as multiples of the distance that transformers itself has
+in bfloat16: at most {BF16_LIMIT} at degree 1 and {RANKS_LIMIT} at degree 2. The distance is that of the row that four
+rows of five stay below, since with experts a rounding can choose another expert.
+
+*Of a rank* is the part of the parameters that each of two ranks holds: what a plan leaves out, such as latent
+attention, every rank has whole.
 
 | family | class | of note | degree 1, fp32 | bf16 | degree 2, fp32 | bf16 | of a rank |
 |---|---|---|---|---|---|---|---|"""
