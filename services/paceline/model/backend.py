@@ -10,7 +10,9 @@ slow twin, to which ``selftest.check_replay`` compares every recording at start-
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -190,5 +192,13 @@ def attention_masks(step: StepPlan | StepArrays, dtype: torch.dtype, window: int
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, float("-inf")).unsqueeze(1)
+    """0 where ``seen``, else -inf. By bits: torch chooses between two numbers place by place, at 30 times the cost."""
+    integer, infinity = _minus_infinity(dtype)
+    return seen.to(integer).sub_(1).bitwise_and_(infinity).view(dtype).unsqueeze(1)
+
+
+@functools.cache
+def _minus_infinity(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """Its bits, and the integers that hold them."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return integer, int(torch.tensor(-math.inf, dtype=dtype).view(integer))

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from paceline.errors import EngineError
 from paceline.model.runner import StepFunction
@@ -48,7 +47,7 @@ def load_package(path: Path) -> StepFunction:
 
 
 class CompiledPackage:
-    """The one model of a CPU package, with one output. ``inputs`` are flattened as they were for the export."""
+    """The one model of a CPU package, with one output. ``inputs``: tensors and lists of tensors, as for the export."""
 
     def __init__(self, path: Path) -> None:
         """Raises EngineError if the package cannot be loaded here."""
@@ -65,11 +64,13 @@ class CompiledPackage:
         weakref.finalize(self, self._library.AOTInductorModelContainerDelete, self._container)
 
     def __call__(self, *inputs: Any) -> Tensor:
-        tensors: list[Tensor] = _pytree.tree_leaves(inputs)
+        tensors: list[Tensor] = []
+        for given in inputs:
+            tensors += (given,) if isinstance(given, Tensor) else given
         # One handle for each, which the call takes over.
         handles = [_pointer_of(c, None) for c in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
-        given, output = (ctypes.c_void_p * len(handles))(*handles), ctypes.c_void_p()
-        self._call("AOTInductorModelContainerRun", self._container, given, ctypes.c_size_t(len(handles)),
+        array, output = (ctypes.c_void_p * len(handles))(*handles), ctypes.c_void_p()
+        self._call("AOTInductorModelContainerRun", self._container, array, ctypes.c_size_t(len(handles)),
                    ctypes.byref(output), ctypes.c_size_t(1), None, None)  # fmt: skip
         (result,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(output, None, None)])
         return result

@@ -103,28 +103,28 @@ class StepPlan:
         write_rows.extend(range(scratch_row, scratch_row + padding))
 
         num_pages = padded_pages(max(pages_for(_num_rows(s)) for s in steps))
-        gather: list[list[int]] = []
-        scatter = [0] * len(tokens)
-        page_table: list[list[int]] = []
-        query_rows: list[list[int]] = []
-        for i, (step, first, count, flat) in enumerate(rows):
-            gather.append([flat + min(j, count - 1) for j in range(row_len)])
-            for j in range(count):
-                scatter[flat + j] = i * row_len + j
-            table = list(step.pages[:num_pages])
+        gather: list[int] = []
+        scatter: list[int] = []
+        page_table: list[int] = []
+        query_rows: list[int] = []
+        for step, first, count, flat in rows:
+            fill = row_len - count
+            gather += range(flat, flat + count)
+            gather += [flat + count - 1] * fill
+            query_rows += step.rows[first : first + count]
+            query_rows += [step.rows[first + count - 1]] * fill
+            scatter += range(len(gather) - row_len, len(gather) - fill)
+            page_table += step.pages[:num_pages]
             # Masked keys weigh exactly zero, but 0 * NaN is NaN: what pads a table must be the session's own.
-            page_table.append(table + table[:1] * (num_pages - len(table)))
-            query_rows.append([step.rows[first + min(j, count - 1)] for j in range(row_len)])
+            page_table += [step.pages[0]] * (num_pages - len(step.pages))
+        scatter += [0] * padding
 
         # One tensor of all integers: a crossing from Python to torch costs as much as a hundred of them.
-        flat_lists, tables = (tokens, positions, logits_index, write_rows), (page_table, gather)
-        integers = torch.tensor(
-            [*chain(*flat_lists), *chain(*(chain(*t) for t in tables)), *scatter, *chain(*query_rows)]
-        )
-        sizes = [(len(tokens),), (len(tokens),), (len(logits_index),), (len(tokens),), (len(rows), num_pages),
-                 (len(rows), row_len), (len(tokens),), (len(rows), row_len)]  # fmt: skip
-        parts = torch.split(integers, [math.prod(size) for size in sizes])
-        views = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+        flat_lists = (tokens, positions, logits_index, write_rows, page_table, gather, scatter, query_rows)
+        parts = torch.split(torch.tensor([*chain(*flat_lists)]), [len(part) for part in flat_lists])
+        by_name = dict(zip(_INTEGERS, parts, strict=True))
+        for name in ("page_table", "gather", "query_rows"):
+            by_name[name] = by_name[name].view(len(rows), -1)
         visible: Tensor | None = None
         key_positions: Tensor | None = None
         if any(s.visible is not None for s in steps):
@@ -132,7 +132,7 @@ class StepPlan:
             seen, key_position = np.zeros((len(rows), row_len, len(key)), np.bool_), np.tile(key, (len(rows), 1))
             for i, (step, first, count, _) in enumerate(rows):
                 if step.visible is None:
-                    seen[i] = key <= np.array(query_rows[i])[:, None]
+                    seen[i] = key <= np.array(query_rows[i * row_len : (i + 1) * row_len])[:, None]
                     continue
                 of_step, width = step.visible.numpy(), step.visible.shape[1]
                 seen[i, :count, :width] = of_step[first : first + count]
@@ -140,7 +140,6 @@ class StepPlan:
                 if step.key_positions is not None:
                     key_position[i, :width] = step.key_positions.numpy()
             visible, key_positions = torch.from_numpy(seen), torch.from_numpy(key_position)
-        by_name = dict(zip(_INTEGERS, views, strict=True))
         return cls(num_logits, **by_name, visible=visible, key_positions=key_positions)
 
     @property
