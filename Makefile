@@ -14,8 +14,8 @@ V1     := services/paceline/v1
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos \
 	--plugin=$(BIN)/protoc-gen-mypy --plugin=$(BIN)/protoc-gen-mypy_grpc
 
-# Tests that take a core for themselves and look at no clock: two run at once.
-PARALLEL := tests/target tests/draft tests/test_lossless_engines.py tests/test_lossless_exact.py \
+# Tests that take a core for themselves and judge no speed: two run at once.
+PARALLEL := tests/model tests/target tests/draft tests/test_lossless_engines.py tests/test_lossless_exact.py \
 	tests/test_lossless_statistical.py
 
 # One torch thread per process: a multi-threaded region stalls whenever anything else wants one of its cores.
