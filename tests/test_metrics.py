@@ -19,7 +19,8 @@ from tests.scaling.fleets import Service, pools
 
 from paceline import metrics
 from paceline.draft.engine import DraftStats
-from paceline.metrics import CATALOGUE, Kind, Registry, ReplicaMetrics, RouterMetrics
+from paceline.metrics import CATALOGUE, Kind, Registry, ReplicaMetrics, RouterMetrics, declaration, engines
+from paceline.metrics import registry as registry_module
 from paceline.router.session import Result, Timing, Usage
 from paceline.target.engine import TargetStats
 from paceline.types import Cause, FinishReason, ReplicaStatus, Round, SpeculationStats
@@ -60,7 +61,7 @@ class TestDeclarations:
 
     def test_a_name_cannot_be_declared_twice(self):
         with pytest.raises(AssertionError, match="twice"):
-            metrics._declare(metrics.DRAFTS)
+            declaration.declare(metrics.DRAFTS)
 
     def test_names_that_tools_read(self):
         assert {
@@ -83,12 +84,12 @@ class TestDeclarations:
         assert all(metric.labels[0] == "model_name" for name, metric in CATALOGUE.items() if name.startswith("vllm:"))
 
     def test_an_engine_counter_can_never_take_a_name_with_another_meaning(self):
-        engine = set(metrics._ENGINE_COUNTERS.values())
+        engine = set(engines.ENGINE_COUNTERS.values())
         others = [metric for metric in CATALOGUE.values() if metric not in engine]
-        assert not [m.name for m in others if metrics._ENGINE_COUNTER_NAME.fullmatch(m.name)]
+        assert not [m.name for m in others if engines.ENGINE_COUNTER_NAME.fullmatch(m.name)]
 
     def test_a_declaration_is_found_by_the_name_of_its_series(self):
-        for kind, field in [*metrics._ENGINE_COUNTERS, ("target", "new_field"), ("draft", "wait_s")]:
+        for kind, field in [*engines.ENGINE_COUNTERS, ("target", "new_field"), ("draft", "wait_s")]:
             metric = metrics.engine_counter(kind, field)
             assert metrics.declared(metric.name) is not None
             assert metrics.declared(metric.name).labels == metric.labels
@@ -302,7 +303,7 @@ class TestMirror:
     @pytest.fixture
     def mirrored(self, monkeypatch):
         fake = _FakeRay()
-        monkeypatch.setattr(metrics, "_inside_ray", lambda: True)
+        monkeypatch.setattr(registry_module, "inside_ray", lambda: True)
         monkeypatch.setattr(ray.util, "metrics", fake, raising=False)
         return Registry("router-0", mirror=True), fake
 

@@ -91,7 +91,7 @@ def _standing(standing: Standing, num_sessions: int) -> str:
 
 
 def measures(engine: TargetEngine) -> Mapping[str, float]:
-    """Gauges, by the names of ``metrics.py``; a label follows a colon."""
+    """Gauges, by the names of ``metrics/catalogue.py``; a label follows a colon."""
     rows, steering, num_sessions = engine.rows, engine.steering, engine.num_running
     found: dict[str, float] = {"acceptance": acceptance(rows.coupled, rows.rejection)}
     found["sessions_paused"] = float(len(list(steering.reasons())))

@@ -1,0 +1,69 @@
+"""Configuration: parsed once, frozen, handed down by the slice. A misspelt key is an error that names itself.
+
+Each module knows those before it: base, models, engines; policies, autoscaling, deployments; pools, which join both
+rows; files; service, which is the whole tree. ``environment`` stands alone and is the only module that reads or sets
+environment variables.
+"""
+
+from paceline.config.autoscaling import (
+    DOWNSCALE_DELAY_S,
+    MONITOR_SCALING,
+    UPSCALE_DELAY_S,
+    AutoscalingConfig,
+    DraftAutoscaling,
+    RouterAutoscaling,
+    TargetAutoscaling,
+)
+from paceline.config.deployments import DeploymentConfig, RayActorOptions
+from paceline.config.engines import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
+from paceline.config.environment import apply_worker_environment, cache_dir, wants_colour
+from paceline.config.models import (
+    DrafterConfig,
+    DraftModelConfig,
+    DType,
+    LocalConfig,
+    ModelConfig,
+    NgramConfig,
+    PairConfig,
+    Quantization,
+)
+from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
+from paceline.config.pools import ModelDraftConfig, NgramDraftConfig, RouterConfig, TargetConfig
+from paceline.config.service import LogConfig, ServiceConfig
+
+__all__ = [
+    "DOWNSCALE_DELAY_S",
+    "EMBEDDED_DRAFT",
+    "EMBEDDED_TARGET",
+    "MONITOR_SCALING",
+    "UPSCALE_DELAY_S",
+    "AutoscalingConfig",
+    "DType",
+    "DeploymentConfig",
+    "DraftAutoscaling",
+    "DraftModelConfig",
+    "DraftPolicy",
+    "DrafterConfig",
+    "LocalConfig",
+    "LogConfig",
+    "ModelConfig",
+    "ModelDraftConfig",
+    "ModelLoadingConfig",
+    "NgramConfig",
+    "NgramDraftConfig",
+    "PairConfig",
+    "PolicyFunction",
+    "Quantization",
+    "RayActorOptions",
+    "RouterAutoscaling",
+    "RouterConfig",
+    "RouterPolicy",
+    "ScalingPolicy",
+    "ServiceConfig",
+    "TargetAutoscaling",
+    "TargetConfig",
+    "TargetPolicy",
+    "apply_worker_environment",
+    "cache_dir",
+    "wants_colour",
+]

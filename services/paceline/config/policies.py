@@ -1,0 +1,79 @@
+"""What the sizes of the pools are decided by: a policy of ours for each pool, or a function of Ray Serve or of the
+user's. The decisions themselves are ``paceline.scaling``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Strict
+from paceline.explain import Fault
+
+
+class PolicyFunction(Strict):
+    """A policy of Ray Serve or of the user's, as Serve takes it."""
+
+    policy_function: str = Field(min_length=1)
+    """``module:function`` or ``module.function``; every node has to be able to import it."""
+    policy_kwargs: dict[str, Any] = Field(default={})
+
+
+class ScalingPolicy(Strict):
+    """What the sizes of all pools are decided by; each pool adds its own signals (``docs/scaling.md``)."""
+
+    window_s: float = Field(default=5.0, ge=2, le=600)
+    """Shares and percentiles are those of so many seconds."""
+    hysteresis: float = Field(default=0.2, ge=0.05, le=0.9)
+    """A replica goes when the others would be less than full by this share of their goal. Noise of a signal up to
+    hysteresis / (2 - hysteresis) of its mean changes nothing to and fro."""
+    max_step_up: float = Field(default=2.0, gt=1)
+    """The pool grows to at most so many times its size in one decision, and by one replica at least."""
+    max_step_down: float = Field(default=0.5, gt=0, lt=1)
+    """The pool shrinks to at least this share of its size in one decision, and by one replica at least."""
+
+
+class TargetPolicy(ScalingPolicy):
+    """By sessions, KV memory and the time to the first token."""
+
+    occupancy: float = Field(default=0.8, gt=0, le=1)
+    """The share of ``max_sessions`` of a target that is full enough; waiting requests count as sessions."""
+    kv_usage: float = Field(default=0.85, gt=0, le=1)
+    """The share of a target's KV pages that is full enough."""
+    ttft_s: float | None = Field(default=None, gt=0)
+    """Nine of ten first tokens shall come within it. None: no matter."""
+
+
+class DraftPolicy(ScalingPolicy):
+    """By the time inside tree steps, late misses, and what the model of time recommends."""
+
+    utilization: float = Field(default=0.75, gt=0, le=1)
+    """The share of its time that a draft spends inside tree steps when it is busy enough."""
+    late: float = Field(default=0.05, ge=0, lt=1)
+    """The share of rounds whose continuation may come too late; while it is less, busy drafts keep up."""
+    drafts_per_target: float | Literal["auto"] | None = "auto"
+    """More drafts than this for each target are no use. ``auto``: by the model of time, from measured times."""
+    probe_interval_s: float = Field(default=300.0, gt=0)
+    """Speculation that did not pay is tried again after it, then after 2, 4 and 8 times as long."""
+    probe_s: float = Field(default=90.0, gt=0)
+    """How long it is tried: targets try by themselves every 64 s at the latest."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if isinstance(self.drafts_per_target, float) and not self.drafts_per_target > 0:
+            raise Fault("drafts_per_target", f"is {self.drafts_per_target:g}: it must be more than 0, auto or null")
+        if self.probe_interval_s < self.probe_s:
+            raise Fault(
+                "probe_interval_s", f"is {self.probe_interval_s:g}: it must be at least probe_s, {self.probe_s:g}"
+            )
+        return self
+
+
+class RouterPolicy(ScalingPolicy):
+    """By sessions and CPU time."""
+
+    sessions_per_replica: int = Field(default=200, ge=1)
+    """Sessions, waiting ones included, that are enough for one router."""
+    cpu: float = Field(default=0.7, gt=0, le=1)
+    """The share of one core that is enough for one router, whose event loop has no more."""

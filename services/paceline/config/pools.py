@@ -1,0 +1,195 @@
+"""The three pools: targets, drafts (a model or n-grams) and routers. Each joins a model, its engine's arguments and
+its deployment, and says what ``serve.deployment`` is given, bundles of ranks and kinds of GPU included.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from paceline.config.base import Strict
+from paceline.config.deployments import (
+    DeploymentConfig,
+    DraftDeployment,
+    PlacementGroupConfig,
+    RouterDeployment,
+    TargetDeployment,
+)
+from paceline.config.engines import (
+    EMBEDDED_DRAFT,
+    EMBEDDED_TARGET,
+    DraftEngineKwargs,
+    ModelLoadingConfig,
+    NgramEngineKwargs,
+    TargetEngineKwargs,
+)
+from paceline.explain import Fault
+
+_ENGINE_CPUS, _ROUTER_CPUS = 0.9, 0.2
+"""Cores that Ray reserves: two cores hold one target, one draft and one router."""
+
+
+class _Replicas(Strict):
+    """Replicas of an engine, and where they run."""
+
+    placement_group_config: PlacementGroupConfig | None = None
+    deployment_config: DeploymentConfig = DeploymentConfig()
+
+    @model_validator(mode="after")
+    def _one_placement(self) -> Self:
+        limit = self.deployment_config.max_replicas_per_node
+        if limit is not None and self.placement_group_config is not None:
+            raise Fault(
+                "deployment_config.max_replicas_per_node",
+                f"is {limit} beside a placement_group_config: Ray Serve takes one of them",
+            )
+        return self
+
+    def deployment_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``."""
+        return self._options(None, wants_gpu=False)
+
+    def _options(self, accelerator_type: str | None, *, wants_gpu: bool, num_ranks: int = 1) -> dict[str, Any]:
+        group = self.placement_group_config
+        if group is None and num_ranks > 1:
+            group = PlacementGroupConfig(bundles=[self._rank_bundle(wants_gpu)] * num_ranks)
+        alone = group is None
+        if group is None:
+            options = self.deployment_config.options(_ENGINE_CPUS, 1.0 if wants_gpu else 0.0)
+        else:
+            first = group.bundles[0]
+            options = self.deployment_config.options(first.get("CPU", 0.0), first.get("GPU", 0.0))
+            options["placement_group_bundles"] = [dict(bundle) for bundle in group.bundles]
+            options["placement_group_strategy"] = group.strategy
+        if alone:
+            if accelerator_type is not None:
+                options["ray_actor_options"].setdefault("accelerator_type", accelerator_type)
+            return options
+        labels = options["ray_actor_options"].pop("label_selector", {})  # they are of its bundles
+        if accelerator_type is not None:
+            labels = {"ray.io/accelerator-type": accelerator_type} | labels
+        if labels:
+            options["placement_group_bundle_label_selector"] = [labels]  # Serve takes one for all
+        return options
+
+    def _rank_bundle(self, wants_gpu: bool) -> dict[str, float]:
+        """What one rank takes: what is said of the replica, which is the first."""
+        actor = self.deployment_config.ray_actor_options
+        num_gpus = actor.num_gpus if actor.num_gpus is not None else float(wants_gpu)
+        bundle = {"CPU": _ENGINE_CPUS if actor.num_cpus is None else actor.num_cpus, "GPU": num_gpus}
+        return {name: amount for name, amount in (bundle | (actor.resources or {})).items() if amount}
+
+    def _check_bundles(self, num_ranks: int, *, wants_gpu: bool) -> None:
+        """Raises Fault unless every rank has a bundle."""
+        if num_ranks == 1:
+            return
+        if self.placement_group_config is None and not self._rank_bundle(wants_gpu):
+            raise Fault(
+                "deployment_config.ray_actor_options",
+                f"reserves nothing beside tensor_parallel_size {num_ranks}: a rank's bundle needs some resource",
+            )
+        if self.deployment_config.max_replicas_per_node is not None:
+            raise Fault(
+                "deployment_config.max_replicas_per_node",
+                f"is {self.deployment_config.max_replicas_per_node} beside tensor_parallel_size {num_ranks}, whose "
+                "ranks are placed as a group: Ray Serve takes one of them",
+            )
+        group = self.placement_group_config
+        if group is not None and len(group.bundles) < num_ranks:
+            raise Fault(
+                "placement_group_config.bundles",
+                f"has {len(group.bundles)} while tensor_parallel_size is {num_ranks}: it needs one for each rank",
+            )
+
+
+class _ModelReplicas(_Replicas):
+    """Replicas of an engine that runs a model."""
+
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    """Kind of GPU by Ray's name, such as ``L4``."""
+
+    def deployment_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``."""
+        num_ranks = self._engine.tensor_parallel_size
+        return self._options(self.accelerator_type, wants_gpu=self._wants_gpu, num_ranks=num_ranks)
+
+    @property
+    def _engine(self) -> TargetEngineKwargs | DraftEngineKwargs:
+        raise NotImplementedError
+
+    @property
+    def _wants_gpu(self) -> bool:
+        return self.accelerator_type is not None or self._engine.device == "cuda"
+
+    @model_validator(mode="after")
+    def _bundle_for_each_rank(self) -> Self:
+        self._check_bundles(self._engine.tensor_parallel_size, wants_gpu=self._wants_gpu)
+        return self
+
+
+class TargetConfig(_ModelReplicas):
+    """The pool of targets."""
+
+    model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_TARGET)
+    engine_kwargs: TargetEngineKwargs = TargetEngineKwargs()
+    deployment_config: TargetDeployment = TargetDeployment()
+
+    @property
+    def _engine(self) -> TargetEngineKwargs:
+        return self.engine_kwargs
+
+
+class ModelDraftConfig(_ModelReplicas):
+    """The pool of drafts: a smaller model with the target's tokenizer."""
+
+    kind: Literal["model"] = "model"
+    model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_DRAFT)
+    engine_kwargs: DraftEngineKwargs = DraftEngineKwargs()
+    deployment_config: DraftDeployment = DraftDeployment()
+
+    @property
+    def _engine(self) -> DraftEngineKwargs:
+        return self.engine_kwargs
+
+
+class NgramDraftConfig(_Replicas):
+    """The pool of drafts: continuations copied from the session's own context."""
+
+    kind: Literal["ngram"] = "ngram"
+    engine_kwargs: NgramEngineKwargs = NgramEngineKwargs()
+    deployment_config: DraftDeployment = DraftDeployment()
+
+
+def _kind(value: Any) -> str | None:
+    """``model`` where nothing is said."""
+    if isinstance(value, dict):
+        return str(value.get("kind", "model"))
+    return getattr(value, "kind", None)
+
+
+DraftConfig = Annotated[
+    Annotated[ModelDraftConfig, Tag("model")] | Annotated[NgramDraftConfig, Tag("ngram")], Discriminator(_kind)
+]
+
+
+class RouterConfig(Strict):
+    """The routers between clients and both pools."""
+
+    max_queued_requests: int = Field(default=64, ge=0)
+    """Requests that one router lets wait for a target; further ones are refused with RESOURCE_EXHAUSTED."""
+    recovery_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a session waits for another target when it has lost its own, before it ends with UNAVAILABLE."""
+    draft_timeout_s: float = Field(default=1.0, gt=0)
+    """Silence after which a draft counts as hung: sessions go on by plain decoding."""
+    target_timeout_s: float = Field(default=5.0, gt=0)
+    """Silence after which a target counts as hung: sessions move to another."""
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
+    draft_link_delay_s: float = Field(default=0.0, ge=0, le=10)
+    """For experiments with slow networks: added to each way between router and drafts."""
+    deployment_config: RouterDeployment = RouterDeployment()
+
+    def deployment_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``."""
+        return self.deployment_config.options(_ROUTER_CPUS)

@@ -1,0 +1,158 @@
+"""The tree of the whole service: the pools, the ports and the log. Read from plain data, files and overrides, written
+back as YAML, and cut into the slices that the monitor and the engine builders are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from paceline.config.base import Strict
+from paceline.config.engines import EMBEDDED_TARGET, resolve
+from paceline.config.files import args_of_application, first_line, read_yaml, set_key
+from paceline.config.models import DrafterConfig, DraftModelConfig, ModelConfig, ModelSettings, NgramConfig, PairConfig
+from paceline.config.pools import DraftConfig, ModelDraftConfig, NgramDraftConfig, RouterConfig, TargetConfig
+from paceline.errors import ConfigError
+from paceline.explain import Fault, explain
+
+
+class ServerConfig(Strict):
+    """Where clients reach the service."""
+
+    host: str = Field(default="0.0.0.0", min_length=1)
+    grpc_port: int = Field(default=9000, ge=1, le=65535)
+    http_port: int = Field(default=8000, ge=1, le=65535)
+    """Metrics and health."""
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.grpc_port == self.http_port:
+            raise Fault("http_port", f"is {self.http_port}, which is grpc_port too: they must differ")
+        return self
+
+
+class LogConfig(Strict):
+    """What is logged, and how."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    as_json: bool = Field(default=False, alias="json")
+    """One JSON object per line."""
+    prompts: bool = False
+    """Log prompts and texts too. They are the clients' own: only for debugging."""
+
+
+class ServiceConfig(Strict):
+    """The whole service. ``ServiceConfig()`` is the embedded pair with one replica each."""
+
+    target_config: TargetConfig = TargetConfig()
+    draft_config: DraftConfig | None = ModelDraftConfig()
+    """None: plain decoding."""
+    router_config: RouterConfig = RouterConfig()
+    server: ServerConfig = ServerConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _draft_of_this_target(self) -> Self:
+        target, draft = self.target_config.model_loading_config, self.draft_config
+        unnamed = isinstance(draft, ModelDraftConfig) and "model_loading_config" not in draft.model_fields_set
+        if unnamed and target.source != resolve(EMBEDDED_TARGET):
+            raise Fault(
+                "draft_config",
+                f"names no model while target_config names {target.model_id!r}: "
+                "name a draft model, or set draft_config to {kind: ngram}, or to null for plain decoding",
+            )
+        return self
+
+    @classmethod
+    def parse(cls, args: Mapping[str, Any]) -> Self:
+        """From plain data, such as the ``args`` of a Serve application. Raises ConfigError in one sentence."""
+        try:
+            return cls.model_validate(dict(args))
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls, _ELSEWHERE)) from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """From YAML: the configuration itself, or a Serve config file, whose application's ``args`` it is.
+
+        Raises:
+            ConfigError: the file cannot be read, or what it says is refused.
+        """
+        data = read_yaml(path)
+        return cls.parse(args_of_application(data, path) if "applications" in data else data)
+
+    def with_overrides(self, overrides: Sequence[str]) -> Self:
+        """This configuration with some keys changed, each ``dotted.key=VALUE`` with the value in YAML.
+
+        Raises:
+            ConfigError: an override is malformed, or what it says is refused.
+        """
+        data = self.model_dump(by_alias=True, exclude_unset=True)  # what was left open follows what is set now
+        if self.draft_config is not None and "draft_config" in data:
+            data["draft_config"].setdefault("kind", self.draft_config.kind)
+        for override in overrides:
+            key, separator, text = override.partition("=")
+            if not separator or not key.strip():
+                raise ConfigError(f"{override!r} is no setting: it must be KEY=VALUE with a dotted key")
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{key} is {text!r}, which is no YAML: {first_line(error)}") from error
+            set_key(data, key.strip().split("."), value)
+        return self.parse(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that ``parse`` takes: every key, defaults included."""
+        return self.model_dump(by_alias=True)
+
+    def to_yaml(self) -> str:
+        """YAML that ``from_file`` takes: every key, defaults included."""
+        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return text
+
+    def scaling(self) -> dict[str, Any]:
+        """Plain data for the monitor: the pools whose sizes it decides, how many sessions a target serves, and how it
+        logs."""
+        parts = {"target": self.target_config, "draft": self.draft_config, "router": self.router_config}
+        pools = {}
+        for kind, part in parts.items():
+            scaling = None if part is None else part.deployment_config.autoscaling_config
+            if scaling is not None and scaling.is_ours:
+                pools[kind] = scaling.model_dump()
+        max_sessions = self.target_config.engine_kwargs.max_sessions
+        return {"pools": pools, "max_sessions": max_sessions, "log": self.log.model_dump(by_alias=True)}
+
+    def pair(self) -> PairConfig:
+        """What the engine builders are given."""
+        target, draft = self.target_config, self.draft_config
+        engine = target.engine_kwargs.model_dump()
+        tree: dict[str, Any] = {}
+        drafter: DrafterConfig | None = None
+        if draft is not None:
+            tree = draft.engine_kwargs.model_dump()
+        if isinstance(draft, ModelDraftConfig):
+            tree["draft_max_sessions"] = tree.pop("max_sessions")
+            drafter = DraftModelConfig(path=draft.model_loading_config.source, **_take(tree, _MODEL_KEYS))
+        elif isinstance(draft, NgramDraftConfig):
+            drafter = NgramConfig(**_take(tree, ("min_match", "max_match")))
+        model = ModelConfig(path=target.model_loading_config.source, **_take(engine, _MODEL_KEYS))
+        return PairConfig(target=model, draft=drafter, **engine, **tree)
+
+
+_MODEL_KEYS = tuple(ModelSettings.model_fields)
+
+_ELSEWHERE = {
+    "placement_group_bundles": "placement_group_config.bundles",
+    "placement_group_strategy": "placement_group_config.strategy",
+    "placement_group_bundle_label_selector": "accelerator_type beside placement_group_config",
+    "gang_scheduling_config": "placement_group_config: the processes of one replica are no gang",
+}
+"""Options of Ray Serve that have another name here."""
+
+
+def _take(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: data.pop(key) for key in keys}

@@ -1,0 +1,145 @@
+"""Every metric but the counters of engines, declared with its unit: vLLM's names, the router's, the replicas', the
+monitor's.
+"""
+
+from __future__ import annotations
+
+from paceline.metrics.declaration import Metric, counter, gauge, histogram
+from paceline.types import MAX_DRAFT_TOKENS
+
+# fmt: off
+_TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_GAP_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_SHORT_S = (.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60)
+_PER_ROUND = (*(float(n) for n in range(1, MAX_DRAFT_TOKENS + 2)),)
+# fmt: on
+
+# -- vLLM's names -------------------------------------------------------------------------------------------------
+
+DRAFTS = counter(
+    "vllm:spec_decode_num_drafts_total", "rounds", "Rounds that verified at least one draft token.", "model_name"
+)
+DRAFT_TOKENS = counter(
+    "vllm:spec_decode_num_draft_tokens_total", "tokens", "Draft tokens that were verified.", "model_name"
+)
+ACCEPTED_TOKENS = counter(
+    "vllm:spec_decode_num_accepted_tokens_total", "tokens", "Draft tokens that were accepted.", "model_name"
+)
+ACCEPTED_PER_POS = counter(
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "tokens",
+    "Draft tokens that were accepted, by their position in the proposal.",
+    "model_name",
+    "position",
+)
+REQUESTS_RUNNING = gauge("vllm:num_requests_running", "requests", "Requests that a target serves now.", "model_name")
+REQUESTS_WAITING = gauge(
+    "vllm:num_requests_waiting", "requests", "Requests that wait for admission or for a target.", "model_name"
+)
+TTFT = histogram(
+    "vllm:time_to_first_token_seconds", "seconds", "From a request's arrival to its first token.", _TTFT_S, "model_name"
+)
+INTER_TOKEN = histogram(
+    "vllm:inter_token_latency_seconds",
+    "seconds",
+    "Between two rounds of a request; a round emits one token or more.",
+    _GAP_S,
+    "model_name",
+)
+E2E = histogram(
+    "vllm:e2e_request_latency_seconds", "seconds", "From a request's arrival to its end.", _REQUEST_S, "model_name"
+)
+REQUEST_QUEUE = histogram(
+    "vllm:request_queue_time_seconds", "seconds", "From a request's arrival to admission.", _REQUEST_S, "model_name"
+)
+PROMPT_TOKENS = counter("vllm:prompt_tokens_total", "tokens", "Prompt tokens of finished requests.", "model_name")
+GENERATION_TOKENS = counter("vllm:generation_tokens_total", "tokens", "Tokens emitted.", "model_name")
+REQUEST_SUCCESS = counter(
+    "vllm:request_success_total", "requests", "Requests that ended, by reason.", "model_name", "finished_reason"
+)
+KV_USAGE = gauge(
+    "vllm:kv_cache_usage_perc", "ratio", "Part of a target's KV cache in use; 1 is all.", "model_name", per_replica=True
+)
+PREEMPTIONS = counter(
+    "vllm:num_preemptions_total", "sessions", "Sessions dropped for lack of KV, to be computed again.", "model_name"
+)
+
+# -- the router ---------------------------------------------------------------------------------------------------
+
+ROUNDS = counter("paceline_rounds_total", "rounds", "Rounds, by where the proposal came from.", "cause")
+TOKENS_PER_VERIFICATION = histogram(
+    "paceline_tokens_per_verification", "tokens", "Tokens that a round emitted, misses included.", _PER_ROUND
+)
+AHEAD = histogram(
+    "paceline_draft_ahead_depth",
+    "nodes",
+    "Nodes on the best path, at most the lookahead, ready when a step ended; 0 is a miss.",
+    (0.0, *_PER_ROUND[:-1]),
+)
+DRAFT_LINK = histogram("paceline_draft_link_seconds", "seconds", "Latency of the link to a draft.", _SHORT_S)
+QUEUE = histogram("paceline_queue_seconds", "seconds", "From a request's arrival to admission.", _SHORT_S)
+SESSIONS = gauge(
+    "paceline_sessions",
+    "sessions",
+    "Sessions that wait for admission, run on a target, or have lost their target and wait for another (homeless).",
+    "state",
+)
+DROPPED = counter("paceline_messages_dropped_total", "messages", "Stale or malformed messages, by kind.", "kind")
+MOVED = counter("paceline_sessions_moved_total", "sessions", "Sessions continued on another target.", "reason")
+REOPENED = counter("paceline_sessions_reopened_total", "sessions", "Sessions re-opened on a draft.", "reason")
+DRAFTS_UP = gauge(
+    "paceline_draft_replicas_up", "replicas", "Drafts that a router has a working link to.", per_replica=True
+)
+REJECTED = counter("paceline_requests_rejected_total", "requests", "Requests refused before a session.", "reason")
+FAILED = counter("paceline_requests_failed_total", "requests", "Admitted requests that ended in an error.", "reason")
+
+# -- replicas -----------------------------------------------------------------------------------------------------
+
+REPLICA_SESSIONS = gauge(
+    "paceline_replica_sessions", "sessions", "Open sessions of a replica, waiting ones included.", "kind",
+    per_replica=True,
+)  # fmt: skip
+REPLICA_WAITING = gauge(
+    "paceline_replica_sessions_waiting", "sessions", "Open sessions of a replica that wait for room.", "kind",
+    per_replica=True,
+)  # fmt: skip
+REPLICA_CAPACITY = gauge(
+    "paceline_replica_sessions_max", "sessions", "Sessions that a replica serves at once.", "kind", per_replica=True
+)
+REPLICA_BUSY = gauge(
+    "paceline_replica_busy_seconds", "seconds", "Since the step in progress began; 0 between steps.", "kind",
+    per_replica=True,
+)  # fmt: skip
+REPLICA_DRAINING = gauge(
+    "paceline_replica_draining", "flag", "1 if a replica takes no new sessions.", "kind", per_replica=True
+)
+KV_PAGES = gauge("paceline_kv_pages", "pages", "KV pages of a replica.", "kind", per_replica=True)
+KV_PAGES_USED = gauge("paceline_kv_pages_used", "pages", "KV pages of a replica in use.", "kind", per_replica=True)
+REPLICAS_UP = gauge("paceline_replicas_up", "replicas", "Processes that report to the monitor now.", "kind")
+
+# -- the monitor --------------------------------------------------------------------------------------------------
+
+SCALING_WANTED = gauge(
+    "paceline_scaling_wanted_replicas", "replicas", "That a pool shall have, where the service decides it.", "pool"
+)
+SCALING_ACTUAL = gauge("paceline_scaling_actual_replicas", "replicas", "Of such a pool that take sessions.", "pool")
+SCALING_DEMAND = gauge(
+    "paceline_scaling_demand_replicas", "replicas", "That the load of such a pool needs now, with a fraction.", "pool"
+)
+SCALING_CHANGES = counter(
+    "paceline_scaling_changes_total", "changes", "Of the wanted replicas of a pool, by direction.", "pool", "direction"
+)
+CONTROLLER: dict[str, Metric] = {
+    name: gauge(f"paceline_controller_{name}", unit, help_, *labels, per_replica=True)
+    for name, unit, help_, *labels in (
+        ("drafting", "flag", "1 if a target wants drafts at its load now."),
+        ("sessions_paused", "sessions", "Sessions that a target has told to do without a draft."),
+        ("acceptance", "ratio", "Draft tokens accepted lately, those before them being so."),
+        ("mean_draft_tokens", "tokens", "Of the proposals of the last few hundred rounds."),
+        ("draft_tokens_share", "ratio", "Of these rounds, by the length of the proposal.", "tokens"),
+        ("step_seconds", "seconds", "What a step is expected to take, by its tokens.", "tokens"),
+        ("tokens_per_second", "tokens/s", "Measured last at the load of now, by whether it drafts.", "decoding"),
+    )
+}
+"""What a target's controller rests on, by the name that its status gives it."""

@@ -1,0 +1,111 @@
+"""The counters of targets, drafts and routers by the names of their fields, and the declaration that belongs to any
+name, also of a counter that an engine has and nobody has declared.
+"""
+
+from __future__ import annotations
+
+import re
+
+from paceline.metrics.catalogue import PREEMPTIONS
+from paceline.metrics.declaration import CATALOGUE, Kind, Metric, counter
+
+ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
+    ("target", "preemptions"): PREEMPTIONS,
+    ("router", "cpu_s"): counter("paceline_router_cpu_seconds_total", "seconds", "CPU time of routers."),
+    ("draft", "step_s"): counter(
+        "paceline_draft_step_seconds_total", "seconds", "Time that drafts have spent inside tree steps."
+    ),
+    ("target", "step_s"): counter(
+        "paceline_target_step_seconds_total",
+        "seconds",
+        "Inside steps of targets, from the choice of sessions to their outcomes.",
+    ),
+    ("target", "wait_s"): counter(
+        "paceline_target_wait_seconds_total",
+        "seconds",
+        "Between two steps of a target in which every session waited for its draft.",
+    ),
+    ("target", "bubble_s"): counter(
+        "paceline_verify_bubble_seconds_total",
+        "seconds",
+        "Between the end of a step and the next forward although a session could step at once.",
+    ),
+    ("target", "bubble_steps"): counter(
+        "paceline_verify_bubble_steps_total", "steps", "Steps that the bubble seconds came before."
+    ),
+    ("target", "hit_bubble_s"): counter(
+        "paceline_verify_hit_bubble_seconds_total",
+        "seconds",
+        "Of the bubble seconds, those before forwards that only verified proposals ready when the last step ended.",
+    ),
+    ("target", "hit_bubble_steps"): counter(
+        "paceline_verify_hit_bubble_steps_total", "steps", "Steps that these bubble seconds came before."
+    ),
+}
+"""Where each counter of an engine goes, by kind and field name; the others follow the rule of ``engine_counter``."""
+
+for _engine, _field, _unit, _help in (
+    ("target", "steps", "steps", "Forwards of targets."),
+    ("target", "tokens_computed", "tokens", "Rows computed by targets: prompt, context and draft tokens."),
+    ("target", "rounds", "rounds", "Rounds of targets, those of abandoned epochs included."),
+    ("target", "tokens_emitted", "tokens", "Tokens decided by targets, those of abandoned epochs included."),
+    ("target", "cached_tokens", "tokens", "Prompt tokens whose KV was shared with an earlier session."),
+    ("target", "nodes_added", "nodes", "Nodes that arrived at targets and joined a tree."),
+    ("target", "nodes_stale", "nodes", "Nodes that arrived below a branch already given up."),
+    ("target", "nodes_invalid", "nodes", "Nodes that targets refused."),
+    ("target", "nodes_dropped", "nodes", "Nodes dropped because a tree was full."),
+    ("target", "trees_lost", "trees", "Trees that missed nodes for good."),
+    ("target", "proposals_invalid", "proposals", "Draft tokens that could not be verified."),
+    ("target", "messages_stale", "messages", "Messages of an unknown session or an older epoch."),
+    ("target", "messages_foreign", "messages", "Messages for a session that another router opened."),
+    ("target", "messages_malformed", "messages", "Messages that targets could not read."),
+    ("target", "waits", "steps", "Steps before which every session of a target waited for its draft."),
+    ("target", "ahead_depth", "nodes", "Nodes on the best paths, at most the lookahead each, when steps ended."),
+    ("target", "ahead_rounds", "rounds", "Rounds that these nodes were counted for."),
+    ("target", "draft_rows", "tokens", "Draft tokens verified."),
+    ("target", "draft_rows_trimmed", "tokens", "Draft tokens left out because the step was shorter without them."),
+    ("target", "nodes_used", "nodes", "Draft tokens accepted."),
+    ("target", "drafts_paused", "sessions", "How often a session was told to do without a draft."),
+    ("target", "lookup_rounds", "rounds", "Rounds with a proposal from their own text, for lack of a draft's."),
+    ("target", "lookup_rows", "tokens", "Tokens of these proposals."),
+    ("target", "lookup_rows_used", "tokens", "Of these, accepted."),
+    ("target", "trials", "trials", "Of drafting, or of plain decoding, against what a target had chosen."),
+    ("target", "drafts_resumed", "sessions", "How often a session was told to take a draft again."),
+    ("draft", "nodes_published", "nodes", "Nodes shipped by drafts."),
+    ("draft", "nodes_used", "nodes", "Committed tokens whose node had been shipped before."),
+    ("draft", "nodes_missed", "nodes", "Committed tokens that no node had predicted."),
+    ("draft", "stale_messages", "messages", "Messages of an older epoch."),
+    ("draft", "unknown_messages", "messages", "Messages for a session that is not open."),
+    ("draft", "messages_foreign", "messages", "Messages for a session that another router opened."),
+    ("draft", "messages_malformed", "messages", "Messages that drafts could not read."),
+    ("draft", "invalid_messages", "messages", "Opens and commits that no router sends."),
+    ("draft", "lost_commits", "messages", "Commits that came without the one before."),
+    ("draft", "refused_sessions", "sessions", "Sessions refused for lack of room."),
+    ("draft", "failed_sessions", "sessions", "Sessions that drafts had to give up."),
+    ("draft", "prefill_chunks", "steps", "Prefill steps of drafts."),
+    ("draft", "tree_steps", "steps", "Tree steps of drafts."),
+    ("draft", "forwards", "steps", "Forwards of tree steps, retries included."),
+    ("draft", "leaves", "nodes", "Nodes expanded."),
+    ("draft", "messages", "messages", "Messages of drafts, one per session and step at most."),
+):
+    ENGINE_COUNTERS[_engine, _field] = counter(f"paceline_{_engine}_{_field}_total", _unit, _help)
+
+ENGINE_COUNTER_NAME = re.compile(r"paceline_(target|draft|router)_([a-z][a-z0-9_]*)_total")
+
+
+def engine_counter(kind: str, field: str) -> Metric:
+    """The counter for a field of an engine's stats; a field unknown here becomes ``paceline_<kind>_<field>_total``."""
+    field = re.sub(r"[^a-z0-9_]", "_", field.lower().removesuffix("_total"))
+    return ENGINE_COUNTERS.get((kind, field)) or _other_engine_counter(kind, field)
+
+
+def _other_engine_counter(kind: str, field: str) -> Metric:
+    return Metric(f"paceline_{kind}_{field}_total", Kind.COUNTER, "events", f"Counter {field} of a {kind} engine.")
+
+
+def declared(name: str) -> Metric | None:
+    """The declaration of a name, also of an engine's counter that is unknown here; None: no metric of ours."""
+    metric = CATALOGUE.get(name)
+    if metric is None and (match := ENGINE_COUNTER_NAME.fullmatch(name)):
+        return _other_engine_counter(match[1], match[2])
+    return metric

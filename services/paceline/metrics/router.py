@@ -1,0 +1,142 @@
+"""What a router counts: one method per event."""
+
+from __future__ import annotations
+
+from paceline.metrics.catalogue import (
+    ACCEPTED_PER_POS,
+    ACCEPTED_TOKENS,
+    AHEAD,
+    DRAFT_LINK,
+    DRAFT_TOKENS,
+    DRAFTS,
+    DRAFTS_UP,
+    DROPPED,
+    E2E,
+    FAILED,
+    GENERATION_TOKENS,
+    INTER_TOKEN,
+    MOVED,
+    PROMPT_TOKENS,
+    QUEUE,
+    REJECTED,
+    REOPENED,
+    REQUEST_QUEUE,
+    REQUEST_SUCCESS,
+    REQUESTS_RUNNING,
+    REQUESTS_WAITING,
+    ROUNDS,
+    SESSIONS,
+    TOKENS_PER_VERIFICATION,
+    TTFT,
+)
+from paceline.metrics.cells import Counter
+from paceline.metrics.registry import Registry
+from paceline.router.session import Result
+from paceline.types import Cause, FinishReason, Round
+
+_CAUSES_WITH_OUTCOME = frozenset({Cause.HIT, Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN})
+
+
+class RouterMetrics:
+    """What a router counts: one method per event. Calls take microseconds; no call is made per token."""
+
+    def __init__(self, registry: Registry, model_name: str) -> None:
+        self._registry = registry
+        self._model = model_name
+        self._drafts = registry.counter(DRAFTS, model_name)
+        self._draft_tokens = registry.counter(DRAFT_TOKENS, model_name)
+        self._accepted_tokens = registry.counter(ACCEPTED_TOKENS, model_name)
+        self._accepted_per_pos: list[Counter] = []  # as long as the longest proposal so far
+        self._rounds = {cause: registry.counter(ROUNDS, cause.value) for cause in Cause}
+        self._tokens = registry.histogram(TOKENS_PER_VERIFICATION)
+        self._ahead = registry.histogram(AHEAD)
+        self._generated = registry.counter(GENERATION_TOKENS, model_name)
+        self._gap = registry.histogram(INTER_TOKEN, model_name)
+        self._queue = registry.histogram(QUEUE)
+        self._request_queue = registry.histogram(REQUEST_QUEUE, model_name)
+        self._ttft = registry.histogram(TTFT, model_name)
+        self._e2e = registry.histogram(E2E, model_name)
+        self._prompt_tokens = registry.counter(PROMPT_TOKENS, model_name)
+        reasons = (*(reason.value for reason in FinishReason), "error")
+        self._ended = {reason: registry.counter(REQUEST_SUCCESS, model_name, reason) for reason in reasons}
+        self._link = registry.histogram(DRAFT_LINK)
+        self._running = registry.gauge(REQUESTS_RUNNING, model_name)
+        self._waiting = registry.gauge(REQUESTS_WAITING, model_name)
+        self._sessions = {state: registry.gauge(SESSIONS, state) for state in ("waiting", "running", "homeless")}
+        self._drafts_up = registry.gauge(DRAFTS_UP)
+        for reason in ("failover", "drain"):
+            registry.counter(MOVED, reason)
+
+    def admitted(self, queue_s: float) -> None:
+        """A request leaves the queue, ``queue_s`` seconds after it arrived."""
+        self._queue.observe(queue_s)
+        self._request_queue.observe(queue_s)
+
+    def first_token(self, ttft_s: float) -> None:
+        """A request's first token, ``ttft_s`` seconds after it arrived."""
+        self._ttft.observe(ttft_s)
+
+    def round(self, stats: Round, num_tokens: int, gap_s: float | None) -> None:
+        """One round that emitted ``num_tokens``, ``gap_s`` seconds after the round before; None: it was the first."""
+        num_drafted, num_accepted, cause = stats.num_drafted, stats.num_accepted, stats.cause
+        if num_drafted:
+            self._drafts.inc()
+            self._draft_tokens.inc(num_drafted)
+            per_pos = self._accepted_per_pos
+            while len(per_pos) < num_drafted:
+                per_pos.append(self._registry.counter(ACCEPTED_PER_POS, self._model, str(len(per_pos))))
+            if num_accepted:
+                self._accepted_tokens.inc(num_accepted)
+                for counter in per_pos[:num_accepted]:
+                    counter.inc()
+        self._rounds[cause].inc()
+        self._generated.inc(num_tokens)
+        self._tokens.observe(num_tokens)
+        if cause in _CAUSES_WITH_OUTCOME:
+            self._ahead.observe(num_drafted if cause is Cause.HIT else 0)
+        if gap_s is not None:
+            self._gap.observe(gap_s)
+
+    def finished(self, result: Result) -> None:
+        """A session has its result."""
+        timing = result.timing
+        self._ended[result.finish_reason.value].inc()
+        self._prompt_tokens.inc(result.usage.prompt_tokens)
+        self._e2e.observe(timing.queue_s + timing.prefill_s + timing.decode_s)
+
+    def failed(self, reason: str) -> None:
+        """An admitted request ended in an error; ``reason`` is one of few, such as the name of its status code."""
+        self._ended["error"].inc()
+        self._registry.counter(FAILED, reason).inc()
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before it became a session; ``reason`` is one of few."""
+        self._registry.counter(REJECTED, reason).inc()
+
+    def dropped(self, kind: str, count: int = 1) -> None:
+        """``count`` messages of a kind were stale or malformed, and dropped."""
+        self._registry.counter(DROPPED, kind).inc(count)
+
+    def moved(self, reason: str) -> None:
+        """A session continues on another target: ``failover`` or ``drain``."""
+        self._registry.counter(MOVED, reason).inc()
+
+    def draft_reopened(self, reason: str) -> None:
+        """A session was re-opened on a draft."""
+        self._registry.counter(REOPENED, reason).inc()
+
+    def sessions(self, waiting: int, running: int, homeless: int) -> None:
+        """How many sessions are in each state now."""
+        self._sessions["waiting"].set(waiting)
+        self._sessions["running"].set(running)
+        self._sessions["homeless"].set(homeless)
+        self._running.set(running)
+        self._waiting.set(waiting + homeless)
+
+    def draft_link(self, latency_s: float) -> None:
+        """A measured latency of the link to a draft, in seconds."""
+        self._link.observe(latency_s)
+
+    def draft_replicas(self, num_up: int) -> None:
+        """How many drafts this router has a working link to."""
+        self._drafts_up.set(num_up)

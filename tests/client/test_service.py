@@ -1,0 +1,222 @@
+"""A client in many threads and tasks, what it says of the service, waiting for one that starts, and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import grpc
+import pytest
+from tests.client.support import TEXT
+from tests.fake_service import FakeService, Wire
+
+from paceline.client import AsyncClient, Client, Tls
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+
+
+def test_one_client_in_several_threads(server, client):
+    texts, errors = {}, []
+
+    def work(name):
+        try:
+            for i in range(20):
+                stream = client.generate(name, request_id=f"{name}-{i}")
+                texts[name, i] = "".join(c.text for c in stream)
+                assert client.model_info().model_id == "big"
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"thread-{n}",)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert len(texts) == 160
+    assert set(texts.values()) == {TEXT}
+
+
+def test_many_async_streams_at_once(server):
+    async def main():
+        async with AsyncClient(server.address) as client:
+            streams = [client.generate("hi") for _ in range(64)]
+            return [r.text for r in await asyncio.gather(*(s.result for s in streams))]
+
+    assert asyncio.run(main()) == [TEXT] * 64
+
+
+def info(client, server):
+    return client.model_info(), client.server_info()
+
+
+async def async_info(server):
+    async with AsyncClient(server.address) as client:
+        return await client.model_info(), await client.server_info()
+
+
+def test_what_is_served_and_how_it_is(server, client):
+    model, state = info(client, server)
+    assert (model, state) == asyncio.run(async_info(server))
+    assert (model.model_id, model.draft_model_id, model.eos_token_ids) == ("big", "small", (0, 7))
+    assert (model.vocab_size, model.max_context_length, model.max_draft_tokens) == (1024, 2048, 16)
+    assert model.modes == ("plain", "sequential", "overlapped")
+    assert list(state.pools) == ["target", "draft"]
+    assert state.pools["draft"] == ()
+    assert state.pools["target"][0].replica_id == "t1"
+    assert state.pools["target"][0].counters == {"steps": 3.0}
+    assert (state.sessions_running, state.sessions_queued) == (2, 1)
+    assert (state.acceptance_rate, state.acceptance_length, state.hit_rate) == (0.5, 2.5, 0.75)
+
+
+def test_errors_of_the_other_calls(server, client):
+    server.info_error = ResourceExhaustedError("busy", 1.5)
+    with pytest.raises(ResourceExhaustedError, match="busy") as caught:
+        client.model_info()
+    assert caught.value.retry_after_s == 1.5
+    with pytest.raises(ResourceExhaustedError, match="busy"):
+        asyncio.run(async_info(server))
+    with pytest.raises(InvalidRequestError, match="timeout_s is -1"):
+        client.model_info(timeout_s=-1)
+
+
+async def _async_ready(address, timeout_s):
+    async with AsyncClient(address) as client:
+        return await client.wait_ready(timeout_s)
+
+
+def _ready(address, timeout_s):
+    with Client(address) as client:
+        return client.wait_ready(timeout_s)
+
+
+either = pytest.mark.parametrize("ready", [_ready, lambda a, t: asyncio.run(_async_ready(a, t))])
+
+
+@either
+def test_waiting_for_a_service_that_starts(ready):
+    with Wire(1) as wire:
+        port = int(wire.address.rpartition(":")[2])
+    service = FakeService(port=port)
+    service.info_error = NotFoundError("no application yet")
+    service.health = "NOT_SERVING"
+    timers = [
+        threading.Timer(0.3, service.__enter__),
+        threading.Timer(0.6, setattr, (service, "info_error", None)),
+        threading.Timer(0.9, setattr, (service, "health", "SERVING")),
+    ]
+    for timer in timers:
+        timer.start()
+    try:
+        assert ready(f"127.0.0.1:{port}", 20).model_id == "big"
+    finally:
+        for timer in timers:
+            timer.join()
+        service.stop()
+
+
+@either
+def test_a_service_that_does_not_start_in_time(server, ready):
+    server.info_error = EngineError("no target yet")
+    sentence = rf"the service at {server.address} was not ready within 1 s: no target yet"
+    with pytest.raises(DeadlineExceededError, match=sentence):
+        ready(server.address, 1)
+
+
+@either
+def test_a_service_that_is_up_and_not_ready(server, ready):
+    server.health = "NOT_SERVING"
+    with pytest.raises(DeadlineExceededError, match=r"not ready within 1 s: it is up, and says that it is NOT_SERVING"):
+        ready(server.address, 1)
+
+
+@either
+def test_waiting_ends_at_once_if_it_cannot_help(server, ready):
+    server.info_error = ConfigError("the models do not fit")
+    with pytest.raises(ConfigError, match="the models do not fit"):
+        ready(server.address, 60)
+
+
+def test_importing_the_package_loads_neither_grpc_nor_torch():
+    script = """
+import sys, paceline
+assert not {"grpc", "torch", "transformers", "pydantic", "paceline.client"} & set(sys.modules)
+from paceline import AsyncClient, Client
+assert "grpc" in sys.modules
+assert not {"torch", "transformers", "ray"} & set(sys.modules)
+assert Client.__module__ == AsyncClient.__module__ == "paceline.client"
+try:
+    paceline.NoSuchName
+except AttributeError as error:
+    assert "NoSuchName" in str(error)
+else:
+    raise SystemExit(1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# -- TLS -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """Files of a self-signed certificate for the name "paceline.test" and of its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    name = ["-subj", "/CN=paceline.test", "-addext", "subjectAltName=DNS:paceline.test"]
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    try:
+        subprocess.run([*new, "-keyout", key, "-out", cert, *name], check=True, capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    return cert, key
+
+
+def test_tls(certificate):
+    cert, key = certificate
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+    with FakeService(credentials=credentials) as server:
+        with Client(server.address, tls=Tls(ca_file=cert, server_name="paceline.test")) as client:
+            assert client.generate("hi").result.text == TEXT
+        given = grpc.ssl_channel_credentials(cert.read_bytes())
+        with Client(f"localhost:{server.port}", credentials=given) as client, pytest.raises(EngineError):
+            _ = client.generate("hi").result  # the certificate is for another name
+        for other in (Client(server.address), Client(server.address, tls=Tls(server_name="paceline.test"))):
+            with other, pytest.raises(EngineError, match="cannot be reached"):
+                _ = other.generate("hi").result
+
+        async def main():
+            async with AsyncClient(server.address, tls=Tls(ca_file=cert, server_name="paceline.test")) as client:
+                return await client.generate("hi").result
+
+        assert asyncio.run(main()).text == TEXT
+
+
+def test_tls_settings_that_cannot_be(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.pem cannot be read: No such file"):
+        Client("a:1", tls=Tls(ca_file=tmp_path / "none.pem"))
+    (tmp_path / "key.pem").write_bytes(b"")
+    with pytest.raises(ConfigError, match="go together"):
+        Client("a:1", tls=Tls(key_file=tmp_path / "key.pem"))
+    with pytest.raises(ConfigError, match="give one or the other"):
+        Client("a:1", tls=Tls(), credentials=grpc.ssl_channel_credentials())

@@ -1,0 +1,239 @@
+"""The configuration: its defaults, and its refusals by the sentence."""
+
+from __future__ import annotations
+
+import pytest
+from tests.config.support import nested, refusal
+
+from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, PairConfig, ServiceConfig
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+
+
+def test_the_default_is_the_embedded_pair_with_one_replica_of_each():
+    config = ServiceConfig()
+    assert config.pair() == PairConfig(
+        target=ModelConfig(path=str(TARGET_DIR)), draft=DraftModelConfig(path=str(DRAFT_DIR))
+    )
+    assert config == ServiceConfig.parse({})
+    parts = (config.target_config, config.draft_config, config.router_config)
+    options = [part.deployment_options() for part in parts]
+    assert [o["num_replicas"] for o in options] == [1, 1, 1]
+    assert sum(o["ray_actor_options"]["num_cpus"] for o in options) <= 2.0, "two cores hold all of it"
+    for each in options:
+        assert each["graceful_shutdown_timeout_s"] == 600
+        assert 0.1 <= each["graceful_shutdown_wait_loop_s"] <= 0.5
+        assert each["health_check_period_s"] == 1
+        assert each["max_ongoing_requests"] >= 1024
+    assert (config.server.host, config.server.grpc_port, config.server.http_port) == ("0.0.0.0", 9000, 8000)
+    assert not config.log.prompts
+    router = config.router_config
+    assert (router.max_queued_requests, router.recovery_timeout_s) == (64, 30)
+    assert (router.draft_timeout_s, router.target_timeout_s, router.request_timeout_s) == (1.0, 5.0, None)
+
+
+def test_model_source_and_tokenizer_source_default_to_the_model():
+    loading = ServiceConfig.parse(
+        {
+            "target_config": {"model_loading_config": {"model_id": "org/large"}},
+            "draft_config": {"model_loading_config": {"model_id": "s", "model_source": "/s", "tokenizer_source": "/t"}},
+        }
+    )
+    target = loading.target_config.model_loading_config
+    draft = loading.draft_config.model_loading_config
+    assert (target.source, target.tokenizer) == ("org/large", "org/large")
+    assert (draft.source, draft.tokenizer) == ("/s", "/t")
+    assert loading.pair().target.path == "org/large"
+    assert loading.pair().draft.path == "/s"
+
+
+def test_pair_carries_every_engine_setting():
+    config = ServiceConfig.parse(
+        {
+            "target_config": {
+                "engine_kwargs": {
+                    "dtype": "float32",
+                    "compile": False,
+                    "device": "cpu",
+                    "max_sessions": 3,
+                    "max_model_len": 512,
+                    "max_step_tokens": 64,
+                    "adaptive": False,
+                    "kv_fraction": 0.5,
+                }
+            },
+            "draft_config": {
+                "engine_kwargs": {
+                    "dtype": "bfloat16",
+                    "compile": True,
+                    "device": "cpu",
+                    "max_sessions": 6,
+                    "tree_budget": 32,
+                    "tree_step_tokens": 4,
+                    "fan_out": 2,
+                    "draft_top_m": 16,
+                }
+            },
+        }
+    )
+    assert config.pair() == PairConfig(
+        target=ModelConfig(path=str(TARGET_DIR), dtype="float32", compile=False, device="cpu"),
+        draft=DraftModelConfig(path=str(DRAFT_DIR), dtype="bfloat16", compile=True, device="cpu"),
+        max_sessions=3,
+        draft_max_sessions=6,
+        max_model_len=512,
+        max_step_tokens=64,
+        adaptive=False,
+        kv_fraction=0.5,
+        tree_budget=32,
+        tree_step_tokens=4,
+        fan_out=2,
+        draft_top_m=16,
+    )
+
+
+def test_ngram_and_no_draft():
+    ngram = ServiceConfig.parse({"draft_config": {"kind": "ngram", "engine_kwargs": {"max_match": 6, "fan_out": 3}}})
+    assert ngram.pair().draft == NgramConfig(max_match=6)
+    assert ngram.pair().fan_out == 3
+    plain = ServiceConfig.parse({"draft_config": None})
+    assert plain.pair() == PairConfig(target=ModelConfig(path=str(TARGET_DIR)))
+
+
+def test_local_config_is_a_pair():
+    config = LocalConfig(target=ModelConfig(path="x"), worker="thread", pin_cores=False, kv_pages=3)
+    assert isinstance(config, PairConfig)
+    with pytest.raises(ValueError, match=r"kv_fraction is 0.5 while kv_pages is 3"):
+        LocalConfig(target=ModelConfig(path="x"), kv_pages=3, kv_fraction=0.5)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+REFUSALS = [
+    ("target_config.engine_kwargs.max_sessions", 0, "at least 1 and at most 1024"),
+    ("target_config.engine_kwargs.max_sessions", 5000, "at least 1 and at most 1024"),
+    ("target_config.engine_kwargs.max_sessions", True, "a whole number"),
+    ("target_config.engine_kwargs.max_sessions", "16", "a whole number"),
+    ("target_config.engine_kwargs.dtype", "float16", "'auto', 'float32' or 'bfloat16'"),
+    ("target_config.engine_kwargs.compile", "maybe", "true or false or 'auto'"),
+    ("target_config.engine_kwargs.device", "tpu", "'auto', 'cpu' or 'cuda'"),
+    ("target_config.engine_kwargs.max_model_len", 1, "at least 2"),
+    ("target_config.engine_kwargs.max_step_tokens", 8, "at least 32 and at most 65536"),
+    ("target_config.engine_kwargs.kv_pages", 0, "at least 1"),
+    ("target_config.engine_kwargs.kv_fraction", 1.5, "more than 0 and at most 1"),
+    ("target_config.model_loading_config.model_id", "", "at least one character"),
+    ("target_config.placement_group_config", {}, "bundles is missing"),
+    ("target_config.placement_group_config.bundles", [], "at least one entry"),
+    ("target_config.placement_group_config", {"bundles": [{"GPU": "one"}]}, "bundles[0].GPU is 'one'"),
+    ("target_config.deployment_config.num_replicas", 0, "at least 1"),
+    ("target_config.deployment_config.num_replicas", "many", "a whole number or 'auto'"),
+    ("target_config.deployment_config.max_ongoing_requests", 0, "at least 1"),
+    ("target_config.deployment_config.health_check_period_s", 0, "more than 0"),
+    ("target_config.deployment_config.graceful_shutdown_timeout_s", -1, "at least 0"),
+    ("target_config.deployment_config.ray_actor_options.num_gpus", -1, "at least 0"),
+    ("target_config.deployment_config.ray_actor_options.resources", {"tpu": "x"}, "resources.tpu is 'x'"),
+    ("target_config.deployment_config.autoscaling_config.max_replicas", 0, "at least 1"),
+    ("draft_config.kind", "medusa", "'model' or 'ngram'"),
+    ("draft_config", "small", "a mapping of keys"),
+    ("draft_config.engine_kwargs.fan_out", 33, "at least 1 and at most 32"),
+    ("draft_config.engine_kwargs.tree_budget", 0, "at least 1 and at most 4096"),
+    ("draft_config.engine_kwargs.tree_step_tokens", 0, "at least 1 and at most 1024"),
+    ("draft_config.engine_kwargs.draft_top_m", 0, "at least 1 and at most 65536"),
+    ("router_config.max_queued_requests", -1, "at least 0"),
+    ("router_config.recovery_timeout_s", 0, "more than 0"),
+    ("router_config.draft_timeout_s", "soon", "a number"),
+    ("router_config.target_timeout_s", None, "a number"),
+    ("router_config.request_timeout_s", 0, "more than 0"),
+    ("server.host", 1, "text"),
+    ("server.grpc_port", 65536, "at least 1 and at most 65535"),
+    ("server.http_port", 0, "at least 1 and at most 65535"),
+    ("log.level", "debug", "'DEBUG', 'INFO', 'WARNING' or 'ERROR'"),
+    ("log.json", "no", "true or false"),
+    ("log.prompts", 1, "true or false"),
+    ("target_config", None, "a mapping of keys"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "allowed"), REFUSALS, ids=lambda v: str(v)[:40])
+def test_a_value_that_is_not_allowed_is_named_with_its_key(key, value, allowed):
+    message = refusal(nested(key, value))
+    assert message.startswith(key), message
+    assert allowed in message
+    if not isinstance(value, dict):
+        shown = {None: "null", True: "true"}.get(value, repr(value)) if not isinstance(value, list) else "[]"
+        assert f"{key} is {shown}:" in message or value == 1
+
+
+MISSPELT = [
+    ("target_config.engine_kwargs.max_sesions", "did you mean max_sessions?"),
+    ("target_confg", "did you mean target_config?"),
+    ("target_config.engine_kwargs.kv_fractions", "did you mean kv_fraction?"),
+    ("draft_config.engine_kwargs.fanout", "did you mean fan_out?"),
+    ("router_config.max_queued_request", "did you mean max_queued_requests?"),
+    ("log.jsn", "did you mean json?"),
+    ("server.port", "allowed are grpc_port, host, http_port"),
+    ("target_config.deployment_config.num_replica", "did you mean num_replicas?"),
+    ("target_config.deployment_config.ray_actor_options.num_gpu", "did you mean num_gpus?"),
+    ("target_config.deployment_config.autoscaling_config.max_replica", "did you mean max_replicas?"),
+    ("target_config.deployment_config.placement_group_bundles", "use placement_group_config.bundles"),
+    ("target_config.deployment_config.name", "allowed are autoscaling_config"),
+    ("router_config.placement_group_config", "did you mean target_config.placement_group_config or draft_config."),
+    ("grpc_port", "did you mean server.grpc_port?"),
+    ("target_config.engine_kwargs.fan_out", "did you mean draft_config.engine_kwargs.fan_out?"),
+]
+
+
+@pytest.mark.parametrize(("key", "advice"), MISSPELT, ids=[key for key, _ in MISSPELT])
+def test_a_misspelt_key_is_named_with_the_one_that_was_meant(key, advice):
+    message = refusal(nested(key, 3))
+    assert message.startswith(f"{key} is 3, but there is no such key: ")
+    assert advice in message
+
+
+def test_an_unknown_key_is_reported_before_what_follows_from_it():
+    message = refusal({"target_config": {"placement_group_config": {"bundle": [{"GPU": 1}]}}})
+    assert message.startswith("target_config.placement_group_config.bundle is [{'GPU': 1}], but there is no such key")
+
+
+def test_a_key_of_the_other_kind_of_draft():
+    message = refusal({"draft_config": {"kind": "ngram", "model_loading_config": {"model_id": "x"}}})
+    assert message.startswith("draft_config.model_loading_config is")
+    assert "belongs to another kind" in message
+
+
+AUTOSCALING = "target_config.deployment_config.autoscaling_config"
+CONTRADICTIONS = {
+    "target_config.engine_kwargs.kv_fraction is 0.5 while kv_pages is 8: give one of them": {
+        "target_config": {"engine_kwargs": {"kv_pages": 8, "kv_fraction": 0.5}}
+    },
+    "draft_config.engine_kwargs.min_match is 5: it must be at most max_match, which is 4": {
+        "draft_config": {"kind": "ngram", "engine_kwargs": {"min_match": 5}}
+    },
+    "router_config.deployment_config.num_replicas is 2 beside an autoscaling_config: give one of them": {
+        "router_config": {"deployment_config": {"num_replicas": 2, "autoscaling_config": {}}}
+    },
+    f"{AUTOSCALING}.min_replicas is 3: it must be at most max_replicas, which is 2": nested(
+        AUTOSCALING, {"min_replicas": 3, "max_replicas": 2}
+    ),
+    "target_config.deployment_config.max_replicas_per_node is 1 beside a placement_group_config: "
+    "Ray Serve takes one of them": {
+        "target_config": {
+            "placement_group_config": {"bundles": [{"CPU": 1}]},
+            "deployment_config": {"max_replicas_per_node": 1},
+        }
+    },
+    "server.http_port is 8000, which is grpc_port too: they must differ": {"server": {"grpc_port": 8000}},
+    "draft_config names no model while target_config names 'org/large': name a draft model, or set draft_config to "
+    "{kind: ngram}, or to null for plain decoding": {
+        "target_config": {"model_loading_config": {"model_id": "org/large"}}
+    },
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS, ids=lambda message: message.split()[0])
+def test_settings_that_contradict_each_other(message):
+    assert refusal(CONTRADICTIONS[message]) == message
+
+
+def test_the_configuration_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        ServiceConfig().server.grpc_port = 1

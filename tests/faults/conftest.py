@@ -1,0 +1,15 @@
+"""The tokens of plain decoding, which every run must give."""
+
+from __future__ import annotations
+
+import pytest
+from tests.faults.runs import requests
+from tests.support import pair, plain_reference
+
+from paceline.router.session import Result
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Result]:
+    """Plain decoding of each request alone."""
+    return plain_reference(pair("llama")[0], requests())

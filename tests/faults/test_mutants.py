@@ -1,0 +1,225 @@
+"""Guards against faults, taken away one at a time: each has a mutant without it, which must be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.faults.pump import FaultyPump
+from tests.faults.runs import LOSSES, _at_outcome, _draft_refuses, one_fault, run
+
+from paceline.draft.engine import DraftEngine
+from paceline.router import session as session_module
+from paceline.router.session import Actions, Result, Session
+from paceline.speculation import SpeculationTree
+from paceline.target.engine import TargetEngine
+from paceline.types import CloseSession, Commit, Nodes, OpenSession, Outcome
+
+
+def _mutant(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, change: Callable[[Any, Any], Any]) -> None:
+    """Changes the first argument of a method, before the guard inside can see it."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, event, *rest: original(self, change(self, event), *rest))
+
+
+def _repeated_outcomes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay takes an outcome whose context has been passed."""
+
+    def change(session: Session, event: Any) -> Any:
+        late = isinstance(event, Outcome) and event.context_len < len(session._history)
+        return replace(event, context_len=len(session._history)) if late else event
+
+    _mutant(monkeypatch, Session, "on_target", change)
+
+
+def _gaps_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay takes an outcome although the one before is missing."""
+
+    def change(session: Session, event: Any) -> Any:
+        early = isinstance(event, Outcome) and event.context_len > len(session._history)
+        return replace(event, context_len=len(session._history)) if early else event
+
+    _mutant(monkeypatch, Session, "on_target", change)
+
+
+def _old_targets_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay does not look at the epoch of the target's events."""
+    _mutant(monkeypatch, Session, "on_target", lambda session, event: replace(event, epoch=session.target_epoch))
+
+
+def _old_drafts_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay does not look at the epoch of nodes."""
+    on_draft = Session.on_draft
+
+    def deaf(session: Session, event: Any) -> Actions:
+        epoch, session._draft_epoch = session._draft_epoch, event.epoch
+        try:
+            return on_draft(session, event)
+        finally:
+            session._draft_epoch = epoch
+
+    monkeypatch.setattr(Session, "on_draft", deaf)
+
+
+def _lost_trees_stay_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay does not re-open the draft of a session that has lost nodes."""
+    monkeypatch.setattr(Session, "_on_tree_lost", lambda session, actions: None)
+
+
+def _malformed_outcomes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay believes what no target can have meant."""
+    monkeypatch.setattr(session_module, "_malformed", lambda outcome: False)
+
+
+def _history_is_what_was_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target is re-opened from the text instead of from the outcomes."""
+    reopen_target = Session.reopen_target
+
+    def reopen(session: Session) -> Actions:
+        history = session._history
+        session._history = [*session._prompt, *session._emitted]
+        try:
+            return reopen_target(session)
+        finally:
+            session._history = history
+
+    monkeypatch.setattr(Session, "reopen_target", reopen)
+
+
+def _epochs_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target is re-opened under the epoch of the old one."""
+    reopen_target = Session.reopen_target
+
+    def reopen(session: Session) -> Actions:
+        session._epoch -= 1
+        return reopen_target(session)
+
+    monkeypatch.setattr(Session, "reopen_target", reopen)
+
+
+def _repeated_commits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft takes a commit whose context has been passed."""
+    commit = DraftEngine._commit
+
+    def deaf(engine: DraftEngine, session: Any, message: Commit) -> None:
+        late = message.context_len < session.tree.context_len
+        commit(engine, session, replace(message, context_len=session.tree.context_len) if late else message)
+
+    monkeypatch.setattr(DraftEngine, "_commit", deaf)
+
+
+def _commits_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft takes a commit although the one before is missing."""
+    commit = DraftEngine._commit
+
+    def deaf(engine: DraftEngine, session: Any, message: Commit) -> None:
+        early = message.context_len > session.tree.context_len
+        commit(engine, session, replace(message, context_len=session.tree.context_len) if early else message)
+
+    monkeypatch.setattr(DraftEngine, "_commit", deaf)
+
+
+def _drafts_ignore_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft takes commits and closes of any epoch."""
+    receive = DraftEngine.receive
+
+    def deaf(engine: DraftEngine, messages: Sequence[Any]) -> None:
+        for message in messages:
+            session = engine._sessions.get(message.session_id)
+            known = session is not None and not isinstance(message, OpenSession)
+            receive(engine, [replace(message, epoch=session.epoch) if known else message])
+
+    monkeypatch.setattr(DraftEngine, "receive", deaf)
+
+
+def _targets_ignore_the_epoch_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target hangs up nodes of an old draft."""
+    receive = TargetEngine.receive
+
+    def deaf(engine: TargetEngine, messages: Sequence[Any]) -> None:
+        for message in messages:
+            session = engine._sessions.get(message.session_id)
+            known = session is not None and isinstance(message, Nodes)
+            receive(engine, [replace(message, epoch=session.draft_epoch) if known else message])
+
+    monkeypatch.setattr(TargetEngine, "receive", deaf)
+
+
+def _any_node_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree hangs up nodes that no draft can have meant."""
+    monkeypatch.setattr(SpeculationTree, "_valid", lambda *_: True)
+
+
+def _drafts_are_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that is refused is opened again, and again."""
+    monkeypatch.setattr(session_module, "MAX_DRAFT_RETRIES", 10**6)
+
+
+def _three(link: str, kind: str, prepare: Any = None) -> Callable[[dict[str, Result]], Any]:
+    return lambda reference: one_fault(reference, link, kind, prepare)
+
+
+def _target_dies(reference: dict[str, Result]) -> None:
+    for number in range(1, 12):
+        pump = run(reference, 7, {}, _at_outcome(number, lambda pump: pump.kill_target(keeps_talking=True)))
+        assert pump.counts["stalls"] == pump.counts["targets_lost"] == 0
+
+
+def _new_epochs(pump: FaultyPump) -> None:
+    """The target dies now and then, so that most of what is replayed is of an old epoch."""
+    pump.each_tick = lambda: pump.kill_target(keeps_talking=True) if pump._now in range(12, 100, 12) else None
+
+
+def _old_closes(reference: dict[str, Result]) -> None:
+    """After every death the close of the epoch before comes once more, when the next one is open."""
+
+    def prepare(pump: FaultyPump) -> None:
+        def each_tick() -> None:
+            if pump._now in range(12, 100, 12):
+                pump.kill_target()
+            elif pump._now % 12 == 6:
+                pump.to_draft.extend(CloseSession(n, s.draft_epoch - 1) for n, s in pump.sessions.items())
+
+        pump.each_tick = each_tick
+
+    for seed in range(3):
+        pump = run(reference, seed, {}, prepare)
+        assert pump.counts["stale_messages"] > 0
+        for name in (*LOSSES, "stalls"):
+            assert pump.counts[name] == 0, name
+
+
+MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[dict[str, Result]], Any]]] = [
+    (_repeated_outcomes_count, _three("from_target", "duplicate")),
+    (_gaps_are_closed, _three("from_target", "drop")),
+    (_malformed_outcomes_count, _three("from_target", "corrupt")),
+    (_old_targets_are_heard, _target_dies),
+    (_epochs_stand_still, _target_dies),
+    (_history_is_what_was_digested, _target_dies),
+    (_old_drafts_are_heard, _three("from_draft", "replay", _new_epochs)),
+    (_lost_trees_stay_lost, _three("from_draft", "drop")),
+    (_repeated_commits_count, _three("to_draft", "duplicate")),
+    (_commits_may_be_missing, _three("to_draft", "drop")),
+    (_drafts_ignore_epochs, _old_closes),
+    (_targets_ignore_the_epoch_of_nodes, _three("to_target", "replay", _new_epochs)),
+    (_any_node_is_valid, _three("from_draft", "corrupt")),
+    (_drafts_are_tried_for_ever, _draft_refuses),
+]
+
+
+@pytest.mark.parametrize(("mutant", "check"), MUTANTS, ids=lambda case: getattr(case, "__name__", ""))
+def test_a_mutant_is_caught(
+    monkeypatch: pytest.MonkeyPatch, reference: dict[str, Result], mutant: Any, check: Any
+) -> None:
+    """Without the guard the check fails."""
+    mutant(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017 - an engine that breaks is as good as a wrong token
+        check(reference)
+
+
+@pytest.mark.parametrize("check", {check: None for _, check in MUTANTS[3:]}, ids=lambda check: "")
+def test_the_checks_of_the_mutants_hold_without_them(reference: dict[str, Result], check: Any) -> None:
+    """Those that no test above has run."""
+    check(reference)

@@ -1,0 +1,282 @@
+"""The session relay against simulated engines: delays, failures, duplicates and stale epochs in any order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.router.sessions import PROMPT, make, outcome
+
+from paceline.router.session import Actions, Chunk
+from paceline.types import (
+    CloseSession,
+    DraftState,
+    FinishReason,
+    InFlight,
+    Node,
+    Nodes,
+    OpenSession,
+    Outcome,
+    SessionFailed,
+    SpeculationWanted,
+    TreeLost,
+)
+
+
+class Peers:
+    """What both engines must believe if they take every message in order, and the assertions that they believe it."""
+
+    def __init__(self, session):
+        self.session = session
+        self.target = self.draft = None  # context of each, None: not open
+        self.target_epoch = self.draft_epoch = -1
+        self.expects = None  # the draft's epoch as the target knows it; None: none
+        self.tokens = []
+        self.results = 0
+
+    def take(self, actions):
+        for message in actions.to_target:
+            if isinstance(message, OpenSession):
+                assert message.epoch > self.target_epoch
+                self.target, self.target_epoch = list(message.token_ids), message.epoch
+                self.expects = message.epoch
+            elif isinstance(message, CloseSession):
+                assert (message.epoch, self.target is not None) == (self.target_epoch, True)
+                self.target = None
+            elif isinstance(message, DraftState):
+                assert message.epoch == self.target_epoch
+                assert not message.available or message.context_len == len(self.target)
+                self.expects = message.draft_epoch if message.available else None
+        for message in actions.to_draft:
+            if isinstance(message, OpenSession):
+                assert message.epoch > self.draft_epoch
+                self.draft, self.draft_epoch = list(message.token_ids), message.epoch
+            else:
+                assert (message.epoch, self.draft is not None) == (self.draft_epoch, True)
+                if isinstance(message, CloseSession):
+                    self.draft = None
+                else:
+                    assert message.context_len == len(self.draft)
+                    self.draft += message.token_ids
+        for chunk in actions.chunks:
+            self.tokens += chunk.token_ids
+        self.results += actions.result is not None
+        assert actions.draft_wanted <= self.session.wants_draft
+
+    def check(self):
+        session = self.session
+        if session.draft_available:
+            assert self.draft == self.target
+            assert self.expects == self.draft_epoch == session.draft_epoch
+        else:
+            assert self.draft is None
+            assert self.target is None or self.expects is None
+        if self.target is None:
+            assert not session.draft_available
+        assert self.results == session.finished
+        if session.finished:
+            assert self.target is None
+
+
+STORY = tuple(range(65, 85))
+HAPPENINGS = (
+    "outcome", "finish", "old outcome", "nodes", "old nodes", "tree lost", "wanted", "unwanted",
+    "draft fails", "draft down", "draft up", "leave draft", "reopen", "digest", "cancel",
+)  # fmt: skip
+
+
+def happen(session, peers, what):
+    """One event, from engines that are right, or late by one epoch."""
+    at = len(session._history) - len(PROMPT)
+    old_target, old_draft = peers.target_epoch - 1, peers.draft_epoch - 1
+    if what in ("outcome", "finish") and peers.target is not None:
+        tokens = STORY[at : at + 2]
+        event = outcome(session, tokens, 1, FinishReason.LENGTH if what == "finish" else None)
+        peers.target += tokens
+        if what == "finish":
+            peers.target = None
+        peers.take(session.on_target(event))
+    elif what == "old outcome":
+        peers.take(session.on_target(outcome(session, (1, 2), 1, FinishReason.STOP, epoch=old_target)))
+        peers.take(session.on_target(outcome(session, (1, 2), 1, FinishReason.STOP, at=1)))
+    elif what == "nodes" and peers.draft is not None:
+        nodes = Nodes("s", peers.draft_epoch, len(peers.draft), ())
+        assert session.on_draft(nodes) == Actions(to_target=[nodes])
+    elif what == "old nodes":
+        assert session.on_draft(Nodes("s", old_draft, 3, ())) == Actions()
+        assert session.on_draft(SessionFailed("s", old_draft, "late")) == Actions()
+    elif what == "tree lost" and peers.target is not None:
+        peers.take(session.on_target(TreeLost("s", peers.target_epoch)))
+    elif what in ("wanted", "unwanted") and peers.target is not None:
+        peers.take(session.on_target(SpeculationWanted("s", peers.target_epoch, what == "wanted")))
+    elif what == "draft fails" and peers.draft is not None:
+        peers.draft = None
+        peers.take(session.on_draft(SessionFailed("s", peers.draft_epoch, "no room")))
+    elif what == "draft down":
+        peers.draft = None
+        peers.take(session.on_draft_down())
+    elif what == "draft up":
+        peers.take(session.on_draft_up())
+    elif what == "leave draft":
+        peers.take(session.leave_draft())
+    elif what == "reopen":
+        if peers.target is not None:
+            assert peers.target == session._history
+        peers.take(session.reopen_target())
+    elif what in ("digest", "cancel"):
+        peers.take(getattr(session, what)())
+    peers.check()
+
+
+def play(happenings, draft_available=True):
+    """Runs a story to its end, and checks that every token of it was emitted once."""
+    session = make()
+    peers = Peers(session)
+    peers.take(session.open(draft_available))
+    peers.check()
+    for what in happenings:
+        happen(session, peers, what)
+    cancelled = session.finished and session.result.finish_reason is FinishReason.ABORT
+    if not cancelled:
+        happen(session, peers, "finish")
+        happen(session, peers, "digest")
+        assert session.finished
+        assert session.result.finish_reason is FinishReason.LENGTH
+    assert tuple(peers.tokens) == session.result.token_ids == STORY[: len(peers.tokens)]
+    assert peers.draft is peers.target is None
+    return session
+
+
+@pytest.mark.parametrize("draft_available", [True, False])
+@pytest.mark.parametrize("first", HAPPENINGS)
+def test_whatever_happens_both_engines_know_what_the_session_knows(first, draft_available):
+    """All stories of four events: after each, either engine is closed or has the whole history in the newest epoch, and
+    the target knows whether, and under which epoch, a draft serves the session. Tokens are emitted once."""
+    for rest in itertools.product(HAPPENINGS, repeat=3):
+        play((first, *rest), draft_available)
+
+
+@given(st.lists(st.sampled_from([h for h in HAPPENINGS if h not in ("cancel", "finish")]), min_size=5, max_size=8))
+def test_longer_stories(happenings):
+    play(happenings)
+
+
+class SimulatedTarget:
+    """Emits the next tokens of a fixed text, whatever it is told; restarts from the history it is given."""
+
+    def __init__(self, text, rng):
+        self.text, self.rng = text, rng
+        self.outbox: deque[Outcome | InFlight] = deque()
+        self.position = self.epoch = -1
+
+    def receive(self, message):
+        if isinstance(message, OpenSession):
+            assert message.epoch > self.epoch
+            self.epoch, self.position = message.epoch, len(message.token_ids) - message.num_prompt_tokens
+            assert message.token_ids[message.num_prompt_tokens :] == self.text[: self.position]
+        elif isinstance(message, CloseSession):
+            self.position = len(self.text)
+
+    def step(self, session):
+        if self.position < 0 or self.position >= len(self.text):
+            return
+        size = self.rng.randint(1, 4)
+        tokens = self.text[self.position : self.position + size]
+        at = len(PROMPT) + self.position
+        self.position += len(tokens)
+        finish = FinishReason.LENGTH if self.position == len(self.text) else None
+        self.outbox.append(outcome(session, tokens, len(tokens) - 1, finish, self.epoch, at=at))
+        if finish is None:
+            self.outbox.append(InFlight("s", self.epoch, at + len(tokens), (1, 2)))
+
+
+class SimulatedDraft:
+    """Keeps the context it was told, so that the test can compare it with the truth."""
+
+    def __init__(self):
+        self.epoch = -1
+        self.context: list[int] | None = None
+        self.outbox: deque[Nodes | SessionFailed] = deque()
+
+    def receive(self, message):
+        if isinstance(message, OpenSession):
+            assert message.epoch > self.epoch
+            self.epoch, self.context = message.epoch, list(message.token_ids)
+        elif isinstance(message, CloseSession):
+            self.context = None
+        elif message.epoch == self.epoch and self.context is not None:
+            assert message.context_len == len(self.context)
+            self.context += message.token_ids
+
+    def step(self):
+        if self.context is not None:
+            self.outbox.append(Nodes("s", self.epoch, len(self.context), (Node(1, 0, 65, 0.5),)))
+
+
+EVENTS = ("target", "draft", "deliver_target", "deliver_draft", "digest", "draft_down", "draft_up", "reopen")
+
+
+@given(
+    text=st.binary(min_size=1, max_size=40).map(lambda b: bytes(65 + x % 26 for x in b)),
+    events=st.lists(st.sampled_from(EVENTS), max_size=120),
+    rng_seed=st.integers(0, 2**16),
+)
+def test_any_order_of_delays_failures_and_restarts_gives_the_same_tokens(text, events, rng_seed):
+    rng = random.Random(rng_seed)
+    text = tuple(text)
+    session = make()
+    target, draft = SimulatedTarget(text, rng), SimulatedDraft()
+    chunks: list[Chunk] = []
+    draft_up = True
+
+    def carry_out(actions):
+        for message in actions.to_target:
+            if isinstance(message, Nodes | DraftState):
+                assert message.epoch >= 0
+            target.receive(message)
+        if draft_up:
+            for message in actions.to_draft:
+                draft.receive(message)
+        chunks.extend(actions.chunks)
+
+    def check_draft():
+        if session.draft_available:
+            assert draft.context == [*PROMPT, *text[: len(draft.context or ()) - len(PROMPT)]]
+
+    carry_out(session.open())
+    for event in [*events, *(["target", "deliver_target", "deliver_target"] * (len(text) + 40))]:
+        if event == "target":
+            target.step(session)
+        elif event == "draft":
+            draft.step()
+        elif event == "deliver_target" and target.outbox:
+            message = target.outbox.popleft()
+            stale = message.epoch != target.epoch
+            before = session.relay.dropped
+            carry_out(session.on_target(message))
+            assert not stale or session.relay.dropped == before + 1
+        elif event == "deliver_draft" and draft.outbox:
+            message = draft.outbox.popleft()
+            carry_out(session.on_draft(message))
+            carry_out(session.on_draft(message))  # nodes may be duplicated: the tree knows their ids
+        elif event == "digest":
+            carry_out(session.digest())
+        elif event == "draft_down":
+            carry_out(session.on_draft_down())
+            draft_up, draft.context = False, None
+        elif event == "draft_up":
+            draft_up = True
+            carry_out(session.on_draft_up())
+        elif event == "reopen" and not session.finished:
+            carry_out(session.reopen_target())  # what the old target still has in its outbox is stale now
+        check_draft()
+    carry_out(session.digest())
+
+    assert session.result is not None
+    assert session.result.token_ids == text
+    assert session.result.text == bytes(text).decode() == "".join(c.text for c in chunks)
+    assert draft.context is None or not draft_up
