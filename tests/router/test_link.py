@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.router.link import DRAFT, Link
 from paceline.router.pool import Member
+from paceline.types import ReplicaStatus
 
 DELAY_S, BATCHES = 0.1, 20
 
@@ -38,3 +39,28 @@ def test_delays_of_batches_overlap_and_keep_their_order() -> None:
         return time.monotonic() - started
 
     assert DELAY_S <= asyncio.run(test()) < BATCHES * DELAY_S / 2
+
+
+def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
+    """Heartbeats every 20 ms over a way of 200 ms; the mutant that sends an echo with each knows only the last one."""
+    latencies: list[float] = []
+    status = ReplicaStatus("draft-0", "draft", incarnation=1, num_sessions=0, num_waiting=0, max_sessions=1)
+
+    async def test() -> None:
+        kind = replace(DRAFT, decode=lambda batch: (batch, status, 0))
+        link = Link(
+            Member("draft-0", "127.0.0.1:1"), kind, on_messages=lambda _, messages: None,
+            on_change=lambda _: None, on_latency=latencies.append, silence_s=5.0, delay_s=DELAY_S,
+        )  # fmt: skip
+
+        async def replica() -> AsyncIterator[Any]:
+            for _ in range(40):
+                await asyncio.sleep(0.02)
+                batch, link._outbox = link._outbox, []
+                yield batch
+
+        await link._read(replica())
+
+    asyncio.run(test())
+    assert len(latencies) >= 2
+    assert all(2 * DELAY_S <= latency < 1.0 for latency in latencies)

@@ -61,7 +61,7 @@ class Link:
     ) -> None:
         """``on_change``: it came up, went down, or its status changed. ``silence_s``: when a silent replica is down.
 
-        ``on_latency`` takes what the way there and back takes, in seconds, with every heartbeat.
+        ``on_latency`` takes what the way there and back takes, in seconds, with heartbeats: one at a time.
 
         ``delay_s`` is added to every message in both directions, for experiments with slow networks.
         """
@@ -83,6 +83,7 @@ class Link:
         self._wake = asyncio.Event()
         self._heard_at = 0.0
         self._echo_ns = 0
+        """When the echo that is on its way was sent; 0: none is."""
         self._num_others = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -174,8 +175,10 @@ class Link:
     def _is_echo(self, message: Any) -> bool:
         if not isinstance(message, Echo):
             return False
-        if message.sent_ns == self._echo_ns and self._on_latency is not None:
-            self._on_latency((time.monotonic_ns() - message.sent_ns) / 1e9)
+        if message.sent_ns == self._echo_ns:
+            self._echo_ns = 0
+            if self._on_latency is not None:
+                self._on_latency((time.monotonic_ns() - message.sent_ns) / 1e9)
         return True
 
     async def _write(self, call: Any) -> str:
@@ -213,13 +216,15 @@ class Link:
                 return
             self.up, self.reason = True, ""
             log.info("%s %s is up at %s", self.kind.name, self.member.replica_id, self.member.address)
-        self._echo_ns = time.monotonic_ns()
-        self.send([Echo(self._echo_ns)])
+        if not self._echo_ns:
+            self._echo_ns = time.monotonic_ns()
+            self.send([Echo(self._echo_ns)])
         self._on_change(self)
 
     def _down(self, reason: str) -> None:
         self.up, self.reason = False, reason
         self._outbox.clear()
+        self._echo_ns = 0
         log.warning("%s %s is down: %s", self.kind.name, self.member.replica_id, reason)
         self._on_change(self)
 
