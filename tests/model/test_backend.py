@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import random
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support import Pump, Request, assert_same, noisy_copy, plain_referenc
 from paceline.config import ModelConfig, PairConfig, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model import loading
-from paceline.model.backend import DeviceBackend, HostBackend
+from paceline.model.backend import DeviceBackend, HostBackend, attention_masks
 from paceline.model.buckets import Limits, StepArrays, StepShape, best_fit, pack, shapes_to_record, unpack
 from paceline.model.graphs import make_backend, record_steps
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
@@ -334,3 +335,17 @@ def test_the_choice_reaches_both_models() -> None:
     assert isinstance(pair, PairConfig)
     assert (pair.target.cuda_graphs, pair.target.max_cuda_graphs) == (False, 9)
     assert (pair.draft.cuda_graphs, pair.draft.max_cuda_graphs) == (True, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_masks_are_zero_where_seen_and_minus_infinity_elsewhere(dtype: torch.dtype) -> None:
+    """Row by row as ``SequenceStep`` says: rows up to a token's own, and of those the window's."""
+    steps = [SequenceStep([1] * 3, range(70, 73), range(70, 73), [4, 5], 1), SequenceStep([1], [5], [5], [9], 1)]
+    plan = StepPlan.of(steps, SCRATCH_ROW)
+    whole, near = attention_masks(plan, dtype, window=4)
+    for token, (position, row) in enumerate([(70, 0), (71, 0), (72, 0), (5, 1)]):
+        place = int(plan.scatter[token]) - row * plan.gather.shape[1]
+        for mask, first in ((whole, 0), (near, position - 3)):
+            want = [0.0 if first <= key <= position else -math.inf for key in range(mask.shape[-1])]
+            assert mask.dtype == dtype
+            assert mask[row, 0, place].tolist() == want
