@@ -15,8 +15,8 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos \
 	--plugin=$(BIN)/protoc-gen-mypy --plugin=$(BIN)/protoc-gen-mypy_grpc
 
 # Tests that take a core for themselves and judge no speed: two run at once.
-PARALLEL := tests/model tests/target tests/draft tests/test_lossless_engines.py tests/test_lossless_exact.py \
-	tests/test_lossless_statistical.py
+PARALLEL := tests/model tests/target tests/draft tests/drafters tests/lossless/test_engines.py \
+	tests/lossless/test_exact.py tests/lossless/test_statistical.py
 
 # One torch thread per process: a multi-threaded region stalls whenever anything else wants one of its cores.
 export OMP_NUM_THREADS := 1
@@ -47,12 +47,12 @@ test-slow: setup
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not ray" $(PARALLEL:%=--ignore=%)
 
 test-ray: setup
-	timeout 600 $(BIN)/python -m pytest -q -m "ray and not gpu" tests/test_metrics.py  # a cluster of its own
-	timeout 2400 $(BIN)/python -m pytest -q -m "ray and not gpu" --ignore tests/test_metrics.py
+	timeout 600 $(BIN)/python -m pytest -q -m "ray and not gpu" tests/metrics/test_metrics.py  # a cluster of its own
+	timeout 2400 $(BIN)/python -m pytest -q -m "ray and not gpu" --ignore tests/metrics/test_metrics.py
 
 gpu:
 	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default -m gpu tests/gpu
-	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default tests/model/test_kernels.py
+	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default tests/model/attention/test_kernels.py
 	PYTHONPATH=services:. $(GPU_PYTHON) benchmarks/gpu.py
 	PYTHONPATH=services:. $(GPU_PYTHON) benchmarks/gpu.py --attention triton
 

@@ -18,12 +18,12 @@ from unittest import mock
 import torch
 from transformers import AutoTokenizer
 
-from paceline.bench.prompts import held_out_texts
 from paceline.embedded import TARGET_DIR
 from paceline.model import runner as runner_module
 from paceline.model.kv_cache import pages_for
 from paceline.model.loading import load_pretrained, prepare
 from paceline.model.runner import ModelRunner, SequenceStep
+from paceline_bench.prompts import held_out_texts
 
 CHUNKS = (2, 3, 5, 6, 9, 13, 17)
 RULES: dict[str, dict[str, Callable[[int], int]]] = {

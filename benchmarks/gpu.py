@@ -24,19 +24,19 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from paceline.bench.grow import grow, parse_size
+from paceline.core.deferred import download
+from paceline.core.sampling import Row, SamplerState, draft_candidates
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.model.backend import DeviceBackend
-from paceline.model.buckets import Limits
-from paceline.model.graphs import record_steps
+from paceline.model.compiled.backend import DeviceBackend
+from paceline.model.compiled.buckets import Limits
+from paceline.model.compiled.graphs import record_steps
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.model.selftest import check_invariance
-from paceline.sampling import Row, SamplerState, draft_candidates
 from paceline.target.engine import FromTarget, TargetEngine
-from paceline.transfers import download
 from paceline.types import Mode, OpenSession, Outcome, SamplingParams, SpeculationParams
+from paceline_bench.grow import grow, parse_size
 
 RESULTS = Path(__file__).parent / "results"
 VERIFIED = (1, 4, 8, 16)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.bench.grow import grow_checkpoint, parse_size
+from paceline_bench.grow import grow_checkpoint, parse_size
 
 
 def main() -> None:

@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.bench.prompts import held_out_texts
-from paceline.bench.report import table
+from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.core.sampling import Row, SamplerState, draft_candidates, process, rank_coupled, row_keys
+from paceline.core.verification import Proposal, sample_draft, verify
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.model.loading import load_pretrained
-from paceline.sampling import Row, SamplerState, draft_candidates, process, rank_coupled, row_keys
-from paceline.tokenization import load_tokenizer
 from paceline.types import Acceptance, SamplingParams
-from paceline.verification import Proposal, sample_draft, verify
+from paceline_bench.prompts import held_out_texts
+from paceline_bench.report import table
 
 WINDOW, SKIPPED, TOP_M = 256, 64, 256
 """Tokens of a text window; how many of them are context only; candidates of the draft that are looked at."""

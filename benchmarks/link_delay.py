@@ -22,21 +22,21 @@ from itertools import count
 from pathlib import Path
 
 import paced
-from paceline.bench.local import Settings, with_grown_models
-from paceline.bench.prompts import held_out_prompts
-from paceline.bench.report import table
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.plan.model import Load, System
+from paceline.plan.closed_form import Load, System
+from paceline.plan.outcomes import Outcomes
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
-from paceline.plan.tree import Outcomes
-from paceline.replica import HEARTBEAT_S
 from paceline.router.router import Router
 from paceline.router.session import Chunk
-from paceline.tokenization import load_tokenizer
+from paceline.runtime.host import HEARTBEAT_S
+from paceline.runtime.workers import available_cores
 from paceline.types import Cause, Mode, Request, SamplingParams
-from paceline.workers import available_cores
+from paceline_bench.local import Settings, with_grown_models
+from paceline_bench.prompts import held_out_prompts
+from paceline_bench.report import table
 
 _ONE = Load(1, 1, 1)
 _START_LIMIT_S = 120.0

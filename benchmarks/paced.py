@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import PairConfig, RouterConfig, apply_worker_environment
-from paceline.factories import DraftFactory, TargetFactory
 from paceline.metrics import Registry, RouterMetrics
-from paceline.replica import EngineHost, ReplicaServer
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import ModelFacts, Router
 from paceline.router.session import Chunk, Session
-from paceline.tokenization import load_tokenizer
+from paceline.runtime.build import DraftFactory, TargetFactory
+from paceline.runtime.host import EngineHost, ReplicaServer
 from paceline.types import Cause, Mode, Request, SamplingParams, SpeculationParams
 
 _START_TIMEOUT_S = 120.0
@@ -78,7 +78,7 @@ class PacedFactory:
                 drafter: Any = draft._drafter
                 drafter._runner = PacedRunner(drafter._runner, self.pace)
             return draft
-        from paceline.target.cost import StepCost
+        from paceline.target.control.step_cost import StepCost
 
         target: Any = TargetFactory(self.config)(emit)
         if self.pace.step_s:
@@ -94,15 +94,15 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
 
     async def run() -> None:
         if factory.kind == "target":
-            from paceline.target.explanation import Explainer
-            from paceline.target.service import TargetService as Service
-            from paceline.target.service import describe as describe_target
+            from paceline.runtime.target_server import TargetService as Service
+            from paceline.runtime.target_server import describe as describe_target
+            from paceline.target.control.report import Explainer
             from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server as add
 
             describe = functools.partial(describe_target, explainer=Explainer())
         else:
-            from paceline.draft.service import DraftService as Service
-            from paceline.draft.service import describe
+            from paceline.runtime.draft_server import DraftService as Service
+            from paceline.runtime.draft_server import describe
             from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server as add
 
         host = EngineHost(

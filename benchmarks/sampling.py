@@ -20,12 +20,12 @@ from unittest import mock
 
 import torch
 
-from paceline import rows as native
-from paceline.bench.report import table
-from paceline.processors import Row, SamplerState
-from paceline.sampling import best_coupled, draft_candidates
+from paceline.core import rows as native
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import best_coupled, draft_candidates
+from paceline.core.verification import Proposal, decide
 from paceline.types import Acceptance, SamplingParams, SparseDistribution
-from paceline.verification import Proposal, decide
+from paceline_bench.report import table
 from step_overhead import read_bandwidth
 
 OPTIONS = {

@@ -26,14 +26,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.prompts import held_out_prompts
-from paceline.bench.report import environment
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.client import AsyncClient, Client
+from paceline.cluster.launch import Service, free_ports
 from paceline.config import EMBEDDED_TARGET, ModelLoadingConfig, ServiceConfig
 from paceline.errors import PacelineError
-from paceline.serve import Service, free_ports
-from paceline.tokenization import load_tokenizer
 from paceline.types import Mode, ServerInfo, SpeculationParams
+from paceline_bench.prompts import held_out_prompts
+from paceline_bench.report import environment
 
 RECORDS, PLOT = Path("benchmarks/results/scaling.json"), Path("docs/scaling.svg")
 

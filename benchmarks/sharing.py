@@ -18,16 +18,16 @@ from collections import Counter
 from dataclasses import replace
 
 import paced
-from paceline.bench.prompts import held_out_prompts
-from paceline.bench.report import table
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.plan.model import Load, Prediction, System, best_k, plain
+from paceline.plan.closed_form import Load, Prediction, System, best_k, plain
+from paceline.plan.outcomes import Outcomes
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
-from paceline.plan.tree import Outcomes
-from paceline.tokenization import load_tokenizer
 from paceline.types import Mode, SamplingParams
+from paceline_bench.prompts import held_out_prompts
+from paceline_bench.report import table
 
 STEP_S = 0.02
 ROWS = 295

@@ -31,14 +31,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.processes import Process, ServiceProcess, num_descriptors, read_process
-from paceline.bench.prompts import held_out_prompts, held_out_texts
-from paceline.client import AsyncClient, AsyncStream, ServerInfo
+from paceline.client.client import AsyncClient, AsyncStream, ServerInfo
 from paceline.config import LocalConfig, ModelConfig
 from paceline.errors import DeadlineExceededError, EngineError, PacelineError, ResourceExhaustedError
 from paceline.local import LocalPipeline, embedded_paths
 from paceline.router.session import Result
 from paceline.types import Acceptance, FinishReason, Mode, SamplingParams, SpeculationParams
+from paceline_bench.processes import Process, ServiceProcess, num_descriptors, read_process
+from paceline_bench.prompts import held_out_prompts, held_out_texts
 
 SAMPLE_S = 5.0
 QUIET_TIMEOUT_S = 30.0

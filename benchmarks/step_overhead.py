@@ -31,23 +31,15 @@ from unittest import mock
 
 import torch
 
-from paceline.bench.grow import parse_size
-from paceline.bench.local import grown
-from paceline.bench.prompts import held_out_prompts
-from paceline.bench.report import environment, table
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig
 from paceline.draft import engine as draft_engine
-from paceline.draft import model_drafter
 from paceline.draft.build import build_draft_engine
+from paceline.drafters import model as model_drafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.model.loading import LoadedModel, load_model
 from paceline.router.session import Session
-from paceline.target import engine as target_engine
-from paceline.target.build import build_target_engine
-from paceline.tokenization import load_tokenizer
-from paceline.types import Mode, SamplingParams, SpeculationParams
-from paceline.v1 import draft_pb2, target_pb2
-from paceline.wire import (
+from paceline.rpc.streams import (
     decode_from_draft,
     decode_from_target,
     decode_to_draft,
@@ -57,6 +49,14 @@ from paceline.wire import (
     encode_to_draft,
     encode_to_target,
 )
+from paceline.target import engine as target_engine
+from paceline.target.build import build_target_engine
+from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.v1 import draft_pb2, target_pb2
+from paceline_bench.grow import parse_size
+from paceline_bench.local import grown
+from paceline_bench.prompts import held_out_prompts
+from paceline_bench.report import environment, table
 
 PARTS = ("forward", "inputs", "sampling", "messages", "python")
 _KEPT = 0.9

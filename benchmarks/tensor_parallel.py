@@ -26,12 +26,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from paceline.model.collectives import Collectives, TorchCollectives
 from paceline.model.loading import load_pretrained, prepare
-from paceline.model.ranks import Follower, LeadingRunner
+from paceline.model.parallel.collectives import Collectives, TorchCollectives
+from paceline.model.parallel.model import load_shard
+from paceline.model.parallel.runner import Follower, LeadingRunner
+from paceline.model.parallel.shared_memory import SharedMemoryCollectives
 from paceline.model.runner import ModelRunner, SequenceStep
-from paceline.model.sharded import load_shard
-from paceline.model.shared_memory import SharedMemoryCollectives
 
 SIZES = (1, 5, 9)
 CONTEXT = 100

@@ -19,10 +19,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.bench.prompts import held_out_texts
 from paceline.client import AsyncClient
 from paceline.errors import PacelineError
 from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline_bench.prompts import held_out_texts
 
 PROMPT_CHARACTERS = 400
 POLL_S = 0.5

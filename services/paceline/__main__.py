@@ -2,7 +2,7 @@
 
 import sys
 
-from paceline.cli import main
+from paceline.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

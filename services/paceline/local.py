@@ -20,17 +20,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.checkpoints import Checkpoint, read_checkpoint, require_path
+from paceline.checkpoint.files import Checkpoint, read_checkpoint, require_path
+from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
 from paceline.config import DraftModelConfig, LocalConfig
 from paceline.errors import EngineError, PacelineError
-from paceline.factories import DraftFactory, TargetFactory
 from paceline.generation import Generation
-from paceline.ranks import led, process_ranks
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Session, ToDraft, ToTarget
-from paceline.tokenization import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
+from paceline.runtime.build import DraftFactory, TargetFactory
+from paceline.runtime.ranks import led, process_ranks
+from paceline.runtime.workers import Emit, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
 from paceline.types import SamplingParams, SpeculationParams, SpeculationWanted
-from paceline.workers import Emit, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.dataset import Question, read_questions
-from paceline.bench.prompts import MAX_TOKENS, MIN_TOKENS, choose, held_out_prompts, held_out_texts
-from paceline.bench.tasks import GROUPS, group_after, group_lines
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError
-from paceline.tokenization import load_tokenizer
+from paceline_bench.dataset import Question, read_questions
+from paceline_bench.prompts import MAX_TOKENS, MIN_TOKENS, choose, held_out_prompts, held_out_texts
+from paceline_bench.tasks import GROUPS, group_after, group_lines
 
 
 def write(path: Path, *lines: Any) -> Path:

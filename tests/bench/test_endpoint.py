@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from tests.bench.fake_openai import FakeOpenAI
 
-from paceline.bench.endpoint import Endpoint, EndpointSettings, spec_decode_counters
-from paceline.bench.latency import times
-from paceline.bench.prompts import Prompt
-from paceline.bench.records import RequestRecord
-from paceline.bench.replicas import Job
-from paceline.bench.sides import Reply
-from paceline.cli import main
+from paceline.cli.main import main
+from paceline.cluster.launch import free_ports
 from paceline.errors import ConfigError, EngineError
-from paceline.serve import free_ports
 from paceline.types import SamplingParams, SpeculationParams
+from paceline_bench.endpoint import Endpoint, EndpointSettings, spec_decode_counters
+from paceline_bench.latency import times
+from paceline_bench.prompts import Prompt
+from paceline_bench.records import RequestRecord
+from paceline_bench.replicas import Job
+from paceline_bench.sides import Reply
 
 JOB = Job(Prompt("p", (1, 2), "def f():"), SamplingParams(max_tokens=6, temperature=0.5, seed=3))
 

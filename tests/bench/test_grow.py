@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from paceline.bench.grow import grow, grow_checkpoint, parse_size
+from paceline_bench.grow import grow, grow_checkpoint, parse_size
 
 # Sums of a longer row are taken in another order: float32 rounding of logits of size about 1.
 TOLERANCE = 1e-5

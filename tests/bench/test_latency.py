@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.bench.latency import METRICS, PERCENTILES, latencies, meets, percentiles, times
-from paceline.bench.records import RequestRecord, RoundRecord
+from paceline_bench.latency import METRICS, PERCENTILES, latencies, meets, percentiles, times
+from paceline_bench.records import RequestRecord, RoundRecord
 
 
 def record(arrivals: list[tuple[float, int]], counted: int | None = None) -> RequestRecord:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from paceline.bench.load import Load, arrivals_s, drive
 from paceline.errors import EngineError, ResourceExhaustedError
+from paceline_bench.load import Load, arrivals_s, drive
 
 FALSE_ALARM = 1e-4
 

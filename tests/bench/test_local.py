@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.records import (
+from paceline.cli.main import main
+from paceline.embedded import TARGET_DIR
+from paceline_bench.records import (
     Amount,
     RequestRecord,
     RoundRecord,
@@ -22,9 +24,7 @@ from paceline.bench.records import (
     ratio,
     summarise,
 )
-from paceline.bench.report import ModelFacts, model_facts, render
-from paceline.cli import main
-from paceline.embedded import TARGET_DIR
+from paceline_bench.report import ModelFacts, model_facts, render
 
 
 @pytest.mark.parametrize(

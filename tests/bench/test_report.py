@@ -11,15 +11,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.bench import documents, page, sections
-from paceline.bench.latency import latencies
-from paceline.bench.local import devices
-from paceline.bench.machine import bandwidth, floor_s, step_bytes
-from paceline.bench.records import RequestRecord, RoundRecord, interval, summarise
-from paceline.bench.report import as_json
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.types import Mode
+from paceline_bench import documents, page, sections
+from paceline_bench.latency import latencies
+from paceline_bench.local import devices
+from paceline_bench.machine import bandwidth, floor_s, step_bytes
+from paceline_bench.records import RequestRecord, RoundRecord, interval, summarise
+from paceline_bench.report import as_json
 
 FLOOR = {"read_bytes_per_s": 1e9, "target": {"weight_bytes": 8_000_000, "kv_bytes_per_token": 1000}, "draft": {}}
 

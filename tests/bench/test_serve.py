@@ -14,15 +14,17 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import serve, sides
-from paceline.bench.load import Load
-from paceline.bench.processes import Process, cpu_by_role, family, num_descriptors, read_process
-from paceline.bench.records import RequestRecord, RoundRecord
-from paceline.bench.report import ModelFacts
-from paceline.bench.serve import Settings, configurations
-from paceline.bench.serve_report import as_json, render, summarise
-from paceline.bench.sides import ServiceFacts, draft_link_s, sum_counters
-from paceline.bench.units import (
+from paceline.cli.main import main
+from paceline.types import Mode, ReplicaStatus
+from paceline_bench import serve, sides
+from paceline_bench.load import Load
+from paceline_bench.processes import Process, cpu_by_role, family, num_descriptors, read_process
+from paceline_bench.records import RequestRecord, RoundRecord
+from paceline_bench.report import ModelFacts
+from paceline_bench.serve import Settings, configurations
+from paceline_bench.serve_report import as_json, render, summarise
+from paceline_bench.sides import ServiceFacts, draft_link_s, sum_counters
+from paceline_bench.units import (
     ENDPOINT,
     LOCAL,
     SERVICE,
@@ -33,8 +35,6 @@ from paceline.bench.units import (
     differing,
     with_identity,
 )
-from paceline.cli import main
-from paceline.types import Mode, ReplicaStatus
 
 PLAIN, OVERLAPPED = Configuration(LOCAL, Mode.PLAIN), Configuration(LOCAL, Mode.OVERLAPPED)
 SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE, Mode.OVERLAPPED)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench import sweep
-from paceline.cli import main
+from paceline.cli.main import main
+from paceline_bench import sweep
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.fake_service import FakeService, sentence
+from tests.support.fake_service import FakeService, sentence
 
 from paceline.client import Client
 

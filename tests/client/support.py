@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.fake_service import WORDS
+from tests.support.fake_service import WORDS
 
 from paceline.client import AsyncClient, Client
 

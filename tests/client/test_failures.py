@@ -9,7 +9,7 @@ import time
 import grpc
 import pytest
 from tests.client.support import TEXT, blocking, both
-from tests.fake_service import WORDS, FakeService, Wire, aborting, chunk, endless, failing, sentence, silent
+from tests.support.fake_service import WORDS, FakeService, Wire, aborting, chunk, endless, failing, sentence, silent
 
 from paceline.client import AsyncClient, Client
 from paceline.errors import (

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from tests.client.support import TEXT
-from tests.fake_service import endless, silent, wait_until
+from tests.support.fake_service import endless, silent, wait_until
 
 from paceline.client import AsyncClient, Client
 from paceline.errors import RequestCancelledError

@@ -10,7 +10,7 @@ import threading
 import grpc
 import pytest
 from tests.client.support import TEXT
-from tests.fake_service import FakeService, Wire
+from tests.support.fake_service import FakeService, Wire
 
 from paceline.client import AsyncClient, Client, Tls
 from paceline.errors import (
@@ -148,11 +148,11 @@ def test_waiting_ends_at_once_if_it_cannot_help(server, ready):
 def test_importing_the_package_loads_neither_grpc_nor_torch():
     script = """
 import sys, paceline
-assert not {"grpc", "torch", "transformers", "pydantic", "paceline.client"} & set(sys.modules)
+assert not {"grpc", "torch", "transformers", "pydantic", "paceline.client.client"} & set(sys.modules)
 from paceline import AsyncClient, Client
 assert "grpc" in sys.modules
 assert not {"torch", "transformers", "ray"} & set(sys.modules)
-assert Client.__module__ == AsyncClient.__module__ == "paceline.client"
+assert Client.__module__ == AsyncClient.__module__ == "paceline.client.client"
 try:
     paceline.NoSuchName
 except AttributeError as error:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.client.support import TEXT, awaited, blocking, both
-from tests.fake_service import SEED, WORDS, chunk, complete, sentence, wait_until
+from tests.support.fake_service import SEED, WORDS, chunk, complete, sentence, wait_until
 
-from paceline import api
 from paceline.errors import EngineError
 from paceline.router.session import Session, Timing, Usage
+from paceline.rpc import generation as api
 from paceline.types import Cause, FinishReason, Outcome, Round, SamplingParams, SpeculationParams
 from paceline.v1 import generation_pb2 as pb
 

@@ -19,8 +19,8 @@ from ray.autoscaler.v2.scheduler import ResourceRequestSource, SchedulingNode, S
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.instance_manager_pb2 import NodeKind
 
+from paceline.cluster.launch import LONGEST_STREAM_S, serve_environment
 from paceline.config import ServiceConfig
-from paceline.serve import LONGEST_STREAM_S, serve_environment
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 CLUSTERS = ["local.yaml", "onprem.yaml", "aws.yaml", "gcp.yaml"]
@@ -90,7 +90,7 @@ def test_a_misspelt_key_is_refused(name):
 def test_serve_takes_the_application(name):
     from ray.serve.schema import ServeDeploySchema  # warns while it is imported
 
-    from paceline.app import APPLICATION, GRPC_SERVICES
+    from paceline.cluster.app import APPLICATION, GRPC_SERVICES
 
     data = read(name)
     deploy = ServeDeploySchema.model_validate(data)

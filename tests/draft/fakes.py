@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.draft.drafter import Candidates, DrafterSessionError, Leaf
+from paceline.core.noise import Stream, gumbel_at, seed_bits
+from paceline.core.sampling import SamplerState
+from paceline.core.tree import Chain, SpeculationTree
 from paceline.draft.engine import DraftEngine
-from paceline.noise import Stream, gumbel_at, seed_bits
-from paceline.sampling import SamplerState
-from paceline.speculation import Chain, SpeculationTree
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
 from paceline.types import (
     Cause,
     CloseSession,

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support import pair
+from tests.support.engines import pair
 
 from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.draft import build
 from paceline.draft import engine as engine_module
 from paceline.draft.engine import DraftEngine
-from paceline.draft.ngram import NgramDrafter
+from paceline.drafters.ngram import NgramDrafter
 from paceline.embedded import TARGET_DIR
 from paceline.types import Cause, CloseSession, Commit, Nodes, SamplingParams, SessionFailed
 

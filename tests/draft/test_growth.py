@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from paceline.core.tree import SpeculationTree, TreeNode
 from paceline.draft.growth import BestFirst, FanOut, Frontier, Growth, Reach, Sequential, geometric, uniform
-from paceline.speculation import SpeculationTree, TreeNode
 from paceline.types import Node
 
 VOCAB = 8

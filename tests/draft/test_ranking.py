@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from paceline.draft.drafter import Candidates
+from paceline.core.noise import Stream, gumbel_at
+from paceline.core.processors import Row, SamplerState
 from paceline.draft.ranking import RankingRow, Rule, rank
-from paceline.noise import Stream, gumbel_at
-from paceline.processors import Row, SamplerState
+from paceline.drafters.protocol import Candidates
 from paceline.types import SamplingParams
 
 VOCAB, M = 40, 16

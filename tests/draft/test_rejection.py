@@ -15,13 +15,13 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from paceline.draft.drafter import Candidates, Leaf
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import process
+from paceline.core.tree import Chain, SpeculationTree
+from paceline.core.verification import Proposal, verify
 from paceline.draft.engine import DraftEngine
-from paceline.processors import Row, SamplerState
-from paceline.sampling import process
-from paceline.speculation import Chain, SpeculationTree
+from paceline.drafters.protocol import Candidates, Leaf
 from paceline.types import Acceptance, Commit, Nodes, SamplingParams, SessionFailed
-from paceline.verification import Proposal, verify
 
 from .fakes import TableDrafter, open_session
 

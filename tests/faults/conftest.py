@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.faults.runs import requests
-from tests.support import pair, plain_reference
+from tests.support.engines import pair, plain_reference
 
 from paceline.router.session import Result
 

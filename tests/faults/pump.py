@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.support import VOCAB, Pump
+from tests.support.engines import VOCAB, Pump
 
 from paceline.draft.engine import DraftEngine
-from paceline.draft.model_drafter import ModelDrafter
+from paceline.drafters.model import ModelDrafter
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
 from paceline.types import (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.faults.pump import RATES, FaultyPump
-from tests.support import EOS, Request, assert_same, pair, prompt
+from tests.support.engines import EOS, Request, assert_same, pair, prompt
 
 from paceline.router.session import MAX_DRAFT_RETRIES, Result, Session
 from paceline.types import Mode, SamplingParams, SpeculationParams

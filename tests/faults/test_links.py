@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from tests.faults.pump import RATES, FaultyPump
 from tests.faults.runs import LOSSES, NOTICED, STALLS, one_fault, requests, run
-from tests.support import VOCAB, pair
+from tests.support.engines import VOCAB, pair
 
 from paceline.router.session import Result
 from paceline.types import Acceptance, FinishReason

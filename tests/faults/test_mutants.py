@@ -10,10 +10,10 @@ import pytest
 from tests.faults.pump import FaultyPump
 from tests.faults.runs import LOSSES, _at_outcome, _draft_refuses, one_fault, run
 
+from paceline.core.tree import SpeculationTree
 from paceline.draft.engine import DraftEngine
 from paceline.router import session as session_module
 from paceline.router.session import Actions, Result, Session
-from paceline.speculation import SpeculationTree
 from paceline.target.engine import TargetEngine
 from paceline.types import CloseSession, Commit, Nodes, OpenSession, Outcome
 

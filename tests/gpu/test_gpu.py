@@ -1,7 +1,7 @@
 """What needs a CUDA device: `make gpu`. Imports no Ray and no gRPC.
 
-The logic of the GPU path is tested on the CPU (``tests/model/test_backend.py``, ``tests/test_transfers.py``); here
-are the recorder, the kernels and the copies.
+The logic of the GPU path is tested on the CPU (``tests/model/compiled/test_backend.py`` and
+``tests/core/test_deferred.py``); here are the recorder, the kernels and the copies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from tests.support import (
+from tests.support.engines import (
     Pump,
     Request,
     assert_same,
@@ -22,21 +22,22 @@ from tests.support import (
     save_pair,
 )
 
-from paceline import transfers, verification
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig
+from paceline.core import deferred as transfers
+from paceline.core import verification
+from paceline.core.noise import Stream, exact_log, gumbel, seed_bits, uniform
+from paceline.core.sampling import Row, SamplerState, draft_candidates
+from paceline.core.verification import Proposal, decide
 from paceline.local import LocalPipeline
-from paceline.model.backend import DeviceBackend
-from paceline.model.buckets import Limits
-from paceline.model.graphs import CudaRecorder, record_steps
-from paceline.model.kernels import Attention
+from paceline.model.attention.kernels import Attention
+from paceline.model.compiled.backend import DeviceBackend
+from paceline.model.compiled.buckets import Limits
+from paceline.model.compiled.graphs import CudaRecorder, record_steps
 from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.model.selftest import check_invariance, check_replay
-from paceline.noise import Stream, exact_log, gumbel, seed_bits, uniform
-from paceline.sampling import Row, SamplerState, draft_candidates
 from paceline.types import Mode, SamplingParams, SpeculationParams
-from paceline.verification import Proposal, decide
 
 pytestmark = [
     pytest.mark.gpu,

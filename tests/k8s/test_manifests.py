@@ -23,8 +23,8 @@ from tests.k8s.support import (
     templates_of,
 )
 
+from paceline.cluster.launch import LONGEST_STREAM_S, serve_environment
 from paceline.config import ServiceConfig
-from paceline.serve import LONGEST_STREAM_S, serve_environment
 
 pytestmark = needs_kubectl
 
@@ -273,7 +273,7 @@ def test_a_pod_drains_for_longer_than_the_longest_session(name):
             continue
         spec = template["spec"]
         command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert command[:4] == ["python", "-m", "paceline.drain", "--timeout-s"]
+        assert command[:4] == ["python", "-m", "paceline.cluster.drain", "--timeout-s"]
         assert max(graceful) < float(command[4]) < spec["terminationGracePeriodSeconds"]
     assert service["spec"]["rayClusterDeletionDelaySeconds"] > max(graceful)
 

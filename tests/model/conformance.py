@@ -30,18 +30,18 @@ from pathlib import Path
 import torch
 import transformers
 from tests.model.families import Case, cases, checkpoint, class_name, family_names
-from tests.model.ranks import Ranks, led, load
-from tests.support import prompt
+from tests.model.parallel.ranks import Ranks, led, load
+from tests.support.engines import prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
-from paceline.model.collectives import Collectives
 from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.plan import ShardPlan, plan_shards
 from paceline.model.runner import ModelRunner, SequenceStep
 from paceline.model.selftest import check_invariance
-from paceline.model.sharding import ShardPlan, plan_shards
 
 FP32_LIMIT = 1e-5
 BF16_LIMIT = 1.25

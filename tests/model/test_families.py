@@ -10,10 +10,10 @@ import pytest
 import transformers
 from tests.model.conformance import DOCS, Result, count, examine
 from tests.model.families import EXCLUDED, MAX_PARAMETERS, WHOLE_ONLY, Case, cases, family_names, small_config
-from tests.model.ranks import Ranks
+from tests.model.parallel.ranks import Ranks
 
 from paceline.errors import ConfigError
-from paceline.model.sharding import plan_shards
+from paceline.model.parallel.plan import plan_shards
 
 QUICK = {"llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss, no plan", "doge"}
 """Of each kind of attention one; the others are slow together."""

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support import Pump, Request, assert_same, plain_reference, prompt, random_model
+from tests.support.engines import Pump, Request, assert_same, plain_reference, prompt, random_model
 from torch import Tensor
 from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
+from paceline.checkpoint.quantization import METHODS, _is_installed
 from paceline.config import ModelConfig
 from paceline.model.loading import load_model
 from paceline.model.selftest import check_invariance
-from paceline.quantization import METHODS, _is_installed
 from paceline.types import SamplingParams
 
 CONFIG = LlamaConfig(

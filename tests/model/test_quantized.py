@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import (
+from tests.support.engines import (
     Pump,
     Request,
     assert_same,
@@ -23,11 +23,11 @@ from tests.support import (
 )
 from transformers import PreTrainedModel
 
-from paceline.checkpoints import inspect_checkpoint
+from paceline.checkpoint.files import inspect_checkpoint
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig
 from paceline.errors import ConfigError
-from paceline.model import cpu_attention
-from paceline.model.compile import artifact_key
+from paceline.model.attention import native as cpu_attention
+from paceline.model.compiled.aot import artifact_key
 from paceline.model.loading import LoadedModel, load_model, load_pretrained, prepare
 from paceline.model.quantized import require_whole
 from paceline.model.runner import ModelRunner

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.plan.model import Load, System
+from paceline.plan.closed_form import Load, System
+from paceline.plan.outcomes import Outcomes
 from paceline.plan.ratio import drafts_per_target
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
-from paceline.plan.tree import Outcomes
 from paceline.types import Mode
 
 GIVEN = {

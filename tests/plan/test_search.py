@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.plan import search
-from paceline.plan.model import Load, Requests, System, lookahead
+from paceline.plan.closed_form import Load, Requests, System, lookahead
+from paceline.plan.outcomes import Outcomes
 from paceline.plan.search import (
     Fleet,
     Objective,
@@ -20,7 +21,6 @@ from paceline.plan.search import (
     run,
 )
 from paceline.plan.times import StepTable
-from paceline.plan.tree import Outcomes
 
 SYSTEM = System(StepTable.affine(0.0115, 1e-4), StepTable.affine(0.0025, 1e-5), Outcomes.derived(0.8), link_s=2e-4)
 PRICES = Prices(10.0, 2.5)

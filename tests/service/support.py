@@ -14,12 +14,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig, RouterConfig, apply_worker_environment
 from paceline.metrics import Registry, RouterMetrics
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import ModelFacts, Router
 from paceline.router.session import Result
-from paceline.tokenization import load_tokenizer
 from paceline.types import Request, SamplingParams, SpeculationParams
 
 START_TIMEOUT_S = 60.0
@@ -66,8 +66,8 @@ def _main(kind, config, replica_id, pause_s, pipe):
     signal.signal(signal.SIGUSR1, lambda *_: _broken.set())
 
     async def run():
-        from paceline.draft.service import draft_server
-        from paceline.target.service import target_server
+        from paceline.runtime.draft_server import draft_server
+        from paceline.runtime.target_server import target_server
 
         server = (target_server if kind == "target" else draft_server)(config, replica_id=replica_id)
         build = server.host._factory

@@ -12,7 +12,7 @@ from tests.service.support import replicas, routed, run, tiny_pair
 from paceline.client import AsyncClient, Client
 from paceline.errors import DeadlineExceededError, InvalidRequestError
 from paceline.router.service import GenerationDoor
-from paceline.status import to_status
+from paceline.rpc.status import to_status
 from paceline.types import FinishReason, SamplingParams
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server

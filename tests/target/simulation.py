@@ -15,10 +15,10 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from tests.support import Clock
+from tests.support.engines import Clock
 
-from paceline.draft.drafter import Candidates
 from paceline.draft.engine import DraftEngine
+from paceline.drafters.protocol import Candidates
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import (
+from tests.support.engines import (
     VOCAB,
     Clock,
     Pump,

@@ -10,12 +10,12 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, TargetPolicy
-from paceline.explain import Fault, shown
+from paceline.refusals import Fault, shown
 
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 15.0, 300.0
 """Of our own policies, where nothing is configured."""
 
-_FOLLOW = "paceline.scaling.follow:"
+_FOLLOW = "paceline.fleet.follow:"
 _OF_SERVE = (
     "metrics_interval_s",
     "look_back_period_s",

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from paceline.config.base import Strict
 from paceline.config.models import ModelSettings, require_one_size
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.explain import Fault
+from paceline.refusals import Fault
 
 EMBEDDED_TARGET, EMBEDDED_DRAFT = "paceline/embedded-target", "paceline/embedded-draft"
 """Model ids of the pair that comes with the package: they stand for its directories on every node."""

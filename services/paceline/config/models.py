@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.base import Config
-from paceline.explain import Fault
+from paceline.refusals import Fault
 
 DType = Literal["auto", "float32", "bfloat16"]
 """``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""

@@ -24,7 +24,7 @@ from paceline.config.engines import (
     NgramEngineKwargs,
     TargetEngineKwargs,
 )
-from paceline.explain import Fault
+from paceline.refusals import Fault
 
 _ENGINE_CPUS, _ROUTER_CPUS = 0.9, 0.2
 """Cores that Ray reserves: two cores hold one target, one draft and one router."""

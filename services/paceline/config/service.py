@@ -17,7 +17,7 @@ from paceline.config.files import args_of_application, first_line, read_yaml, se
 from paceline.config.models import DrafterConfig, DraftModelConfig, ModelConfig, ModelSettings, NgramConfig, PairConfig
 from paceline.config.pools import DraftConfig, ModelDraftConfig, NgramDraftConfig, RouterConfig, TargetConfig
 from paceline.errors import ConfigError
-from paceline.explain import Fault, explain
+from paceline.refusals import Fault, explain
 
 
 class ServerConfig(Strict):

@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline import rows
-from paceline.checkpoints import inspect_checkpoint
+from paceline.checkpoint.files import inspect_checkpoint
 from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
-from paceline.draft.drafter import Drafter
+from paceline.core import rows
 from paceline.draft.engine import DraftEngine
-from paceline.draft.model_drafter import ModelDrafter
-from paceline.draft.ngram import NgramDrafter
+from paceline.drafters.model import ModelDrafter
+from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.protocol import Drafter
 from paceline.errors import ConfigError
-from paceline.memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages, pages_for
-from paceline.model.buckets import Limits
-from paceline.model.collectives import Collectives
-from paceline.model.graphs import record_steps
+from paceline.model.compiled.buckets import Limits
+from paceline.model.compiled.graphs import record_steps
 from paceline.model.loading import LoadedModel, load_model
-from paceline.model.ranks import Follower, ranked
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.runner import Follower, ranked
 from paceline.model.runner import ModelRunner, SequenceStep
-from paceline.preflight import require_draft
-from paceline.ranks import Rendezvous
+from paceline.preflight.device import require_draft
+from paceline.preflight.host_memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages, pages_for
+from paceline.runtime.ranks import Rendezvous
 from paceline.types import Nodes, SessionFailed
 
 _NGRAM_WIDTH = 64

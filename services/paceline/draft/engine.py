@@ -21,14 +21,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.processors import SamplerState
+from paceline.core.tree import TreeNode
 from paceline.draft.calibration import Calibration
-from paceline.draft.drafter import FATAL, Candidates, Drafter, DrafterSessionError, Leaf
 from paceline.draft.growth import BestFirst, Growth, Sequential, geometric, uniform
 from paceline.draft.ranking import Ranking, Rule, rank
 from paceline.draft.session import DraftSession
+from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessionError, Leaf
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
-from paceline.processors import SamplerState
-from paceline.speculation import TreeNode
 from paceline.types import (
     CloseSession,
     Commit,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.speculation import SpeculationTree, TreeNode
+from paceline.core.tree import SpeculationTree, TreeNode
 
 
 class Growth(Protocol):

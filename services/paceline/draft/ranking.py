@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.processors import Row
+from paceline.core.sampling import RowKeys, best_coupled, row_keys
+from paceline.core.verification import sample_draft
 from paceline.draft.calibration import Evidence, ranked, sampled
-from paceline.draft.drafter import Candidates
-from paceline.processors import Row
-from paceline.sampling import RowKeys, best_coupled, row_keys
+from paceline.drafters.protocol import Candidates
 from paceline.types import SparseDistribution
-from paceline.verification import sample_draft
 
 _GREEDY_TIES = 4
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.core.processors import Row, SamplerState
+from paceline.core.tree import SpeculationTree, TreeNode
 from paceline.draft.calibration import Calibration
-from paceline.draft.drafter import Leaf
 from paceline.draft.growth import Frontier, Growth
 from paceline.draft.ranking import RankingRow, Rule
-from paceline.processors import Row, SamplerState
-from paceline.speculation import SpeculationTree, TreeNode
+from paceline.drafters.protocol import Leaf
 from paceline.types import Node, OpenSession, SparseDistribution
 
 _ROUND_WEIGHT = 0.2

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.core.deferred import upload
 from paceline.errors import ResourceExhaustedError
-from paceline.memory import PAGE_SIZE as PAGE_SIZE
-from paceline.memory import pages_for as pages_for  # both also belong to what this module offers
-from paceline.transfers import upload
+from paceline.preflight.host_memory import PAGE_SIZE as PAGE_SIZE
+from paceline.preflight.host_memory import pages_for as pages_for  # both also belong to what this module offers
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,23 +14,23 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from paceline.checkpoints import facts_of, inspect_checkpoint
+from paceline.checkpoint.files import facts_of, inspect_checkpoint
 from paceline.config import ModelConfig, Quantization, cache_dir
 from paceline.errors import ConfigError
-from paceline.estimate import ModelFacts
-from paceline.memory import gib
-from paceline.model.collectives import Collectives
-from paceline.model.compile import NoCompilerError, compiled_step
-from paceline.model.graphs import CudaGraphs, make_backend, require_graphs
-from paceline.model.kernels import Attention, kernel_for
+from paceline.model.attention.kernels import Attention, kernel_for
+from paceline.model.compiled.aot import NoCompilerError, compiled_step
+from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.local_config import BUILDING
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.load import Progress
+from paceline.model.parallel.model import Share, load_shard, share_of
+from paceline.model.parallel.runner import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
-from paceline.model.ranks import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.runner import ModelRunner, StepFunction
-from paceline.model.shard_loading import Progress
-from paceline.model.sharded import Share, load_shard, share_of
 from paceline.model.step import Step, probe_layers
+from paceline.preflight.estimate import ModelFacts
+from paceline.preflight.host_memory import gib
 
 _NUM_NAMED = 3
 """Parameters that a message names; of the others it gives the number."""

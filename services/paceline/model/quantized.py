@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from paceline.checkpoints import Checkpoint
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.quantization import batch_dependence, method_of, require_method, require_quantization
 from paceline.config import Quantization
 from paceline.errors import ConfigError
-from paceline.quantization import batch_dependence, method_of, require_method, require_quantization
 
 log = logging.getLogger(__name__)
 

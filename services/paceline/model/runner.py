@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.model.backend import Backend, HostBackend, attention_masks
-from paceline.model.backend import StepFunction as StepFunction  # also part of what this module offers
-from paceline.model.buckets import Limits, StepShape
+from paceline.model.compiled.backend import Backend, HostBackend, attention_masks
+from paceline.model.compiled.backend import StepFunction as StepFunction  # also part of what this module offers
+from paceline.model.compiled.buckets import Limits, StepShape
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, pages_for
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
 

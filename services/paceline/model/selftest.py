@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
-from paceline.model.backend import DeviceBackend
-from paceline.model.buckets import StepShape
+from paceline.model.compiled.backend import DeviceBackend
+from paceline.model.compiled.buckets import StepShape
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.runner import ModelRunner, SequenceStep, StepPlan
 

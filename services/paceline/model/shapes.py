@@ -10,14 +10,14 @@ CPU (torch 2.13, oneDNN and MKL, AVX512 without AMX) this was measured to hold, 
 3. the key length of every step is one of ``KEY_PAGES`` pages (modulo 8): within each 512-key block the kernel
    splits the sum over 256 or 320 keys in halves, all other multiples of 64 at the same 192 keys.
 
-The second and third are those of torch's attention. The native one (``cpu_attention.py``) needs neither, and neither
+The second and third are those of torch's attention. The native one (``attention/native.py``) needs neither, and neither
 costs it anything: it leaves padding out. Masked keys add exact zeros, so padding is free of error. ``selftest.py``
 compares the bits at start-up.
 """
 
 from __future__ import annotations
 
-from paceline.memory import PAGE_SIZE
+from paceline.preflight.host_memory import PAGE_SIZE
 
 MIN_TOKENS = 4
 QUERY_MULTIPLE = 4

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.errors import ConfigError
-from paceline.model.attention import IMPLEMENTATIONS
-from paceline.model.kernels import Kernel
+from paceline.model.attention.kernels import Kernel
+from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.kv_cache import LayerSpec
 
 _PROBE = "paceline_probe"

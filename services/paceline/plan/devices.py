@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from paceline.plan.model import Load, Prediction, System, best_k, plain, predict
+from paceline.plan.closed_form import Load, Prediction, System, best_k, plain, predict
 from paceline.plan.results import Result
 from paceline.plan.search import seconds_for, slice_of
 from paceline.plan.simulate import simulate

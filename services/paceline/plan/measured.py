@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.plan.model import Load, Prediction, System, predict
+from paceline.plan.closed_form import Load, Prediction, System, predict
+from paceline.plan.outcomes import Outcomes
 from paceline.plan.results import Result
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
-from paceline.plan.tree import Outcomes
 from paceline.types import Mode
 
 _FAN_OUT = 6

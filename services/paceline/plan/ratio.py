@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from paceline.plan.model import Load, System, overlapped, plain
+from paceline.plan.closed_form import Load, System, overlapped, plain
+from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
-from paceline.plan.tree import Outcomes
 
 ENOUGH = 0.97
 """Of the tokens per second that unlimited drafts would yield."""

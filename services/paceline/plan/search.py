@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from paceline.plan.model import Load, Prediction, Requests, System, lookahead, plain, predict
+from paceline.plan.closed_form import Load, Prediction, Requests, System, lookahead, plain, predict
 from paceline.plan.results import Result
 from paceline.plan.simulate import simulate
 from paceline.types import Mode

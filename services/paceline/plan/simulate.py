@@ -22,10 +22,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.plan.model import Load, System, draft_step_s, lookahead, predict, worth_length
+from paceline.plan.closed_form import Load, System, draft_step_s, lookahead, predict, worth_length
+from paceline.plan.outcomes import Prepared, prepared
 from paceline.plan.results import Counts, Result
 from paceline.plan.states import Draft, Session, Target
-from paceline.plan.tree import Prepared, prepared
 from paceline.types import Cause, Mode
 
 _WARM_UP = 0.2

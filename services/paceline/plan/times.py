@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Self
 
-from paceline.target.cost import lower_hull
+from paceline.target.control.step_cost import lower_hull
 
 _LEAST_SAMPLES = 5
 """A size that was measured less often says too little."""

@@ -19,10 +19,10 @@ from typing import Any
 from grpc import aio
 
 from paceline.router.pool import Member
-from paceline.transport import CHANNEL_OPTIONS, TOKEN_KEY
+from paceline.rpc.streams import decode_from_draft, decode_from_target, encode_to_draft, encode_to_target
+from paceline.rpc.transport import CHANNEL_OPTIONS, TOKEN_KEY
 from paceline.types import Echo, ReplicaStatus
 from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
-from paceline.wire import decode_from_draft, decode_from_target, encode_to_draft, encode_to_target
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt
 from paceline.errors import (
     DeadlineExceededError,
     EngineError,
@@ -27,13 +28,12 @@ from paceline.errors import (
     PacelineError,
     ResourceExhaustedError,
 )
-from paceline.memory import PAGE_SIZE
 from paceline.metrics import RouterMetrics
+from paceline.preflight.host_memory import PAGE_SIZE
 from paceline.router.link import DRAFT, TARGET, Link, StreamKind, stop_links
 from paceline.router.pool import Candidate, Lease, Member, Pool, PrefixIndex, choose
 from paceline.router.relay import append_commits
 from paceline.router.session import Actions, Chunk, Result, Session, ToDraft, ToTarget
-from paceline.tokenization import Tokenizer, encode_prompt
 from paceline.types import CloseSession, ReplicaStatus, Request, RouterView, SpeculationWanted
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
-from paceline.api import chunk_to_proto, complete_to_proto, request_from_proto
 from paceline.errors import PacelineError
 from paceline.router.router import Router
 from paceline.router.session import Chunk, Result
+from paceline.rpc.generation import chunk_to_proto, complete_to_proto, request_from_proto
 from paceline.v1 import generation_pb2
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.checkpoint.tokenizer import Decode, Detokenizer
 from paceline.errors import InvalidRequestError
-from paceline.tokenization import Decode, Detokenizer
 from paceline.types import (
     Cause,
     CloseSession,

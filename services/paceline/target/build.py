@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
-from paceline.estimate import target_estimate
-from paceline.memory import fraction_pages, gib, session_pages, target_pages
-from paceline.model.buckets import Limits
-from paceline.model.collectives import Collectives
-from paceline.model.graphs import record_steps
+from paceline.model.compiled.buckets import Limits
+from paceline.model.compiled.graphs import record_steps
 from paceline.model.loading import LoadedModel, load_model
-from paceline.model.ranks import Follower, ranked
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.runner import Follower, ranked
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
-from paceline.preflight import left_bytes, require_target
-from paceline.ranks import Rendezvous
+from paceline.preflight.device import left_bytes, require_target
+from paceline.preflight.estimate import target_estimate
+from paceline.preflight.host_memory import fraction_pages, gib, session_pages, target_pages
+from paceline.runtime.ranks import Rendezvous
 from paceline.target.engine import FromTarget, TargetEngine
 
 _log = logging.getLogger(__name__)

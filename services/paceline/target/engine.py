@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.core.sampling import Row, SamplerState
+from paceline.core.verification import Proposal, Verdict, decide, verify_picked
 from paceline.errors import InvalidRequestError, PacelineError
 from paceline.model.kv_cache import PAGE_SIZE, pages_for
-from paceline.model.ranks import LeadingRunner
+from paceline.model.parallel.runner import LeadingRunner
 from paceline.model.runner import ModelRunner, SequenceStep
-from paceline.sampling import Row, SamplerState
-from paceline.target.budget import RowBudget
+from paceline.target.control.allocation import RowBudget
+from paceline.target.control.session_gate import Steering
+from paceline.target.control.waiting import WaitPolicy
 from paceline.target.lookup import shares
-from paceline.target.policy import WaitPolicy
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
-from paceline.target.steering import Steering
 from paceline.types import (
     Acceptance,
     Cause,
@@ -39,7 +40,6 @@ from paceline.types import (
     SpeculationWanted,
     TreeLost,
 )
-from paceline.verification import Proposal, Verdict, decide, verify_picked
 
 ToTarget = OpenSession | Nodes | CloseSession | DraftState
 FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.speculation import Chain
-from paceline.target.budget import Hits, first_tokens
+from paceline.core.tree import Chain
+from paceline.target.control.allocation import Hits, first_tokens
 
 SHORTEST, LONGEST = 2, 8
 """Tokens of a match. Longer ones count as the longest."""

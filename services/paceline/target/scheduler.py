@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.tree import Chain
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache, pages_for
-from paceline.speculation import Chain
-from paceline.target.budget import RowBudget, blind_offer, first_tokens, offer
-from paceline.target.policy import WaitPolicy
+from paceline.target.control.allocation import RowBudget, blind_offer, first_tokens, offer
+from paceline.target.control.waiting import WaitPolicy
 from paceline.target.session import TargetSession
 
 

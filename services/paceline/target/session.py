@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.sampling import SamplerState
+from paceline.core.tree import Chain, SpeculationTree
 from paceline.model.kv_cache import PAGE_SIZE, KVCache, flat_rows, page_hash, pages_for
-from paceline.sampling import SamplerState
-from paceline.speculation import Chain, SpeculationTree
-from paceline.target.budget import Hits
+from paceline.target.control.allocation import Hits
 from paceline.target.lookup import Lookup
 from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession
 

@@ -7,10 +7,10 @@ import asyncio
 from grpc import aio
 from tests.service.hostile.replicas import INF, NAN, VICTIM, Served
 from tests.service.support import until
-from tests.support import VOCAB
+from tests.support.engines import VOCAB
 
-from paceline import wire
-from paceline.transport import CHANNEL_OPTIONS, TOKEN_KEY
+from paceline.rpc import streams as wire
+from paceline.rpc.transport import CHANNEL_OPTIONS, TOKEN_KEY
 from paceline.types import OpenSession, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
 

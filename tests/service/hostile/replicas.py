@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from tests.service.support import _Slowed, until
 
-from paceline.draft.service import draft_server
-from paceline.replica import EngineHost, ReplicaServer
 from paceline.router.pool import Member
-from paceline.target.service import target_server
+from paceline.runtime.draft_server import draft_server
+from paceline.runtime.host import EngineHost, ReplicaServer
+from paceline.runtime.target_server import target_server
 from paceline.types import SamplingParams
 
 STEP_S = 0.01

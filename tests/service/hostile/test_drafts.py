@@ -22,12 +22,12 @@ from tests.service.hostile.garbage import (
 )
 from tests.service.hostile.replicas import PROMPT, VICTIM, assert_free, served
 from tests.service.support import collect, routed, run, until
-from tests.support import VOCAB
+from tests.support.engines import VOCAB
 
+from paceline.core.tree import SpeculationTree
 from paceline.router.pool import Member
 from paceline.router.session import Session
-from paceline.speculation import SpeculationTree
-from paceline.transport import start_server
+from paceline.rpc.transport import start_server
 from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2_grpc
 

@@ -1,0 +1,225 @@
+"""Text to tokens and back: loading, comparing tokenizers by content, incremental detokenisation.
+
+Knows nothing of models or sessions. transformers is imported only for a tokenizer that needs more than its
+``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files import read_json
+from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens left out."""
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_PROMPT_TAIL_TOKENS = 6
+_MAX_UNDECIDED_TOKENS = 16
+
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_OWN_CLASS_TYPES = ("qwen", "mistral", "ministral", "pixtral", "voxtral", "siglip", "hyperclovax")
+"""Model types for which transformers replaces or patches a generic tokenizer."""
+_CHANGING_KEYS = (
+    "add_bos_token", "add_eos_token", "auto_map", "split_special_tokens",
+    "extra_special_tokens", "additional_special_tokens",
+)  # fmt: skip
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class JsonTokenizer:
+    """The part of a transformers tokenizer that ``Tokenizer`` uses, over a ``tokenizer.json`` alone."""
+
+    def __init__(self, backend: Any, eos_token: str | None) -> None:
+        self.backend_tokenizer = backend
+        self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """Added tokens by id."""
+        added: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+        return added
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with whatever special tokens belong around a prompt."""
+        token_ids: list[int] = self.backend_tokenizer.encode(text).ids
+        return token_ids
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token, added ones included."""
+        vocab: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
+
+
+class Tokenizer:
+    """A tokenizer and the name it was loaded by."""
+
+    def __init__(self, name: str, hf_tokenizer: Any) -> None:
+        self.name = name
+        self._tokenizer = hf_tokenizer
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of ``text``, with whatever special tokens the tokenizer puts around a prompt.
+
+        Raises InvalidRequestError for a lone surrogate, which stands for a byte that was no text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
+        return tuple(self._tokenizer.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``: special tokens left out, spaces as they are."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return str(backend.decode(list(token_ids), skip_special_tokens=True))
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added ones included."""
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence token of the tokenizer, if it has one."""
+        token_id = self._tokenizer.eos_token_id
+        return () if token_id is None else (int(token_id),)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of vocabulary, merges and added tokens, 16 hex digits; not of roles such as "eos" or "pad"."""
+        vocab = sorted(self._tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        merges: Any = []
+        if backend is not None:
+            merges = json.loads(backend.to_str())["model"].get("merges", [])
+            merges = [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in merges]
+        added = sorted((int(i), str(token)) for i, token in self._tokenizer.added_tokens_decoder.items())
+        content = json.dumps([vocab, merges, added], ensure_ascii=False, separators=(",", ":"))
+        return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | Sequence[int], max_tokens: int, max_model_len: int
+) -> tuple[int, ...]:
+    """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
+    token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+    if not token_ids:
+        raise InvalidRequestError("the prompt holds no token: at least one is needed")
+    for token_id in token_ids:
+        if not 0 <= token_id < tokenizer.vocab_size:
+            allowed = f"0 to {tokenizer.vocab_size - 1} are allowed"
+            raise InvalidRequestError(f"the prompt holds token id {token_id}: {allowed}")
+    if len(token_ids) + max_tokens > max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}: "
+            f"together at most {max_model_len} fit the model's context"
+        )
+    return token_ids
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint directory or hub id. Raises ConfigError, naming ``path``."""
+    try:
+        if (tokenizer := read_json_tokenizer(path)) is not None:
+            return Tokenizer(path, tokenizer)
+        from transformers import AutoTokenizer
+
+        directory = Path(path).expanduser()
+        return Tokenizer(path, AutoTokenizer.from_pretrained(directory if directory.is_dir() else path))
+    except Exception as error:  # transformers raises whatever its parsers raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"no tokenizer could be loaded from {path!r}: {reason[0]}") from error
+
+
+def read_json_tokenizer(path: str) -> JsonTokenizer | None:
+    """The tokenizer that ``tokenizer.json`` describes, if it is all there is to it; None if transformers must judge.
+
+    It must name the generic fast class and bring its own post-processor, and neither it nor the settings beside it
+    may add tokens, truncate or pad.
+    """
+    data, settings = read_json(path, "tokenizer.json"), read_json(path, "tokenizer_config.json")
+    model_type = str(read_json(path, "config.json").get("model_type", ""))
+    special = {token.get("content") for token in data.get("added_tokens") or [] if token.get("special")}
+    roles = [settings.get(role) for role in _ROLES]
+    names = [role.get("content") if isinstance(role, dict) else role for role in roles if role is not None]
+    if (
+        settings.get("tokenizer_class") not in _GENERIC_CLASSES
+        or any(settings.get(key, []) not in ([], {}) for key in _CHANGING_KEYS)
+        or model_type.startswith(_OWN_CLASS_TYPES)
+        or not data.get("post_processor")
+        or data.get("truncation")
+        or data.get("padding")
+        or not set(names) <= special
+        or any(t.get("content") not in special for t in settings.get("added_tokens_decoder", {}).values())
+    ):
+        return None
+    from tokenizers import Tokenizer as FromFile
+
+    eos = settings.get("eos_token")
+    backend = FromFile.from_file(str(Path(path).expanduser() / "tokenizer.json"))
+    return JsonTokenizer(backend, eos.get("content") if isinstance(eos, dict) else eos)
+
+
+def require_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises TokenizerMismatchError unless both tokenizers have the same content."""
+    if target.fingerprint != draft.fingerprint:
+        raise TokenizerMismatchError(
+            f"the draft's tokenizer differs in content from the target's: draft {draft.name!r} has "
+            f"fingerprint {draft.fingerprint} ({draft.vocab_size} tokens), target {target.name!r} has "
+            f"{target.fingerprint} ({target.vocab_size} tokens); choose a draft that was trained "
+            "with the target's tokenizer"
+        )
+
+
+class Detokenizer:
+    """Incremental text of a growing token sequence: what is returned is decided and never changes.
+
+    Windows, half open, over prompt tail and tokens::
+
+        [prefix, read)   text already returned; decoded again because neighbours influence each other
+        [read, end)      tokens whose text is undecided: their bytes end inside a character
+
+    A character that never becomes complete is withheld for at most 16 tokens, and dropped at the end.
+    """
+
+    def __init__(self, decode: Decode, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
+        self._read = len(self._ids)
+        self._prefix_text = decode(self._ids) if self._ids else ""
+
+    def add(self, token_id: int) -> str:
+        """Appends a token; returns the text that is decided now, possibly none."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        undecided = len(self._ids) - self._read
+        if text.endswith(_INCOMPLETE) and undecided <= _MAX_UNDECIDED_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        """The text of what is still undecided, without an incomplete last character."""
+        if self._read == len(self._ids):
+            return ""
+        return self._advance(self._decode(self._ids)).rstrip(_INCOMPLETE)
+
+    def _advance(self, text: str) -> str:
+        new_text = text[len(self._prefix_text) :]
+        del self._ids[: self._read]
+        self._read = len(self._ids)
+        self._prefix_text = self._decode(self._ids)
+        return new_text

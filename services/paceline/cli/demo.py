@@ -1,0 +1,163 @@
+"""``paceline demo``: one prompt, decoded plain and overlapped in turn; the tokens must be the same.
+
+Starts the service, asks it over gRPC and stops it; with ``--local`` both engines run under this process instead. All
+runs use the same pair of running engines, and the modes alternate, so a machine that drifts does so for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Protocol
+
+from paceline.cli.main import EXIT_ENGINE, local_config, write_text
+from paceline.client import Client
+from paceline.cluster.launch import free_ports
+from paceline.errors import EngineError, InvalidRequestError
+from paceline.local import LocalPipeline
+from paceline.router.session import Chunk, Result
+from paceline.types import Mode, SamplingParams, SpeculationParams
+
+PROMPT = '''"""Helpers for reading configuration files."""
+
+import os
+import sys
+
+
+class ConfigReader:
+    """Read settings from a file."""
+
+    def __init__(self, filename):
+'''
+_MODES = (Mode.PLAIN, Mode.OVERLAPPED)
+_WARM_UP_TOKENS = 48
+_STOP_S = 60.0
+_MEANING = """\
+tokens/s    median of the runs, fastest and slowest in brackets; the tokens of the first outcome are not counted
+per step    tokens that one forward of the target yields: 1 without a draft
+accepted    share of the drafted tokens that the target took
+hit rate    how often the next proposal was there when the target's step ended"""
+_SMALL_PAIR = """\
+A step of the embedded target takes a few milliseconds, hardly more than a step of its draft or a message between
+them: there is little to win here. At the cost of a larger target: paceline bench local --grow-target 150M"""
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Returns 0 if all runs gave the same tokens."""
+    if args.repeats < 1:
+        raise InvalidRequestError(f"--repeats is {args.repeats}: it must be at least 1")
+    sampling = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    results: dict[Mode, list[Result]] = {mode: [] for mode in _MODES}
+    pipeline = LocalPipeline(local_config(args))
+    pipeline.load()
+    pipeline.encode(PROMPT, sampling)  # refuses what cannot be served before anything is started
+    with _started(pipeline) if args.local else _service(args) as source:
+        warm_up = SamplingParams(max_tokens=min(_WARM_UP_TOKENS, args.max_tokens))
+        for mode in _MODES:
+            _ = source.generate(PROMPT, warm_up, SpeculationParams(mode=mode)).result
+        for repeat in range(args.repeats):
+            for mode in _MODES:
+                generation = source.generate(PROMPT, sampling, SpeculationParams(mode=mode))
+                if repeat == 0:
+                    print(f"--- {mode.value} {'-' * (68 - len(mode.value))}")
+                    sys.stdout.write(PROMPT)
+                    write_text(generation, sys.stdout)
+                results[mode].append(generation.result)
+    print("-" * 73)
+    print(table(results))
+    if args.target is None and args.draft is None:
+        print(f"\n{_SMALL_PAIR}\n")
+    return _compare([result for mode in _MODES for result in results[mode]])
+
+
+class _Run(Protocol):
+    """A request in progress."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+    @property
+    def result(self) -> Result: ...
+
+
+class _Source(Protocol):
+    """The service or the one-process pipeline."""
+
+    def generate(self, prompt: str, sampling: SamplingParams, speculation: SpeculationParams, /) -> _Run: ...
+
+
+@contextlib.contextmanager
+def _started(pipeline: LocalPipeline) -> Iterator[_Source]:
+    print("starting both engines", flush=True)
+    with pipeline:
+        yield pipeline
+
+
+@contextlib.contextmanager
+def _service(args: argparse.Namespace) -> Iterator[_Source]:
+    """``paceline serve`` with the same models on free ports, until the end of the block."""
+    grpc_port, http_port = free_ports(2)
+    command = [sys.executable, "-m", "paceline", "serve", "--host", "127.0.0.1"]
+    command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
+    for name in ("target", "draft", "drafter", "dtype", "tensor_parallel_size"):
+        if (value := getattr(args, name)) is not None:
+            command += ["--" + name.replace("_", "-"), str(value)]
+    if args.compile is not None:
+        command.append("--compile" if args.compile else "--no-compile")
+    if args.verbose:
+        command.append("--verbose")
+    print("starting the service:", " ".join(["paceline", *command[3:]]), flush=True)
+    service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert service.stdout is not None
+        for line in service.stdout:
+            print(line, end="", flush=True)
+            if line.strip() == "ready":
+                break
+        else:
+            raise EngineError(f"the service could not be started: it ended with status {service.wait()}")
+        with Client(f"127.0.0.1:{grpc_port}") as client:
+            yield client
+    finally:
+        service.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            service.wait(_STOP_S)
+        service.kill()
+        service.wait()
+
+
+def table(results: dict[Mode, list[Result]]) -> str:
+    """One line per mode, the ratio of the medians, and what the columns mean."""
+    lines = [f"{'':12}{'tokens/s':>22}{'per step':>10}{'accepted':>10}{'hit rate':>10}"]
+    medians = []
+    for mode, runs in results.items():
+        rates = [run.timing.tokens_per_s for run in runs]
+        rounds, drafted, accepted, hits, misses = (
+            sum(getattr(run.speculation, name) for run in runs)
+            for name in ("rounds", "drafted", "accepted", "hits", "misses")
+        )
+        medians.append(statistics.median(rates))
+        speed = f"{medians[-1]:.1f} ({min(rates):.1f} to {max(rates):.1f})"
+        per_step = sum(run.usage.completion_tokens for run in runs) / max(rounds, 1)
+        accepted_share = f"{accepted / drafted:.0%}" if drafted else "-"
+        hit_rate = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
+        lines.append(f"{mode.value:12}{speed:>22}{per_step:>10.2f}{accepted_share:>10}{hit_rate:>10}")
+    if medians[0] > 0:
+        lines.append(f"{'speed-up':12}{medians[-1] / medians[0]:>22.2f}")
+    return "\n".join([*lines, "", _MEANING])
+
+
+def _compare(runs: list[Result]) -> int:
+    reference = runs[0].token_ids
+    for run in runs[1:]:
+        if run.token_ids != reference:
+            pairs = zip(reference, run.token_ids, strict=False)
+            first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(run.token_ids)))
+            print(f"tokens      DIFFERENT from position {first} on")
+            return EXIT_ENGINE
+    print(f"tokens      identical in all {len(runs)} runs ({len(reference)} tokens each)")
+    return 0

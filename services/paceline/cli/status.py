@@ -1,0 +1,189 @@
+"""``paceline status``: the pools of a running service, their replicas, how well drafting goes, and who decides what.
+
+Asks GetServerInfo of any router. Exit status: 0 the service answers and a target is up, 1 it does not answer or none is
+up; the others as in ``cli.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, PacelineError
+from paceline.types import PoolScaling, ReplicaStatus, ServerInfo
+from paceline_bench.report import table
+
+DEFAULT_ADDRESS = "localhost:9000"
+
+_EXIT_DOWN = 1
+_ORDER = ("router", "target", "draft")
+_HEADER = ("pool", "replica", "state", "sessions", "waiting", "KV", "busy", "node", "model")
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds ``status`` to the commands."""
+    parser = commands.add_parser(
+        "status",
+        help="say how a running service is",
+        description="Says which replicas a running service has, how well drafting goes, and how pools are sized.",
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", default=DEFAULT_ADDRESS, help=f"default {DEFAULT_ADDRESS}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch one in each line")
+    parser.add_argument(
+        "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="again and again (default every 2 s)"
+    )
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
+    parser.add_argument("--tls", action="store_true", help="encrypt, and check the service's certificate")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="--tls, with the authorities of this PEM file")
+    parser.set_defaults(run=run_status)
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """``paceline status``."""
+    for flag, value in (("--timeout", args.timeout), ("--watch", args.watch)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{flag} is {value:g}: it must be more than 0 seconds")
+    from paceline.client import Client, Tls
+
+    tls = Tls(ca_file=args.tls_ca) if args.tls or args.tls_ca is not None else None
+    with Client(args.address, tls=tls) as client:
+        if args.watch is None:
+            info = client.server_info(timeout_s=args.timeout)
+            _print(info, args)
+            return 0 if _target_up(info) else _EXIT_DOWN
+        while True:
+            try:
+                _print(client.server_info(timeout_s=args.timeout), args)
+            except PacelineError as error:
+                print(f"paceline: {error}", file=sys.stderr, flush=True)
+            time.sleep(args.watch)
+
+
+def _print(info: ServerInfo, args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps(as_json(info), indent=None if args.watch is not None else 2), flush=True)
+        return
+    clear = _CLEAR if args.watch is not None and sys.stdout.isatty() else ""
+    print(clear + "\n".join(report(info)), flush=True)
+    if args.watch is not None and not clear:
+        print(flush=True)
+
+
+def _target_up(info: ServerInfo) -> bool:
+    return any(not status.draining for status in info.pools.get("target", ()))
+
+
+def as_json(info: ServerInfo) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    found = asdict(info)
+    for replicas in found["pools"].values():
+        for replica in replicas:
+            replica["counters"] = dict(replica["counters"])
+    return found
+
+
+def report(info: ServerInfo) -> Iterator[str]:
+    """The lines that are printed."""
+    up = "" if _target_up(info) else "; no target is up"
+    yield f"Paceline {info.version}, up {_duration(info.uptime_s)}{up}"
+    yield ""
+    yield from table([_HEADER, *_rows(info)])
+    yield ""
+    yield f"sessions: {info.sessions_running} running, {info.sessions_queued} waiting"
+    yield _speculation(info)
+    yield from _controllers(info)
+    if info.scaling:
+        yield ""
+        yield from table([_SCALING_HEADER, *map(_scaling_row, info.scaling)])
+        for pool in info.scaling:
+            yield from _reasons(pool)
+
+
+def _rows(info: ServerInfo) -> Iterator[tuple[str, ...]]:
+    for kind in sorted({*info.pools, *(s.kind for s in info.starting)}, key=_rank):
+        for status in info.pools.get(kind, ()):
+            yield _row(kind, status)
+        for startup in info.starting:
+            if startup.kind == kind:
+                doing = f"{startup.doing} ({startup.elapsed_s:.0f} s)"
+                yield (kind, startup.replica_id, "starting", "", "", "", "", startup.node, doing)
+
+
+def _rank(kind: str) -> tuple[int, str]:
+    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind)
+
+
+def _row(kind: str, status: ReplicaStatus) -> tuple[str, ...]:
+    engine = kind != "router"
+    sessions = f"{status.num_sessions}/{status.max_sessions}" if engine else str(status.num_sessions)
+    kv = f"{status.kv_pages_used / status.kv_pages:.0%}" if status.kv_pages else ""
+    busy = f"{status.busy_share:.0%}" if engine else ""
+    state = "draining" if status.draining else "up"
+    return (kind, status.replica_id, state, sessions, str(status.num_waiting), kv, busy, status.node, status.model)
+
+
+def _speculation(info: ServerInfo) -> str:
+    """What the controllers of the targets choose, and how it goes."""
+    may, have = info.sessions_speculating, info.sessions_drafting
+    if not may:
+        chosen = "no running session may have a draft"
+    elif have == 0:
+        chosen = f"off: of {may} sessions that may have a draft the targets want none for any"
+    else:
+        chosen = f"on for {have} of {may} sessions that may have a draft"
+    if info.acceptance_length <= 1.0 and not info.acceptance_rate:
+        return f"speculation: {chosen}; no draft token has been verified"
+    rates = f"accepted {info.acceptance_rate:.0%}, {info.acceptance_length:.2f} tokens per verification"
+    return f"speculation: {chosen}; since the start {rates}, hits {info.hit_rate:.0%}"
+
+
+def _controllers(info: ServerInfo) -> Iterator[str]:
+    """What those of the targets that run have chosen since they started, by session and step."""
+    for status in info.pools.get("target", ()):
+        if words := status.controller:
+            yield f"target {status.replica_id}: {words}"
+    counted: dict[str, float] = {}
+    for status in info.pools.get("target", ()):
+        for name, value in status.counters.items():
+            counted[name] = counted.get(name, 0.0) + value
+    rounds = counted.get("rounds", 0.0)
+    if not rounds or not info.sessions_speculating + counted.get("draft_rows", 0.0):
+        return
+    verified, left = (counted.get(name, 0.0) / rounds for name in ("draft_rows", "draft_rows_trimmed"))
+    paused, resumed = (counted.get(name, 0.0) for name in ("drafts_paused", "drafts_resumed"))
+    yield (
+        f"controllers: {verified:.2f} draft tokens verified per round, {left:.2f} left out as not worth their time; "
+        f"{paused:.0f} times a session was told to do without a draft, {resumed:.0f} times to take one again"
+    )
+
+
+_SCALING_HEADER = ("pool", "wanted", "actual", "least", "most", "needed")
+
+
+def _scaling_row(pool: PoolScaling) -> tuple[str, ...]:
+    wanted = "-" if pool.wanted is None else str(pool.wanted)
+    needed = "?" if pool.demand is None else f"{pool.demand:.2f}"
+    return (pool.name, wanted, str(pool.actual), str(pool.least), str(pool.most), needed)
+
+
+def _reasons(pool: PoolScaling) -> Iterator[str]:
+    if pool.signal:
+        yield f"{pool.name}: {pool.signal}"
+    if pool.changed_s is not None:
+        yield f"{pool.name}: changed {_duration(pool.changed_s)} ago: {pool.reason}"
+
+
+def _duration(seconds: float) -> str:
+    """Two units at most: ``1 d 2 h``, ``3 min 5 s``."""
+    whole = max(0, round(seconds))
+    for size, name, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // part} {small}"
+    return f"{whole} s"

@@ -1,0 +1,131 @@
+"""The service as a Ray Serve application: plain classes, wrapped once.
+
+    clients ──▶ HAProxy ──▶ Router ══ internal streams ══▶ Target:<model>, Draft:<model>
+                              │  └── leases (handles) ──▶       │
+                              └─────── reports ──▶ Monitor ◀────┘
+
+Serve places, watches, replaces and scales the replicas; what a session exchanges with its engines goes past it. The
+router is in ``ingress.py``, the others are in ``deployments.py``; besides these only ``placement.py`` and ``serve.py``
+use Serve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from pydantic import BaseModel
+from ray import serve
+from ray.serve import Application
+
+from paceline import __version__
+from paceline.cluster.ingress import Router
+from paceline.cluster.replicas import Draft, MonitorReplica, Target, draft_name
+from paceline.config import MONITOR_SCALING, ServiceConfig
+from paceline.errors import ConfigError
+
+APPLICATION = "paceline"
+"""Name of the Serve application."""
+
+GRPC_SERVICES = [
+    "paceline.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+]
+"""What Serve's ``grpc_options.grpc_servicer_functions`` has to name."""
+
+_CONSTRUCTOR_TRIES = 3
+
+
+def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
+    """The whole service; what ``import_path: paceline.app:build`` of a Serve config file names.
+
+    Raises ConfigError if ``args`` is refused.
+    """
+    config = args if isinstance(args, ServiceConfig) else ServiceConfig.parse(args)
+    actor: dict[str, Any] = {"num_cpus": 0}
+    if labels := config.router_config.deployment_config.ray_actor_options.label_selector:
+        actor["label_selector"] = labels  # beside a router: pools come and go
+    monitor_options = {
+        "ray_actor_options": actor,
+        "autoscaling_config": MONITOR_SCALING,
+        "user_config": config.scaling(),
+    }
+    monitor = _deployment(MonitorReplica, config, monitor_options, "Monitor", ())
+    bound = monitor.bind()
+    targets = build_target_deployment(config, bind_kwargs={"monitor": bound})
+    drafts = None if config.draft_config is None else build_draft_deployment(config, bind_kwargs={"monitor": bound})
+    names = (config.target_config.model_loading_config, config.draft_config and draft_name(config.draft_config))
+    needs = (*names, config.target_config.engine_kwargs, config.router_config, config.server)
+    router = _deployment(Router, config, config.router_config.deployment_options(), "Router", needs)
+    return cast(Application, router.bind(config.to_dict(), targets, drafts, bound))
+
+
+build_spec_decode_app = build
+"""The same, by the naming of ``ray.serve.llm``."""
+
+
+def build_target_deployment(
+    config: ServiceConfig,
+    *,
+    name_prefix: str = "Target:",
+    bind_kwargs: Mapping[str, Any] | None = None,
+    override_serve_options: Mapping[str, Any] | None = None,
+    deployment_cls: type = Target,
+) -> Application:
+    """The pool of targets. ``bind_kwargs``: more arguments of its class; ``override_serve_options``: of Serve's."""
+    options = config.target_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
+    needs = (config.target_config,)
+    name = name_prefix + deployment_name(config.target_config.model_loading_config.model_id)
+    return cast(
+        Application,
+        _deployment(deployment_cls, config, options, name, needs).bind(config.to_dict(), **(bind_kwargs or {})),
+    )
+
+
+def build_draft_deployment(
+    config: ServiceConfig,
+    *,
+    name_prefix: str = "Draft:",
+    bind_kwargs: Mapping[str, Any] | None = None,
+    override_serve_options: Mapping[str, Any] | None = None,
+    deployment_cls: type = Draft,
+) -> Application:
+    """The pool of drafts; see ``build_target_deployment``. Raises ConfigError if none is configured."""
+    if config.draft_config is None:
+        raise ConfigError("draft_config is null: there is no draft to deploy")
+    options = config.draft_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
+    target = config.target_config
+    needs = (config.draft_config, target.model_loading_config, target.engine_kwargs)
+    name = name_prefix + deployment_name(draft_name(config.draft_config))
+    return cast(
+        Application,
+        _deployment(deployment_cls, config, options, name, needs).bind(config.to_dict(), **(bind_kwargs or {})),
+    )
+
+
+_POOL_OPTIONS = {"request_router_config": {"request_router_class": "paceline.cluster.placement.PoolRequestRouter"}}
+
+
+def deployment_name(model_id: str) -> str:
+    """A model's name as a part of a deployment's."""
+    return model_id.replace("/", "--").replace(".", "_")
+
+
+def _deployment(cls: type, config: ServiceConfig, options: Mapping[str, Any], name: str, needs: Sequence[Any]) -> Any:
+    """A deployment whose replicas are replaced when what it ``needs`` of the configuration has changed, and only then:
+    a new draft leaves the targets as they are. What Serve can change in place it does."""
+    defaults = {
+        "max_ongoing_requests": 4096,
+        "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
+        "logging_config": {"enable_access_log": False, "log_level": config.log.level},
+    }
+    parts = [part.model_dump(exclude={"deployment_config"}) if isinstance(part, BaseModel) else part for part in needs]
+    content = json.dumps([__version__, config.log.model_dump(), parts], sort_keys=True, default=str)
+    version = hashlib.sha256(content.encode()).hexdigest()[:12]
+    with warnings.catch_warnings():
+        # Of metrics_interval_s: the environment variables that shall replace it are read nowhere in Ray 2.60.
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        return serve.deployment(name=name, **(defaults | dict(options)))(cls).options(version=version, _internal=True)

@@ -1,0 +1,292 @@
+"""The ingress: the class that answers clients, over gRPC and HTTP. ``app.py`` makes a deployment of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import ray
+from prometheus_client import generate_latest
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from paceline import logs
+from paceline.checkpoint.files import read_checkpoint
+from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cluster.replicas import CONTROL_TIMEOUT_S, Pusher, draft_name, internal_token, loop_runs, replica_id
+from paceline.config import ServiceConfig
+from paceline.errors import EngineError, NotFoundError, PacelineError
+from paceline.fleet.monitor import Reporter
+from paceline.metrics import Registry, RouterMetrics
+from paceline.router.pool import Lease
+from paceline.router.router import ModelFacts
+from paceline.rpc.status import to_status
+from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus
+
+log = logging.getLogger(__name__)
+
+_HEALTH_SERVICES = ("", "paceline.v1.GenerationService")
+_HEALTH_PERIOD_S = 0.5
+
+
+class Router:
+    """The ingress: the public gRPC methods, health, and the metrics page. Serve calls a method by its RPC's name."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        config: Mapping[str, Any],
+        targets: DeploymentHandle,
+        drafts: DeploymentHandle | None,
+        monitor: DeploymentHandle,
+    ) -> None:
+        """Reads the tokenizer and connects to the replicas that are there; requests may wait for others."""
+        from paceline.cluster.placement import ServePool
+        from paceline.router import router as core
+        from paceline.router.service import GenerationDoor
+
+        self.config = ServiceConfig.parse(config)
+        self._monitor, self._targets = monitor, targets
+        self._replica_id = replica_id()
+        logs.configure_replica(self.config.log, self._replica_id)
+        self._incarnation = time.time_ns()
+        self._facts = await asyncio.to_thread(model_facts, self.config)
+        self._pools = [ServePool("target", targets)]
+        if drafts is not None:
+            self._pools.append(ServePool("draft", drafts))
+        self._registry = registry = Registry(self._replica_id, mirror=True)
+        model_id = self.config.target_config.model_loading_config.model_id
+        self._reporter = Reporter(self._replica_id, "router", registry)
+        self._router = core.Router(
+            self._facts,
+            self._pools[0],
+            self._pools[1] if drafts is not None else None,
+            self.config.router_config,
+            metrics=RouterMetrics(registry, model_id),
+            token=internal_token(),
+            draft_delay_s=self.config.router_config.draft_link_delay_s,
+        )
+        self._door = GenerationDoor(self._router)
+        self._myself = serve.get_replica_context()
+        self._peers: DeploymentHandle | None = None
+        self._dtype: str | None = None
+        self._stopped = False
+        self._demand: Lease | None = None
+        self._decided: tuple[str, ...] = ()
+        await self._router.start()
+        self._pushers = [Pusher(self._report), Pusher(self._ask_for_drafts)]
+
+    # -- the public service --
+
+    async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
+        """See protos/paceline/v1/generation.proto."""
+        try:
+            async with contextlib.aclosing(self._door.generate(request)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            _set_status(grpc_context, error)
+
+    async def Cancel(self, request: Any, grpc_context: Any) -> Any:
+        """See protos/paceline/v1/generation.proto. The request may be with another router: all are asked."""
+        cancelled = self._door.cancel(request.request_id)
+        if not cancelled and request.request_id:
+            cancelled = any(await self._ask_peers("cancel_here", request.request_id))
+        from paceline.v1.generation_pb2 import CancelResponse
+
+        return CancelResponse(cancelled=cancelled)
+
+    async def is_ready(self) -> bool:
+        """Whether a request would be served now."""
+        return self._router.ready
+
+    async def statuses(self) -> Mapping[str, list[ReplicaStatus]]:
+        """What the replicas that are up said last, by kind."""
+        return self._router.statuses()
+
+    async def num_requests(self) -> int:
+        """Requests that run or wait here."""
+        return self._router.num_running + self._router.num_queued
+
+    async def own_metrics(self) -> str:
+        """The metrics of this router alone, in Prometheus' text format."""
+        return generate_latest(self._registry.collectors).decode()
+
+    async def cancel_here(self, request_id: str) -> bool:
+        """Cancels a request if it is with this router."""
+        return self._door.cancel(request_id)
+
+    async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
+        """See protos/paceline/v1/generation.proto."""
+        from paceline.rpc.generation import model_info_to_proto
+
+        draft = self.config.draft_config
+        info = ModelInfo(
+            model_id=self.config.target_config.model_loading_config.model_id,
+            draft_model_id=None if draft is None else draft_name(draft),
+            tokenizer_fingerprint=self._facts.tokenizer.fingerprint,
+            vocab_size=self._facts.tokenizer.vocab_size,
+            max_context_length=self._facts.max_model_len,
+            eos_token_ids=self._facts.eos_token_ids,
+            dtype=await self._served_dtype(),
+            modes=tuple(Mode) if draft is not None else (Mode.PLAIN,),
+            acceptances=tuple(Acceptance),
+            max_draft_tokens=MAX_DRAFT_TOKENS if draft is not None else 0,
+        )
+        return model_info_to_proto(info)
+
+    async def _served_dtype(self) -> str:
+        """As the targets resolved it; as it is configured while none is up."""
+        if self._dtype is None and self._router.ready:
+            try:
+                async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                    self._dtype = await self._targets.dtype.remote()
+            except Exception as error:
+                log.info("no target says its dtype: %s", error)
+        return self._dtype or self.config.target_config.engine_kwargs.dtype
+
+    async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
+        """See protos/paceline/v1/generation.proto."""
+        from paceline.rpc.generation import server_info_to_proto
+        from paceline.v1.generation_pb2 import GetServerInfoResponse
+
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                info = await self._monitor.server_info.remote()
+        except Exception as error:
+            _set_status(grpc_context, EngineError(f"the monitor does not answer: {type(error).__name__}"))
+            return GetServerInfoResponse()
+        return server_info_to_proto(info)
+
+    # -- health and metrics --
+
+    async def Check(self, request: Any, grpc_context: Any) -> Any:
+        """grpc.health.v1: whether a request would be served now."""
+        if request.service not in _HEALTH_SERVICES:
+            _set_status(grpc_context, NotFoundError(f"no service {request.service!r}: {_HEALTH_SERVICES[1]} is served"))
+        return self._health(request.service)
+
+    async def Watch(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
+        """grpc.health.v1: the status now, and again whenever it changes."""
+        last = None
+        while True:
+            now = self._health(request.service)
+            if now != last:
+                yield now
+            last = now
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+
+    def _health(self, service: str) -> Any:
+        from grpc_health.v1.health_pb2 import HealthCheckResponse  # type: ignore[import-untyped]  # no stubs
+
+        if service not in _HEALTH_SERVICES:
+            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+        serving = HealthCheckResponse.SERVING if self._router.ready else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=serving)
+
+    async def __call__(self, request: Any) -> Any:
+        """HTTP: ``/metrics`` for Prometheus, ``/health`` (200 or 503); ``/-/healthz`` is Serve's own."""
+        from starlette.responses import PlainTextResponse
+
+        if request.url.path == "/metrics":
+            try:
+                async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                    text = await self._monitor.exposition.remote()
+            except Exception as error:
+                return PlainTextResponse(f"the monitor does not answer: {type(error).__name__}\n", 503)
+            return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        if request.url.path == "/health":
+            ready = self._router.ready
+            return PlainTextResponse("serving\n" if ready else "no target is up\n", 200 if ready else 503)
+        return PlainTextResponse("not found: /metrics and /health are here; the service itself speaks gRPC\n", 404)
+
+    # -- called by Serve --
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For autoscaling policies other than ours (``scaling``)."""
+        return {"running": float(self._router.num_running), "queued": float(self._router.num_queued)}
+
+    async def stop(self) -> None:
+        """Fails what is in progress, gives all leases back. Idempotent."""
+        self._stopped = True
+        for pusher in self._pushers:
+            await pusher.stop()
+        await self._router.stop()
+        for pool in self._pools:
+            await pool.stop()
+
+    def __del__(self) -> Any:
+        """See deployments.py."""
+        return self.stop() if not getattr(self, "_stopped", True) and loop_runs() else None
+
+    async def _report(self) -> None:
+        num_queued = self._router.num_queued
+        status = ReplicaStatus(
+            self._replica_id,
+            "router",
+            self._incarnation,
+            num_sessions=self._router.num_running + num_queued,
+            num_waiting=num_queued,
+            max_sessions=sum(s.max_sessions for s in self._router.statuses().get("target", [])),
+            pid=os.getpid(),
+            node=ray.util.get_node_ip_address(),
+            model=self.config.target_config.model_loading_config.model_id,
+            counters={
+                "leases": float(sum(pool.num_leases for pool in self._pools)),
+                "asyncio_tasks": float(len(asyncio.all_tasks())),
+                "cpu_s": time.process_time(),
+            },
+        )
+        self._decided = await self._monitor.push.remote(self._reporter.report(status, self._router.view()))
+
+    async def _ask_for_drafts(self) -> None:
+        """A lease without a replica wakes a draft pool that has been scaled to zero while requests run, unless the
+        monitor decides about its size: then it is empty on purpose."""
+        if len(self._pools) < 2:
+            return
+        ours = "draft" in self._decided
+        wanted = not ours and self._router.num_running > 0 and not self._pools[1].members()
+        if wanted and self._demand is None:
+            self._demand = self._pools[1].lease(f"{self._router.router_id}.draft-demand", None)
+        elif not wanted and self._demand is not None:
+            self._demand.close()
+            self._demand = None
+
+    async def _ask_peers(self, method: str, *args: Any) -> list[Any]:
+        """What all routers answer, this one included; those that fail are left out."""
+        if self._peers is None:
+            self._peers = serve.get_deployment_handle(self._myself.deployment, self._myself.app_name)
+        try:
+            answers = await self._peers.broadcast(method, *args).results_async(
+                timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
+            )
+        except Exception as error:
+            log.info("the other routers could not be asked: %s", error)
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def _set_status(grpc_context: Any, error: Exception) -> None:
+    """Ends a call with an error. The method then has to return: on a raise Serve would drop the trailers."""
+    code, details, trailers = to_status(error)
+    if not isinstance(error, PacelineError):
+        log.exception("a request failed unforeseen")
+    grpc_context.set_code(code)
+    grpc_context.set_details(details)
+    grpc_context.set_trailing_metadata(list(trailers))
+
+
+def model_facts(config: ServiceConfig) -> ModelFacts:
+    """What routers need to know of the target. Raises ConfigError."""
+    loading = config.target_config.model_loading_config
+    checkpoint, tokenizer = read_checkpoint(loading.source), load_tokenizer(loading.tokenizer)
+    limit = config.target_config.engine_kwargs.max_model_len
+    return ModelFacts(
+        tokenizer=tokenizer,
+        max_model_len=min(limit or checkpoint.max_model_len, checkpoint.max_model_len),
+        eos_token_ids=checkpoint.eos_token_ids or tokenizer.eos_token_ids,
+    )

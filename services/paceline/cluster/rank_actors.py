@@ -1,0 +1,195 @@
+"""The ranks of a replica as Ray actors, one in each further bundle of the replica's placement group.
+
+    replica (bundle 0)   engine, first rank ── owns ──▶ Rank actor (bundle 1), Rank actor (bundle 2), ...
+
+An actor ends with its replica, and the replica with any of its actors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paceline import logs
+from paceline.config import LogConfig, PairConfig, apply_worker_environment
+from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.runtime.cores import CoreClaim
+from paceline.runtime.ranks import (
+    START_TIMEOUT_S,
+    FollowerFactory,
+    MakeWorker,
+    Rendezvous,
+    meeting_file,
+    rank_name,
+    sharded_model,
+)
+from paceline.runtime.workers import EngineFactory, pin
+
+log = logging.getLogger(__name__)
+
+_STORE_TIMEOUT = timedelta(seconds=START_TIMEOUT_S)
+
+
+class Rank:
+    """One rank of a replica that is not its first; runs until that one leaves."""
+
+    def __init__(self, name: str, log_config: LogConfig) -> None:
+        """``name``: in logs."""
+        apply_worker_environment()
+        logs.configure_replica(log_config, name)
+
+    def where(self) -> tuple[str, int]:
+        """Node id and process id."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def run(self, factory: bytes, on_cpu: bool) -> None:
+        """Builds the rank's engine and takes its steps. Ends with the error that ends it."""
+        core = CoreClaim.take() if on_cpu else None
+        pin(None if core is None else core.core)
+        make: EngineFactory = pickle.loads(factory)
+        engine = make(lambda messages: None)
+        try:
+            while engine.step():
+                pass
+        finally:
+            engine.close()
+
+
+class ActorWorker:
+    """A rank's actor as a worker (see ``workers.Worker``): nothing is sent to it, it follows."""
+
+    def __init__(
+        self,
+        name: str,
+        group: PlacementGroup,
+        bundle: int,
+        factory: EngineFactory,
+        log_config: LogConfig,
+        on_death: Callable[[str], None],
+        keep: Any = None,
+    ) -> None:
+        """``bundle``: of ``group``, for the actor. ``keep``: what has to live as long as it."""
+        self.name = name
+        self._keep = keep
+        self._group, self._bundle = group, bundle
+        self._factory, self._log_config, self._on_death = pickle.dumps(factory), log_config, on_death
+        self._actor: Any = None
+        self._pid: int | None = None
+        self._stopping = False
+        self._placed = threading.Event()
+        self._failure: PacelineError | None = None
+        self._watcher = threading.Thread(target=self._watch, name=f"paceline-{name}", daemon=True)
+
+    def spawn(self) -> None:
+        """See Worker."""
+        resources = dict(self._group.bundle_specs[self._bundle])
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundle)
+        options = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop("memory", None),
+            "resources": {key: value for key, value in resources.items() if not key.startswith("bundle_group")},
+        }
+        self._on_cpu = not options["num_gpus"]
+        self._actor = ray.remote(Rank).options(**options, scheduling_strategy=strategy, max_restarts=0)
+        self._actor = self._actor.remote(self.name, self._log_config)
+        self._watcher.start()
+
+    def wait_ready(self) -> None:
+        """Returns when it runs; whether it has loaded its share the first rank finds out."""
+        self._placed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def start(self) -> None:
+        """See Worker."""
+        self.spawn()
+        self.wait_ready()
+
+    def send(self, messages: Any) -> None:
+        """Nobody talks to a follower."""
+        assert not messages
+
+    @property
+    def alive(self) -> bool:
+        """See Worker."""
+        return self._watcher.is_alive()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ends the actor now; one that hangs too, if it is on this node."""
+        self._stopping = True
+        if self._actor is None:
+            return
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._pid, signal.SIGKILL)  # one that is stopped does not hear Ray
+        self._watcher.join(timeout_s)
+
+    def _watch(self) -> None:
+        try:
+            node, pid = ray.get(self._actor.where.remote())
+            if node == ray.get_runtime_context().get_node_id():
+                self._pid = pid
+            running = self._actor.run.remote(self._factory, self._on_cpu)
+            self._placed.set()
+            ray.get(running)
+        except Exception as error:  # what a task raised comes as a RayError that is also of its own type
+            cause = getattr(error, "cause", None) or error
+            text = str(cause) if isinstance(cause, PacelineError) else f"{type(cause).__name__}: {cause}"
+            self._failure = cause if isinstance(cause, PacelineError) else EngineError(text)
+            self._placed.set()
+            if not self._stopping:
+                log.error("%s failed: %s", self.name, text)
+                self._on_death(f"{self.name} failed: {text}")
+
+
+def actor_ranks(
+    kind: str, config: PairConfig, replica_id: str, node: str, log_config: LogConfig
+) -> tuple[Rendezvous | None, list[MakeWorker]]:
+    """Where this replica's ranks meet, and makers of the actors for all but the first, which is the replica itself.
+
+    On one host they meet in a file, else at a port of ``node`` (this host's address) that the system chooses.
+
+    Raises:
+        ConfigError: the replica's placement group has no bundle for each rank.
+    """
+    model = sharded_model(kind, config)
+    if model is None:
+        return None, []
+    degree, group = model.tensor_parallel_size, get_current_placement_group()
+    num_bundles = 1 if group is None else group.bundle_count
+    if group is None or num_bundles < degree:
+        raise ConfigError(
+            f"tensor_parallel_size is {degree} and the replica has {num_bundles} bundles: it needs one for each rank"
+        )
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    store: Any = None
+    if len({nodes[bundle] for bundle in range(degree)}) == 1:
+        meeting = meeting_file()
+    else:
+        from torch._C._distributed_c10d import TCPStore
+
+        store = TCPStore(node, 0, None, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        meeting = f"tcp:{node}:{store.port}"
+    rendezvous = Rendezvous(meeting, degree, timeout_s=model.rank_timeout_s)
+
+    def maker(rank: int) -> MakeWorker:
+        factory = FollowerFactory(kind, config, rendezvous.of(rank))
+        name = f"{rank_name(kind, rank)} of {replica_id}"
+        return lambda on_death: ActorWorker(name, group, rank, factory, log_config, on_death, keep=store)
+
+    return rendezvous, [maker(rank) for rank in range(1, degree)]

@@ -1,0 +1,319 @@
+"""What Serve runs beside the routers: the monitor, and one deployment class for each kind of engine.
+
+Plain classes: ``app.py`` makes deployments of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.serve.handle import DeploymentHandle
+
+from paceline import logs
+from paceline.checkpoint.tokenizer import load_tokenizer, require_same_tokens
+from paceline.cluster.rank_actors import actor_ranks
+from paceline.config import (
+    LogConfig,
+    ModelDraftConfig,
+    NgramDraftConfig,
+    PairConfig,
+    ServiceConfig,
+    apply_worker_environment,
+)
+from paceline.fleet.follow import WANTED, WANTED_AT
+from paceline.fleet.monitor import Monitor, Report, Reporter
+from paceline.metrics import Registry, ReplicaMetrics
+from paceline.runtime.cores import CoreClaim
+from paceline.runtime.host import ReplicaServer
+from paceline.types import ServerInfo, Startup
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 5.0
+"""Longest wait for an answer of another replica that no stream of a client depends on."""
+
+_REPORT_S = 1.0
+_LEASE_BEAT_S = 15.0
+_TOKEN_KEY, _NAMESPACE = "internal-token", "paceline"
+
+
+class MonitorReplica:
+    """The fleet's numbers in one place, what its replicas do while they start, and how many there shall be."""
+
+    def __init__(self) -> None:
+        self._monitor = Monitor()
+        self._starting: dict[str, tuple[Startup, float]] = {}
+        self._ticker: Pusher | None = None
+
+    async def reconfigure(self, settings: Mapping[str, Any]) -> None:
+        """Takes what ``ServiceConfig.scaling`` says, now and whenever it has changed. Called by Serve."""
+        logs.configure_replica(LogConfig.model_validate(settings["log"]), replica_id())
+        self._monitor.autoscaler.configure(settings)
+        if self._ticker is None:
+            self._ticker = Pusher(self._tick)
+
+    async def _tick(self) -> None:
+        self._monitor.tick()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What ``scaling.follow.post`` takes: the sizes that are decided. Called by Serve."""
+        at, wanted = self._monitor.autoscaler.wanted()
+        return {WANTED_AT: at} | {WANTED + pool: float(size) for pool, size in wanted.items() if size is not None}
+
+    async def push(self, report: Report) -> tuple[str, ...]:
+        """Takes a report; whoever sends one has started. Returns the pools whose sizes are decided here."""
+        self._starting.pop(report.source_id, None)
+        self._monitor.push(report)
+        return tuple(self._monitor.autoscaler.wanted()[1])
+
+    async def note_startup(self, startup: Startup) -> None:
+        """Takes what a replica does on its way up."""
+        self._starting[startup.replica_id] = (startup, time.monotonic())
+
+    async def starting(self) -> list[Startup]:
+        """Replicas on their way up that were heard of just now."""
+        oldest = time.monotonic() - 3 * _REPORT_S
+        self._starting = {rid: entry for rid, entry in self._starting.items() if entry[1] >= oldest}
+        return [startup for startup, _ in self._starting.values()]
+
+    async def exposition(self) -> str:
+        """All metrics in Prometheus' text format."""
+        return self._monitor.exposition()
+
+    async def server_info(self) -> ServerInfo:
+        """The fleet at a glance; uptime and events since the monitor began."""
+        return self._monitor.server_info(await self.starting())
+
+
+class _Notes(logging.Handler):
+    """Remembers the last line that Paceline logged: what a long start-up is busy with."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(logging.INFO)
+        self.text = text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+class Pusher:
+    """Does something once a second, such as a report to the monitor; one that is away is no reason to stop."""
+
+    def __init__(self, send: Callable[[], Awaitable[Any]]) -> None:
+        self._send = send
+        self._task = asyncio.create_task(self._run(), name="paceline-reports")
+
+    async def _run(self) -> None:
+        while True:
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                    await self._send()
+            except Exception as error:
+                log.debug("%s failed: %s", self._send, error)
+            await asyncio.sleep(max(0.0, started + _REPORT_S - time.monotonic()))
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+class _EngineReplica:
+    """One engine, its internal gRPC port, and its place in Serve."""
+
+    kind = ""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Mapping[str, Any], monitor: DeploymentHandle | None = None
+    ) -> None:
+        """Builds the engine; returns when it is ready. Raises ConfigError or EngineError."""
+        apply_worker_environment()
+        started = time.monotonic()
+        self.config = ServiceConfig.parse(config)
+        self._monitor = monitor
+        self._replica_id = replica_id()
+        logs.configure_replica(self.config.log, self._replica_id)
+        self._node = ray.util.get_node_ip_address()
+        self._core = CoreClaim.take() if self._runs_on_cpu() else None
+        registry = Registry(self._replica_id, mirror=True)
+        self._metrics = ReplicaMetrics(registry)
+        self._reporter = Reporter(self._replica_id, self.kind, registry)
+        self._pusher: Pusher | None = None
+        self._num_leases = 0
+        self._stopped = False
+        notes = _Notes(f"loading {self._model()}")
+        logging.getLogger("paceline").addHandler(notes)
+        startup = None
+        if monitor is not None:
+            startup = Pusher(lambda: self._note_startup(notes.text, time.monotonic() - started))
+        try:
+            pair = self.config.pair()
+            self._server = self._make_server(
+                pair,
+                replica_id=self._replica_id,
+                bind=self._node,
+                node=self._node,
+                token=internal_token(),
+                model=self._model(),
+                core=None if self._core is None else self._core.core,
+                ranks=actor_ranks(self.kind, pair, self._replica_id, self._node, self.config.log),
+            )
+            await self._server.start()
+            self._host = self._server.host
+        finally:
+            logging.getLogger("paceline").removeHandler(notes)
+            if startup is not None:
+                await startup.stop()
+        if monitor is not None:
+            self._pusher = Pusher(self._report)
+        log.info("%s %s is ready after %.1f s", self.kind, self._replica_id, time.monotonic() - started)
+
+    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
+        raise NotImplementedError
+
+    def _model(self) -> str:
+        raise NotImplementedError
+
+    def _runs_on_cpu(self) -> bool:
+        return not ray.get_runtime_context().get_accelerator_ids().get("GPU")
+
+    async def _note_startup(self, doing: str, elapsed_s: float) -> None:
+        assert self._monitor is not None
+        await self._monitor.note_startup.remote(Startup(self._replica_id, self.kind, self._node, doing, elapsed_s))
+
+    async def _report(self) -> None:
+        assert self._monitor is not None
+        status = self._host.status()
+        self._metrics.update(status)
+        own = {"leases": float(self._num_leases), "asyncio_tasks": float(len(asyncio.all_tasks()))}
+        status = replace(status, counters={**status.counters, **own})
+        await self._monitor.push.remote(self._reporter.report(status))
+
+    # -- called by Serve --
+
+    async def lease(self, session_id: str) -> AsyncIterator[None]:
+        """A session's place here: open until whoever asked for it cancels, or dies."""
+        self._num_leases += 1
+        try:
+            while True:
+                yield None
+                await asyncio.sleep(_LEASE_BEAT_S)
+        finally:
+            self._num_leases -= 1
+
+    async def num_leases(self) -> int:
+        """Leases that are open here."""
+        return self._num_leases
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Where routers find it. Read once."""
+        incarnation = self._host.status().incarnation
+        return {"address": self._server.address, "incarnation": incarnation, "node": self._node}
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """For request routers that ask."""
+        return {"sessions": self._host.status().num_sessions}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For autoscaling policies other than ours (``scaling``)."""
+        status = self._host.status()
+        return {"sessions": float(status.num_sessions), "waiting": float(status.num_waiting)}
+
+    async def check_health(self) -> None:
+        """Raises EngineError if the engine has died or hangs: Serve then replaces the replica."""
+        self._host.check()
+
+    async def stop(self) -> None:
+        """Ends the engine and its streams. Idempotent."""
+        self._stopped = True
+        if self._pusher is not None:
+            await self._pusher.stop()
+        await self._server.stop()
+        if self._core is not None:
+            self._core.release()
+
+    def __del__(self) -> Any:
+        """Serve calls this, and awaits what it returns, when the replica has drained; the interpreter calls it too."""
+        return self.stop() if not getattr(self, "_stopped", True) and loop_runs() else None
+
+
+class Target(_EngineReplica):
+    """A target replica."""
+
+    kind = "target"
+
+    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
+        from paceline.runtime.target_server import target_server
+
+        return target_server(config, **options)
+
+    def _model(self) -> str:
+        return self.config.target_config.model_loading_config.model_id
+
+    async def dtype(self) -> str:
+        """Of the weights: float32 or bfloat16."""
+        import torch
+
+        from paceline.model.loading import resolve_device, resolve_dtype
+
+        model = self.config.pair().target
+        return str(resolve_dtype(model.dtype, torch.device(resolve_device(model.device)))).removeprefix("torch.")
+
+
+class Draft(_EngineReplica):
+    """A draft replica."""
+
+    kind = "draft"
+
+    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
+        from paceline.runtime.draft_server import draft_server
+
+        if isinstance(self.config.draft_config, ModelDraftConfig):
+            require_same_tokens(
+                load_tokenizer(self.config.target_config.model_loading_config.tokenizer),
+                load_tokenizer(self.config.draft_config.model_loading_config.tokenizer),
+            )
+        return draft_server(config, **options)
+
+    def _model(self) -> str:
+        assert self.config.draft_config is not None
+        return draft_name(self.config.draft_config)
+
+    def _runs_on_cpu(self) -> bool:
+        return isinstance(self.config.draft_config, ModelDraftConfig) and super()._runs_on_cpu()
+
+
+def draft_name(config: ModelDraftConfig | NgramDraftConfig) -> str:
+    """What drafts: a model's name, or ``ngram``."""
+    return config.model_loading_config.model_id if isinstance(config, ModelDraftConfig) else config.kind
+
+
+def replica_id() -> str:
+    """Of this Serve replica, as request routers know it."""
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def internal_token() -> str:
+    """The secret that the internal streams of this cluster carry: drawn once, kept by Ray's control store.
+
+    It outlives deployments, so that old and new replicas talk to each other during a rolling update.
+    """
+    _internal_kv_put(_TOKEN_KEY, secrets.token_hex(16), overwrite=False, namespace=_NAMESPACE)
+    return bytes(_internal_kv_get(_TOKEN_KEY, namespace=_NAMESPACE)).decode()
+
+
+def loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

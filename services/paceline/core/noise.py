@@ -1,0 +1,311 @@
+"""Noise without state: every (seed, position, token, stream) has its own value, on every device the same.
+
+The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC
+2011), in int64 tensors whose products wrap modulo 2^64. The 64-bit seed is the key; the counter is
+
+    word 0   token // 4 (the four output words belong to four neighbouring tokens), or a lane
+    word 1   position, low 32 bits
+    word 2   position, bits 32 to 55, and the stream in the top byte
+    word 3   nonce
+
+Gumbel values are -log(-log u) with u = (k + 0.5) / 2^32 and k an output word, so u is strictly inside (0, 1).
+The logarithm uses IEEE additions, multiplications and divisions of float64 only, each rounded on its own:
+these agree on every device, where library logarithms differ in the last bits. Its error is below 2e-15
+relative; the result is rounded to float32. Sampling from 32-bit words is off by at most V * 2^-32 in total
+variation, with vocabulary size V.
+
+This module knows no sessions, no parameters and no models.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import torch
+from torch import Tensor
+
+from paceline.core import rows as native
+from paceline.core.deferred import Ask, ask_now
+
+_MASK = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+_LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")  # its low 21 bits are zero: exponent * _LN2_HIGH is exact
+_LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
+_SERIES = tuple(1.0 / (2 * i + 1) for i in range(12))
+
+MAX_GUMBEL = -math.log(-math.log1p(-(2.0**-33))) + 1e-5
+MIN_GUMBEL = -math.log(33 * math.log(2.0)) - 1e-5
+"""No Gumbel value lies outside [MIN_GUMBEL, MAX_GUMBEL]: about -3.13 to 22.87."""
+
+_MARGIN = 1e-5
+"""Bounds how much library logarithms in place of exact ones change the distance of two scores: twice the
+float32 rounding of a Gumbel value (2^-24 * 32 / 2 = 1e-6), the error of a float64 logarithm being far below
+it."""
+
+_CPU_CACHED_TOKENS = 2**17
+"""Tokens whose intermediate values (some 24 bytes each) stay in a core's cache; more go piecewise on CPUs."""
+
+
+class Stream(enum.IntEnum):
+    """Independent uses of noise at one position. The rejection rule must never touch COUPLED."""
+
+    COUPLED = 0
+    """Shared by draft and target under the coupled rule."""
+    ACCEPT = 1
+    """Rejection rule: the uniform that is compared with p/q."""
+    RECOVER = 2
+    """Rejection rule: the recovered or bonus token."""
+    DRAFT = 3
+    """Rejection rule: the draft's own choice."""
+
+
+def seed_bits(seed: int) -> int:
+    """The int64 with the bits of a 64-bit seed in ``[0, 2**64)``."""
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}: a 64-bit key in [0, 2**64) is allowed")
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four int64 tensors of 32-bit output words, in the broadcast shape of the arguments.
+
+    Arguments are int64 tensors holding 32-bit words. Words 1 and 3 carry garbage above bit 31 between rounds
+    (whole products instead of their low halves); what is multiplied is masked, so the garbage goes no
+    further.
+    """
+    x0, x1, x2, x3 = counter
+    for k0, k1 in zip(_key_schedule(key[0], _W0), _key_schedule(key[1], _W1), strict=True):
+        product0, product1 = x0 * _M0, x2 * _M1
+        x0 = _xor_(product1 >> 32, x1 ^ k0)
+        x2 = _xor_(product0 >> 32, x3 ^ k1)
+        x1, x3 = product1, product0
+    return x0, x1 & _MASK, x2, x3 & _MASK
+
+
+def _key_schedule(word: Tensor, increment: int) -> tuple[Tensor, ...]:
+    rounds = torch.arange(_ROUNDS, device=word.device).mul_(increment).view(-1, *(1,) * word.dim())
+    return (word + rounds).bitwise_and_(_MASK).unbind()
+
+
+def _xor_(a: Tensor, b: Tensor) -> Tensor:
+    out = a.bitwise_xor_(b) if a.shape == b.shape else a ^ b
+    return out.bitwise_and_(_MASK)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, nonces: Tensor | None = None) -> Tensor:
+    """Gumbel noise of whole vocabulary rows.
+
+    Args:
+        seeds, positions: [rows] int64; seeds are bit patterns (``seed_bits``). ``nonces``: [rows] int64, 0 if
+        absent.
+
+    Returns:
+        [rows, vocab_size] float32.
+    """
+    return _exact_gumbel(_dense_words(seeds, positions, stream, vocab_size, nonces))
+
+
+def gumbel_at(
+    seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None = None
+) -> Tensor:
+    """The values of ``gumbel`` at ``token_ids`` [rows, m], at the cost of m tokens: [rows, m] float32."""
+    return _exact_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
+
+
+def fast_gumbel_at(
+    seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None = None
+) -> Tensor:
+    """``gumbel_at`` in float64 by the device's own logarithm: within 2e-6, where bits do not matter."""
+    return _fast_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: Stream, lane: int = 0) -> Tensor:
+    """[rows] float64 multiples of 2^-53 in [0, 1). Lanes of one position and stream are independent."""
+    lanes = torch.full_like(positions, lane)
+    words = philox(_counter(lanes, positions, stream, None), _key(seeds))
+    return ((words[0] << 21) | (words[1] >> 11)).to(torch.float64) * 2.0**-53
+
+
+def gumbel_argmax(
+    log_weights: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    stream: Stream,
+    nonces: Tensor | None = None,
+    ask: Ask = ask_now,
+) -> Tensor:
+    """A sample of each row's softmax: argmax_v(``log_weights[row, v] + gumbel[row, v]``).
+
+    The sum is taken in float64 of the exact float32 noise; equal sums go to the lower id. On the CPU ``rows.cpp``
+    does it in one pass. In torch there are two savings, both exact: noise is bounded, so a token more than
+    MAX_GUMBEL - MIN_GUMBEL below its row's maximum cannot win and gets none; and the exact logarithm is evaluated
+    only where the device's own leaves more than one token in reach of the maximum.
+
+    Args:
+        log_weights: [rows, vocab] float, not NaN, need not be normalised; -inf never wins. Every row needs a
+        finite value.
+        ask: with ``Later`` every token gets noise, and a doubt remains where the exact logarithm should decide.
+
+    Returns:
+        [rows] int64 token ids.
+    """
+    rows, vocab_size = log_weights.shape
+    if rows == 0:
+        return torch.empty(0, dtype=torch.int64, device=log_weights.device)
+    if ask is ask_now and _is_native(log_weights):
+        return native.gumbel_max(log_weights, _native_keys(seeds, positions, nonces), stream, 0)[0]
+    rows_at_once = max(1, _CPU_CACHED_TOKENS // vocab_size)
+    if rows > rows_at_once and log_weights.device.type == "cpu":
+        parts = [slice(i, i + rows_at_once) for i in range(0, rows, rows_at_once)]
+        return torch.cat(
+            [
+                gumbel_argmax(
+                    log_weights[at], seeds[at], positions[at], stream, None if nonces is None else nonces[at], ask
+                )
+                for at in parts
+            ]
+        )
+    in_reach, winners = _in_reach(log_weights, seeds, positions, stream, nonces, 0, ask)
+    if not ask(in_reach.sum() != rows):
+        return winners
+    return _sparse_scores(log_weights, in_reach, seeds, positions, stream, nonces, 0, exact=True).argmax(-1)
+
+
+def gumbel_max(
+    log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, first: int
+) -> tuple[Tensor, Tensor]:
+    """``gumbel_argmax`` of a part of the vocabulary: the part with the largest score has the sample of the whole.
+
+    Args:
+        log_weights: [rows, tokens] float, of the tokens from ``first``. May hold -inf only.
+
+    Returns:
+        Scores [rows] float64 and token ids [rows] int64. Equal scores of two parts go to the lower id.
+    """
+    if _is_native(log_weights):
+        token_ids, best = native.gumbel_max(log_weights, _native_keys(seeds, positions, None), stream, first)
+        return best, token_ids
+    in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first, ask_now)
+    scores = _sparse_scores(log_weights, in_reach, seeds, positions, stream, None, first, exact=True)
+    best, token_ids = scores.max(-1)
+    return best, token_ids + first
+
+
+def _is_native(log_weights: Tensor) -> bool:
+    return native.usable(log_weights, torch.float32, torch.float64, torch.bfloat16)
+
+
+def _native_keys(seeds: Tensor, positions: Tensor, nonces: Tensor | None) -> list[int]:
+    last = torch.zeros_like(positions) if nonces is None else nonces
+    keys: list[int] = torch.stack((seeds, positions, last), dim=-1).flatten().tolist()
+    return keys
+
+
+def _in_reach(
+    log_weights: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    stream: Stream,
+    nonces: Tensor | None,
+    first: int,
+    ask: Ask,
+) -> tuple[Tensor, Tensor]:
+    """[rows, tokens] bool: what may have the largest exact score; and [rows] the first of the largest others."""
+    rows, num_tokens = log_weights.shape
+    cutoff = log_weights.amax(-1, keepdim=True) - (MAX_GUMBEL - MIN_GUMBEL + 1)  # 1: room for rounding
+    can_win = log_weights >= cutoff
+    if ask is not ask_now or 4 * int(can_win.sum()) >= rows * num_tokens:
+        scores = _fast_gumbel(_dense_words(seeds, positions, stream, num_tokens, nonces, first)).add_(log_weights)
+    else:
+        scores = _sparse_scores(log_weights, can_win, seeds, positions, stream, nonces, first, exact=False)
+    best, winners = scores.max(-1, keepdim=True)
+    return scores >= best - _MARGIN, winners.squeeze(-1)
+
+
+def _sparse_scores(
+    log_weights: Tensor,
+    where: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    stream: Stream,
+    nonces: Tensor | None,
+    first: int,
+    *,
+    exact: bool,
+) -> Tensor:
+    """[rows, vocab] float64 scores of the tokens in ``where``; -inf elsewhere. Column 0 is token ``first``."""
+    row, token = where.nonzero(as_tuple=True)
+    words = _words_at(seeds[row], positions[row], stream, token + first, None if nonces is None else nonces[row])
+    noise = _exact_gumbel(words).to(torch.float64) if exact else _fast_gumbel(words)
+    scores = torch.full(log_weights.shape, -math.inf, dtype=torch.float64, device=log_weights.device)
+    scores[row, token] = noise.add_(log_weights[row, token])
+    return scores
+
+
+def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:
+    return seeds & _MASK, (seeds >> 32) & _MASK
+
+
+def _counter(
+    first: Tensor, positions: Tensor, stream: Stream, nonces: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    high = ((positions >> 32) & 0xFFFFFF) | (int(stream) << 24)
+    last = torch.zeros_like(positions) if nonces is None else nonces & _MASK
+    return first, positions & _MASK, high, last
+
+
+def _column(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values[:, None]
+
+
+def _dense_words(
+    seeds: Tensor, positions: Tensor, stream: Stream, num_tokens: int, nonces: Tensor | None, first: int = 0
+) -> Tensor:
+    """[rows, num_tokens] int64 output words of the tokens from ``first``."""
+    lanes = torch.arange(first // 4, (first + num_tokens + 3) // 4, device=seeds.device)[None]
+    words = philox(_counter(lanes, positions[:, None], stream, _column(nonces)), _key(seeds[:, None]))
+    return torch.stack(words, dim=-1).flatten(1)[:, first % 4 : first % 4 + num_tokens]
+
+
+def _words_at(seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None) -> Tensor:
+    """Output words of single tokens; the other arguments broadcast against ``token_ids``."""
+    words = philox(_counter(token_ids >> 2, positions, stream, nonces), _key(seeds))
+    return torch.stack(words, dim=-1).gather(-1, (token_ids & 3)[..., None]).squeeze(-1)
+
+
+def _unit_interval(words: Tensor) -> Tensor:
+    return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
+
+
+def _fast_gumbel(words: Tensor) -> Tensor:
+    return _unit_interval(words).log_().neg_().log_().neg_()
+
+
+def _exact_gumbel(words: Tensor) -> Tensor:
+    return exact_log(exact_log(_unit_interval(words)).neg_()).neg_().to(torch.float32)
+
+
+def exact_log(x: Tensor) -> Tensor:
+    """Natural logarithm of positive, normal float64 values, the same bits on every device, error below 2e-15.
+
+    x = m * 2^e with m in [sqrt(1/2), sqrt(2)) exactly; log m = 2 atanh(s) with s = (m - 1) / (m + 1), |s| <
+    0.1716, as a series of 12 terms (the rest is below 1e-19). No operation is fused with another.
+    """
+    bits = x.view(torch.int64)
+    # Adding the distance from sqrt(1/2) to 1 to the bits rounds the exponent at sqrt(1/2).
+    exponent = ((bits + 0x00095F619980C433) >> 52).sub_(1023)
+    mantissa = (bits - (exponent << 52)).view(torch.float64)
+    e = exponent.to(torch.float64)
+    s = (mantissa - 1.0).div_(mantissa.add_(1.0))
+    square = s * s
+    series = torch.full_like(s, _SERIES[-1])
+    for coefficient in reversed(_SERIES[1:-1]):
+        series.mul_(square).add_(coefficient)
+    # 2s + (2s * square * series + e * ln2_low), then the exact e * ln2_high.
+    s.mul_(2.0)
+    series.mul_(square).mul_(s).add_(e * _LN2_LOW)
+    return series.add_(s).add_(e.mul_(_LN2_HIGH))

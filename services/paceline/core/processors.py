@@ -1,0 +1,297 @@
+"""What one session asks of its next token, and the processors that carry it out.
+
+They run in this order, each on the logits x that the one before left:
+
+1. logit bias           x[v] += bias[v]
+2. bad words            x[last] = -inf if the tokens before the row end with the sequence's other tokens
+3. min tokens           x[v] = -inf for end-of-sequence and stop ids while fewer tokens have been emitted
+4. repetition penalty   x[v] = x[v] / r if x[v] > 0 else x[v] * r, for v in prompt or output (1909.05858)
+5. frequency, presence  x[v] -= frequency * count[v] + presence * (count[v] > 0), counts over the output only
+6. temperature          x = (x - max x) / T
+7. top-k                keep the k largest; equal ones with the lower id first
+8. top-p                p = softmax(x); keep v if the mass ranking before it is below top_p (same ranking)
+9. min-p                keep v if p[v] >= min_p * max p
+
+A row is one position of a session. Its tokens are the committed ones and those of the proposal before it, so
+"output" and "emitted" above count these draft tokens too: a row is processed exactly as plain decoding would
+once they were committed. Nothing depends on the other rows of the batch, not even the rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from paceline.core import rows as native
+from paceline.core.deferred import Ask, Later, ask_now, upload
+from paceline.core.noise import seed_bits
+from paceline.errors import InvalidRequestError
+from paceline.types import SamplingParams
+
+_MIN_TEMPERATURE = 1e-30
+_TOP_P_CANDIDATES, _MORE_CANDIDATES = 256, 1024
+"""Values that top-p looks at before it asks for more, and where asking must wait."""
+_UNIT_MASS = 2.0**44
+"""The most likely token's mass in top-p, which counts in integers: their sums are exact in any order."""
+
+
+class SamplerState:
+    """What one session's processors remember of its context. Owned by one engine; ``append`` on commit."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+        *,
+        eos_token_ids: Sequence[int] = (),
+        vocab_size: int,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """Starts from a prompt, and after a failure from what has been emitted since.
+
+        Raises:
+            InvalidRequestError: an id outside the vocabulary.
+        """
+        self.params = params
+        self.seed = seed
+        self.seed_bits = seed_bits(seed)
+        self.vocab_size = vocab_size
+        self.num_tokens = len(prompt_token_ids) + len(output_token_ids)
+        self.num_output_tokens = len(output_token_ids)
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        params.check_vocabulary(vocab_size)
+        self._check("the prompt", prompt_token_ids)
+        self._check("the output", output_token_ids)
+        self.greedy = params.temperature == 0
+        self.temperature = 1.0 if self.greedy else max(params.temperature, _MIN_TEMPERATURE)
+        # Greedy rows are never truncated: it would not change the argmax, only what its logprob means.
+        self.top_k = vocab_size if self.greedy or params.top_k == 0 else min(params.top_k, vocab_size)
+        self.top_p = 1.0 if self.greedy else params.top_p
+        self.min_p = 0.0 if self.greedy else params.min_p
+
+        self._bias_ids = upload(list(params.logit_bias), device, torch.int64)
+        self._bias = upload(list(params.logit_bias.values()), device, torch.float32)
+        self._stop_ids = [t for t in sorted(stop_ids) if t < vocab_size] if params.min_tokens else []
+        self._tail_len = max((len(words) - 1 for words in params.bad_words), default=0)
+        context = (*prompt_token_ids, *output_token_ids)
+        self._tail = tuple(context[max(0, len(context) - self._tail_len) :])
+        self._repeats = params.repetition_penalty != 1
+        self._counts = bool(params.presence_penalty or params.frequency_penalty)
+        # Penalties touch only tokens that have occurred: their ids, and how often each has been emitted.
+        self._slots: dict[int, int] = {}
+        self._ids = torch.zeros(0, dtype=torch.int64, device=device)
+        self._emitted = torch.zeros(0, dtype=torch.float32, device=device)
+        if self._repeats:
+            self._repetition = upload([params.repetition_penalty], device, torch.float32)
+            self._touch(prompt_token_ids)
+        self._count(output_token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Counts tokens that were committed. They are the target's, hence inside the vocabulary."""
+        self.num_tokens += len(token_ids)
+        self.num_output_tokens += len(token_ids)
+        if self._tail_len:
+            self._tail = (*self._tail, *token_ids)[-self._tail_len :]
+        self._count(token_ids)
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether nothing but the temperature ever changes the logits of this session."""
+        return not (
+            self.params.logit_bias
+            or self.params.bad_words
+            or self._stop_ids
+            or self._repeats
+            or self._counts
+            or self.top_k < self.vocab_size
+            or self.top_p < 1
+            or self.min_p > 0
+        )
+
+    @property
+    def edits(self) -> bool:
+        """Whether any processor before the temperature can change logits now."""
+        return bool(
+            self.params.logit_bias
+            or self.params.bad_words
+            or (self._stop_ids and self.num_output_tokens < self.params.min_tokens)
+            or self._repeats
+            or self._counts
+        )
+
+    def edit_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
+        """Applies the processors before the temperature, in place: [rows, vocab] float32, a suffix each."""
+        if self.params.logit_bias:
+            logits[:, self._bias_ids] += self._bias
+        forbidden = [(row, token) for row, suffix in enumerate(suffixes) for token in self._forbidden(suffix)]
+        if forbidden:
+            row_index, token_index = upload(forbidden, logits.device).unbind(-1)
+            logits[row_index, token_index] = -math.inf
+        if self._repeats or self._counts:
+            self._penalise_(logits, suffixes)
+
+    def _penalise_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
+        device, num_slots = logits.device, len(self._slots)
+        # Draft tokens outside the vocabulary are never accepted, so the rows behind them do not matter.
+        drafted = {token for suffix in suffixes for token in suffix if 0 <= token < self.vocab_size}
+        new = {token: num_slots + i for i, token in enumerate(sorted(drafted - self._slots.keys()))}
+        ids = torch.cat((self._ids[:num_slots], upload(list(new), device, torch.int64)))
+        if not len(ids):
+            return
+        added = [
+            (row, self._slots.get(token, new.get(token)), count)
+            for row, suffix in enumerate(suffixes)
+            for token, count in Counter(suffix).items()
+            if token in drafted
+        ]
+        emitted = torch.cat((self._emitted[:num_slots], torch.zeros(len(new), device=device)))
+        counts = emitted.repeat(len(suffixes), 1)
+        row_index, slot_index, count_index = upload(added, device, torch.int64).view(-1, 3).unbind(-1)
+        counts[row_index, slot_index] += count_index.to(torch.float32)
+        x = logits[:, ids]
+        if self._repeats:
+            penalised = torch.where(x > 0, x / self._repetition, x * self._repetition)
+            if new:  # occurs in some rows only
+                seen = counts > 0
+                seen[:, :num_slots] = True
+                penalised = torch.where(seen, penalised, x)
+            x = penalised
+        if self._counts:
+            present = (counts > 0).to(torch.float32).mul_(self.params.presence_penalty)
+            x = x - counts.mul_(self.params.frequency_penalty).add_(present)
+        logits[:, ids] = x
+
+    def _forbidden(self, suffix: tuple[int, ...]) -> Iterator[int]:
+        tail = (*self._tail, *suffix)
+        for words in self.params.bad_words:
+            before = words[:-1]
+            if tail[max(0, len(tail) - len(before)) :] == before or not before:
+                yield words[-1]
+        if self.num_output_tokens + len(suffix) < self.params.min_tokens:
+            yield from self._stop_ids
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        """Takes in tokens of the output."""
+        if (self._repeats or self._counts) and token_ids:
+            slots = upload(self._touch(token_ids), self._emitted.device, torch.int64)
+            self._emitted.index_add_(0, slots, torch.ones_like(slots, dtype=torch.float32))
+
+    def _touch(self, token_ids: Sequence[int]) -> list[int]:
+        """The slots of tokens, which get one if they have none."""
+        num_slots, slots = len(self._slots), self._slots
+        indices = [slots.setdefault(token, len(slots)) for token in token_ids]
+        if len(slots) > len(self._ids):
+            more = 2 * len(slots) - len(self._ids)
+            self._ids = torch.cat((self._ids, self._ids.new_zeros(more)))
+            self._emitted = torch.cat((self._emitted, self._emitted.new_zeros(more)))
+        if len(slots) > num_slots:
+            fresh = list(islice(slots, num_slots, None))
+            self._ids[num_slots : len(slots)] = upload(fresh, self._ids.device, torch.int64)
+        return indices
+
+    def _check(self, what: str, token_ids: Sequence[int]) -> None:
+        worst = max(token_ids, default=0)
+        if worst >= self.vocab_size or min(token_ids, default=0) < 0:
+            bad = worst if worst >= self.vocab_size else min(token_ids)
+            raise InvalidRequestError(f"{what} holds token id {bad}: ids in [0, {self.vocab_size}) are allowed")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One position whose next token is wanted."""
+
+    state: SamplerState
+    suffix: tuple[int, ...] = ()
+    """The uncommitted tokens between the context and this position."""
+
+    @property
+    def position(self) -> int:
+        """The index of the wanted token in the session's text."""
+        return self.state.num_tokens + len(self.suffix)
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """[rows, 1] of the dtype and device of ``like``."""
+    return upload(values, like.device, like.dtype)[:, None]
+
+
+def truncate_(x: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> None:
+    """Sets what top-k, top-p and min-p cut to -inf. x: [rows, vocab] with row maxima 0, modified in place.
+
+    Top-k and top-p both keep a prefix of one ranking (value descending, id ascending), so together they keep
+    the shorter prefix. Its length needs the largest values only: as many as top_k, or as hold the mass top_p.
+    With ``Later`` a doubt remains where top_p needs more than ``_MORE_CANDIDATES``.
+    """
+    states = [row.state for row in rows]
+    vocab_size = x.shape[-1]
+    prefixed = [i for i, state in enumerate(states) if state.top_k < vocab_size or state.top_p < 1]
+    if prefixed:
+        every = len(prefixed) == len(rows)
+        at = None if every else upload(prefixed, x.device)
+        part = x if at is None else x[at]
+        _keep_prefix_(part, [states[i].top_k for i in prefixed], [states[i].top_p for i in prefixed], ask)
+        if at is not None:
+            x[at] = part
+    if any(state.min_p > 0 for state in states):
+        limits = column([state.min_p for state in states], x).log_()
+        if native.usable(x, torch.float32):
+            native.cut_below_(x, limits.flatten().tolist())
+        else:
+            x.masked_fill_(x < limits, -math.inf)
+
+
+def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], ask: Ask, least: int = 0) -> None:
+    """Top-k and top-p of every row, looking at no fewer than ``least`` values at first."""
+    vocab_size = x.shape[-1]
+    k = upload(top_k, x.device)[:, None]
+    limit = upload(top_p, x.device, torch.float64)[:, None]
+    waits, sorts = isinstance(ask, Later), native.usable(x, torch.float32)
+    all_mass = None  # of whole rows, needed where top-p acts without top-k
+    num_values = max((value for value in top_k if value < vocab_size), default=1)
+    if any(p < 1 and value == vocab_size for p, value in zip(top_p, top_k, strict=True)):
+        all_mass = torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
+        candidates = _MORE_CANDIDATES if waits else _TOP_P_CANDIDATES
+        num_values = min(vocab_size, max(num_values, candidates, least))
+    values, ids = native.largest(x, num_values) if sorts else x.topk(num_values, dim=-1)
+    num_kept = k.clone()
+    if any(p < 1 for p in top_p):
+        in_top_k = torch.arange(num_values, device=x.device) < k
+        mass = values.to(torch.float64).exp_().mul_(_UNIT_MASS).to(torch.int64).mul_(in_top_k)
+        sums = mass.cumsum(-1)
+        total = sums[:, -1:].to(torch.float64)
+        if all_mass is not None:
+            total = torch.where(k < vocab_size, total, all_mass)
+        inside = ((sums - mass) < limit * total) & in_top_k
+        inside[:, 0] = True
+        num_kept = torch.where(limit < 1, inside.sum(-1, keepdim=True), num_kept)
+        unresolved = ((num_kept == num_values) & (k > num_values) & (limit < 1)).squeeze(-1)
+        if num_values < vocab_size and ask(unresolved.any()):
+            for where, wanted in ((unresolved, num_values * 8), (~unresolved, num_values)):
+                rows: list[int] = where.nonzero().squeeze(-1).tolist()
+                if rows:
+                    part = x[rows]
+                    _keep_prefix_(part, [top_k[i] for i in rows], [top_p[i] for i in rows], ask, wanted)
+                    x[rows] = part
+            return
+    whole = num_kept == vocab_size
+    if sorts:  # the ranking itself
+        kept = values.masked_fill_(torch.arange(num_values) >= num_kept, -math.inf)
+        cut = torch.full_like(x, -math.inf).scatter_(-1, ids, kept)
+        x.copy_(torch.where(whole, x, cut) if bool(whole.any()) else cut)
+        return
+    last = values.gather(-1, (num_kept - 1).clamp_(max=num_values - 1))
+    last.masked_fill_(whole, -math.inf)
+    keep = x >= last
+    if waits or ask((keep.sum(-1, keepdim=True) > num_kept).any()):  # ties are too common for a doubt
+        equal = x == last
+        room = num_kept - (keep & ~equal).sum(-1, keepdim=True)
+        keep &= ~equal | (equal.cumsum(-1) <= room)
+    x.masked_fill_(~keep, -math.inf)

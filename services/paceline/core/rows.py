@@ -1,0 +1,141 @@
+"""Vocabulary rows on the CPU: what torch does in dozens of operators or sorts, in one pass each of ``rows.cpp``.
+
+Each function has a twin in torch (``noise.py``, ``sampling.py``, ``processors.py``) that gives the same bits where bits
+matter, and stands in for it on other devices, for other dtypes, and where there is no compiler: ``usable`` tells.
+Calls hold no interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.core.native import compiled, machine
+from paceline.errors import EngineError
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+_MAX_TOKENS = 2**31
+_log = logging.getLogger(__name__)
+
+RowKey = tuple[int, int, int]
+"""Seed bits, position and nonce of a row's noise."""
+
+
+def usable(x: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether the functions below take ``x`` [rows, tokens]; ``dtypes``: those that one of them takes."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype in dtypes
+        and x.dim() == 2
+        and 0 < x.shape[1] < _MAX_TOKENS
+        and (x.stride(1) == 1 or x.shape[1] == 1)
+        and _library() is not None
+    )
+
+
+def prepare() -> None:
+    """Compiles or loads the library now, so that no step waits for it."""
+    _library()
+
+
+def gumbel_max(x: Tensor, keys: Sequence[int], stream: int, first: int) -> tuple[Tensor, Tensor]:
+    """``noise.gumbel_max``: token ids [rows] int64 and scores [rows] float64. ``keys``: three numbers per row."""
+    rows = len(x)
+    ids = torch.empty(rows, dtype=torch.int64)
+    scores = torch.empty(rows, dtype=torch.float64)
+    _call("paceline_gumbel_max", *_rows(x), _int64s(keys), stream, _size(first), _at(ids), _at(scores))
+    return ids, scores
+
+
+def pick(x: Tensor, temperatures: Sequence[float], keys: Sequence[int], stream: int) -> tuple[list[int], list[float]]:
+    """Of each row the token with the largest (x - max x) / temperature + noise, and its log-probability.
+
+    Temperature 0: the largest x, at temperature 1. Token -1: the row has NaN or +inf, or nothing but -inf.
+    """
+    rows = len(x)
+    ids, logprobs = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
+    given = (ctypes.c_float * rows)(*temperatures)
+    _call("paceline_pick", *_rows(x), given, _int64s(keys), stream, ids, logprobs)
+    return list(ids), list(logprobs)
+
+
+def largest(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The m largest values of each row [rows, m] float32, descending, and their ids int64; of equal ones the lower id.
+
+    NaN counts as -inf.
+    """
+    values = torch.empty(len(x), m, dtype=torch.float32)
+    ids = torch.empty(len(x), m, dtype=torch.int64)
+    _call("paceline_largest", *_rows(x), _size(m), _at(values), _at(ids))
+    return values, ids
+
+
+def rank(
+    token_ids: Tensor, log_q: Tensor, keys: Sequence[int], greedy: Sequence[bool], stream: int, wanted: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """``sampling.rank_coupled``'s first ``wanted`` of each row, with the exact noise: ids and scores.
+
+    Candidates whose log q is not finite have the score -inf.
+    """
+    rows, m = token_ids.shape
+    token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
+    ids, scores = (ctypes.c_int64 * (rows * wanted))(), (ctypes.c_double * (rows * wanted))()
+    flags = (ctypes.c_uint8 * rows)(*greedy)
+    _call("paceline_rank", _at(token_ids), _at(log_q), _size(rows), _size(m), _int64s(keys), flags, stream,
+          _size(wanted), ids, scores)  # fmt: skip
+    starts = range(0, rows * wanted, wanted)
+    return [ids[i : i + wanted] for i in starts], [scores[i : i + wanted] for i in starts]
+
+
+def cut_below_(x: Tensor, limits: Sequence[float]) -> None:
+    """Sets what is below its row's limit to -inf. float32."""
+    rows, tokens = x.shape
+    given = (ctypes.c_float * rows)(*limits)
+    _call("paceline_cut_below", _at(x), _size(rows), _size(tokens), _size(x.stride(0)), given)
+
+
+def _rows(x: Tensor) -> tuple[object, ...]:
+    rows, tokens = x.shape
+    return _at(x), _KINDS[x.dtype], _size(rows), _size(tokens), _size(x.stride(0))
+
+
+def _at(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+_size = ctypes.c_int64
+
+
+def _int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = _library()
+    assert library is not None, "usable() comes first"
+    getattr(library, name)(*arguments)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """None: it cannot be compiled or loaded here, for a reason that is logged once."""
+    try:
+        return ctypes.CDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the passes over vocabulary rows")))
+    except (EngineError, OSError) as error:
+        _log.warning("tokens are drawn by torch, which is slower: %s", error)
+        return None
+
+
+def _digest() -> str:
+    """Of the source, its options and the machine's instruction set: it is compiled for that very one."""
+    facts = f"{machine()} {_OPTIONS}"
+    return hashlib.blake2b(_SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,273 @@
+"""From logits to the next token: one pipeline for plain decoding and verification, approximated for drafting.
+
+``processors.py`` states what the processors compute. This module runs them over a ragged batch and draws
+tokens; it keeps nothing between calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from paceline.core import rows as native
+from paceline.core.deferred import Ask, Later, ask_now, upload
+from paceline.core.noise import Stream, fast_gumbel_at, gumbel_argmax
+from paceline.core.processors import Row, SamplerState, column, truncate_
+from paceline.errors import EngineError, InvalidRequestError
+
+__all__ = [
+    "ProcessedRows",
+    "Row",
+    "RowKeys",
+    "SamplerState",
+    "best_coupled",
+    "draft_candidates",
+    "pick",
+    "pick_unprocessed",
+    "process",
+    "rank_coupled",
+    "row_keys",
+    "sample_coupled",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """What the noise of each row depends on. All on the device of the logits."""
+
+    greedy: Tensor
+    """[rows] bool: temperature 0."""
+    seeds: Tensor
+    """[rows] int64 bit patterns."""
+    positions: Tensor
+    """[rows] int64."""
+    num_greedy: int
+    """How many rows are greedy, known without asking the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRows(RowKeys):
+    """The target's distribution of each row."""
+
+    scores: Tensor
+    """[rows, vocab] float32: logits after all processors, of maximum 0; forbidden is -inf. Temperature-0 rows: at
+    temperature 1."""
+    undecidable: tuple[int, ...] = ()
+    """Rows inside proposals that have no distribution, uniform above: no token may be drawn there (``verify``)."""
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[rows, vocab] float32: the normalised scores. A pass over all rows at each call."""
+        return torch.log_softmax(self.scores, -1)
+
+
+def row_keys(rows: Sequence[Row], device: torch.device | str = "cpu") -> RowKeys:
+    """Seeds, positions and greediness of rows, in one transfer to the device."""
+    keys = [(row.state.greedy, row.state.seed_bits, row.position) for row in rows]
+    greedy, seeds, positions = upload(torch.tensor(keys, dtype=torch.int64).view(-1, 3), device).unbind(-1)
+    return RowKeys(greedy.bool(), seeds, positions, sum(key[0] for key in keys))
+
+
+def process(logits: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> ProcessedRows:
+    """Applies every processor.
+
+    Args:
+        logits: [rows, vocab] of any float dtype; -inf forbids a token. Not modified.
+        rows: one per row of ``logits``. Rows of one session next to each other share work.
+        ask: with ``Later`` nothing is raised and no row is undecidable: a doubt remains instead.
+
+    Raises:
+        InvalidRequestError: the options of a session forbid every token.
+        EngineError: a row of ``logits`` holds NaN or +inf.
+        Both only for rows without a suffix, which plain decoding would reach too. A draft must not be able to
+        make a session fail: other such rows become ``undecidable``.
+    """
+    x = _edited(logits, rows)
+    top = x.amax(-1, keepdim=True) if len(rows) else x
+    undecidable = _check_rows(top, logits, rows) if ask(~top.isfinite().all()) else []
+    if undecidable:
+        x[undecidable], top[undecidable] = 0.0, 0.0
+    # Always shift by the maximum, so that a row is rounded alike in every batch and no temperature overflows.
+    x.sub_(top)
+    if any(row.state.temperature != 1 for row in rows):
+        x.div_(column([row.state.temperature for row in rows], x))
+    truncate_(x, rows, ask)
+    keys = row_keys(rows, logits.device)
+    return ProcessedRows(
+        keys.greedy,
+        keys.seeds,
+        keys.positions,
+        keys.num_greedy,
+        scores=x,
+        undecidable=tuple(undecidable),
+    )
+
+
+def sample_coupled(processed: ProcessedRows, ask: Ask = ask_now) -> Tensor:
+    """The target's own token of each row: argmax_v(log p[v] + g[v]), g = 0 on greedy rows. [rows] int64.
+
+    An exact sample of p (the Gumbel-max trick) that depends on p, the seed and the position only. Equal
+    scores go to the lower id. The constant that normalises a row is left out: it would only round.
+    """
+    scores = processed.scores
+    if processed.num_greedy == len(scores):
+        return scores.argmax(-1)
+    if not processed.num_greedy:
+        return gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
+    if isinstance(ask, Later):  # noise for all rows, rather than the question which rows want it
+        drawn = gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
+        return torch.where(processed.greedy, scores.argmax(-1), drawn)
+    sampled = (~processed.greedy).nonzero().squeeze(-1)
+    token_ids = scores.argmax(-1)
+    token_ids[sampled] = gumbel_argmax(
+        scores[sampled], processed.seeds[sampled], processed.positions[sampled], Stream.COUPLED
+    )
+    return token_ids
+
+
+def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
+    """``sample_coupled``, with the log-probability of each token, on the host."""
+    if native.usable(processed.scores, torch.float32):
+        greedy, nothing = processed.greedy.tolist(), torch.zeros_like(processed.seeds)
+        keys = torch.stack((processed.seeds, processed.positions, nothing), dim=-1).flatten().tolist()
+        return native.pick(processed.scores, [float(not cold) for cold in greedy], keys, Stream.COUPLED)
+    token_ids = sample_coupled(processed)
+    logprobs = processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
+    own, values = torch.stack((token_ids.to(torch.float64), logprobs.to(torch.float64))).tolist()  # one transfer
+    return [int(token) for token in own], values
+
+
+def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]] | None:
+    """``pick`` of ``process`` in one pass, of sessions whose processors only scale.
+
+    None: another device or dtype, another processor, or a row without a distribution, which ``process`` tells of.
+    """
+    if len(rows) != len(logits) or not native.usable(logits, torch.float32, torch.bfloat16):
+        return None
+    temperatures: list[float] = []
+    keys: list[int] = []
+    state = None
+    for row in rows:
+        if row.state is not state:
+            state = row.state
+            if not state.only_scales:
+                return None
+            temperature = 0.0 if state.greedy else state.temperature
+        temperatures.append(temperature)
+        keys += (state.seed_bits, row.position, 0)
+    token_ids, logprobs = native.pick(logits, temperatures, keys, Stream.COUPLED)
+    return None if -1 in token_ids else (token_ids, logprobs)
+
+
+def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
+    """Approximates ``process``: temperature, top-k, top-p and min-p act within the m most likely tokens.
+
+    Any difference to ``process`` costs acceptance, never correctness.
+
+    Args:
+        logits: [rows, vocab] of any float dtype, not modified.
+        m: candidates per row; the vocabulary size bounds it.
+
+    Returns:
+        token_ids [rows, m] int64 and log_q [rows, m] float32, sorted by log_q descending; cut candidates are
+        -inf.
+    """
+    edited = _edited(logits, rows) if any(row.state.edits for row in rows) else logits
+    m = min(m, logits.shape[-1])
+    if native.usable(edited, torch.float32, torch.bfloat16):
+        x, token_ids = native.largest(edited, m)
+    else:
+        top, token_ids = edited.topk(m, dim=-1)
+        x = top.float()
+    x = x - x[:, :1]
+    states = [row.state for row in rows]
+    if any(state.temperature != 1 for state in states):
+        x.div_(column([state.temperature for state in states], x))
+    if any(state.top_k < m for state in states):
+        rank = torch.arange(m, device=x.device)
+        x.masked_fill_(rank >= column([state.top_k for state in states], rank), -math.inf)
+    if any(state.top_p < 1 for state in states):
+        probs = torch.softmax(x, -1)
+        before = probs.cumsum(-1).sub_(probs)
+        before[:, 0] = -1  # the first stays
+        x.masked_fill_(before >= column([state.top_p for state in states], x), -math.inf)
+    if any(state.min_p > 0 for state in states):
+        x.masked_fill_(x < column([state.min_p for state in states], x).log_(), -math.inf)
+    return token_ids, torch.log_softmax(x, -1)
+
+
+def rank_coupled(
+    token_ids: Tensor, log_q: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Ranks candidates by log q + g with the target's noise: the first is the draft's token.
+
+    Args:
+        token_ids, log_q: [rows, m]. seeds, positions, greedy: [rows] (``row_keys``).
+
+    Returns:
+        token_ids and scores, [rows, m] int64 and float64, by score descending, equal scores by id.
+    """
+    if bool(greedy.all()):
+        scores = log_q.double()
+    else:
+        noise = fast_gumbel_at(seeds, positions, Stream.COUPLED, token_ids)
+        scores = noise.masked_fill_(greedy[:, None], 0.0).add_(log_q)
+    by_id = token_ids.argsort(-1)
+    scores, order = scores.gather(-1, by_id).sort(stable=True, dim=-1, descending=True)
+    return token_ids.gather(-1, by_id.gather(-1, order)), scores
+
+
+def best_coupled(
+    token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], wanted: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The first ``wanted`` of ``rank_coupled``, on the host: ids and scores of each row.
+
+    Candidates whose log q is not finite have the score -inf.
+    """
+    wanted = min(wanted, token_ids.shape[-1])
+    if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):
+        keys = [part for row in rows for part in (row.state.seed_bits, row.position, 0)]
+        return native.rank(token_ids, log_q, keys, [row.state.greedy for row in rows], Stream.COUPLED, wanted)
+    on_device = row_keys(rows, log_q.device)
+    finite = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+    token_ids, scores = rank_coupled(token_ids, finite, on_device.seeds, on_device.positions, on_device.greedy)
+    return token_ids[:, :wanted].tolist(), scores[:, :wanted].tolist()
+
+
+def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """A float32 copy of the logits after the processors before the temperature."""
+    if len(rows) != len(logits):
+        raise ValueError(f"{len(rows)} rows for {len(logits)} rows of logits")
+    x = logits.to(torch.float32, copy=True)
+    if any(row.state.edits for row in rows):
+        start = 0
+        for _, group in groupby(rows, key=lambda row: id(row.state)):
+            same = list(group)
+            if same[0].state.edits:
+                same[0].state.edit_(x[start : start + len(same)], [row.suffix for row in same])
+            start += len(same)
+    return x
+
+
+def _check_rows(top: Tensor, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """The undecidable rows. top: [rows, 1] maxima before the temperature, NaN where a row holds one."""
+    undecidable = []
+    for index, value in enumerate(top.squeeze(-1).tolist()):
+        if math.isfinite(value):
+            continue
+        if rows[index].suffix:
+            undecidable.append(index)
+            continue
+        params = rows[index].state.params
+        raw = logits[index].amax().item()
+        position = rows[index].position
+        if value == -math.inf and math.isfinite(raw):
+            options = [name for name in ("logit_bias", "bad_words", "min_tokens") if getattr(params, name)]
+            raise InvalidRequestError(f"{' and '.join(options)} forbid every token at position {position}")
+        raise EngineError(f"row {index} of the logits (position {position}) has maximum {raw}: not finite")
+    return undecidable

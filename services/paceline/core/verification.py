@@ -1,0 +1,412 @@
+"""What the target decides about a proposal, and what the draft's tokens were drawn from. Pure functions.
+
+Coupled rule (and temperature 0 under both rules): the target samples its own token at every row; a draft
+token is accepted if it is that token. The text is then the target's own, whatever was proposed.
+
+Rejection rule (Leviathan, Kalman, Matias 2211.17192, theorem 1): with p the target's and q the draft's
+distribution at a position, accept the draft token x with probability min(1, p(x) / q(x)), else draw from
+norm(max(p - q, 0)). For every token v, given x ~ q:
+
+    P(v) = q(v) min(1, p(v) / q(v)) + (1 - sum_w min(p(w), q(w))) * norm(max(p - q, 0))(v)
+         = min(p(v), q(v)) + max(p(v) - q(v), 0) = p(v)
+
+This holds for any q, so q may be truncated, scaled (Saguaro) or one-hot, as long as x was really drawn from
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core.deferred import Ask, Later, download, upload
+from paceline.core.noise import Stream, gumbel_argmax, uniform
+from paceline.core.sampling import ProcessedRows, Row, pick, pick_unprocessed, process, sample_coupled
+from paceline.errors import EngineError
+from paceline.types import Acceptance, SparseDistribution
+
+_Q_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The draft tokens that one session offers for one step; may be empty."""
+
+    token_ids: tuple[int, ...] = ()
+    q: tuple[SparseDistribution, ...] | None = None
+    """Rejection rule: what each token was drawn from, given those before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target decided about one proposal."""
+
+    num_accepted: int
+    token_ids: tuple[int, ...]
+    """The accepted tokens, then the next token."""
+    logprobs: tuple[float, ...]
+    """Of each token, under the target's distribution after all processors."""
+    num_invalid: int = 0
+    """Draft tokens that were not looked at, because of an invalid q at the first of them."""
+
+
+class Choices(Protocol):
+    """The target's random choices under the rejection rule."""
+
+    def accept(self, row: int, probability: float) -> bool:
+        """True with the given probability, independently for each row."""
+
+    def draw(self, rows: Sequence[int], weights: Tensor) -> list[int]:
+        """One token id per row from weights [len(rows), vocab] float64, which need not be normalised."""
+
+
+class KeyedChoices:
+    """Choices by position-keyed noise: the same at every repetition, on every device."""
+
+    def __init__(self, processed: ProcessedRows) -> None:
+        self._processed = processed
+        self._uniforms = uniform(processed.seeds, processed.positions, Stream.ACCEPT).tolist()
+
+    def accept(self, row: int, probability: float) -> bool:
+        """``u < probability`` with u in [0, 1): never at 0, always at 1."""
+        return bool(self._uniforms[row] < probability)
+
+    def draw(self, rows: Sequence[int], weights: Tensor) -> list[int]:
+        """The Gumbel-max trick, with noise that nothing else uses."""
+        index = upload(rows, weights.device)
+        seeds, positions = self._processed.seeds[index], self._processed.positions[index]
+        token_ids: list[int] = gumbel_argmax(weights.log(), seeds, positions, Stream.RECOVER).tolist()
+        return token_ids
+
+
+def acceptance_probability(p: float, q: float) -> float:
+    """min(1, p(x) / q(x)) for a draft token x with q(x) > 0."""
+    return min(1.0, p / q)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """max(p - q, 0), not normalised: what a recovered token is drawn from. Any shape."""
+    return (p - q).clamp(min=0.0)
+
+
+def decide(
+    logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal], rules: Sequence[Acceptance]
+) -> list[Verdict]:
+    """``verify`` of ``process``: on the CPU in one pass where that is enough, on an accelerator with one wait for it.
+
+    Where a rare case comes up (a row without a distribution, scores that only the exact logarithm tells apart, top-p
+    over more tokens than expected), and under the rejection rule, it goes the long way, which asks as it goes.
+
+    Args:
+        logits, rows: see ``process``. proposals, rules: see ``verify``.
+
+    Raises:
+        InvalidRequestError, EngineError: see ``process``.
+    """
+    ends = accumulate(len(proposal.token_ids) + 1 for proposal in proposals)
+    by_ratio = any(
+        rule is Acceptance.REJECTION and not rows[end - 1].state.greedy for rule, end in zip(rules, ends, strict=True)
+    )
+    if not by_ratio:
+        if logits.device.type != "cpu":
+            verdicts = decide_at_once(logits, rows, proposals)
+            if verdicts is not None:
+                return verdicts
+        elif (picked := pick_unprocessed(logits, rows)) is not None:
+            return _matches(proposals, *picked)
+    return verify(process(logits, rows), proposals, rules)
+
+
+def decide_at_once(logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Verdict] | None:
+    """``decide`` by the coupled rule with a single wait for the device. None: a rare case, nothing is decided."""
+    later = Later()
+    token_ids, logprobs = _sampled(process(logits, rows, later), later)
+    own, values, doubt = download(token_ids, logprobs, later.doubt(logits.device))
+    if doubt:
+        return None
+    return _matches(proposals, own.tolist(), values.tolist())
+
+
+def verify(
+    processed: ProcessedRows,
+    proposals: Sequence[Proposal],
+    rules: Sequence[Acceptance],
+    choices: Choices | None = None,
+) -> list[Verdict]:
+    """Decides the proposals of a batch.
+
+    Args:
+        processed: session i owns ``len(proposals[i].token_ids) + 1`` consecutive rows: one for each draft
+            token, in the context of those before it, and the bonus row.
+        proposals, rules: one per session.
+        choices: the random choices of the rejection rule; position-keyed noise by default.
+
+    Under the rejection rule a q that is missing, NaN, negative, not normalised within 1e-6, or without mass
+    at its token (or a token outside the vocabulary) is not trusted: the proposal is cut before that token,
+    and the next token is drawn from p as if the proposal had been that long. This keeps the law: whether
+    position j is cut is known before any of the target's noise at j is used, so a token drawn after a cut is
+    an exact sample of p_j. Where it is not cut, theorem 1 needs x_j ~ q_j given that. q_j was fixed before
+    x_j was drawn, so its own validity says nothing about x_j, and a token without mass has probability zero
+    under q_j.
+
+    Where a verdict reaches an undecidable row it ends with the token before: the next round meets the dead end
+    as plain decoding would.
+    """
+    sizes = [len(proposal.token_ids) + 1 for proposal in proposals]
+    starts = [0, *accumulate(sizes)]
+    assert starts[-1] == len(processed.scores), f"{len(processed.scores)} rows for proposals that need {starts[-1]}"
+    verdicts = _decide(processed, proposals, rules, choices, starts)
+    if not processed.undecidable:
+        return verdicts
+    ends = [
+        min((row - start for row in processed.undecidable if start < row < start + size), default=size)
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+    return [
+        verdict
+        if verdict.num_accepted < end
+        else Verdict(end - 1, verdict.token_ids[:end], verdict.logprobs[:end], verdict.num_invalid)
+        for verdict, end in zip(verdicts, ends, strict=True)
+    ]
+
+
+def _decide(
+    processed: ProcessedRows,
+    proposals: Sequence[Proposal],
+    rules: Sequence[Acceptance],
+    choices: Choices | None,
+    starts: Sequence[int],
+) -> list[Verdict]:
+    ratio = [rule is Acceptance.REJECTION for rule in rules]
+    if any(ratio) and processed.num_greedy:
+        greedy = processed.greedy.tolist()
+        ratio = [by_ratio and not greedy[start] for by_ratio, start in zip(ratio, starts, strict=False)]
+    if not any(ratio):
+        return _matches(proposals, *pick(processed))
+    verdicts: dict[int, Verdict] = {}
+    matched = [i for i, by_ratio in enumerate(ratio) if not by_ratio]
+    if matched:
+        part = _take(processed, [row for i in matched for row in range(starts[i], starts[i + 1])])
+        matched_rules = [Acceptance.COUPLED] * len(matched)
+        verdicts |= dict(zip(matched, verify(part, [proposals[i] for i in matched], matched_rules), strict=True))
+    rejecting = [i for i, by_ratio in enumerate(ratio) if by_ratio]
+    decided = _reject(
+        processed,
+        [proposals[i] for i in rejecting],
+        [starts[i] for i in rejecting],
+        choices or KeyedChoices(processed),
+    )
+    verdicts |= dict(zip(rejecting, decided, strict=True))
+    return [verdicts[i] for i in range(len(proposals))]
+
+
+def _sampled(processed: ProcessedRows, ask: Ask) -> tuple[Tensor, Tensor]:
+    """``pick`` on the device: [rows] int64 and float32."""
+    token_ids = sample_coupled(processed, ask)
+    return token_ids, processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
+
+
+def _matches(proposals: Sequence[Proposal], own: list[int], logprobs: list[float]) -> list[Verdict]:
+    starts = [0, *accumulate(len(proposal.token_ids) + 1 for proposal in proposals)]
+    return [
+        _match(proposal, own[start:end], logprobs[start:end])
+        for proposal, start, end in zip(proposals, starts, starts[1:], strict=False)
+    ]
+
+
+def verify_picked(proposal: Proposal, token_ids: Sequence[int], logprobs: Sequence[float]) -> Verdict:
+    """``verify`` by the coupled rule where the target's own token of every row is known already.
+
+    Args:
+        proposal: of one session. Its rows are as in ``verify``.
+        token_ids, logprobs: one per row. Where the log-probability is not finite, the model gave no distribution.
+
+    Raises:
+        EngineError: the first row is one without distribution. Later ones end the verdict, as in ``verify``.
+    """
+    end = next((i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)), len(logprobs))
+    if end == 0:
+        raise EngineError("the logits of the next token are not finite")
+    verdict = _match(proposal, list(token_ids), list(logprobs))
+    if verdict.num_accepted < end:
+        return verdict
+    return Verdict(end - 1, verdict.token_ids[:end], verdict.logprobs[:end])
+
+
+def _match(proposal: Proposal, own: list[int], logprobs: list[float]) -> Verdict:
+    num_accepted = 0
+    while num_accepted < len(proposal.token_ids) and proposal.token_ids[num_accepted] == own[num_accepted]:
+        num_accepted += 1
+    return Verdict(num_accepted, tuple(own[: num_accepted + 1]), tuple(logprobs[: num_accepted + 1]))
+
+
+def _reject(
+    processed: ProcessedRows, proposals: Sequence[Proposal], starts: Sequence[int], choices: Choices
+) -> list[Verdict]:
+    """The rejection rule; ``starts`` are the first rows. Accepts on the host, draws in one batch."""
+    log_probs = processed.log_probs
+    drafted = [(start + j, x) for p, start in zip(proposals, starts, strict=True) for j, x in enumerate(p.token_ids)]
+    log_p = _gather(log_probs, [(row, x if 0 <= x < log_probs.shape[-1] else 0) for row, x in drafted])
+    log_p_by_row = {row: value for (row, _), value in zip(drafted, log_p, strict=True)}
+
+    ends, rejected, invalid = (
+        [],
+        [],
+        [],
+    )  # the row that decides the next token; q there if a token was rejected
+    for proposal, start in zip(proposals, starts, strict=True):
+        num_valid = _num_valid(proposal, log_probs.shape[-1])
+        end, q_rejected = start + num_valid, None
+        for j, x in enumerate(proposal.token_ids[:num_valid]):
+            assert proposal.q is not None
+            q = _normalised(proposal.q[j])
+            if not choices.accept(start + j, acceptance_probability(math.exp(log_p_by_row[start + j]), q[x])):
+                end, q_rejected = start + j, q
+                break
+        ends.append(end)
+        rejected.append(q_rejected)
+        invalid.append(len(proposal.token_ids) - num_valid if q_rejected is None else 0)
+
+    weights = log_probs[upload(ends, log_probs.device)].to(torch.float64).exp_()
+    _subtract_(weights, rejected)
+    next_ids = choices.draw(ends, weights)
+    next_log_p = _gather(log_probs, list(zip(ends, next_ids, strict=True)))
+    return [
+        Verdict(
+            end - start,
+            (*proposal.token_ids[: end - start], next_id),
+            (*(log_p_by_row[row] for row in range(start, end)), next_logprob),
+            num_invalid,
+        )
+        for proposal, start, end, next_id, next_logprob, num_invalid in zip(
+            proposals, starts, ends, next_ids, next_log_p, invalid, strict=True
+        )
+    ]
+
+
+def _num_valid(proposal: Proposal, vocab_size: int) -> int:
+    """How many tokens come before the first one whose q cannot be trusted."""
+    if proposal.q is None:
+        return 0
+    for j, (x, q) in enumerate(zip(proposal.token_ids, proposal.q, strict=False)):
+        ids, probs = q.token_ids, q.probs
+        well_formed = (
+            len(ids) == len(probs) == len(set(ids))
+            and all(0 <= v < vocab_size for v in ids)
+            and all(prob >= 0 for prob in probs)  # false for NaN
+            and abs(sum(probs) - 1) <= _Q_TOLERANCE
+        )
+        if not well_formed or all(v != x or prob == 0 for v, prob in zip(ids, probs, strict=True)):
+            return j
+    return min(len(proposal.token_ids), len(proposal.q))
+
+
+def _normalised(q: SparseDistribution) -> dict[int, float]:
+    total = math.fsum(q.probs)
+    return {v: prob / total for v, prob in zip(q.token_ids, q.probs, strict=True)}
+
+
+def _subtract_(weights: Tensor, rejected: Sequence[dict[int, float] | None]) -> None:
+    """Turns p into the residual, in place, in the rows whose draft token was rejected."""
+    entries = [(i, v, prob) for i, q in enumerate(rejected) if q is not None for v, prob in q.items()]
+    if not entries:
+        return
+    row_ids, token_ids, probs = zip(*entries, strict=True)
+    row, token = upload((row_ids, token_ids), weights.device)
+    q = upload(probs, weights.device, weights.dtype)
+    p = weights[row, token]
+    weights[row, token] = residual(p, q)
+    # p and q equal up to rounding leave no residual; a rejection, then of probability 1e-7, falls back to p.
+    empty = weights.sum(-1) <= 0
+    if bool(empty.any()):
+        back = empty[row]
+        weights[row[back], token[back]] = p[back]
+
+
+def _gather(log_probs: Tensor, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    if not pairs:
+        return []
+    row, token = upload(pairs, log_probs.device).unbind(-1)
+    values: list[float] = log_probs[row, token].tolist()
+    return values
+
+
+def _take(processed: ProcessedRows, rows: Sequence[int]) -> ProcessedRows:
+    index = upload(rows, processed.log_probs.device)
+    greedy = processed.greedy[index]
+    return ProcessedRows(
+        greedy,
+        processed.seeds[index],
+        processed.positions[index],
+        int(greedy.sum()),
+        scores=processed.scores[index],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSample:
+    """A token of the rejection rule's draft."""
+
+    token_id: int
+    q: SparseDistribution
+    """What the token was really drawn from."""
+    predicted: tuple[int, ...]
+    """Likely next tokens should the target reject this one, most likely first."""
+
+
+def draft_distribution(
+    token_ids: Sequence[int], log_q: Sequence[float], saguaro: float, num_predicted: int
+) -> tuple[SparseDistribution, tuple[int, ...]]:
+    """The distribution to draw a draft token from, and the predicted next tokens.
+
+    Saguaro sampling ("Speculative speculative decoding"): q of the F = ``num_predicted`` most likely tokens
+    is scaled by C = ``saguaro`` and renormalised, so that the residual, and with it the recovered token,
+    concentrates on these. The price is acceptance; 1 is off.
+
+    Args:
+        token_ids, log_q: candidates by log q descending, -inf where cut (``draft_candidates``).
+    """
+    weights = [math.exp(value) * (saguaro if i < num_predicted else 1.0) for i, value in enumerate(log_q)]
+    total = math.fsum(weights)
+    support = [(token, weight / total) for token, weight in zip(token_ids, weights, strict=True) if weight > 0]
+    q = SparseDistribution(tuple(token for token, _ in support), tuple(prob for _, prob in support))
+    return q, tuple(
+        token for token, value in list(zip(token_ids, log_q, strict=True))[:num_predicted] if value > -math.inf
+    )
+
+
+def sample_draft(
+    token_ids: Tensor,
+    log_q: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    nonces: Tensor,
+    saguaro: Sequence[float],
+    num_predicted: Sequence[int],
+) -> list[DraftSample]:
+    """Draws a draft token per row under the rejection rule (temperature 0: ``rank_coupled``, without q).
+
+    Args:
+        token_ids, log_q: [rows, m] from ``draft_candidates``.
+        seeds, positions: [rows] int64 (``row_keys``).
+        nonces: [rows] int64, different whenever a position is drafted anew (the node id): no value is drawn
+        twice. saguaro, num_predicted: per row, see ``draft_distribution``.
+    """
+    samples: list[tuple[SparseDistribution, tuple[int, ...]]] = [
+        draft_distribution(*row) for row in zip(token_ids.tolist(), log_q.tolist(), saguaro, num_predicted, strict=True)
+    ]
+    width = max((len(q.probs) for q, _ in samples), default=0)
+    padded = [(*q.probs, *(0.0,) * (width - len(q.probs))) for q, _ in samples]
+    log_weights = torch.tensor(padded, dtype=torch.float64, device=seeds.device).view(len(samples), width).log_()
+    # The noise is keyed by rank here, not by token: a choice among the support is all that is wanted.
+    drawn = gumbel_argmax(log_weights, seeds, positions, Stream.DRAFT, nonces).tolist()
+    return [
+        DraftSample(q.token_ids[rank], q, tuple(v for v in predicted if v != q.token_ids[rank]))
+        for rank, (q, predicted) in zip(drawn, samples, strict=True)
+    ]

@@ -1,0 +1,172 @@
+"""How many replicas each pool needs now, from one look at the service; what is remembered between two looks is little.
+
+Targets and routers need as many as there is load, whatever their number is now, so that changing it does not change
+the demand. Drafts are different: a draft grows its trees as long as it is let, and more of them find more to do. So
+busy drafts are not enough; there must be misses because they came too late, and the model of time must expect that
+more of them are of use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.config import DraftPolicy, RouterPolicy, TargetPolicy
+from paceline.fleet.scaler import Demand
+from paceline.fleet.signals import Fleet, Times
+
+_RELAX_S = 600.0
+"""A lower goal, learned from late first tokens, comes back up by half of its distance within this time."""
+_FEWER = 0.9
+_WANTS = 0.1
+"""Share of speculating sessions below which nobody wants drafts; trials of the targets ask for at most 3 s of 64."""
+_LESS_LOAD = 0.5
+_MOST_DOUBLINGS = 3
+
+
+def router_demand(fleet: Fleet, policy: RouterPolicy) -> Demand:
+    """By sessions and CPU, whichever needs more."""
+    by_sessions, by_cpu = fleet.sessions / policy.sessions_per_replica, fleet.cpu / policy.cpu
+    reason = f"{fleet.sessions} sessions, {fleet.cpu:.2f} cores busy"
+    return Demand(max(by_sessions, by_cpu), reason, complete=not fleet.unheard["router"])
+
+
+@dataclass(slots=True)
+class TargetDemand:
+    """By sessions and KV pages; late first tokens lower the number of sessions that are enough for one."""
+
+    max_sessions: int
+    """That a target serves at once."""
+    _learned: float = math.inf
+    _at: float | None = None
+
+    def see(self, fleet: Fleet, policy: TargetPolicy, now: float) -> Demand:
+        """The demand of this moment."""
+        goal = policy.occupancy * self.max_sessions
+        self._learn(fleet, policy, goal, now)
+        each = min(goal, self._learned)
+        by_sessions, by_kv = fleet.sessions / each, fleet.kv / policy.kv_usage
+        if by_kv > by_sessions:
+            reason = f"KV pages of {fleet.kv:.1f} targets are in use"
+        else:
+            waiting = f", {fleet.queued} of them waiting" if fleet.queued else ""
+            late = f", fewer for first tokens within {policy.ttft_s:g} s" if each < goal else ""
+            reason = f"{fleet.sessions} sessions{waiting}, {each:.1f} are enough for a target{late}"
+        unheard = fleet.unheard["router"] + fleet.unheard["target"]
+        return Demand(max(by_sessions, by_kv), reason, complete=not unheard)
+
+    def _learn(self, fleet: Fleet, policy: TargetPolicy, goal: float, now: float) -> None:
+        """More targets do not shorten a prefill: only a pool that is at least half as full as it may be learns."""
+        passed_s, self._at = 0.0 if self._at is None else now - self._at, now
+        if self._learned < goal:
+            self._learned = goal - (goal - self._learned) * 0.5 ** (passed_s / _RELAX_S)
+        if policy.ttft_s is None or fleet.ttft_s is None or not fleet.targets:
+            return
+        each = fleet.sessions / fleet.targets
+        if fleet.ttft_s > policy.ttft_s and each >= 0.5 * goal and not fleet.unheard["target"]:
+            self._learned = max(1.0, min(self._learned, _FEWER * each))
+
+
+class DraftDemand:
+    """By busy drafts that come too late, as far as more of them are of use; none while speculation does not pay."""
+
+    def __init__(self, recommend: Callable[[Times], float]) -> None:
+        """``recommend``: drafts per target by the model of time, 0 if it expects that speculation does not pay."""
+        self._recommend = recommend
+        self.pays = Pays()
+        self.ratio: float | None = None
+        """Drafts per target that the model recommended last."""
+
+    def see(self, fleet: Fleet, policy: DraftPolicy, zero_delay_s: float, now: float) -> Demand:
+        """The demand of this moment."""
+        complete = not (fleet.unheard["router"] + fleet.unheard["draft"])
+        if (doubt := self.pays.see(fleet, policy, zero_delay_s, now)) is not None:
+            return Demand(0.0, doubt, complete, at_once=True)
+        if not fleet.speculating:
+            return Demand(0.0, "no session speculates", complete)
+        if not fleet.drafts:
+            return Demand(1.0, self.pays.trial or f"{fleet.speculating} sessions may have a draft", complete)
+        load, late = fleet.busy / policy.utilization, fleet.late or 0.0
+        reason = f"drafts are busy {fleet.busy / fleet.drafts:.0%}, {late:.1%} of rounds came too late"
+        if late <= policy.late:
+            load = min(load, float(fleet.drafts))
+        elif (most := self._most(fleet, policy)) is not None and load > most:
+            load, reason = most, f"{reason}; {most:.2g} are of use for {fleet.targets} targets"
+        return Demand(max(1.0, load), self.pays.trial or reason, complete)
+
+    def _most(self, fleet: Fleet, policy: DraftPolicy) -> float | None:
+        """Drafts that are of use for all targets; None: not known."""
+        if policy.drafts_per_target != "auto":
+            ratio = policy.drafts_per_target
+        elif fleet.times is not None:
+            ratio = self._recommend(fleet.times)
+        else:
+            ratio = None
+        self.ratio = ratio
+        return None if ratio is None else max(1.0, ratio * fleet.targets)
+
+
+@dataclass(slots=True)
+class Pays:
+    """Whether speculation pays, as the controllers of the targets see it, and when to ask them again.
+
+    It does not when fewer than one in ten speculating sessions had or wanted a draft, in the mean over all of the time
+    until the pool may be emptied (targets try drafts by themselves for moments). An empty pool lets nobody find out,
+    so drafts come back for ``probe_s``
+
+    - ``probe_interval_s`` later, then after 2, 4 and 8 times as long, while sessions speculate;
+    - when there are at most half as many speculating sessions for each target as when it was given up.
+    """
+
+    trial: str | None = None
+    """Why drafts are being tried; None: they are not."""
+    _seen: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """(time, sessions that have or want a draft, those that might)."""
+    _resting_since: float | None = None
+    _probing_until: float = -math.inf
+    _load: float = 0.0
+    _failures: int = 0
+
+    def see(self, fleet: Fleet, policy: DraftPolicy, zero_delay_s: float, now: float) -> str | None:
+        """None: it may pay. Else why drafts are not wanted; ``zero_delay_s`` has passed since the first sign of it."""
+        if self._resting_since is not None:
+            return self._rest(fleet, policy, now)
+        if not fleet.speculating:
+            self._seen.clear()
+            return None
+        self._seen.append((now, fleet.drafting, fleet.speculating))
+        while len(self._seen) > 1 and self._seen[1][0] <= now - zero_delay_s:
+            self._seen.popleft()
+        wanted = sum(drafting for _, drafting, _ in self._seen) > _WANTS * sum(most for _, _, most in self._seen)
+        if now < self._probing_until:
+            return None
+        if self.trial is not None:
+            self.trial = None
+            self._failures = 0 if wanted else self._failures
+        if wanted or now - self._seen[0][0] < zero_delay_s:
+            return None
+        self._resting_since, self._load = now, fleet.speculating / max(1, fleet.targets)
+        self._seen.clear()
+        return self._doubt()
+
+    def _rest(self, fleet: Fleet, policy: DraftPolicy, now: float) -> str | None:
+        assert self._resting_since is not None
+        rested_s = now - self._resting_since
+        load = fleet.speculating / max(1, fleet.targets)
+        interval_s = policy.probe_interval_s * 2.0 ** min(self._failures, _MOST_DOUBLINGS)
+        if fleet.speculating and rested_s >= interval_s:
+            self._failures += 1
+            self._try(f"a trial: drafts did not pay {rested_s:.0f} s ago", policy, now)
+            return None
+        if fleet.speculating and rested_s >= policy.probe_s and load <= _LESS_LOAD * self._load:
+            self._try(f"a trial: {load:.3g} sessions per target, {self._load:.3g} did not pay", policy, now)
+            return None
+        return self._doubt()
+
+    def _try(self, why: str, policy: DraftPolicy, now: float) -> None:
+        self.trial, self._resting_since, self._probing_until = why, None, now + policy.probe_s
+
+    def _doubt(self) -> str:
+        return f"speculation does not pay: beside {self._load:.3g} sessions per target no draft is wanted"

@@ -1,0 +1,310 @@
+"""What the reports of all processes say together, as the sizes of pools depend on it.
+
+Shares, rates and percentiles are those of the last ``window_s``, from the totals that each process reports: a report
+that is lost or late changes nothing but the time it stands for. Only arrival here is timed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline import metrics
+from paceline.types import Cause
+
+if TYPE_CHECKING:
+    from paceline.fleet.monitor import Report
+
+LATE_S, GONE_S = 3.5, 10.0
+"""A process that reports once a second is not heard of lately, or gone, if it has not reported for so long."""
+
+_FADE_S = 60.0
+_ANSWERED = (Cause.HIT, Cause.TOKEN, Cause.K, Cause.LATE)
+"""Of rounds whose session has a draft, and an outcome before."""
+_QUANTILE = 0.9
+_LEAST_ROUNDS, _LEAST_FIRST_TOKENS = 20, 3
+"""Fewer of a window say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What the model of time asks for; units as in ``plan/ratio.py``."""
+
+    target_step_s: float
+    target_row_s: float
+    draft_step_s: float
+    draft_row_s: float
+    acceptance: float
+    sessions_per_target: float
+    link_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The service at one moment."""
+
+    routers: int
+    sessions: int
+    """Of all routers, those that wait for a target included."""
+    queued: int
+    cpu: float
+    """Of all routers, in cores."""
+    speculating: int
+    """Running sessions that may have a draft, by what was asked for."""
+    drafting: int
+    """Of these, those that have one, or whose target wants one for them."""
+    targets: int
+    """That take sessions now."""
+    kv: float
+    """KV pages in use of all targets, in targets."""
+    ttft_s: float | None
+    """Nine of ten first tokens came within it. None: there were too few."""
+    drafts: int
+    busy: float
+    """Shares of their time that drafts spent inside tree steps, summed."""
+    late: float | None
+    """Share of rounds with a draft whose continuation came too late. None: there were too few."""
+    times: Times | None
+    """None: not all of it has been measured."""
+    unheard: Mapping[str, int]
+    """By kind: processes that there are, and of which two fresh reports are not there."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """One incarnation of one process."""
+
+    report: Report
+    seen_s: float
+    history: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
+
+    def grown(self) -> tuple[float, dict[str, float]] | None:
+        """Seconds, and by how much its totals have grown in them; None before the second report."""
+        if len(self.history) < 2:
+            return None
+        (first_s, first), (last_s, last) = self.history[0], self.history[-1]
+        grown = {name: max(0.0, value - first.get(name, 0.0)) for name, value in last.items()}
+        return max(last_s - first_s, 1e-3), grown
+
+
+@dataclass(slots=True)
+class Line:
+    """A straight line through fading points: seconds of a step by its rows."""
+
+    weight: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    def add(self, steps: float, rows: float, seconds: float) -> None:
+        """Takes ``steps`` steps that had ``rows`` rows and took ``seconds`` together, a second's worth."""
+        keep, x, y = 0.5 ** (1.0 / _FADE_S), rows / steps, seconds / steps
+        self.weight = keep * self.weight + steps
+        self._x, self._y = keep * self._x + steps * x, keep * self._y + steps * y
+        self._xx, self._xy = keep * self._xx + steps * x * x, keep * self._xy + steps * x * y
+
+    def first_and_further(self) -> tuple[float, float] | None:
+        """Seconds of a step of one row, and of each further one; None without a step.
+
+        Where all steps had about as many rows the whole of it is the step's.
+        """
+        if self.weight <= 0 or self._y <= 0:
+            return None
+        x, y = self._x / self.weight, self._y / self.weight
+        spread = self._xx / self.weight - x * x
+        slope = (self._xy / self.weight - x * y) / spread if spread > 0.01 * x * x else 0.0
+        slope = min(max(slope, 0.0), 0.9 * y / max(x - 1.0, 1.0))
+        return y - slope * (x - 1.0), slope
+
+
+class Signals:
+    """Keeps what the last reports say. Not thread-safe."""
+
+    def __init__(self, window_s: float) -> None:
+        self.window_s = window_s
+        self._sources: dict[str, _Source] = {}
+        self._swept_s = -math.inf
+        self._target_steps, self._draft_steps = Line(), Line()
+
+    def observe(self, report: Report, now: float) -> None:
+        """Takes a report. One that is older than the newest of its process is ignored."""
+        self._sweep(now)
+        source = self._sources.get(report.source_id)
+        if source is not None:
+            known, status = source.report, report.status
+            if (status.incarnation, report.sequence) <= (known.status.incarnation, known.sequence):
+                return
+            if status.incarnation != known.status.incarnation:
+                source = None
+        if source is None:
+            source = self._sources[report.source_id] = _Source(report, now)
+        totals = _totals(report)
+        if source.history:
+            self._fit(report.kind, source.history[-1][1], totals)
+        source.report, source.seen_s = report, now
+        source.history.append((now, totals))
+        while len(source.history) > 2 and source.history[1][0] <= now - self.window_s:
+            source.history.popleft()
+
+    def busy_shares(self) -> dict[str, float]:
+        """By replica: the share of its time inside steps."""
+        shares = {}
+        for source_id, source in self._sources.items():
+            if (found := source.grown()) is not None and "step_s" in found[1]:
+                shares[source_id] = min(1.0, found[1]["step_s"] / found[0])
+        return shares
+
+    def members(self, kind: str) -> set[str] | None:
+        """Replicas that take sessions, as the routers see it; None without a router that says so."""
+        views = [s.report.view for s in self._of("router") if s.report.view is not None]
+        return {rid for view in views for rid in view.members.get(kind, ())} if views else None
+
+    def fleet(self, now: float) -> Fleet | None:
+        """The service now; None while no router reports."""
+        self._sweep(now)
+        routers = list(self._of("router"))
+        views = [s.report.view for s in routers if s.report.view is not None]
+        if not views:
+            return None
+        targets, drafts = self.members("target") or set(), self.members("draft") or set()
+        up = {kind: [s for s in self._of(kind) if s.report.source_id in ids]
+              for kind, ids in (("target", targets), ("draft", drafts))}  # fmt: skip
+        ours = _sum(routers)
+        rounds = sum(ours.get(cause.value, 0.0) for cause in _ANSWERED)
+        statuses = [s.report.status for s in routers]
+        sessions, queued = sum(s.num_sessions for s in statuses), sum(s.num_waiting for s in statuses)
+        return Fleet(
+            routers=len(routers),
+            sessions=sessions,
+            queued=queued,
+            cpu=sum(g["cpu_s"] / seconds for seconds, g in _grown(routers) if "cpu_s" in g),
+            speculating=sum(view.speculating for view in views),
+            drafting=sum(view.drafting for view in views),
+            targets=len(targets),
+            kv=sum(s.kv_pages_used / s.kv_pages for s in (t.report.status for t in up["target"]) if s.kv_pages),
+            ttft_s=_first_tokens_s(ours),
+            drafts=len(drafts),
+            busy=sum(min(1.0, g.get("step_s", 0.0) / seconds) for seconds, g in _grown(up["draft"])),
+            late=ours.get(Cause.LATE.value, 0.0) / rounds if rounds >= _LEAST_ROUNDS else None,
+            times=self._times(ours, (sessions - queued) / max(1, len(targets))),
+            unheard={
+                "router": sum(not _heard(s, now) for s in routers),
+                "target": len(targets) - sum(_heard(s, now) for s in up["target"]),
+                "draft": len(drafts) - sum(_heard(s, now) for s in up["draft"]),
+            },
+        )
+
+    def _sweep(self, now: float) -> None:
+        """Forgets who is gone, once a second."""
+        if now - self._swept_s >= 1.0:
+            self._swept_s = now
+            self._sources = {sid: s for sid, s in self._sources.items() if now - s.seen_s <= GONE_S}
+
+    def _of(self, kind: str) -> Iterator[_Source]:
+        return (source for source in self._sources.values() if source.report.kind == kind)
+
+    def _fit(self, kind: str, before: Mapping[str, float], now: Mapping[str, float]) -> None:
+        steps, rows, seconds = (now.get(n, 0.0) - before.get(n, 0.0) for n in ("steps", "rows", "step_s"))
+        if steps > 0 and rows > 0 and seconds > 0:
+            line = {"target": self._target_steps, "draft": self._draft_steps}.get(kind)
+            if line is not None:
+                line.add(steps, rows, seconds)
+
+    def _times(self, ours: Mapping[str, float], sessions_per_target: float) -> Times | None:
+        target, draft = self._target_steps.first_and_further(), self._draft_steps.first_and_further()
+        names = ("proposals", "drafted", "accepted")
+        acceptance = conditional_acceptance(*(ours.get(name, 0.0) for name in names))
+        if target is None or draft is None or acceptance is None:
+            return None
+        link_s = ours["link_s"] / ours["links"] if ours.get("links") else 0.0
+        return Times(*target, *draft, acceptance, sessions_per_target, link_s)
+
+
+def conditional_acceptance(proposals: float, drafted: float, accepted: float) -> float | None:
+    """The a for which a + a^2 + .. + a^k is the mean number of accepted tokens; k is the mean length of a proposal.
+
+    None without a proposal.
+    """
+    if proposals <= 0 or drafted <= 0:
+        return None
+    k, wanted = drafted / proposals, accepted / proposals
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        a = (low + high) / 2
+        low, high = (a, high) if a * (1 - a**k) / (1 - a) < wanted else (low, a)
+    return (low + high) / 2
+
+
+def quantile(bounds: tuple[float, ...], counts: tuple[float, ...], share: float) -> float:
+    """Below which ``share`` of the observations are, linear within a bucket; ``counts`` up to each bound, then all.
+
+    Beyond the last bound it is that bound.
+    """
+    rank = share * counts[-1]
+    bucket = bisect_left(counts, rank)
+    if bucket >= len(bounds):
+        return bounds[-1]
+    below, low = (counts[bucket - 1], bounds[bucket - 1]) if bucket else (0.0, 0.0)
+    return low + (bounds[bucket] - low) * (rank - below) / max(counts[bucket] - below, 1e-12)
+
+
+def _heard(source: _Source, now: float) -> bool:
+    return now - source.seen_s <= LATE_S and len(source.history) >= 2
+
+
+def _grown(sources: Iterable[_Source]) -> Iterator[tuple[float, dict[str, float]]]:
+    return (grown for source in sources if (grown := source.grown()) is not None)
+
+
+def _sum(sources: Iterable[_Source]) -> dict[str, float]:
+    summed: dict[str, float] = {}
+    for _, grown in _grown(sources):
+        for name, value in grown.items():
+            summed[name] = summed.get(name, 0.0) + value
+    return summed
+
+
+def _first_tokens_s(ours: Mapping[str, float]) -> float | None:
+    counts = tuple(ours.get(f"ttft {i}", 0.0) for i in range(len(metrics.TTFT.bounds) + 1))
+    if counts[-1] < _LEAST_FIRST_TOKENS or math.isnan(counts[-1]):
+        return None
+    return quantile(metrics.TTFT.bounds, counts, _QUANTILE)
+
+
+_ENGINE_TOTALS = {
+    "target": {"steps": "steps", "rows": "tokens_computed", "step_s": "step_s"},
+    "draft": {"steps": "tree_steps", "rows": "leaves", "step_s": "step_s"},
+    "router": {"cpu_s": "cpu_s"},
+}
+_ROUTER_TOTALS = (
+    ("proposals", metrics.DRAFTS),
+    ("drafted", metrics.DRAFT_TOKENS),
+    ("accepted", metrics.ACCEPTED_TOKENS),
+)
+
+
+def _totals(report: Report) -> dict[str, float]:
+    """The totals of a process that matter here, under one name each."""
+    counters, samples = report.status.counters, report.samples
+    totals = {ours: counters[theirs] for ours, theirs in _ENGINE_TOTALS.get(report.kind, {}).items()
+              if theirs in counters}  # fmt: skip
+    if report.kind != "router":
+        return totals
+    for name, metric in _ROUTER_TOTALS:
+        totals[name] = sum(value for value in samples.get(metric.name, {}).values() if isinstance(value, float))
+    for labels, value in samples.get(metrics.ROUNDS.name, {}).items():
+        if len(labels) == 1 and isinstance(value, float):
+            totals[labels[0]] = value
+    for value in samples.get(metrics.TTFT.name, {}).values():
+        if isinstance(value, tuple) and len(value) == len(metrics.TTFT.bounds) + 2:
+            for i, count in enumerate(value[1:]):
+                totals[f"ttft {i}"] = totals.get(f"ttft {i}", 0.0) + count
+    for value in samples.get(metrics.DRAFT_LINK.name, {}).values():
+        if isinstance(value, tuple):
+            totals["link_s"], totals["links"] = value[0], value[-1]
+    return totals

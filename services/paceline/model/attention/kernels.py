@@ -1,0 +1,106 @@
+"""Which attention kernel runs a model, by what the device and the model allow. Said in the log at start-up.
+
+``native``   our own operator, which reads pages in place in fixed blocks (``native.py``): CPUs with AVX-512, of
+             bfloat16 and float32. What ``auto`` is there, if it has been compiled or can be.
+``sdpa``     torch's scaled_dot_product_attention over gathered copies of the pages: everywhere, all dtypes.
+``triton``   our own kernel, which reads pages in place in fixed tiles (``triton_attention.py``): CUDA from compute
+             capability 8.0. Chosen on request only: it has been compared with ``sdpa`` in triton's interpreter, but
+             not been timed on a GPU.
+
+All take additive masks, so sliding windows and trees are nothing special to them, and softcap. Flash attention has
+no such masks; FlexAttention would compile its block mask for every shape of a tree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.model.attention import native as cpu_attention
+from paceline.model.kv_cache import LayerSpec
+
+Attention = Literal["auto", "sdpa", "native", "triton"]
+Kernel = Literal["sdpa", "native", "triton"]
+
+_LEAST_CAPABILITY = (8, 0)
+_MOST_HEAD_DIM = 256
+_TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def choose_kernel(
+    wanted: Attention,
+    *,
+    device_type: str,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    layers: Sequence[LayerSpec],
+    has_triton: bool,
+    no_native: str | None,
+) -> Kernel:
+    """The kernel to run; ``capability``: of the CUDA device, if it is one; ``no_native``: why not, of a CPU.
+
+    Raises:
+        ConfigError: ``wanted`` cannot run; the reason in one sentence.
+    """
+    if wanted == "sdpa":
+        return "sdpa"
+    if wanted == "triton":
+        reason = _no_triton(device_type, capability, dtype, layers, has_triton)
+    elif device_type != "cpu":
+        reason = f"runs on the CPU only, and the model is on device {device_type!r}"
+    elif dtype not in cpu_attention.DTYPES:
+        reason = f"takes float32 and bfloat16, and the model has {_name(dtype)}"
+    else:
+        reason = no_native
+    if reason is None:
+        return "triton" if wanted == "triton" else "native"
+    if wanted == "auto":
+        return "sdpa"
+    raise ConfigError(f"attention is {wanted!r}, which {reason}: use 'auto' or 'sdpa'")
+
+
+def kernel_for(wanted: Attention, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> Kernel:
+    """``choose_kernel`` for this machine; loads the native operator if it may be wanted. Raises ConfigError."""
+    asked = wanted in ("auto", "native") and device.type == "cpu" and dtype in cpu_attention.DTYPES
+    return choose_kernel(
+        wanted,
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=dtype,
+        layers=layers,
+        has_triton=importlib.util.find_spec("triton") is not None,
+        no_native=cpu_attention.unavailable() if asked else None,
+    )
+
+
+def _no_triton(
+    device_type: str,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    layers: Sequence[LayerSpec],
+    has_triton: bool,
+) -> str | None:
+    head_dim = max((max(layer.key_dim, layer.value_dim) for layer in layers), default=0)
+    if device_type != "cuda" or capability is None:
+        return f"runs on CUDA only, and the model is on device {device_type!r}"
+    if capability < _LEAST_CAPABILITY:
+        return f"needs compute capability {_dotted(_LEAST_CAPABILITY)}, and the device has {_dotted(capability)}"
+    if dtype not in _TRITON_DTYPES:
+        return f"takes float32, float16 and bfloat16, and the model has {_name(dtype)}"
+    if head_dim > _MOST_HEAD_DIM:
+        return f"takes head dimensions up to {_MOST_HEAD_DIM}, and the model has {head_dim}"
+    if not has_triton:
+        return "needs the package triton, which is not installed"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,93 @@
+"""Attention that reads pages in place, for the CPU: no gathered copy of the keys, and bits that no neighbour changes.
+
+Every query takes its keys in blocks of one page, in the order of its rows, by the same operations whatever queries
+share the block: a token's bits are those of being decoded alone, however it is chunked, padded or batched. What a mask
+hides contributes nothing, not even NaN; a block that is hidden whole costs nothing. The operator is in
+``native.cpp``: float32 sums, one thread, called by compiled models without the interpreter's lock.
+
+It needs AVX-512, and is compiled once for each machine's instruction set: bfloat16 products take two instructions for
+one where AVX512-BF16 is missing, and round otherwise. As with other hardware, replicas that do not all have it, or all
+have the same, can differ at near-ties: a session that moves from one to the other is lossless only in distribution.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.native import compiled, machine, torch_options
+from paceline.errors import EngineError
+from paceline.preflight.host_memory import PAGE_SIZE
+
+DTYPES = (torch.bfloat16, torch.float32)
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_HEADER = Path(__file__).with_name("lanes.h")
+_OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno")
+_PAGE_SIZE = 64
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why this machine cannot run the operator, also in the log; None if it can. May compile it; loads it."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "needs AVX-512, which this machine does not have"
+    assert PAGE_SIZE == _PAGE_SIZE, "a page is the block of the operator"
+    try:
+        _load()
+    except EngineError as error:
+        _log.warning("attention is computed by torch, which is slower: %s", error)
+        return f"could not be built: {error}"
+    return None
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, gather_index: Tensor, scatter_index: Tensor,
+    mask: Tensor, sinks: Tensor | None, scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention over pages; ``unavailable`` comes first.
+
+    Args:
+        query: [1, num_heads, T, key_dim]. keys, values: [num_pages, page_size, num_kv_heads, dim].
+        page_table: [B, pages]. gather_index: [B, n] the token at each place. scatter_index: [T] each token's place
+            among B * n; other places are not computed.
+        mask: additive [B, 1, n, pages * page_size]. sinks: [num_heads].
+
+    Returns:
+        [1, T, num_heads, value_dim]; zeros for a token that sees no key.
+    """
+    out: Tensor = torch.ops.paceline.attend_pages(
+        query, keys, values, page_table, gather_index, scatter_index, mask, sinks, scale, softcap or 0.0
+    )
+    return out
+
+
+def compiled_shims() -> dict[Any, list[str]]:
+    """What compiled models call instead of the operator."""
+    tensors = ("query", "keys", "values", "page_table", "gather_index", "scatter_index", "mask")
+    arguments = [f"AtenTensorHandle {name}" for name in tensors]
+    arguments += ["AtenTensorHandle* sinks", "double scale", "double softcap", "AtenTensorHandle* out"]
+    declaration = f"AOTITorchError aoti_torch_cpu_attend_pages({', '.join(arguments)})"
+    return {torch.ops.paceline.attend_pages.default: [declaration]}
+
+
+def _load() -> None:
+    """Registers the operator, compiled if it never was. Raises EngineError with the reason if it cannot be."""
+    path = compiled(_SOURCE, _digest(), (*_OPTIONS, *torch_options()), "the attention over pages")
+    try:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
+    except OSError as error:
+        raise EngineError(f"{path.name} could not be loaded: {error}") from error
+
+
+def _digest() -> str:
+    """Of the sources, their options, torch's version and the machine's instruction set."""
+    facts = f"{torch.__version__} {machine()} {_OPTIONS}"
+    return hashlib.blake2b(_HEADER.read_bytes() + _SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()

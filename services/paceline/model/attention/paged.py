@@ -1,0 +1,119 @@
+"""The attention function that transformers' unchanged model code calls, over a paged KV cache.
+
+All tokens of a step lie flat in one sequence ``[1, T]``, so that the linear layers see exactly the tokens that
+exist. Only attention needs to know which session a token belongs to: tokens have places in *query rows* ``[B, n]``
+(one session each, padded), and each row a page table. ``native`` reads queries and pages where they are. ``sdpa``
+gathers the tokens into the rows, each row's pages into ``[B, Tk]`` keys, and scatters the result back. ``triton``
+gathers the tokens only. Grouped-query heads are folded into the query rows, so keys are never repeated.
+
+A token's result never depends on its neighbours: of ``native`` and ``triton`` by their order of summation, of
+``sdpa`` by the shapes that are chosen (``shapes.py``).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from paceline.errors import ConfigError
+from paceline.model.attention.kernels import Kernel
+from paceline.model.attention.native import attend
+
+IMPLEMENTATIONS: dict[Kernel, str] = {
+    "sdpa": "paceline_paged",
+    "native": "paceline_paged_native",
+    "triton": "paceline_paged_triton",
+}
+"""The names under which transformers finds the kernels."""
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, num_heads, T, key_dim]
+    key: Tensor,  # [1, num_kv_heads, T, key_dim]
+    value: Tensor,  # [1, num_kv_heads, T, value_dim]
+    attention_mask: Tensor | None,
+    *,
+    keys: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, key_dim], written in place
+    values: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, value_dim], written in place
+    write_rows: Tensor,  # [T] flat KV row (page * page_size + offset) of each token
+    page_table: Tensor,  # [B, pages]
+    gather_index: Tensor,  # [B, n] flat token of each query row entry (padding repeats some token)
+    scatter_index: Tensor,  # [T] index into B * n of each token
+    masks: list[Tensor],  # additive [B, 1, n, Tk]: full attention, then sliding if the model has it
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    kernel: Kernel = "sdpa",
+    s_aux: Tensor | None = None,  # [num_heads] attention sinks: a logit of each head that attends to nothing
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Writes this step's keys and values, then attends. Returns ``[1, T, num_heads, value_dim]``."""
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    key_pages, value_pages = keys[layer], values[layer]
+    _, page_size, num_kv_heads, key_dim = key_pages.shape
+    value_dim = value_pages.shape[-1]
+    num_heads = query.shape[1]
+    groups = num_heads // num_kv_heads
+    num_rows, row_len = gather_index.shape
+    num_keys = page_table.shape[1] * page_size
+
+    key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), key[0].transpose(0, 1))
+    value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), value[0].transpose(0, 1))
+
+    mask = masks[0] if sliding_window is None else masks[-1]
+    scale = scaling if scaling is not None else key_dim**-0.5
+    if kernel == "native":
+        pages = key_pages, value_pages, page_table
+        return attend(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
+
+    q = query[0].transpose(0, 1).index_select(0, gather_index.reshape(-1))
+    q = q.view(num_rows, row_len, num_kv_heads, groups, key_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(num_rows, num_kv_heads, groups * row_len, key_dim)
+    if kernel == "triton":
+        if s_aux is not None:
+            raise ConfigError("attention is 'triton', which has no attention sinks, and the model does: use 'sdpa'")
+        from paceline.model.attention.triton import attend_in_place
+
+        out = attend_in_place(q, key_pages, value_pages, page_table, mask, scale, softcap)
+        return _scattered(out, groups, row_len, scatter_index), None
+
+    numbers = page_table.reshape(-1)
+    k = key_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
+    v = value_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
+    mask = mask.expand(num_rows, groups, row_len, num_keys)
+    mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
+
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.matmul(q, k.transpose(2, 3)) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = (scores + mask).float()
+        weights = torch.softmax(scores, dim=-1)
+        if s_aux is not None:
+            sinks = s_aux.float().view(num_kv_heads, groups, 1).expand(num_kv_heads, groups, row_len)
+            total = torch.logsumexp(scores, dim=-1, keepdim=True)
+            weights = weights * torch.sigmoid(total - sinks.reshape(1, num_kv_heads, groups * row_len, 1))
+        out = torch.matmul(weights.to(q.dtype), v)
+    return _scattered(out, groups, row_len, scatter_index), None
+
+
+def _scattered(out: Tensor, groups: int, row_len: int, scatter_index: Tensor) -> Tensor:
+    """[B, num_kv_heads, groups * n, value_dim] -> [1, T, num_heads, value_dim]."""
+    num_rows, num_kv_heads, _, value_dim = out.shape
+    out = out.view(num_rows, num_kv_heads, groups, row_len, value_dim).permute(0, 3, 1, 2, 4)
+    out = out.reshape(num_rows * row_len, num_kv_heads * groups, value_dim)
+    return out.index_select(0, scatter_index).unsqueeze(0)
+
+
+AttentionInterface.register(IMPLEMENTATIONS["sdpa"], paged_attention)
+AttentionInterface.register(IMPLEMENTATIONS["native"], partial(paged_attention, kernel="native"))
+AttentionInterface.register(IMPLEMENTATIONS["triton"], partial(paged_attention, kernel="triton"))

@@ -1,0 +1,197 @@
+"""Ahead-of-time compilation of a step on CPU (AOTInductor), cached by everything that shapes the artifact.
+
+Weights are frozen into the artifact as packed oneDNN matrices: at one token per step this reaches the memory
+bandwidth where eager bf16 reaches half of it. Autotuning is off on purpose: it picks kernels by a noisy timing,
+and the packed oneDNN kernels are the ones that were measured to be batch-invariant (``shapes.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+from transformers import PreTrainedModel
+
+from paceline.errors import ConfigError, EngineError
+from paceline.model.attention import native as cpu_attention
+from paceline.model.attention.kernels import Kernel
+from paceline.model.compiled import linear as cpu_linear
+from paceline.model.compiled.package import load_package
+from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.model import share_of
+from paceline.model.quantized import plain_tensors
+from paceline.model.runner import SequenceStep, StepFunction, StepPlan
+from paceline.model.step import Step
+
+_VERSION = 1  # raise when the traced signature or its lowering changes
+_COMPILE_LIMIT_S = 3600.0
+"""A rank may compile this much longer than another."""
+_log = logging.getLogger(__name__)
+
+
+class NoCompilerError(ConfigError):
+    """The model has not been compiled for this machine before, and there is no compiler to do it now."""
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that torch takes; None: there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
+
+
+def artifact_key(model: PreTrainedModel, sliding_window: int | None, kernel: Kernel = "sdpa") -> str:
+    """Digest of weights, configuration, library versions, instruction set and kernel, and of a rank its exchange."""
+    digest = hashlib.blake2b(digest_size=16)
+    share = share_of(model)
+    facts = {
+        "version": _VERSION,
+        "torch": torch.__version__,
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "config": model.config.to_json_string(use_diff=False),
+        "dtype": str(model.dtype),
+        "window": sliding_window,
+        "page": PAGE_SIZE,
+    }
+    if kernel != "sdpa":
+        facts["attention"] = kernel
+    if model.dtype == torch.bfloat16:
+        facts["linear"] = cpu_linear.key()
+    if share is not None:
+        facts["share"] = f"{share.vocab} {share.group.compiled_key()}"
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        for part in plain_tensors(tensor):
+            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def compiled_step(
+    model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, kernel: Kernel, cache_dir: Path
+) -> StepFunction:
+    """The compiled step of ``model``, from the cache or built now (about half a minute to two).
+
+    Of a rank, returns when all ranks have theirs.
+
+    Raises:
+        ConfigError: the ranks exchange in a way that a compiled model cannot.
+        NoCompilerError: it is not in the cache and cannot be built.
+        EngineError: another rank has failed.
+    """
+    share = share_of(model)
+    if share is not None and share.group.compiled_shims() is None:
+        raise ConfigError(
+            "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
+        )
+    path = cache_dir / f"{artifact_key(model, sliding_window, kernel)}.pt2"
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_suffix(".lock")):
+        if not path.exists():
+            if find_compiler() is None:
+                raise NoCompilerError("compile is true, but there is no C++ compiler: set compile to auto or false")
+            started = time.perf_counter()
+            _log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
+            temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
+            _compile(model, layers, sliding_window, kernel, temporary)
+            temporary.rename(path)
+            _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
+    step = load_package(path)
+    if share is None:
+        return step
+    share.group.all_gather(torch.zeros(1), timeout_s=_COMPILE_LIMIT_S)
+    return _RankStep(step, share.group)
+
+
+class _RankStep:
+    """A compiled step that says why an exchange within it failed."""
+
+    def __init__(self, step: StepFunction, group: Collectives) -> None:
+        self._step, self._group = step, group
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        try:
+            return self._step(*inputs)
+        except EngineError as error:
+            raise EngineError(self._group.failure() or str(error)) from error
+
+
+def _compile(
+    model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, kernel: Kernel, path: Path
+) -> None:
+    cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu")
+    example = [
+        SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),
+        SequenceStep(list(range(1, 6)), list(range(200, 205)), list(range(200, 205)), [3, 4, 5, 6], num_logits=4),
+    ]
+    inputs = StepPlan.of(example, cache.scratch_row).inputs(cache, model.dtype, sliding_window)
+    tokens, logits = Dim("tokens", min=1, max=1 << 16), Dim("logits", min=1, max=1 << 16)
+    rows, row_len = Dim("rows", min=1, max=1 << 12), Dim("row_len", min=1, max=1 << 14)
+    pages, pool = Dim("pages", min=1, max=1 << 14), Dim("pool", min=2, max=1 << 24)
+    shapes = (
+        {1: tokens},
+        {1: tokens},
+        {0: logits},
+        {0: tokens},
+        {0: rows, 1: pages},
+        {0: rows, 1: row_len},
+        {0: tokens},
+        [{0: rows, 2: row_len, 3: PAGE_SIZE * pages} for _ in inputs[7]],
+        [{0: pool} for _ in layers],
+        [{0: pool} for _ in layers],
+    )
+    with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
+        warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
+        exported = torch.export.export(Step(model, kernel), inputs, dynamic_shapes=shapes, strict=False)
+        shims = cpu_attention.compiled_shims() if kernel == "native" else {}
+        if cpu_linear.replace_linears(exported):
+            shims |= cpu_linear.shims()
+        if (share := share_of(model)) is not None:
+            shims |= share.group.compiled_shims() or {}
+        configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
+        configs["aot_inductor.custom_ops_to_c_shims"] = shims
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
+
+
+def _int8_lowering(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Lets inductor multiply by int8 weights as they are.
+
+    The exporter asserts what it converts, and an assertion on a weight hides the product from inductor, which then
+    folds the weight to the dtype that it is multiplied in: twice the memory.
+    """
+    if not getattr(model, "is_quantized", False):
+        return contextlib.nullcontext()
+    from torch._export.utils import _disable_aten_to_metadata_assertions
+
+    return _disable_aten_to_metadata_assertions()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a file lock, so that replicas on one host compile once."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _name(model: PreTrainedModel) -> str:
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    return f"{type(model).__name__} ({millions:.0f}M parameters, {str(model.dtype).removeprefix('torch.')})"

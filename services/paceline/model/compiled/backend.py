@@ -1,0 +1,204 @@
+"""How a step reaches its device and runs there: the one place where CPU and accelerator differ.
+
+``HostBackend``: the plan's own tensors, masks made beside them; eager or compiled. What the CPU has always done.
+
+``DeviceBackend``: the plan is packed into one page-locked buffer (``buckets.py``), which crosses in one copy that
+nothing waits for; masks are made on the device. Decoding and verification take one of few shapes, which can be
+recorded and replayed as CUDA graphs (``graphs.py``). Without a recording the same padded step runs eagerly: the
+slow twin, to which ``selftest.check_replay`` compares every recording at start-up.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.model.compiled.buckets import Limits, StepArrays, StepShape, best_fit, pack, shapes_to_record, unpack
+from paceline.model.kv_cache import PAGE_SIZE, KVCache
+
+if TYPE_CHECKING:
+    from paceline.model.runner import StepPlan
+
+StepFunction = Callable[..., Tensor]
+"""The traced signature: see ``StepPlan.inputs`` and ``step.py``."""
+
+_PROGRESS_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """Runs the steps of one runner; gradients are off."""
+
+    def run(self, step: StepFunction, plan: StepPlan) -> Tensor:
+        """Logits ``[plan.num_logits, vocab]`` on the device, which the caller may keep. Does not wait for them."""
+        ...
+
+    def record(self, step: StepFunction, limits: Limits) -> None:
+        """Prepares for the steps of an engine within ``limits``: may take long, once, before the first session."""
+        ...
+
+
+class HostBackend:
+    """Steps in the memory of the host."""
+
+    def __init__(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> None:
+        self._cache, self._dtype, self._window = cache, dtype, window
+
+    def run(self, step: StepFunction, plan: StepPlan) -> Tensor:
+        """See Backend."""
+        return step(*plan.inputs(self._cache, self._dtype, self._window))[0, : plan.num_logits]
+
+    def record(self, step: StepFunction, limits: Limits) -> None:
+        """See Backend. Every shape runs as it is: there is nothing to prepare."""
+
+
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Turns what a function does on a device into something that does it again."""
+
+    def record(self, function: Callable[[], None]) -> Replay:
+        """Calls ``function`` as often as it needs. It must read and write the same memory each time."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether there is memory for one recording more."""
+        ...
+
+
+class DeviceBackend:
+    """Steps in the memory of an accelerator. On the CPU it computes the same, for tests."""
+
+    def __init__(
+        self, cache: KVCache, dtype: torch.dtype, window: int | None, *, recorder: Recorder | None, max_shapes: int
+    ) -> None:
+        """``recorder`` None: no step is recorded, but all run in the same shapes as if they were."""
+        self.device = cache.keys[0].device
+        self._cache, self._dtype, self._window = cache, dtype, window
+        self._recorder, self._max_shapes = recorder, max_shapes
+        self._shapes: list[StepShape] = []
+        self._replays: dict[StepShape, Replay] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._logits = torch.empty(0)
+
+    @property
+    def recorded(self) -> list[StepShape]:
+        """Shapes whose steps are replayed."""
+        return list(self._replays)
+
+    def run(self, step: StepFunction, plan: StepPlan) -> Tensor:
+        """See Backend."""
+        shape = best_fit(plan.shape, self._shapes) or plan.shape
+        if shape in self._replays:
+            return self.replay(plan, shape)
+        return self.compute(step, plan, shape)
+
+    def compute(self, step: StepFunction, plan: StepPlan, shape: StepShape) -> Tensor:
+        """Runs ``plan`` in ``shape``, call by call."""
+        buffer = self._packed(plan, shape).to(self.device, non_blocking=True)
+        return self._call(step, shape, buffer)[: plan.num_logits]
+
+    def replay(self, plan: StepPlan, shape: StepShape) -> Tensor:
+        """Runs ``plan`` by the recording of ``shape``. Steps of one stream follow each other, so they share memory."""
+        self._buffer[: shape.num_bytes].copy_(self._packed(plan, shape), non_blocking=True)
+        self._replays[shape]()
+        return self._logits[: plan.num_logits].clone()
+
+    def forget(self, shape: StepShape) -> None:
+        """Steps of ``shape`` run eagerly from now on."""
+        del self._replays[shape]
+
+    def record(self, step: StepFunction, limits: Limits) -> None:
+        """See Backend. The largest first: the smaller ones then find their working memory among what is there.
+
+        Raises what ``step`` raises while it is recorded, with no recording left.
+        """
+        self._shapes = shapes_to_record(limits, self._max_shapes)
+        self._replays.clear()
+        if self._recorder is None:
+            return
+        started = told = time.perf_counter()
+        self._buffer = torch.zeros(max(s.num_bytes for s in self._shapes), dtype=torch.uint8, device=self.device)
+        for shape in sorted(self._shapes, key=lambda s: s.cost, reverse=True):
+            if not self._recorder.has_room():
+                _log.warning("no memory to record more than %d of %d step shapes: the others run eagerly",
+                             len(self._replays), len(self._shapes))  # fmt: skip
+                break
+            try:
+                self._record(step, shape, self._recorder)
+            except BaseException:
+                self._replays.clear()
+                raise
+            if time.perf_counter() - told > _PROGRESS_S:
+                told = time.perf_counter()
+                _log.info("recorded %d of %d step shapes", len(self._replays), len(self._shapes))
+        _log.info("recorded %d of %d step shapes in %.1f s", len(self._replays), len(self._shapes),
+                  time.perf_counter() - started)  # fmt: skip
+
+    def _record(self, step: StepFunction, shape: StepShape, recorder: Recorder) -> None:
+        self._fill_blank(shape)
+        if not len(self._logits):  # of the largest shape that there is, in the dtype that the model gives
+            most = max(s.wanted for s in self._shapes)
+            sample = self._call(step, shape, self._buffer)
+            self._logits = sample.new_empty(most, sample.shape[1])
+
+        def function() -> None:
+            self._logits[: shape.wanted].copy_(self._call(step, shape, self._buffer))
+
+        self._replays[shape] = recorder.record(function)
+
+    def _fill_blank(self, shape: StepShape) -> None:
+        """A step that touches nothing but the scratch page."""
+        arrays = unpack(shape, self._buffer.zero_())
+        arrays.write_rows.fill_(self._cache.scratch_row)
+        arrays.page_table.fill_(self._cache.scratch_row // PAGE_SIZE)
+        if shape.is_tree:
+            arrays.visible[..., 0] = True
+
+    def _packed(self, plan: StepPlan, shape: StepShape) -> Tensor:
+        """From page-locked memory, which torch hands out again only when the copy from it is done."""
+        buffer = torch.empty(shape.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pack(plan, shape, self._cache.scratch_row, buffer)
+        return buffer
+
+    def _call(self, step: StepFunction, shape: StepShape, buffer: Tensor) -> Tensor:
+        """[shape.wanted, vocab]: ``step`` on what ``buffer`` holds."""
+        it = unpack(shape, buffer)
+        masks = attention_masks(it, self._dtype, self._window)
+        cache = self._cache
+        return step(it.tokens[None], it.positions[None], it.logits_index, it.write_rows, it.page_table, it.gather,
+                    it.scatter, masks, cache.keys, cache.values)[0]  # fmt: skip
+
+
+def attention_masks(step: StepPlan | StepArrays, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+    """Additive masks ``[B, 1, n, pages * PAGE_SIZE]`` on the step's device: full attention, then a window if any."""
+    key = torch.arange(step.page_table.shape[1] * PAGE_SIZE, device=step.page_table.device)
+    seen = key <= step.query_rows[:, :, None] if step.visible is None else step.visible
+    masks = [_additive(seen, dtype)]
+    if window is not None:
+        query_positions = step.positions[step.gather]
+        key_positions = key[None] if step.key_positions is None else step.key_positions
+        near = query_positions[:, :, None] - key_positions[:, None, :] < window
+        masks.append(_additive(seen & near, dtype))
+    return masks
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where ``seen``, else -inf. By bits: torch chooses between two numbers place by place, at 30 times the cost."""
+    integer, infinity = _minus_infinity(dtype)
+    return seen.to(integer).sub_(1).bitwise_and_(infinity).view(dtype).unsqueeze(1)
+
+
+@functools.cache
+def _minus_infinity(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """Its bits, and the integers that hold them."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return integer, int(torch.tensor(-math.inf, dtype=dtype).view(integer))

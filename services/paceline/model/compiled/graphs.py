@@ -1,0 +1,105 @@
+"""CUDA graphs: the kernels of a step launched as one, which a small model's decoding otherwise waits for.
+
+Recordings of one engine share their working memory, since no two of them run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.model.compiled.backend import Backend, DeviceBackend, HostBackend, Replay
+from paceline.model.compiled.buckets import Limits
+from paceline.model.kv_cache import KVCache
+from paceline.model.runner import ModelRunner
+from paceline.model.selftest import check_replay
+
+CudaGraphs = bool | Literal["auto"]
+
+_WARM_UPS = 2
+"""Calls before a recording: libraries choose and allocate at the first ones."""
+_RESERVED = 0.02
+"""Share of the device's memory that recordings leave to prefill, which runs beside them. A kv_fraction of 0.9 leaves
+a tenth of what the weights do, which recordings come out of."""
+_log = logging.getLogger(__name__)
+
+
+class CudaRecorder:
+    """Records on a stream of its own, which other threads of the process may go on around."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def has_room(self) -> bool:
+        """See Recorder."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return bool(free > _RESERVED * total)
+
+    def record(self, function: Callable[[], None]) -> Replay:
+        """See Recorder."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                function()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            function()
+        replay: Replay = graph.replay
+        return replay
+
+
+def require_graphs(cuda_graphs: CudaGraphs, device: torch.device, *, num_ranks: int = 1) -> None:
+    """Raises ConfigError where graphs are demanded of a device that has none, or of several ranks."""
+    if cuda_graphs is True and device.type != "cuda":
+        raise ConfigError(
+            f"cuda_graphs is true but the model runs on device {device.type!r}: use 'auto' or false, or device 'cuda'"
+        )
+    if cuda_graphs is True and num_ranks > 1:
+        raise ConfigError(
+            f"cuda_graphs is true with tensor_parallel_size {num_ranks}, whose ranks run eagerly: use 'auto' or false"
+        )
+
+
+def make_backend(
+    cache: KVCache, dtype: torch.dtype, window: int | None, cuda_graphs: CudaGraphs, max_cuda_graphs: int
+) -> Backend:
+    """What runs the steps where ``cache`` lies.
+
+    Raises:
+        ConfigError: see ``require_graphs``.
+    """
+    device = cache.keys[0].device
+    require_graphs(cuda_graphs, device)
+    if device.type != "cuda":
+        return HostBackend(cache, dtype, window)
+    # Kernels whose sums are split by the shape of a step, or rounded between: rows would depend on their neighbours.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    recorder = CudaRecorder(device) if cuda_graphs else None
+    _log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
+    return DeviceBackend(cache, dtype, window, recorder=recorder, max_shapes=max_cuda_graphs)
+
+
+def record_steps(runner: ModelRunner, limits: Limits, max_len: int, cuda_graphs: CudaGraphs) -> None:
+    """Records an engine's steps and keeps what equals eager steps.
+
+    Raises:
+        ConfigError: the model cannot be recorded although ``cuda_graphs`` is true; ``auto`` runs it eagerly instead.
+    """
+    try:
+        runner.record(limits)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        if cuda_graphs is True:
+            raise ConfigError(f"cuda_graphs is true but this model cannot be recorded: {reason}") from error
+        _log.warning("this model cannot be recorded as CUDA graphs and runs eagerly: %s", reason)
+    check_replay(runner, max_len)

@@ -1,0 +1,196 @@
+"""Products by bfloat16 weights on the CPU, in compiled steps: as fast as the memory gives the weights.
+
+oneDNN reads the weights of a step with few tokens at two thirds of a core's bandwidth. ``linear.cpp`` packs them
+into the order in which its loop reads them, once, when a model is compiled: the package holds them only so. Every
+output is one sum in float32 over the inputs in their order, whatever else is computed beside it, so that a token's
+bits cannot depend on its neighbours. Needs AVX512-BF16. With AMX, whose products of many tokens are several times
+faster, oneDNN stays; so it does without a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import itertools
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+
+from paceline.core.native import compiled, torch_options
+from paceline.errors import EngineError
+
+BLOCK = 32
+"""Outputs whose weights lie together."""
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-fopenmp")
+_LOADING = threading.Lock()
+"""Models in threads load side by side; operators are registered once."""
+_log = logging.getLogger(__name__)
+
+
+def usable() -> bool:
+    """Whether this machine has the instructions and the library; may compile it. Says once why not."""
+    return _library() is not None
+
+
+def key() -> str:
+    """What a compiled step knows of the operator."""
+    return _digest(_SOURCE) if usable() else "none"
+
+
+def shims() -> dict[Any, list[str]]:
+    """The operator with the C function that a compiled model calls; empty where it is not usable."""
+    if not usable():
+        return {}
+    declaration = (
+        "AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle packed, "
+        "AtenTensorHandle* bias, int64_t outputs, AtenTensorHandle* out)"
+    )
+    return {torch.ops.paceline.packed_linear.default: [declaration]}
+
+
+def replace_linears(exported: ExportedProgram) -> int:
+    """Turns every bfloat16 product by a parameter into the operator, those of one input into one; how many there were.
+
+    The packing is left to the compiler, which folds what it does to constants and drops what nothing else reads.
+    """
+    if not usable():
+        return 0
+    signature, graph = exported.graph_signature, exported.graph
+    constants = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
+    groups: dict[tuple[Node, bool], list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        given, weight, bias = (*node.args, None)[:3]
+        if all(part is None or _is_constant(part, constants) for part in (weight, bias)) and _is_bfloat16(given):
+            groups.setdefault((given, bias is not None), []).append(node)
+    for nodes in groups.values():
+        _join(graph, nodes)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # what was whole may be a slice now
+    exported.graph_module.recompile()
+    return sum(map(len, groups.values()))
+
+
+def pack(weight: Tensor) -> Tensor:
+    """``[N, K] -> [ceil(N / 32), ceil(K / 2), 32, 2]``, filled up with zeros."""
+    outputs, inputs = weight.shape
+    whole = F.pad(weight, (0, inputs % 2, 0, -outputs % BLOCK))
+    return whole.view(-1, BLOCK, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """``[..., K] -> [..., outputs]`` in bfloat16, by packed weights; ``bias`` ``[outputs]`` is added in float32."""
+    library = _library()
+    assert library is not None, "usable() comes first"
+    return multiply(library, x, packed, bias, outputs)
+
+
+def multiply(library: ctypes.CDLL, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """``linear`` by a library that was loaded."""
+    x, packed = x.contiguous(), packed.contiguous()
+    inputs = x.shape[-1]
+    assert x.dtype == packed.dtype == torch.bfloat16, "of bfloat16"
+    assert packed.shape == (-(-outputs // BLOCK), (inputs + 1) // 2, BLOCK, 2), "packed for these outputs and inputs"
+    assert bias is None or (bias.dtype == torch.float32 and bias.shape == (outputs,)), "a bias in float32"
+    bias = None if bias is None else bias.contiguous()
+    y = x.new_empty(*x.shape[:-1], outputs)
+    at = [None if t is None else ctypes.c_void_p(t.data_ptr()) for t in (x, packed, bias, y)]
+    size = ctypes.c_int64
+    library.paceline_linear(at[0], size(inputs), *at[1:], size(y.numel() // outputs), size(outputs), size(inputs))
+    return y
+
+
+def load(source: Path) -> ctypes.CDLL:
+    """The library of ``source``, compiled if it never was. Raises EngineError or OSError if it cannot be had."""
+    path = compiled(source, _digest(source), (*_OPTIONS, *torch_options()), "the products of linear layers")
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
+    library.paceline_linear.restype = None
+    return library
+
+
+def _is_constant(value: Any, constants: set[str]) -> bool:
+    return isinstance(value, Node) and value.name in constants and _is_bfloat16(value)
+
+
+def _is_bfloat16(value: Any) -> bool:
+    tensor = value.meta.get("val")
+    return isinstance(tensor, Tensor) and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+
+
+def _join(graph: Graph, nodes: list[Node]) -> None:
+    """One product in the place of several of the same input."""
+    aten, ours = torch.ops.aten, torch.ops.paceline
+    x, sizes = nodes[0].args[0], [node.args[1].meta["val"].shape[0] for node in nodes]  # type: ignore[union-attr]
+    with graph.inserting_before(nodes[0]):
+        weight, bias = ([node.args[i] if len(node.args) > i else None for node in nodes] for i in (1, 2))
+        whole = weight[0] if len(nodes) == 1 else graph.call_function(aten.cat.default, (weight,))
+        added: Any = None
+        if bias[0] is not None:
+            joined = bias[0] if len(nodes) == 1 else graph.call_function(aten.cat.default, (bias,))
+            added = graph.call_function(aten._to_copy.default, (joined,), {"dtype": torch.float32})
+        packed = graph.call_function(ours.pack_linear.default, (whole,))
+        y = graph.call_function(ours.packed_linear.default, (x, packed, added, sum(sizes)))
+        stops = list(itertools.accumulate(sizes))
+        parts = (
+            [y]
+            if len(nodes) == 1
+            else [
+                graph.call_function(aten.slice.Tensor, (y, -1, stop - size, stop))
+                for size, stop in zip(sizes, stops, strict=True)
+            ]
+        )
+    for node, part in zip(nodes, parts, strict=True):
+        part.meta.update(node.meta)
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+
+
+def _library() -> ctypes.CDLL | None:
+    with _LOADING:
+        return _loaded()
+
+
+@functools.cache
+def _loaded() -> ctypes.CDLL | None:
+    """None: it cannot be compiled or loaded here, for a reason that is logged once. Registers the operators."""
+    if not _has_instructions():
+        _log.info("linear layers are compiled to oneDNN's products: the CPU has no AVX512-BF16, or AMX beside it")
+        return None
+    try:
+        library = load(_SOURCE)
+    except (EngineError, OSError) as error:
+        _log.warning("linear layers are compiled to oneDNN's products, which are slower: %s", error)
+        return None
+    if not hasattr(torch.ops.paceline, "packed_linear"):
+        _register()
+    return library
+
+
+def _has_instructions() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
+def _register() -> None:
+    torch.library.define("paceline::pack_linear", "(Tensor weight) -> Tensor")
+    torch.library.define("paceline::packed_linear", "(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+    torch.library.impl("paceline::pack_linear", "CPU", pack)
+    torch.library.impl("paceline::packed_linear", "CPU", linear)
+    torch.library.register_fake("paceline::pack_linear", pack)
+    torch.library.register_fake(
+        "paceline::packed_linear", lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs)
+    )
+
+
+@functools.cache
+def _digest(source: Path) -> str:
+    """Of an operator's source, its options and torch's version."""
+    facts = f"{torch.__version__} {_OPTIONS} torch_cpu"
+    return hashlib.blake2b(source.read_bytes() + facts.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,156 @@
+"""A rank of a tensor-parallel model: the unchanged transformers class over a part of the weights.
+
+Only the ends of what is split differ: layers split by rows, and experts, add their outputs over the ranks; the
+embedding looks up the tokens that it has; the output layer gives the logits of the rank's own tokens, which
+``ranks.py`` joins or compares. All ranks must take the same steps in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from paceline.checkpoint.files import inspect_checkpoint
+from paceline.errors import ConfigError
+from paceline.model.local_config import BUILDING, build
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.load import CheckpointFiles, Progress, read_shard
+from paceline.model.parallel.plan import Range, ShardPlan, plan_shards
+
+_SHARE = "_paceline_share"
+_LOAD_LIMIT_S = 3600.0
+"""A rank may read its files this much longer than another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank's model knows of the others."""
+
+    group: Collectives
+    vocab: Range
+    """Token ids whose logits this rank computes, in the first columns; the rest is padding."""
+
+
+def load_shard(
+    path: str, dtype: torch.dtype, group: Collectives, *, progress: Progress | None = None
+) -> PreTrainedModel:
+    """This rank's share of a checkpoint, ready for ``prepare``. Returns when all ranks have loaded theirs.
+
+    ``progress`` is called with the bytes that are loaded and the bytes of this rank, after every parameter.
+
+    Raises:
+        ConfigError: no causal language model in safetensors, or it cannot be split into ``group.degree`` ranks.
+        EngineError: another rank has failed.
+    """
+    inspect_checkpoint(path)
+    config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"model {path!r} is quantized: only degree 1 works")
+    plan = plan_shards(config, group.rank, group.degree)
+    files = CheckpointFiles(path)
+    try:
+        with BUILDING, no_init_weights():  # what is not written to here takes no memory
+            model = build(plan.config, dtype=dtype)
+        for name, tensor in read_shard(files, model, plan, dtype, progress).items():
+            _assign(model, name, tensor)
+    finally:
+        files.close()
+    for name, first in plan.aliases.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, model.get_parameter(first))
+    model.name_or_path = path
+    apply_plan(model, plan, group)
+    group.all_gather(torch.zeros(1, device=group.device), timeout_s=_LOAD_LIMIT_S)
+    return model.to(group.device).eval()
+
+
+def apply_plan(model: PreTrainedModel, plan: ShardPlan, group: Collectives) -> None:
+    """Lets the modules of a rank exchange what the plan says; ``share_of`` finds the group again."""
+    setattr(model, _SHARE, Share(group, plan.vocab))
+    for name in plan.summed:
+        _wrap(model.get_submodule(name), _Summed(group))
+    for name in plan.gathered:
+        _wrap(model.get_submodule(name), _Gathered(group))
+    for name in plan.divided:
+        _wrap(model.get_submodule(name), lambda forward, hidden: forward(hidden / plan.degree))
+    first, stop = plan.vocab
+    embedding = model.get_submodule(plan.embedding)
+    assert isinstance(embedding, nn.Embedding)
+    embedding.padding_idx = None  # only the gradient knows it
+    if embedding.weight.shape[0] == stop - first:
+        _wrap(embedding, _VocabularyEmbedding(group, first, stop))
+    _wrap(model.get_submodule(plan.head), _VocabularyHead(plan.vocab_width))
+
+
+def share_of(model: PreTrainedModel) -> Share | None:
+    """Of a rank's model; None if it is whole."""
+    share: Share | None = getattr(model, _SHARE, None)
+    return share
+
+
+def _assign(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Puts ``around(forward, input, ...)`` in the place of the module's forward; its class stays what it is."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: around(forward, *args, **kwargs)
+
+
+class _Summed:
+    """Each rank computes a term of the output."""
+
+    def __init__(self, group: Collectives) -> None:
+        self._group = group
+
+    def __call__(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return self._group.all_reduce(forward(*args, **kwargs))
+
+
+class _Gathered:
+    """A norm over ``[..., size]`` of which the rank has ``[..., size / degree]``."""
+
+    def __init__(self, group: Collectives) -> None:
+        self._group = group
+
+    def __call__(self, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+        width = hidden.shape[-1]
+        whole = torch.cat(self._group.all_gather(hidden).unbind(), dim=-1)
+        return forward(whole).narrow(-1, self._group.rank * width, width)
+
+
+class _VocabularyEmbedding:
+    """The rank has the rows [first, stop): of each token exactly one rank adds something that is not zero."""
+
+    def __init__(self, group: Collectives, first: int, stop: int) -> None:
+        self._group, self._first, self._stop = group, first, stop
+
+    def __call__(self, forward: Callable[..., Tensor], ids: Tensor) -> Tensor:
+        mine = (ids >= self._first) & (ids < self._stop)
+        rows = forward((ids - self._first).clamp(0, self._stop - self._first - 1))
+        return self._group.all_reduce(rows.masked_fill(~mine.unsqueeze(-1), 0))
+
+
+class _VocabularyHead:
+    """``[..., hidden] -> [..., width]``: the rank's own logits, padded at the end where it has fewer tokens."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def __call__(self, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+        logits = forward(hidden)
+        missing = self._width - logits.shape[-1]
+        return F.pad(logits, (0, missing)) if missing else logits

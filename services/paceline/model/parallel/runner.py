@@ -1,0 +1,299 @@
+"""Ranks that take the same steps: the first one decides, the others follow.
+
+    rank 0   plan ─┬─▶ forward ─▶ logits or tokens ─▶ outcomes
+                   │      ║  sums inside, the logits' ends outside
+    rank 1         └─▶ forward ─▶ nothing
+
+The plan is all that they need. It names the KV pages, which mean the same on every rank: only the first rank hands
+them out, and the others clear what it has cleared before they take the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, TCPStore
+
+from paceline.config import ModelConfig, NgramConfig
+from paceline.core.sampling import Row, RowKeys
+from paceline.errors import ConfigError, EngineError, RanksLostError
+from paceline.model.kv_cache import KVCache
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.model import Share
+from paceline.model.parallel.shared_memory import connect
+from paceline.model.parallel.vocabulary import sample_sharded
+from paceline.model.runner import ModelRunner, SequenceStep, StepPlan
+from paceline.runtime.ranks import Rendezvous
+
+_IDLE_S = 10 * 365 * 86400.0
+"""The others wait for a step as long as it takes; a first rank that dies or leaves ends their waiting at once."""
+_HEADER = struct.Struct("<III")
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """Rows of a step's logits whose tokens are drawn where the logits are; those of the others are joined."""
+
+    index: Tensor
+    """[n] int64 rows."""
+    keys: RowKeys
+    temperatures: Tensor
+    """[n] float32; 1 on greedy rows."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row | None]) -> Self:
+        """Of the rows that are not None."""
+        picked = [(i, row) for i, row in enumerate(rows) if row is not None]
+        numbers = [(i, row.state.seed_bits, row.position, row.state.greedy) for i, row in picked]
+        return cls._from(torch.tensor(numbers), torch.tensor([row.state.temperature for _, row in picked]))
+
+    @classmethod
+    def _from(cls, numbers: Tensor, temperatures: Tensor) -> Self:
+        index, seeds, positions, greedy = numbers.view(-1, 4).unbind(-1)
+        return cls(index, RowKeys(greedy.bool(), seeds, positions, int(greedy.sum())), temperatures)
+
+    def encode(self) -> bytes:
+        """A frame for ``decode``."""
+        keys = self.keys
+        numbers = torch.stack((self.index, keys.seeds, keys.positions, keys.greedy.long()), dim=-1)
+        return numbers.numpy().tobytes() + self.temperatures.numpy().tobytes()
+
+    @classmethod
+    def decode(cls, frame: bytes) -> Self:
+        """What another rank has encoded."""
+        data = bytearray(frame)
+        count = len(data) // 36
+        numbers = torch.frombuffer(data, dtype=torch.int64, count=4 * count)
+        return cls._from(numbers, torch.frombuffer(data, dtype=torch.float32, offset=32 * count))
+
+
+class RankRunner(ModelRunner):
+    """A rank's part of each step. Every rank must be given the same steps."""
+
+    def __init__(self, *args: Any, share: Share, **options: Any) -> None:
+        """The other arguments are those of ModelRunner."""
+        super().__init__(*args, **options)
+        self.share = share
+        self.lost = False
+        """An exchange has failed: no other can succeed."""
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """See ModelRunner: logits of the whole vocabulary."""
+        return self._join(super().run(plan))
+
+    def run_and_pick(self, plan: StepPlan, picks: Picks) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits ``[rows that are not picked, vocab_size]``, and of the picked ones tokens and log-probabilities
+        ``[n]``: int64 and float32 (see ``sample_sharded``)."""
+        local = super().run(plan)
+        (first, stop), device = self.share.vocab, local.device
+        others = torch.ones(len(local), dtype=torch.bool)
+        others[picks.index] = False
+        keys = picks.keys
+        here = RowKeys(keys.greedy.to(device), keys.seeds.to(device), keys.positions.to(device), keys.num_greedy)
+        picked = local[picks.index.to(device), : stop - first]
+        tokens, logprobs = sample_sharded(self.share.group, picked, first, here, picks.temperatures.to(device))
+        return self._join(local[others.to(device)]), tokens, logprobs
+
+    def close(self) -> None:
+        """Leaves the other ranks, which end then. Idempotent."""
+        self.share.group.close()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """An exchange that fails leaves the ranks at different steps: none of them can go on (RanksLostError)."""
+        try:
+            yield
+        except EngineError as error:
+            self.lost = True
+            raise RanksLostError(str(error)) from error
+
+    def _join(self, local: Tensor) -> Tensor:
+        if not len(local):
+            return local.new_empty(0, self.vocab_size)
+        return torch.cat(self.share.group.all_gather(local).unbind(), dim=-1)[:, : self.vocab_size]
+
+
+class LeadersCache(KVCache):
+    """The first rank's pages; remembers which were cleared since the last step."""
+
+    def __init__(self, *args: Any) -> None:
+        """See KVCache."""
+        super().__init__(*args)
+        self.cleared: list[int] = []
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """See KVCache."""
+        super().clear(pages)
+        self.cleared.extend(pages)
+
+
+class LeadingRunner(RankRunner):
+    """The first rank's runner: has the other ranks take every step that it takes."""
+
+    cache: LeadersCache
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """See ModelRunner. Raises RanksLostError if a rank is gone or does not come in time."""
+        with self.together():
+            self._tell(plan, b"")
+            return super().run(plan)
+
+    def forward_and_pick(
+        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
+    ) -> tuple[Tensor, list[int], list[float]]:
+        """``forward``, but where a row is given its token is drawn, not its logits returned.
+
+        Only for rows without processors but the temperature. Raises as ``run``.
+
+        Args:
+            steps: as for ``forward``.
+            rows: one for each logit row; None: its logits are wanted.
+
+        Returns:
+            Logits ``[number of None, vocab_size]``, and of the others tokens and log-probabilities. One that is not
+            finite says that the model gave NaN, +inf, or -inf only: its token means nothing.
+        """
+        plan, picks = StepPlan.of(steps, self.cache.scratch_row), Picks.of(rows)
+        with self.together():
+            self._tell(plan, picks.encode())
+            logits, tokens, logprobs = self.run_and_pick(plan, picks)
+        values = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer
+        return logits, [int(token) for token in values[0]], values[1]
+
+    def end(self) -> None:
+        """There will be no more steps of this runner: the followers' ``step`` returns False."""
+        with self.together():
+            self.share.group.broadcast(b"")
+
+    def close(self) -> None:
+        """Lets the followers end, and leaves them. Idempotent."""
+        if not self.lost:
+            with contextlib.suppress(RanksLostError):
+                self.end()
+            self.lost = True
+        super().close()
+
+    def _tell(self, plan: StepPlan, picks: bytes) -> None:
+        cleared, frame = torch.tensor(self.cache.cleared, dtype=torch.int32).numpy().tobytes(), plan.encode()
+        self.share.group.broadcast(_HEADER.pack(len(cleared), len(frame), len(picks)) + cleared + frame + picks)
+        self.cache.cleared.clear()
+
+
+class Follower:
+    """An engine that takes the steps of the first rank until that one leaves."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        """``runner``: of a rank's model."""
+        assert isinstance(runner, RankRunner)
+        self._runner = runner
+        self._ended = False
+
+    def receive(self, messages: Sequence[Any]) -> None:
+        """Nobody talks to a follower."""
+        assert not messages
+
+    def step(self) -> bool:
+        """Waits for the next step and takes it; False if there are no more.
+
+        Raises RanksLostError when a rank has left or does not come.
+        """
+        runner = self._runner
+        if self._ended:
+            return False
+        with runner.together():
+            message = runner.share.group.broadcast(None, timeout_s=_IDLE_S)
+            if not message:
+                self._ended = True
+                return False
+            num_cleared, num_plan, num_picks = _HEADER.unpack_from(message)
+            start = _HEADER.size + num_cleared
+            if num_cleared:
+                pages = torch.frombuffer(bytearray(message[_HEADER.size : start]), dtype=torch.int32)
+                runner.cache.clear(pages.tolist())
+            plan = StepPlan.decode(message[start : start + num_plan])
+            if num_picks:
+                runner.run_and_pick(plan, Picks.decode(message[start + num_plan :]))
+            else:
+                runner.run(plan)
+        return True
+
+    def wait_s(self) -> float | None:
+        """See Engine: waiting is a part of the step, until there are no more."""
+        return None if self._ended else 0.0
+
+    def close(self) -> None:
+        """Leaves the other ranks. Idempotent."""
+        self._runner.close()
+
+
+@contextlib.contextmanager
+def ranked(config: ModelConfig | NgramConfig | None, rendezvous: Rendezvous | None) -> Iterator[Collectives | None]:
+    """The exchange with the other ranks while an engine is built; left if that fails. None without a rendezvous.
+
+    Raises:
+        ConfigError: the ranks of one host see fewer GPUs than they are.
+        EngineError: not all ranks come.
+    """
+    if rendezvous is None:
+        yield None
+        return
+    assert isinstance(config, ModelConfig)
+    group = _join(rendezvous, _rank_device(config, rendezvous))
+    try:
+        yield group
+    except BaseException:
+        group.close()
+        raise
+
+
+def _join(rendezvous: Rendezvous, device: torch.device) -> Collectives:
+    kind, _, where = rendezvous.store.partition(":")
+    limit = timedelta(seconds=rendezvous.start_timeout_s)
+    store: Any
+    try:
+        if kind == "file":
+            store = FileStore(where, rendezvous.degree)
+        else:
+            host, _, port = where.rpartition(":")
+            store = TCPStore(host, int(port), None, is_master=False, timeout=limit)
+    except RuntimeError as error:
+        raise EngineError(f"rank {rendezvous.rank} could not reach {rendezvous.store}: {error}") from error
+    store.set_timeout(limit)
+    return connect(
+        store,
+        rendezvous.rank,
+        rendezvous.degree,
+        device=device,
+        timeout_s=rendezvous.timeout_s,
+        start_timeout_s=rendezvous.start_timeout_s,
+    )
+
+
+def _rank_device(config: ModelConfig, rendezvous: Rendezvous) -> torch.device:
+    """The rank's own accelerator: the only one that it sees, or the one of its number."""
+    from paceline.model.loading import resolve_device
+
+    device = torch.device(resolve_device(config.device))
+    if device.type != "cuda":
+        return device
+    num_devices = torch.cuda.device_count()
+    if num_devices >= rendezvous.degree:
+        return torch.device("cuda", rendezvous.rank)
+    if rendezvous.store.startswith("file:"):
+        raise ConfigError(
+            f"tensor_parallel_size of {config.path!r} is {rendezvous.degree} and there are {num_devices} GPUs: "
+            f"at most {num_devices} are allowed here"
+        )
+    return torch.device("cuda", 0)
+
+
+def agreed(value: int, group: Collectives | None) -> int:
+    """The smallest of the ranks' values."""
+    return value if group is None else int(group.all_gather(torch.tensor([value], device=group.device)).min())

@@ -1,0 +1,203 @@
+"""Collectives over shared memory on one host: microseconds where sockets take a hundred.
+
+The memory has no name in any file system: rank 0 creates it, the others open it through rank 0's process. It is gone
+when the last rank is, however it ends. The exchange itself is in ``shared_memory.cpp``, compiled once for each version
+of torch; its operators survive export, and compiled models call it without the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import logging
+import os
+import secrets
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from paceline.core.native import COMPILE_LIMIT_S, compiled, torch_options
+from paceline.errors import EngineError
+from paceline.model.parallel.collectives import Collectives, TorchCollectives
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_TOKEN_BYTES = 16
+_SUMMED = (torch.bfloat16, torch.float32, torch.float16)
+_log = logging.getLogger(__name__)
+
+
+def connect(
+    store: Store,
+    rank: int,
+    degree: int,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    start_timeout_s: float | None = None,
+) -> Collectives:
+    """The fastest exchange that all ranks have: shared memory on one host, else torch.distributed.
+
+    Raises:
+        EngineError: not all ranks have come within ``start_timeout_s`` (None: ``timeout_s``); compiling the operators
+            is allowed to take longer.
+    """
+    reason = f"the ranks are on {device.type} devices" if device.type != "cpu" else unavailable()
+    mine = {"reason": reason, "host": _host()}
+    store.set(f"rank{rank}", json.dumps(mine))
+    limit = (timeout_s if start_timeout_s is None else start_timeout_s) + (
+        COMPILE_LIMIT_S if device.type == "cpu" else 0.0
+    )
+    try:
+        store.wait([f"rank{i}" for i in range(degree)], timedelta(seconds=limit))
+    except RuntimeError as error:
+        raise EngineError(
+            f"rank {rank} of {degree} could not meet the other ranks (limit {limit:g} s): {_first_line(error)}"
+        ) from error
+    all_ranks = [json.loads(store.get(f"rank{i}")) for i in range(degree)]
+    reasons = [facts["reason"] for facts in all_ranks if facts["reason"]]
+    if any(facts["host"] != all_ranks[0]["host"] for facts in all_ranks):
+        reasons.append("the ranks are on several hosts")
+    if not reasons:
+        return SharedMemoryCollectives(PrefixStore("memory", store), rank, degree, timeout_s=timeout_s)
+    if device.type == "cpu" and rank == 0:
+        _log.warning("%d ranks exchange over gloo, which is slower than shared memory: %s", degree, reasons[0])
+    return TorchCollectives(PrefixStore("group", store), rank, degree, device=device, timeout_s=timeout_s)
+
+
+def unavailable() -> str | None:
+    """Why this process cannot exchange over shared memory; None if it can. May compile the operators."""
+    if not hasattr(os, "memfd_create"):
+        return "shared memory without a name needs Linux"
+    try:
+        _library()
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+class SharedMemoryCollectives(Collectives):
+    """All ranks on this host, and each in a process of its own."""
+
+    def __init__(self, store: Store, rank: int, degree: int, *, timeout_s: float) -> None:
+        """Raises EngineError if not all ranks map the memory within ``timeout_s``."""
+        super().__init__(rank, degree, device=torch.device("cpu"), timeout_s=timeout_s)
+        self._number = -1
+        library = _library()
+        limit = timedelta(seconds=timeout_s)
+        fd = created = -1
+        try:
+            if rank == 0:
+                token = secrets.token_hex(_TOKEN_BYTES)
+                created = os.memfd_create(f"paceline-{token}", os.MFD_CLOEXEC)
+                os.posix_fallocate(created, 0, library.paceline_ranks_bytes(degree))
+                store.set("memory", json.dumps({"path": f"/proc/{os.getpid()}/fd/{created}", "token": token}))
+            store.wait(["memory"], limit)
+            memory = json.loads(store.get("memory"))
+            if memory["token"] not in os.readlink(memory["path"]):
+                raise OSError("the process of rank 0 is not to be seen here")
+            fd = os.open(memory["path"], os.O_RDWR | os.O_CLOEXEC)
+            self._number = library.paceline_ranks_attach(fd, rank, degree, timeout_s)
+            if self._number < 0:
+                raise OSError(ctypes.get_errno(), "it could not be mapped")
+            fd = -1  # the library owns it
+            store.set(f"mapped{rank}", "")
+            store.wait([f"mapped{i}" for i in range(degree)], limit)
+        except (OSError, RuntimeError) as error:
+            self.close()
+            raise EngineError(
+                f"rank {rank} of {degree} could not map the shared memory (limit {timeout_s:g} s): {_first_line(error)}"
+            ) from error
+        finally:
+            for left in (fd, created):
+                if left >= 0:
+                    os.close(left)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in _SUMMED:
+            return super().all_reduce(tensor)
+        try:
+            reduced: Tensor = torch.ops.paceline.ranks_sum(tensor, self._number)
+        except RuntimeError as error:
+            raise EngineError(_first_line(error)) from error
+        return reduced
+
+    def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
+        operators, number = torch.ops.paceline, self._number
+        gathered: Tensor
+        try:
+            if timeout_s is None:
+                gathered = operators.ranks_gather(tensor, self.degree, number)
+            else:
+                gathered = operators.ranks_gather_within(tensor, self.degree, number, timeout_s)
+        except RuntimeError as error:
+            raise EngineError(_first_line(error)) from error
+        return gathered
+
+    def compiled_shims(self) -> dict[Any, list[str]] | None:
+        operators = torch.ops.paceline
+        tensor, result = "AtenTensorHandle x", "AtenTensorHandle* out"
+        return {
+            operators.ranks_sum.default: [
+                f"AOTITorchError aoti_torch_cpu_ranks_sum({tensor}, int64_t group, {result})"
+            ],
+            operators.ranks_gather.default: [
+                f"AOTITorchError aoti_torch_cpu_ranks_gather({tensor}, int64_t degree, int64_t group, {result})"
+            ],
+        }
+
+    def compiled_key(self) -> str:
+        return f"{self.degree} {self._number} {_digest()}"
+
+    def failure(self) -> str | None:
+        text = ctypes.create_string_buffer(1024)
+        length = _library().paceline_ranks_failure(text, ctypes.c_size_t(len(text)))
+        return text.raw[:length].decode() or None
+
+    def close(self) -> None:
+        if self._number >= 0:
+            _library().paceline_ranks_close(self._number)
+            self._number = -1
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The operators, compiled if they never were. Raises EngineError with the reason if they cannot be."""
+    path = compiled(_SOURCE, _digest(), torch_options(), "the operators of tensor parallelism")
+    try:
+        library = ctypes.CDLL(
+            str(path), mode=ctypes.RTLD_GLOBAL, use_errno=True
+        )  # compiled models look for its symbols
+    except OSError as error:
+        raise EngineError(f"{path.name} could not be loaded: {error}") from error
+    library.paceline_ranks_bytes.restype = ctypes.c_size_t
+    library.paceline_ranks_attach.restype = ctypes.c_int64
+    library.paceline_ranks_attach.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double]
+    library.paceline_ranks_close.argtypes = [ctypes.c_int64]
+    library.paceline_ranks_close.restype = None
+    library.paceline_ranks_failure.restype = ctypes.c_size_t
+    return library
+
+
+@functools.cache
+def _digest() -> str:
+    """Of the operators' source and torch's version."""
+    return hashlib.blake2b(_SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
+
+
+def _host() -> str:
+    """Equal for processes that can open each other's memory."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+    except OSError:
+        return f"unknown {secrets.token_hex(8)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

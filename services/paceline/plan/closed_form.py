@@ -1,0 +1,404 @@
+"""Tokens per second in closed form: one session's mean round, solved for the times that depend on each other.
+
+- plain:       R = T(B)                                         1 token
+- sequential:  R = k d + 2 l + T(B (1 + k))                     (1 - a^(k+1)) / (1 - a) tokens (2211.17192, eq. 1)
+- overlapped:  R = T(B (1 + mean k)), and what is waited for    the same, averaged over the proposals that were there
+- co-located:  R = k d + T(B (1 + k)), d of B sessions           as sequential: one device does one thing at a time
+
+T and d are the steps of target and draft, l the link one way, B the sessions of a target. Overlapped, how many tokens
+are there depends on the steps the draft had time for, which depends on R; so the length of the proposal is a Markov
+chain (``tree.prepared``) whose stationary distribution is iterated together with R. What a draft grows for an outcome
+it has not heard of arrives two links late, so there are (R - 2 l) / d steps; where that is less than one, the session
+decodes plain for some rounds, which the tree has to foresee.
+
+With requests, T has the rows of the prompt chunks that the tokens emitted meanwhile call for, and the keys and values
+that it reads; d likewise, and the draft's own prefill takes its share of the draft's time. Sessions that prefill do not
+decode. Of preemption, prefix caches and whatever else replicas of one machine take from each other there is nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
+
+from paceline.plan.outcomes import Outcomes, expected_tokens, prepared
+from paceline.plan.times import StepTable
+from paceline.target.control.allocation import allot
+from paceline.target.control.waiting import worth_waiting
+from paceline.types import Mode
+
+_ITERATIONS = 60
+_SETTLED = 1e-4
+_QUEUE_ITERATIONS, _MOST_USE = 12, 0.95
+_MOST_LAG = 16
+"""Rounds without nodes after which none are expected any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What one replica of each kind and the link between them are like."""
+
+    target: StepTable
+    """By the tokens of all sessions in the step."""
+    draft: StepTable
+    """By the nodes of a tree step, all sessions together."""
+    outcomes: Outcomes
+    link_s: float = 0.0
+    """One way between target and draft."""
+    gap_s: float = 0.0
+    """Between two steps of a target."""
+    fan_out: int = 6
+    tree_budget: int = 256
+    """Nodes that the draft keeps per session. Each that is expanded brings ``fan_out`` new ones."""
+    draft_width: int = 64
+    """Nodes of a tree step, at most."""
+    adaptive: bool = True
+    """The target verifies as many tokens as pay (``target/budget.py``), not all that there are."""
+    max_step_tokens: int = 256
+    """Tokens of a step, prompt chunks and proposals together; of a draft's prefill likewise."""
+    target_kv_s: float = 0.0
+    """What a token of context adds to each target step that reads its keys and values."""
+    draft_kv_s: float = 0.0
+    """The same of the draft."""
+    sharing: float = 1.0
+    """Steps take so many times as long when both kinds compute at once, as overlapped ones do: cores, memory, power."""
+    colocated: bool = False
+    """Lock step on one device: the target's own drafts, and verifies, in turn. There are no other drafts."""
+
+    def while_both_compute(self) -> System:
+        """With the steps that ``sharing`` says."""
+        if self.sharing == 1.0:
+            return self
+        target, draft = self.target.times(self.sharing), self.draft.times(self.sharing)
+        kv_s = (self.target_kv_s * self.sharing, self.draft_kv_s * self.sharing)
+        return replace(self, target=target, draft=draft, target_kv_s=kv_s[0], draft_kv_s=kv_s[1], sharing=1.0)
+
+    def prefill_s(self, prompt_tokens: float) -> float:
+        """Of a draft."""
+        chunks = math.ceil(prompt_tokens / self.max_step_tokens)
+        return chunks * self.draft.seconds(prompt_tokens / chunks) if chunks else 0.0
+
+    def most_expanded(self, k: int) -> int:
+        """Nodes that are expanded below a proposal, at most: those of the proposal and their siblings count too."""
+        return max(1, self.tree_budget // self.fan_out - k)
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What sessions ask for. Lengths are in tokens and means; they are gamma-distributed."""
+
+    output_tokens: int
+    prompt_tokens: int = 0
+    spread: float = 0.0
+    """Standard deviation of a length over its mean."""
+    per_s: float | None = None
+    """Poisson arrivals. None: when a request ends, the next one begins in its place."""
+
+    @property
+    def context_tokens(self) -> float:
+        """Of a session that decodes, a mean over time: long requests are there for longer."""
+        return self.prompt_tokens + self.output_tokens * (1.0 + self.spread**2) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sessions at once, spread evenly over the replicas."""
+
+    sessions: int
+    targets: int
+    drafts: int = 0
+    requests: Requests | None = None
+    """None: sessions without prompt, context or end."""
+
+    @property
+    def batch(self) -> float:
+        """Sessions of a target."""
+        return self.sessions / self.targets
+
+    @property
+    def context_tokens(self) -> float:
+        """Of a session, a mean."""
+        return self.requests.context_tokens if self.requests is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Means over all sessions; times in seconds."""
+
+    mode: Mode
+    k: int
+    """Longest proposal."""
+    tokens_per_s: float
+    """Of all sessions."""
+    tokens_per_round: float
+    round_s: float
+    slow_round_s: float
+    """A round that everything happens in that happens in 1 % of them: an estimate of the 99th percentile."""
+    hit_rate: float | None
+    """Rounds whose outcome the tree held when the step ended. None without a tree."""
+    target_use: float
+    draft_use: float
+    """Share of the time in which a replica computes."""
+    ttft_s: float = 0.0
+    """From a request's arrival to its first tokens, without queueing for a place; with ``requests`` only."""
+
+    @property
+    def itl_s(self) -> float:
+        """Mean seconds per token of a session."""
+        return self.round_s / self.tokens_per_round
+
+
+def predict(system: System, load: Load, mode: Mode, k: int) -> Prediction:
+    """The mode at this load with proposals of at most k tokens."""
+    if mode is Mode.PLAIN or k == 0:
+        return plain(system, load)
+    if mode is Mode.OVERLAPPED:
+        return overlapped(system, load, k)
+    return (colocated if system.colocated else sequential)(system, load, k)
+
+
+def best_k(system: System, load: Load, mode: Mode, most: int = 16) -> Prediction:
+    """The K of 1 to ``most`` with the most tokens per second; the least of those within 0.1 %."""
+    predictions = [predict(system, load, mode, k) for k in range(1, most + 1)]
+    best = max(p.tokens_per_s for p in predictions)
+    return next(p for p in predictions if p.tokens_per_s >= 0.999 * best)
+
+
+@lru_cache(maxsize=4096)
+def lookahead(system: System, batch: int, k: int) -> int:
+    """Draft tokens per session that ``budget.allot`` verifies beside so many sessions that all have k."""
+    if not system.adaptive:
+        return k
+    counts = allot(
+        [[system.outcomes.acceptance] * k] * batch,
+        system.target,
+        num_sessions=batch,
+        num_context=batch,
+        limit=max(0, min(batch * k, system.max_step_tokens - batch)),
+        overhead_s=system.gap_s,
+    )
+    return round(sum(counts) / batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The sessions of a target, while its steps also take prompts."""
+
+    decoding: float
+    prefill_rows: float
+    """Of a step."""
+    prefill_rounds: float
+    """Of a request, until its first token."""
+
+    @classmethod
+    def of(cls, system: System, load: Load, tokens: float, rows: float) -> Self:
+        """Rounds of so many tokens that verify so many rows of each session.
+
+        A prompt of P tokens takes P / (tokens of a step that verification leaves) rounds, at least one, and waits for
+        those before it as in an M/D/1 queue. In a round the decoding sessions call for P / (rounds of a request) rows
+        each, for which there may be no room.
+        """
+        requests = load.requests
+        if requests is None or not requests.prompt_tokens:
+            return cls(load.batch, 0.0, 1.0)
+        rounds = requests.output_tokens / tokens
+        decoding, use, room, rounds_of_prompt = load.batch, 0.0, 1.0, 1.0
+        for _ in range(_QUEUE_ITERATIONS):
+            room = max(1.0, system.max_step_tokens - decoding * rows)
+            use = 0.5 * (use + min(_MOST_USE, decoding / rounds * requests.prompt_tokens / room))
+            chunks = max(1.0, requests.prompt_tokens / room)
+            rounds_of_prompt = chunks * (1.0 + use / (2.0 * (1.0 - use)))
+            decoding = 0.5 * (decoding + load.batch * rounds / (rounds + rounds_of_prompt))
+        wanted = decoding / rounds * requests.prompt_tokens
+        decoding *= min(1.0, room / wanted)
+        return cls(decoding, min(wanted, room), (load.batch - decoding) * rounds / decoding)
+
+    def ttft_s(self, round_s: float) -> float:
+        """A request waits for the end of the step under way first."""
+        return (0.5 + self.prefill_rounds) * round_s
+
+
+def _slow_rows(system: System, load: Load, rows: float) -> float:
+    """Of a step with these rows of each session, and where there are prompts all that it may take of one."""
+    rows *= load.batch
+    if load.requests is None or not load.requests.prompt_tokens:
+        return rows
+    return max(rows, min(system.max_step_tokens, rows + load.requests.prompt_tokens))
+
+
+def plain(system: System, load: Load) -> Prediction:
+    """No drafts."""
+    batch = _Batch.of(system, load, 1.0, 1.0)
+    kv_s = system.target_kv_s * load.context_tokens * batch.decoding
+    step_s = system.target.seconds(batch.decoding + batch.prefill_rows) + kv_s
+    slow_s = system.target.seconds(_slow_rows(system, load, 1.0)) + kv_s + system.gap_s
+    round_s = step_s + system.gap_s
+    rate, use = load.targets * batch.decoding / round_s, step_s / round_s
+    return Prediction(Mode.PLAIN, 0, rate, 1.0, round_s, slow_s, None, use, 0.0, batch.ttft_s(round_s))
+
+
+def colocated(system: System, load: Load, k: int) -> Prediction:
+    """Draft and verify in turn, all sessions at once, on the target's own device."""
+    tokens = expected_tokens(system.outcomes.acceptance, k)
+    batch = _Batch.of(system, load, tokens, 1.0 + k)
+    context = load.context_tokens * batch.decoding
+    verify_s = system.target_kv_s * context
+    draft_s = k * (draft_step_s(system, batch.decoding) + system.draft_kv_s * context)
+    if load.requests is not None:  # the draft's share of the prompts that the tokens of a round call for
+        started = batch.decoding * tokens / load.requests.output_tokens
+        draft_s += started * system.prefill_s(load.requests.prompt_tokens)
+    slow_s = verify_s + system.target.seconds(_slow_rows(system, load, 1.0 + k)) + draft_s + system.gap_s
+    verify_s += system.target.seconds(batch.decoding * (1 + k) + batch.prefill_rows)
+    round_s = draft_s + verify_s + system.gap_s
+    rate, use = load.targets * batch.decoding * tokens / round_s, 1.0 - system.gap_s / round_s
+    return Prediction(Mode.SEQUENTIAL, k, rate, tokens, round_s, slow_s, None, use, 0.0, batch.ttft_s(round_s))
+
+
+def draft_step_s(system: System, nodes: float) -> float:
+    """Of draft steps over so many nodes: one after the other if they are more than the width."""
+    return system.draft.seconds(min(nodes, system.draft_width)) * max(1.0, nodes / system.draft_width)
+
+
+def sequential(system: System, load: Load, k: int) -> Prediction:
+    """Draft and verify in turn. While some sessions draft, their target steps over the others."""
+    tokens = expected_tokens(system.outcomes.acceptance, k)
+    mix = _Batch.of(system, load, tokens, 1.0 + k)
+    per_draft = mix.decoding * load.targets / max(load.drafts, 1)
+    batch, drafting = mix.decoding, per_draft
+    round_s, step_s, draft_s = 1.0, 0.0, 0.0
+    for _ in range(_ITERATIONS):
+        mix = _Batch.of(system, load, tokens, (1.0 + k) * batch / mix.decoding)
+        prompts = mix.prefill_rows * min(1.0, batch / mix.decoding)
+        step_s = system.target.seconds(batch * (1 + k) + prompts) + system.target_kv_s * load.context_tokens * batch
+        width = min(max(drafting, 1.0), system.draft_width)
+        tree_s = system.draft.seconds(width) + system.draft_kv_s * load.context_tokens * width
+        tree_s *= max(drafting / system.draft_width, 1.0)
+        tree_s /= 1.0 - _prefill_use(system, load, per_draft * tokens / round_s)
+        shared = min(1.0, max(drafting - 1.0, 0.0))  # the step of the others that is under way has to end first
+        draft_s = (k + 0.5 * shared) * tree_s
+        others = min(1.0, (mix.decoding - 1) * step_s / (batch * round_s)) if mix.decoding > 1 else 0.0
+        now_s = draft_s + 2 * system.link_s + others * step_s / 2 + step_s + system.gap_s
+        round_s = 0.5 * (round_s + now_s)
+        batch = max(min(1.0, mix.decoding), min(mix.decoding, mix.decoding * (step_s + system.gap_s) / round_s))
+        drafting = min(per_draft, per_draft * draft_s / round_s)
+    target_use = min(1.0, mix.decoding / batch * step_s / round_s)
+    draft_use = min(1.0, per_draft * draft_s / round_s)
+    slow_s = round_s + (step_s / 2 if mix.decoding > 1 else 0.0)
+    slow_s += system.target.seconds(_slow_rows(system, load, 1.0 + k)) - system.target.seconds(load.batch * (1 + k))
+    rate = load.targets * mix.decoding * tokens / round_s
+    ttft_s = mix.ttft_s(step_s + system.gap_s)
+    return Prediction(Mode.SEQUENTIAL, k, rate, tokens, round_s, slow_s, None, target_use, draft_use, ttft_s)
+
+
+def _prefill_use(system: System, load: Load, tokens_per_s: float) -> float:
+    """Share of a draft's time that prompts take when its sessions yield so many tokens; at most 0.95."""
+    if load.requests is None:
+        return 0.0
+    return min(0.95, tokens_per_s / load.requests.output_tokens * system.prefill_s(load.requests.prompt_tokens))
+
+
+def overlapped(system: System, load: Load, k: int) -> Prediction:
+    """The draft grows trees while the target verifies."""
+    system = system.while_both_compute()
+    a = system.outcomes.acceptance
+    most = lookahead(system, max(1, round(load.batch)), k)
+    if most == 0 or load.drafts == 0:
+        return plain(system, load)
+    alone = load.batch <= 1
+    lengths = [0.0] * most + [1.0]  # probability of a proposal with so many tokens
+    full = prepared(system.outcomes, most, k, system.fan_out, k, system.most_expanded(k))
+    step_s = round_s = system.target.seconds(load.batch)
+    wait_s, hit, least, tokens, share, period_s = 0.0, 0.9, 0, 1.0, 1.0, 0.0
+    batch = _Batch.of(system, load, tokens, 1.0 + most)
+    for _ in range(_ITERATIONS):
+        mean = sum(i * p for i, p in enumerate(lengths))
+        tokens = sum(p * expected_tokens(a, i) for i, p in enumerate(lengths))
+        batch = _Batch.of(system, load, tokens, 1.0 + mean)
+        per_draft = batch.decoding * load.targets / load.drafts
+        step_s = system.target.seconds(batch.decoding * (1 + mean) + batch.prefill_rows)
+        step_s += system.target_kv_s * load.context_tokens * batch.decoding
+        round_s = 0.5 * (round_s + step_s + system.gap_s + wait_s)
+        share, period_s = _draft_share(system, load, per_draft, full.num_outcomes)
+        period_s /= 1.0 - _prefill_use(system, load, per_draft * tokens / round_s)
+        least = worth_length(system, period_s, tokens / round_s, most) if alone else 0
+        after, waits, hits = [0.0] * (most + 1), 0.0, 0.0
+        for in_flight, weight in enumerate(lengths):
+            # A wait delays the outcome that follows; what the draft grows meanwhile serves it as well.
+            reach = _reach(system, in_flight, k, share, period_s, round_s)
+            hits += weight * (1.0 - reach[0])
+            for length, probability in enumerate(reach):
+                cut = min(length, most)
+                if cut < least:
+                    fresh = 1.5 * period_s + 2 * system.link_s if length == 0 else 0.5 * period_s
+                    waits += weight * probability * (fresh + (least - max(cut, 1)) * period_s)
+                after[max(cut, least)] += weight * probability
+        change = max(abs(x - y) for x, y in zip(lengths, after, strict=True)) + abs(waits - wait_s) / round_s
+        change += abs(step_s + system.gap_s + wait_s - round_s) / round_s
+        lengths = [(x + y) / 2 for x, y in zip(lengths, after, strict=True)]
+        hit, wait_s = 0.5 * (hit + hits), 0.5 * (wait_s + waits)
+        if change < _SETTLED:
+            break
+    tokens = sum(p * expected_tokens(a, i) for i, p in enumerate(lengths))
+    rate = load.targets * batch.decoding * tokens / round_s
+    slow_s = system.target.seconds(_slow_rows(system, load, 1.0 + most)) + system.gap_s
+    slow_s += system.target_kv_s * load.context_tokens * batch.decoding
+    if least and hit < 0.99:
+        slow_s += 1.5 * period_s + 2 * system.link_s
+    use = min(1.0, step_s / round_s)
+    wanted = max(k, min(full.num_candidates, system.most_expanded(k)) / share)  # tree steps, until nothing is worth one
+    draft_use = min(1.0, wanted * period_s / round_s)
+    return Prediction(Mode.OVERLAPPED, k, rate, tokens, round_s, slow_s, hit, use, draft_use, batch.ttft_s(round_s))
+
+
+def worth_length(system: System, period_s: float, tokens_per_s: float, most: int) -> int:
+    """Draft tokens that a session which has its target to itself waits for; 0: it steps as it is.
+
+    ``tokens_per_s`` is that session's own rate; ``period_s`` the time until one more token is drafted.
+    """
+    a, row_s = system.outcomes.acceptance, system.target.seconds(2) - system.target.seconds(1)
+    first_s = 1.5 * period_s + 2 * system.link_s + row_s
+    if not worth_waiting(a, first_s, tokens_per_s):
+        return 0
+    length = 1
+    while length < most and worth_waiting(a ** (length + 1), period_s + row_s, tokens_per_s):
+        length += 1
+    return length
+
+
+def _draft_share(system: System, load: Load, per_draft: float, num_outcomes: int) -> tuple[float, float]:
+    """(nodes of one session in each of its tree steps, seconds from one of these to the next)."""
+    sessions = max(per_draft, 1.0)
+    kv_s = system.draft_kv_s * load.context_tokens * sessions  # however many steps they are spread over
+    if sessions > system.draft_width:
+        return 1.0, draft_step_s(system, sessions) + kv_s
+    share = float(max(1, min(int(system.draft_width / sessions), num_outcomes)))
+    return share, system.draft.seconds(sessions * share) + kv_s
+
+
+def _reach(system: System, in_flight: int, k: int, share: float, period_s: float, round_s: float) -> list[float]:
+    """Distribution of the next proposal's length: index 0 is a miss."""
+    steps, hazard = (round_s - 2 * system.link_s) / period_s, 1.0
+    if in_flight == 0:
+        # The step under way when the draft hears of the miss is in vain. Until nodes arrive the session decodes plain,
+        # and what its tokens are then has to be in the tree as well.
+        rounds, ahead = 1.0, steps - 1.0
+        for lag in range(1, _MOST_LAG):
+            ahead = (lag * round_s - 2 * system.link_s) / period_s - 1.0
+            if ahead >= 1.0:
+                break
+            rounds += 1.0 - max(ahead, 0.0)
+        whole = prepared(system.outcomes, 0, k, system.fan_out, k, system.most_expanded(k))
+        hazard = (1.0 - whole.distribution[0]) ** (rounds - 1.0) / rounds
+        steps = max(ahead, 0.0)
+    low = math.floor(max(steps, 0.0))
+    mixed = [0.0] * (k + 1)
+    for number, weight in ((low, low + 1 - steps), (low + 1, steps - low)):
+        if weight > 0.0 and number > 0:
+            nodes = min(round(number * share), system.most_expanded(k))
+            tree = prepared(system.outcomes, in_flight, k, system.fan_out, min(number, k), nodes)
+            for length, probability in enumerate(tree.distribution):
+                mixed[length] += weight * hazard * probability if length else 0.0
+    mixed[0] = max(0.0, 1.0 - math.fsum(mixed[1:]))
+    return mixed

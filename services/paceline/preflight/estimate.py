@@ -1,0 +1,299 @@
+"""The memory that a rank of a replica takes, from its checkpoint and its settings. Plain numbers: no torch.
+
+One estimate, two readings. ``least_bytes`` is certain, and what needs more than there is cannot run. ``total_bytes``
+is what a replica is expected to reach under the largest step that its settings allow; of that
+
+    process    interpreter, torch, transformers, Ray, and the code that oneDNN keeps for every number of tokens
+    weights    parameters, twice where they are compiled: packed, and in the library that they were packed from
+    KV         all pages, which are written when the replica starts, and the scratch page
+    trees      objects of the speculation trees under the coupled rule; their KV rows are among the pages
+    workspace  what the largest step allocates: activations, gathered keys and values, logits (``_workspace_bytes``)
+
+A replica of several ranks splits its matrices and its KV heads among them; all numbers are those of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.config import ModelConfig, PairConfig
+from paceline.core import native
+from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens
+from paceline.preflight.host_memory import (
+    DEFAULT_SESSION_TOKENS,
+    MEASURED_LEAVES,
+    PAGE_SIZE,
+    draft_pages,
+    draft_session_pages,
+    session_pages,
+    target_pages,
+)
+from paceline.types import MAX_DRAFT_TOKENS
+
+PROCESS_BYTES = 256 << 20
+"""The least that a replica takes before it holds a model: interpreter, torch and Ray."""
+REPLICA_RAY_BYTES = 130 << 20
+"""What Ray was measured to add to the process of a replica."""
+CODE_BYTES = 96 << 20
+"""What the steps of an engine leave behind on CPUs, in oneDNN and the allocator, at most as measured."""
+ENGINE_PROCESS_BYTES = (374 << 20) + REPLICA_RAY_BYTES + CODE_BYTES
+"""What an engine's replica takes without a model: torch and transformers were measured to be 374 MiB."""
+ROUTER_PROCESS_BYTES = 160 << 20
+"""The same of a router's replica, which imports no torch."""
+RAY_BYTES = 1 << 30
+"""What Ray's and Serve's own processes, the monitor and ``paceline serve`` were measured to take together."""
+
+_NODE_BYTES = 1024
+"""A node of a speculation tree: Python objects in tree, frontier and row tables."""
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the files of a checkpoint say about the memory that it needs."""
+
+    num_parameters: int
+    kv_values: int | None
+    """Numbers that all layers keep per token, keys and values. None: not to be told from the configuration."""
+    item_bytes: int
+    """Bytes per number as it will run; dtype auto counts as bfloat16, the smallest."""
+    num_layers: int = 1
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    """Neurons of one MLP that a token passes; of all its experts together. 0: unknown."""
+    vocab_size: int = 0
+    """Rows of the output layer."""
+    num_whole: int = 0
+    """Of the parameters those that every rank holds: norms, and whatever else is no matrix."""
+    num_kv_heads: int = 1
+    """Attention heads that keep keys and values, in one layer."""
+    saved_bytes: int = 0
+    """By how much quantised weights are smaller than ``item_bytes`` for each number."""
+
+    def of_rank(self, tensor_parallel_size: int) -> ModelFacts:
+        """What one of ``tensor_parallel_size`` ranks holds: its share of every matrix, and at least one KV head.
+        Logits are put together on each."""
+        size = tensor_parallel_size
+        kv_heads = max(1, -(-self.num_kv_heads // size))
+        return replace(
+            self,
+            num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
+            kv_values=self.kv_values and self.kv_values // self.num_kv_heads * kv_heads,
+            num_kv_heads=kv_heads,
+            intermediate_size=-(-self.intermediate_size // size),
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights as they will run."""
+        return self.num_parameters * self.item_bytes - self.saved_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one KV page; 0 if unknown."""
+        return PAGE_SIZE * (self.kv_values or 0) * self.item_bytes
+
+    def kv_bytes(self, num_pages: int) -> int:
+        """Bytes of as many KV pages and the scratch page; 0 if unknown."""
+        return (num_pages + 1) * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of one rank of a replica by part, and what its KV pages hold."""
+
+    process_bytes: int
+    weights_bytes: int = 0
+    packed_bytes: int = 0
+    """Of the weights once more, where they are compiled."""
+    kv_bytes: int = 0
+    least_kv_bytes: int = 0
+    """Of the pages that it cannot start without: all of them, unless kv_fraction decides how many there are."""
+    tree_bytes: int = 0
+    workspace_bytes: int = 0
+    num_pages: int = 0
+    max_len: int = 0
+    """Tokens of the longest context."""
+    num_longest: int = 0
+    """Sessions of that length that the pages hold."""
+    num_typical: int = 0
+    """The same of ``typical_len``."""
+    num_ranks: int = 1
+    """Processes of a replica, each with a device and with these numbers."""
+    on_gpu: bool = False
+    """The device is one."""
+
+    @property
+    def typical_len(self) -> int:
+        """Tokens of the contexts that the pages are sized for where nothing is configured."""
+        return min(self.max_len, DEFAULT_SESSION_TOKENS)
+
+    @property
+    def least_bytes(self) -> int:
+        """From below: no replica that comes to its largest step takes less."""
+        model = self.weights_bytes + self.least_kv_bytes + self.workspace_bytes
+        return min(PROCESS_BYTES, self.process_bytes) + model
+
+    @property
+    def host_bytes(self) -> int:
+        """What a replica takes of its machine if the model is in the memory of a GPU."""
+        return self.process_bytes + self.tree_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What comes to be on the device after the KV pages, which must leave room for it."""
+        return self.workspace_bytes + (0 if self.on_gpu else self.tree_bytes + CODE_BYTES)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the model takes on its device."""
+        return self.weights_bytes + self.packed_bytes + self.kv_bytes + self.workspace_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts."""
+        return self.host_bytes + self.device_bytes
+
+
+def target_estimate(
+    config: PairConfig,
+    facts: ModelFacts,
+    max_len: int,
+    *,
+    on_gpu: bool = False,
+    left_bytes: int = 0,
+    tensor_parallel_size: int | None = None,
+) -> MemoryEstimate:
+    """Of a rank of a target whose contexts reach ``max_len`` tokens.
+
+    ``left_bytes``: what is free for the rank before it starts. kv_fraction takes its share of what the other parts
+    leave of it; 0: unknown, and kv_fraction counts as one session of full length. ``tensor_parallel_size``: into how
+    many parts ``facts`` are split; None: as configured.
+    """
+    num_ranks = tensor_parallel_size or config.target.tensor_parallel_size
+    facts = facts.of_rank(num_ranks)
+    longest, typical = session_pages(max_len), session_pages(min(max_len, DEFAULT_SESSION_TOKENS))
+    least = longest if config.kv_fraction is not None else target_pages(config, max_len)
+    estimate = MemoryEstimate(
+        process_bytes=ENGINE_PROCESS_BYTES,
+        weights_bytes=facts.weights_bytes,
+        packed_bytes=_packed_bytes(config.target, facts, on_gpu),
+        least_kv_bytes=facts.kv_bytes(least),
+        tree_bytes=_tree_bytes(config, config.max_sessions) if config.draft is not None else 0,
+        workspace_bytes=_workspace_bytes(
+            facts,
+            config.max_step_tokens,
+            config.max_sessions,
+            min(longest, least),
+            num_logits=config.max_sessions * (MAX_DRAFT_TOKENS + 1),
+            num_copies=2,
+            gathers=_gathers(config.target, on_gpu),
+        ),
+        num_ranks=num_ranks,
+        on_gpu=on_gpu,
+    )
+    num_pages = least
+    if config.kv_fraction is not None and facts.page_bytes:
+        left = left_bytes - estimate.total_bytes
+        num_pages = max(least, int(config.kv_fraction * left) // facts.page_bytes - 1)
+    return replace(
+        estimate,
+        kv_bytes=facts.kv_bytes(num_pages),
+        num_pages=num_pages,
+        max_len=max_len,
+        num_longest=num_pages // longest,
+        num_typical=num_pages // typical,
+    )
+
+
+def draft_estimate(
+    config: PairConfig,
+    facts: ModelFacts,
+    max_len: int,
+    *,
+    on_gpu: bool = False,
+    tensor_parallel_size: int | None = None,
+) -> MemoryEstimate:
+    """Of a rank of a draft model whose contexts reach ``max_len`` tokens."""
+    assert isinstance(config.draft, ModelConfig)
+    num_ranks = tensor_parallel_size or config.draft.tensor_parallel_size
+    facts = facts.of_rank(num_ranks)
+    num_pages, sessions = draft_pages(config, max_len), config.num_draft_sessions
+    longest = draft_session_pages(config, max_len)
+    typical = draft_session_pages(config, min(max_len, DEFAULT_SESSION_TOKENS))
+    return MemoryEstimate(
+        process_bytes=ENGINE_PROCESS_BYTES,
+        weights_bytes=facts.weights_bytes,
+        packed_bytes=_packed_bytes(config.draft, facts, on_gpu),
+        kv_bytes=facts.kv_bytes(num_pages),
+        least_kv_bytes=facts.kv_bytes(num_pages),
+        tree_bytes=_tree_bytes(config, sessions),
+        workspace_bytes=_workspace_bytes(
+            facts,
+            config.max_step_tokens,
+            sessions,
+            min(longest, num_pages),
+            num_logits=config.tree_step_tokens or MEASURED_LEAVES,
+            num_copies=1,
+            gathers=_gathers(config.draft, on_gpu),
+        ),
+        num_pages=num_pages,
+        max_len=max_len,
+        num_longest=num_pages // longest,
+        num_typical=num_pages // typical,
+        num_ranks=num_ranks,
+        on_gpu=on_gpu,
+    )
+
+
+def ngram_estimate(config: PairConfig) -> MemoryEstimate:
+    """Of a draft without a model."""
+    return MemoryEstimate(ENGINE_PROCESS_BYTES, tree_bytes=_tree_bytes(config, config.num_draft_sessions))
+
+
+def _tree_bytes(config: PairConfig, num_sessions: int) -> int:
+    return num_sessions * config.tree_budget * _NODE_BYTES
+
+
+def _packed_bytes(model: ModelConfig, facts: ModelFacts, on_gpu: bool) -> int:
+    compiled = not on_gpu if model.compile == "auto" else model.compile
+    return facts.weights_bytes if compiled else 0
+
+
+def _gathers(model: ModelConfig, on_gpu: bool) -> bool:
+    """Whether attention copies keys and values: torch's does, ours do not (``model/kernels.py``). A CPU is taken to be
+    like this machine's."""
+    if on_gpu or model.attention in ("sdpa", "triton"):
+        return model.attention != "triton"
+    return not native.has_avx512()
+
+
+def _workspace_bytes(
+    facts: ModelFacts,
+    max_tokens: int,
+    max_sessions: int,
+    max_pages: int,
+    *,
+    num_logits: int,
+    num_copies: int,
+    gathers: bool,
+) -> int:
+    """Bytes that the largest step allocates beside the KV pages.
+
+    With T tokens, S sessions of which one has the longest context (P pages), R = min(T, ``num_logits``) rows of
+    logits, and b bytes per number::
+
+        activations  T * b * (6 * hidden + 3 * intermediate)     residual, norms, q, k, v, attention; gate, up, product
+        attention    (T / 16 + S) * P * (a page's bytes in a layer)    keys and values, if gathered, for every query row
+        logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
+
+    The last two are never there at once: the larger one counts.
+    Sampling on GPUs needs more: there the noise of all rows is made at once.
+    """
+    tokens, sessions = padded_tokens(max_tokens), min(max_sessions, max_tokens)
+    activations = tokens * facts.item_bytes * (6 * facts.hidden_size + 3 * facts.intermediate_size)
+    query_rows = -(-tokens // QUERY_ROW_LEN) + sessions
+    attention = query_rows * padded_pages(max_pages) * facts.page_bytes // facts.num_layers if gathers else 0
+    rows = padded_tokens(min(max_tokens, num_logits))
+    logits = rows * facts.vocab_size * (facts.item_bytes + num_copies * _FLOAT32_BYTES)
+    return activations + max(attention, logits)

@@ -1,0 +1,173 @@
+"""Replicas that the memory of this machine does not hold, and the nearest settings with which it would."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.config import PairConfig
+from paceline.errors import ConfigError
+from paceline.preflight.estimate import (
+    CODE_BYTES,
+    PROCESS_BYTES,
+    MemoryEstimate,
+    ModelFacts,
+    draft_estimate,
+    target_estimate,
+)
+from paceline.preflight.findings import Finding, Severity
+from paceline.preflight.host_memory import fraction_pages, gib
+
+_TARGET, _DRAFT = "target_config", "draft_config"
+_SHORTEST = 2
+"""Tokens: what max_model_len may be at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory for a replica."""
+
+    left: int
+    """Bytes."""
+    started: bool = False
+    """The process is there already, without a model: ``left`` is what it may add."""
+    on_gpu: bool = False
+    """It is that of a GPU, in which there is no process."""
+
+    def __str__(self) -> str:
+        return f"this {'GPU' if self.on_gpu else 'machine'} has {gib(self.left)} left"
+
+    def least(self, estimate: MemoryEstimate) -> int:
+        """Bytes that a replica takes of it, from below."""
+        there = min(PROCESS_BYTES, estimate.process_bytes) if self.started or self.on_gpu else 0
+        return estimate.least_bytes - there
+
+    def expected(self, estimate: MemoryEstimate) -> int:
+        """Bytes that a replica is expected to take of it."""
+        if self.on_gpu:
+            return estimate.device_bytes
+        return estimate.total_bytes - (estimate.process_bytes - CODE_BYTES if self.started else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """One reading of the estimate against what there is: an error from below, a warning of what load may bring."""
+
+    severity: Severity
+    of: Callable[..., MemoryEstimate]
+    """The estimate with some settings changed."""
+    room: Room
+
+    def needed(self, **changes: float) -> int:
+        """Bytes of one replica."""
+        return self._of(self.of(**changes))
+
+    def _of(self, estimate: MemoryEstimate) -> int:
+        return self.room.least(estimate) if self.severity is Severity.ERROR else self.room.expected(estimate)
+
+    def holds(self, **changes: float) -> bool:
+        """Whether a replica fits."""
+        return self.needed(**changes) <= self.room.left
+
+    def largest(self, key: str, least: int, most: int, **others: float) -> int:
+        """The largest value from ``least`` to ``most`` that fits, ``least`` - 1 if there is none. What is below one
+        that fits must fit too."""
+        values = range(least, most + 1)
+        return least - 1 + bisect_left(values, True, key=lambda value: not self.holds(**{key: value}, **others))
+
+    def finding(self, key: str, value: float, remedy: str) -> Finding:
+        """``remedy``: what to set it to."""
+        estimate, here = self.of(), f"and {self.room}"
+        if self.severity is Severity.ERROR:
+            needs = f"it needs {estimate.num_pages} KV pages, {gib(self._of(estimate))} with weights and workspace"
+        else:
+            needs = f"under load a replica takes about {gib(self._of(estimate))}"
+        return Finding(self.severity, key, f"{key} is {value}: {needs}, {here}: set it to at most {remedy}")
+
+    def too_large(self, key: str, facts: ModelFacts, **smallest: float) -> Finding:
+        """No setting helps. ``smallest``: those that need the least."""
+        needed = self.needed(**smallest)
+        remedy = "choose a smaller model or a larger machine"
+        fitting = facts.num_parameters - -(-(needed - self.room.left) // facts.item_bytes)
+        if fitting > 0:
+            remedy = f"choose a smaller model, of at most {fitting:,} parameters, or a larger machine"
+        if facts.item_bytes > 2 and needed - facts.weights_bytes // 2 < self.room.left:
+            remedy = "set dtype to bfloat16, or " + remedy
+        amount = "at least" if self.severity is Severity.ERROR else "about"
+        problem = f"names a model with {facts.num_parameters:,} parameters, which needs {amount} {gib(needed)}"
+        message = f"{key} {problem}, and {self.room}: {remedy}"
+        return Finding(self.severity, key, message)
+
+
+def check_target(config: PairConfig, facts: ModelFacts, limit: int, room: Room) -> list[Finding]:
+    """At most one finding. ``limit``: tokens that the target was made for."""
+
+    def of(**changes: float) -> MemoryEstimate:
+        changed = config.model_copy(update=changes)
+        return target_estimate(changed, facts, _max_len(changed, limit), on_gpu=room.on_gpu)
+
+    certain, likely = _Fit(Severity.ERROR, of, room), _Fit(Severity.WARNING, of, room)
+    if not certain.holds():
+        return [_smaller_target(certain, config, facts, limit)]
+    if config.kv_fraction is not None and facts.page_bytes:
+        refused = _check_fraction(config.kv_fraction, facts, of(), _max_len(config, limit), room)
+        return [refused] if refused else []
+    return [] if likely.holds() else [_smaller_target(likely, config, facts, limit)]
+
+
+def check_draft(config: PairConfig, facts: ModelFacts, limit: int, room: Room) -> list[Finding]:
+    """The same of a draft model. ``limit``: tokens that both models were made for."""
+
+    def of(**changes: float) -> MemoryEstimate:
+        return draft_estimate(config.model_copy(update=changes), facts, _max_len(config, limit), on_gpu=room.on_gpu)
+
+    for severity in Severity:
+        fit = _Fit(severity, of, room)
+        if not fit.holds():
+            return [_smaller_draft(fit, config, facts)]
+    return []
+
+
+def _max_len(config: PairConfig, limit: int) -> int:
+    return min(config.max_model_len or limit, limit)
+
+
+def _check_fraction(
+    kv_fraction: float, facts: ModelFacts, estimate: MemoryEstimate, max_len: int, room: Room
+) -> Finding | None:
+    """What the replica itself would say of kv_fraction, once it has loaded the model."""
+    after = room.left - room.least(estimate) + estimate.least_kv_bytes + estimate.workspace_bytes
+    try:
+        fraction_pages(kv_fraction, max_len, facts.page_bytes, after - estimate.reserved_bytes)
+    except ConfigError as problem:
+        return Finding.error(f"{_TARGET}.engine_kwargs.kv_fraction", str(problem).removeprefix("kv_fraction "))
+    return None
+
+
+def _smaller_target(fit: _Fit, config: PairConfig, facts: ModelFacts, limit: int) -> Finding:
+    """The setting that decides how many pages there are, else the number of sessions, else their length."""
+    engine, model = f"{_TARGET}.engine_kwargs", f"{_TARGET}.model_loading_config"
+    if config.kv_pages is not None:
+        if fitting := fit.largest("kv_pages", 1, config.kv_pages):
+            return fit.finding(f"{engine}.kv_pages", config.kv_pages, f"{fitting}")
+        return fit.too_large(model, facts, kv_pages=1)
+    if fitting := fit.largest("max_sessions", 1, config.max_sessions):
+        return fit.finding(f"{engine}.max_sessions", config.max_sessions, f"{fitting}")
+    max_len = _max_len(config, limit)
+    longest = fit.largest("max_model_len", _SHORTEST, max_len, max_sessions=1)
+    if longest < _SHORTEST:
+        return fit.too_large(model, facts, max_model_len=_SHORTEST, max_sessions=1)
+    sessions = fit.largest("max_sessions", 1, config.max_sessions, max_model_len=longest)
+    remedy = f"{longest}" if sessions == config.max_sessions else f"{longest} and max_sessions to at most {sessions}"
+    return fit.finding(f"{engine}.max_model_len", max_len, remedy)
+
+
+def _smaller_draft(fit: _Fit, config: PairConfig, facts: ModelFacts) -> Finding:
+    """Fewer sessions, else smaller trees of one."""
+    engine, sessions = f"{_DRAFT}.engine_kwargs", config.num_draft_sessions
+    if fitting := fit.largest("draft_max_sessions", 1, sessions):
+        return fit.finding(f"{engine}.max_sessions", sessions, f"{fitting}")
+    if fitting := fit.largest("tree_budget", 1, config.tree_budget, draft_max_sessions=1):
+        return fit.finding(f"{engine}.tree_budget", config.tree_budget, f"{fitting} and max_sessions to at most 1")
+    return fit.too_large(f"{_DRAFT}.model_loading_config", facts, draft_max_sessions=1, tree_budget=1)

@@ -1,0 +1,427 @@
+"""What can be known to be wrong before anything is loaded. Reads files and ports; imports no torch and no Ray.
+
+An *error* is certain: memory is estimated from below, so what is refused here would die of its largest step, if not
+before. A *warning* may be all right on another machine or with other requests.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoint.files import Checkpoint, read_checkpoint, read_facts, read_json, require_path
+from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
+from paceline.config import (
+    DeploymentConfig,
+    ModelConfig,
+    ModelDraftConfig,
+    NgramDraftConfig,
+    PairConfig,
+    ServiceConfig,
+    TargetConfig,
+)
+from paceline.errors import ConfigError
+from paceline.preflight.estimate import (
+    RAY_BYTES,
+    ROUTER_PROCESS_BYTES,
+    MemoryEstimate,
+    ModelFacts,
+    draft_estimate,
+    ngram_estimate,
+    target_estimate,
+)
+from paceline.preflight.findings import Finding, Severity
+from paceline.preflight.fit import Room, check_draft, check_target
+from paceline.preflight.host_memory import PAGE_SIZE, available_bytes, gib, session_pages
+from paceline.types import MAX_DRAFT_TOKENS
+
+_log = logging.getLogger(__name__)
+
+_TARGET, _DRAFT = "target_config", "draft_config"
+_PORTS_TRIED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool of replicas as the service starts it."""
+
+    key: str
+    """Its part of the configuration."""
+    model_id: str | None
+    """None: it runs no model."""
+    num_replicas: int
+    """That are there from the start."""
+    on_gpu: bool
+    estimate: MemoryEstimate | None
+    """Of a rank of one replica. None: its model is not on this machine, or cannot be used, which a finding says."""
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of all replicas."""
+        return self.num_replicas * (1 if self.estimate is None else self.estimate.num_ranks)
+
+    @property
+    def least_bytes(self) -> int:
+        """What all replicas take of this machine's memory, from below."""
+        return 0 if self.on_gpu or self.estimate is None else self.num_processes * self.estimate.least_bytes
+
+    @property
+    def machine_bytes(self) -> int:
+        """What they are expected to take of it; without the memory of GPUs."""
+        if self.estimate is None:
+            return 0
+        return self.num_processes * (self.estimate.host_bytes if self.on_gpu else self.estimate.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What the service would start, and what is wrong with that."""
+
+    findings: tuple[Finding, ...]
+    """Errors first."""
+    pools: tuple[Pool, ...]
+    left_bytes: int | None
+    """Memory that this machine has left. None: others run the replicas."""
+
+    @property
+    def machine_bytes(self) -> int:
+        """What all of it is expected to take of this machine's memory."""
+        return _expected_bytes(self.pools)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether nothing is certain to fail."""
+        return all(finding.severity is not Severity.ERROR for finding in self.findings)
+
+
+def require_service(config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True) -> None:
+    """Logs the warnings. Raises ConfigError, one clause for each error, if there are any."""
+    findings = check_service(config, memory=memory, cores=cores, ports=ports)
+    for finding in findings:
+        if finding.severity is Severity.WARNING:
+            _log.warning("%s", finding.message)
+    errors = [finding.message for finding in findings if finding.severity is Severity.ERROR]
+    if errors:
+        raise ConfigError("; ".join(errors))
+
+
+def check_service(
+    config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True
+) -> list[Finding]:
+    """Everything that is wrong, errors first. The flags are those of ``examine``."""
+    return list(examine(config, memory=memory, cores=cores, ports=ports).findings)
+
+
+def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True) -> Examination:
+    """What would be started, and everything that is wrong with it.
+
+    ``memory`` and ``cores``: also whether this machine has enough, which is moot where others run the replicas, or
+    where Ray is told of more cores than there are. ``ports``: also whether they are free, which they are not where
+    the service runs already.
+    """
+    findings: list[Finding] = []
+    pair, draft_config = config.pair(), config.draft_config
+    target = _read_model(_TARGET, config.target_config, pair.target, findings)
+    draft = None
+    if isinstance(draft_config, ModelDraftConfig) and isinstance(pair.draft, ModelConfig):
+        draft = _read_model(_DRAFT, draft_config, pair.draft, findings)
+    left = available_bytes() if memory else None
+    pools = (
+        _target_pool(config, pair, target, left or 0),
+        *_draft_pools(config, pair, target, draft),
+        _router_pool(config),
+    )
+    if target is not None:
+        findings += _check_lengths(pair, target.limit)
+        if draft is not None:
+            findings += _check_together(target, draft, target.max_len(pair))
+    if left is not None:
+        findings += _check_memory(pair, pools, target, draft, left)
+    if cores:
+        findings += _check_cores(config)
+    if ports:
+        findings += _check_ports(config.server.host, config.server.grpc_port, config.server.http_port)
+    findings.sort(key=lambda finding: finding.severity is Severity.WARNING)
+    return Examination(tuple(findings), pools, left)
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A checkpoint on this machine, and its tokenizer."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    facts: ModelFacts
+    learned_positions: bool
+    """Positions come from a table, beyond whose end there is nothing."""
+
+    @property
+    def limit(self) -> int:
+        """The longest context that it was made for."""
+        return self.checkpoint.max_model_len
+
+    def max_len(self, pair: PairConfig) -> int:
+        """The longest context that it may have."""
+        return min(pair.max_model_len or self.limit, self.limit)
+
+
+def _read_model(
+    pool: str, config: TargetConfig | ModelDraftConfig, model: ModelConfig, findings: list[Finding]
+) -> _Model | None:
+    """The model of a pool, unless it is not here or something is wrong with it, which ``findings`` then says."""
+    loading, key = config.model_loading_config, f"{pool}.model_loading_config"
+    key += ".model_source" if loading.model_source is not None else ".model_id"
+    try:
+        folder = local_folder(loading.source)
+        if folder is None:
+            fetched = "is neither a directory nor in the Hugging Face cache: it is fetched when a replica starts"
+            findings.append(Finding.warning(key, f"{loading.source!r} {fetched}, and was not checked"))
+            return None
+        checkpoint = read_checkpoint(str(folder))
+        facts = read_facts(folder, model.dtype, model.quantization)
+    except ConfigError as error:
+        findings.append(Finding.error(key, f"cannot be used: {error}"))
+        return None
+    key = f"{pool}.model_loading_config"
+    try:
+        source = loading.tokenizer
+        tokenizer = load_tokenizer(str(folder) if source == loading.source else str(local_folder(source) or source))
+    except ConfigError as error:
+        findings.append(Finding.error(f"{key}.tokenizer_source", f"cannot be used: {error}"))
+        return None
+    if tokenizer.vocab_size > checkpoint.vocab_size:
+        problem = (
+            f"has {tokenizer.vocab_size} tokens and its model only {checkpoint.vocab_size}: name its own tokenizer"
+        )
+        findings.append(Finding.error(f"{key}.tokenizer_source", problem))
+        return None
+    findings += _check_degree(pool, model.tensor_parallel_size, str(folder))
+    return _Model(checkpoint, tokenizer, facts, "n_positions" in read_json(str(folder), "config.json"))
+
+
+def _check_degree(key: str, size: int, folder: str) -> list[Finding]:
+    """Attention heads are shared out whole. What else a model asks for, its class knows (``model/sharding.py``)."""
+    config = read_json(folder, "config.json")
+    heads = (config.get("text_config") or config).get("num_attention_heads")
+    if size == 1 or not isinstance(heads, int) or heads % size == 0:
+        return []
+    fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    problem = f"is {size}, which does not divide the model's {heads} attention heads: use one of {fitting}"
+    return [Finding.error(f"{key}.engine_kwargs.tensor_parallel_size", problem)]
+
+
+def _check_lengths(pair: PairConfig, limit: int) -> list[Finding]:
+    """``limit``: the longest context that the target was made for."""
+    engine, max_len = f"{_TARGET}.engine_kwargs", pair.max_model_len or limit
+    if max_len > limit:
+        return [Finding.error(f"{engine}.max_model_len", f"is {max_len}: the target was made for at most {limit}")]
+    needed = session_pages(max_len)
+    if pair.kv_pages is not None and pair.kv_pages < needed:
+        longest = pair.kv_pages * PAGE_SIZE - MAX_DRAFT_TOKENS
+        problem = f"is {pair.kv_pages}, which holds no session longer than {longest} tokens: {max_len} need {needed}"
+        return [Finding.warning(f"{engine}.kv_pages", problem)]
+    return []
+
+
+def _check_together(target: _Model, draft: _Model, max_len: int) -> list[Finding]:
+    findings = []
+    key = f"{_DRAFT}.model_loading_config"
+    try:
+        require_same_tokens(target.tokenizer, draft.tokenizer)
+    except ConfigError as error:
+        findings.append(Finding.error(key, f"does not fit: {error}"))
+    limit = draft.limit
+    if limit < max_len:
+        problem = f"names a draft that was made for at most {limit} tokens, and contexts may have {max_len}"
+        remedy = f"set {_TARGET}.engine_kwargs.max_model_len to {limit}, or choose another draft"
+        if draft.learned_positions:
+            findings.append(Finding.error(key, f"{problem}, where it fails: {remedy}"))
+        else:
+            findings.append(Finding.warning(key, f"{problem}, where its proposals are poor: {remedy}"))
+    return findings
+
+
+def local_folder(source: str) -> Path | None:
+    """Directory of a checkpoint on this machine; None for a model id that would have to be fetched.
+
+    Raises ConfigError if ``source`` is neither.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    require_path(source)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(source, "config.json")
+    except HFValidationError as error:
+        raise ConfigError(f"{source!r} is neither a directory nor a model id") from error
+    return Path(found).parent if isinstance(found, str) else None
+
+
+# -- the machine -------------------------------------------------------------------------------------------
+
+
+def _target_pool(config: ServiceConfig, pair: PairConfig, target: _Model | None, left: int) -> Pool:
+    part = config.target_config
+    on_gpu = _on_gpu(part)
+    estimate = None
+    if target is not None:
+        estimate = target_estimate(
+            pair,
+            target.facts,
+            target.max_len(pair),
+            on_gpu=on_gpu,
+            left_bytes=0 if on_gpu else left // pair.target.tensor_parallel_size,
+        )
+    return Pool(_TARGET, part.model_loading_config.model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
+
+
+def _draft_pools(
+    config: ServiceConfig, pair: PairConfig, target: _Model | None, draft: _Model | None
+) -> Iterator[Pool]:
+    """None for plain decoding."""
+    part = config.draft_config
+    if isinstance(part, NgramDraftConfig):
+        yield Pool(_DRAFT, None, _num_replicas(part.deployment_config), False, ngram_estimate(pair))
+    elif part is not None:
+        on_gpu = _on_gpu(part)
+        estimate = None
+        if draft is not None:
+            max_len = min(draft.max_len(pair), target.limit if target is not None else draft.limit)
+            estimate = draft_estimate(pair, draft.facts, max_len, on_gpu=on_gpu)
+        model_id = part.model_loading_config.model_id
+        yield Pool(_DRAFT, model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
+
+
+def _router_pool(config: ServiceConfig) -> Pool:
+    replicas = _num_replicas(config.router_config.deployment_config)
+    return Pool("router_config", None, replicas, False, MemoryEstimate(ROUTER_PROCESS_BYTES))
+
+
+def _check_memory(
+    pair: PairConfig, pools: Sequence[Pool], target: _Model | None, draft: _Model | None, left: int
+) -> list[Finding]:
+    """Replicas that run on CPUs against the memory that this machine has left."""
+    if target is None:
+        return []
+    on_cpu = {pool.key for pool in pools if not pool.on_gpu}
+    findings: list[Finding] = []
+    if _TARGET in on_cpu:  # ranks share the machine
+        findings += check_target(pair, target.facts, target.limit, Room(left // pair.target.tensor_parallel_size))
+    if draft is not None and _DRAFT in on_cpu and isinstance(pair.draft, ModelConfig):
+        limit, room = min(target.limit, draft.limit), Room(left // pair.draft.tensor_parallel_size)
+        findings += check_draft(pair, draft.facts, limit, room)
+    return findings or _check_sum(pair, pools, left)
+
+
+def _expected_bytes(pools: Sequence[Pool]) -> int:
+    """What the whole service is expected to take of this machine's memory."""
+    return RAY_BYTES + sum(pool.machine_bytes for pool in pools)
+
+
+def _check_sum(pair: PairConfig, pools: Sequence[Pool], left: int) -> list[Finding]:
+    """Replicas that fit one by one: how many of the largest do, beside the others."""
+    least = sum(pool.least_bytes for pool in pools)
+    expected = _expected_bytes(pools)
+    if expected <= left:
+        return []
+    needed, amount = (least, "at least") if least > left else (expected, "about")
+    problem = f"and the other pools need {amount} {gib(needed)} together, and this machine has {gib(left)} left"
+    remedy = "other machines must take some of the replicas"
+    largest = max(pools, key=lambda pool: pool.machine_bytes)
+    others = expected - largest.machine_bytes
+    fitting = (left - others) * largest.num_replicas // max(largest.machine_bytes, 1)
+    if fitting >= 1:
+        remedy = f"set {largest.key}.deployment_config.num_replicas to at most {fitting}, or {remedy}"
+    if share := _fitting_fraction(pair, pools, left):
+        remedy = f"set {_TARGET}.engine_kwargs.kv_fraction to at most {share:g}, or {remedy}"
+    return [(Finding.error if least > left else Finding.warning)(_TARGET, f"{problem}: {remedy}")]
+
+
+def _fitting_fraction(pair: PairConfig, pools: Sequence[Pool], left: int) -> float:
+    """The kv_fraction with which all replicas fit, in steps of a thousandth; 0 if there is none."""
+    target = next(pool for pool in pools if pool.key == _TARGET)
+    estimate = target.estimate
+    if pair.kv_fraction is None or target.on_gpu or estimate is None or not estimate.kv_bytes:
+        return 0.0
+    all_kv = target.num_processes * estimate.kv_bytes
+    room = (left - _expected_bytes(pools) + all_kv) / target.num_processes
+    share = room / (left // estimate.num_ranks - estimate.total_bytes + estimate.kv_bytes)
+    return int(1000 * share) / 1000 if room >= estimate.least_kv_bytes else 0.0
+
+
+def _on_gpu(config: TargetConfig | ModelDraftConfig) -> bool:
+    """True if a replica may put its model into the memory of a GPU, which cannot be seen from here."""
+    options = config.deployment_options()
+    reserved = options["ray_actor_options"].get("num_gpus") or any(
+        bundle.get("GPU") for bundle in options.get("placement_group_bundles", [])
+    )
+    return config.engine_kwargs.device != "cpu" and bool(reserved)
+
+
+def _num_replicas(config: DeploymentConfig) -> int:
+    """Replicas that are there from the start."""
+    scaling = config.autoscaling_config
+    if scaling is not None:
+        return scaling.initial_replicas or (1 if scaling.min_replicas is None else scaling.min_replicas)
+    return config.num_replicas if isinstance(config.num_replicas, int) else 1
+
+
+def _check_cores(config: ServiceConfig) -> list[Finding]:
+    """Ray does not refuse replicas for which there is no core: they wait for ever."""
+    parts = [config.target_config, config.router_config, *([config.draft_config] if config.draft_config else [])]
+    reserved = 0.0
+    for part in parts:
+        options = part.deployment_options()
+        bundles = options.get("placement_group_bundles")
+        cpus = sum(b.get("CPU", 0.0) for b in bundles) if bundles else options["ray_actor_options"]["num_cpus"]
+        reserved += cpus * _num_replicas(part.deployment_config)
+    cores = len(os.sched_getaffinity(0))
+    if reserved <= cores + 1e-9:
+        return []
+    problem = f"and the other pools reserve {reserved:g} cores, and this machine has {cores}"
+    return [Finding.warning(_TARGET, f"{problem}: without other machines some replicas wait for ever")]
+
+
+def _check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
+    findings = []
+    for name, port in (("grpc_port", grpc_port), ("http_port", http_port)):
+        try:
+            _bind(host, port)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                return [
+                    Finding.error("server.host", f"is {host!r}, which is no address of this machine: use '0.0.0.0'")
+                ]
+            others = range(port + 1, min(port + _PORTS_TRIED, 65536))
+            free = next((p for p in others if p not in (grpc_port, http_port) and _is_free(host, p)), None)
+            remedy = "choose another port" if free is None else f"{free} is free"
+            reason = (error.strerror or str(error)).lower()
+            findings.append(Finding.error(f"server.{name}", f"is {port}, which cannot be used ({reason}): {remedy}"))
+    return findings
+
+
+def _bind(host: str, port: int) -> None:
+    """Takes a port for a moment. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        _bind(host, port)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,347 @@
+"""The public API as protobuf messages and back: requests, streams and facts of ``GenerationService``.
+
+Knows no sockets and no engines. A request that cannot be served is an InvalidRequestError that names the field as the
+protocol does. The streams between router and replicas are in ``wire.py``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from paceline.errors import EngineError, InvalidRequestError
+from paceline.refusals import explain_parameter
+from paceline.router.session import Chunk, Result, Timing, Usage
+from paceline.rpc.streams import (
+    CAUSES,
+    read_round,
+    sampling_fields,
+    sampling_to_proto,
+    speculation_fields,
+    speculation_to_proto,
+    status_from_proto,
+    status_to_proto,
+    write_round,
+)
+from paceline.types import (
+    Cause,
+    FinishReason,
+    Mode,
+    ModelInfo,
+    PoolScaling,
+    Request,
+    SamplingParams,
+    ServerInfo,
+    SpeculationParams,
+    SpeculationStats,
+    Startup,
+)
+from paceline.v1 import generation_pb2, types_pb2
+
+MAX_REQUEST_ID_LEN = 256
+"""Characters of a request's id: it travels with every message of its session."""
+
+_MAX_UINT32 = 2**32 - 1
+
+_SERVER_INFO_SCALARS = (
+    "version", "uptime_s", "sessions_running", "sessions_queued", "acceptance_rate", "acceptance_length", "hit_rate",
+    "sessions_speculating", "sessions_drafting",
+)  # fmt: skip
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2.GenerateRequest:
+    """A request as a client sends it: fields that were not set stay absent, the server's defaults stand for them.
+
+    Raises InvalidRequestError for what the protocol cannot carry.
+    """
+    sampling = request.sampling
+    sampling.check_seed()
+    _check_utf8("request_id", request.request_id)
+    for stop in request.stop:
+        _check_utf8("sampling_params.stop", stop)
+    proto = generation_pb2.GenerateRequest(
+        request_id=request.request_id,
+        sampling_params=sampling_to_proto(sampling, sampling.model_fields_set),
+        speculation=speculation_to_proto(request.speculation, request.speculation.model_fields_set),
+        logprobs=logprobs,
+    )
+    proto.sampling_params.stop.extend(request.stop)
+    if isinstance(request.prompt, str):
+        _check_utf8("text", request.prompt)
+        proto.text = request.prompt
+    else:
+        _check_uint32("tokenized.input_ids", request.prompt)
+        proto.tokenized.SetInParent()  # it is there even if it is empty
+        proto.tokenized.input_ids.extend(request.prompt)
+    return proto
+
+
+def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
+    """What a client asks for; an id is drawn if it names none.
+
+    Raises InvalidRequestError with the field, its value and what is allowed. Whether token ids are in the
+    vocabulary and the prompt fits the context is for those to say who know the model.
+    """
+    if len(proto.request_id) > MAX_REQUEST_ID_LEN:
+        size = len(proto.request_id)
+        raise InvalidRequestError(f"request_id has {size} characters: at most {MAX_REQUEST_ID_LEN} are allowed")
+    prompt: str | tuple[int, ...]
+    kind = proto.WhichOneof("input")
+    if kind == "text":
+        prompt = proto.text
+        if not prompt:
+            raise InvalidRequestError("text is empty: at least one character is needed")
+    elif kind == "tokenized":
+        prompt = tuple(proto.tokenized.input_ids[:])
+        if not prompt:
+            raise InvalidRequestError("tokenized.input_ids is empty: at least one token id is needed")
+    else:
+        raise InvalidRequestError("the request has no input: text or tokenized is needed")
+    stop = tuple(proto.sampling_params.stop)
+    if "" in stop:
+        raise InvalidRequestError(
+            f"sampling_params.stop[{stop.index('')}] is '': each stop string needs at least one character"
+        )
+    return Request(
+        request_id=proto.request_id or secrets.token_hex(16),
+        prompt=prompt,
+        sampling=_validated(SamplingParams, "sampling_params", sampling_fields(proto.sampling_params)),
+        speculation=_validated(SpeculationParams, "speculation", _speculation_arguments(proto.speculation)),
+        stop=stop,
+    )
+
+
+def _speculation_arguments(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:
+    """Those of SpeculationParams; ``enabled`` is a word for its mode. Raises InvalidRequestError."""
+    fields = speculation_fields(proto)
+    if not proto.HasField("enabled"):
+        return fields
+    mode = fields.get("mode")
+    if proto.enabled and mode == Mode.PLAIN:
+        raise InvalidRequestError(
+            "speculation.enabled is true and speculation.mode is 'plain': with true the mode must be 'sequential' or"
+            " 'overlapped', or absent"
+        )
+    if not proto.enabled:
+        if mode not in (None, Mode.PLAIN):
+            raise InvalidRequestError(
+                f"speculation.enabled is false and speculation.mode is {mode!r}: with false the mode must be 'plain' or"
+                " absent"
+            )
+        fields["mode"] = Mode.PLAIN
+    return fields
+
+
+def _validated(kind: type[_Model], path: str, fields: Mapping[str, Any]) -> _Model:
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        raise InvalidRequestError(f"{path}.{explain_parameter(error, kind)}") from None
+
+
+def _check_uint32(field: str, values: Collection[int]) -> None:
+    if values and (wrong := max(values)) > _MAX_UINT32:
+        raise InvalidRequestError(f"{field} holds {wrong}: at most {_MAX_UINT32} is allowed")
+    if values and (wrong := min(values)) < 0:
+        raise InvalidRequestError(f"{field} holds {wrong}: at least 0 is allowed")
+
+
+def _check_utf8(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{field} holds {text[error.start]!r} at {error.start}: it must be text that UTF-8 can carry"
+        ) from None
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+def chunk_to_proto(
+    chunk: Chunk, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, logprobs: bool = False
+) -> generation_pb2.GenerateStreamChunk:
+    """A chunk for a client. ``completion_tokens`` counts up to the end of this chunk."""
+    proto = generation_pb2.GenerateStreamChunk(
+        token_ids=chunk.token_ids,
+        text=chunk.text,
+        output_logprobs=chunk.logprobs if logprobs else (),
+        drafted=chunk.drafted,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        cached_tokens=cached_tokens,
+    )
+    for text, drafted in chunk.segments:
+        proto.segments.add(text=text, drafted=drafted)
+    if chunk.round is not None:
+        write_round(chunk.round, proto.round)
+    return proto
+
+
+def chunk_from_proto(proto: generation_pb2.GenerateStreamChunk) -> Chunk:
+    """A chunk from a server; no logprobs unless they were asked for.
+
+    Raises EngineError if it makes no sense, which is what a server of another version may send.
+    """
+    round_ = read_round(proto.round) if proto.HasField("round") else None
+    if round_ is None and proto.HasField("round"):
+        raise EngineError(
+            f"the server sent a round of cause {proto.round.cause} with {proto.round.accepted} of"
+            f" {proto.round.drafted} tokens accepted: this client knows the causes 1 to {max(CAUSES)}"
+        )
+    token_ids, logprobs, drafted = tuple(proto.token_ids[:]), tuple(proto.output_logprobs[:]), tuple(proto.drafted[:])
+    if len(drafted) != len(token_ids) or len(logprobs) not in (0, len(token_ids)):
+        raise EngineError(
+            f"the server sent {len(token_ids)} tokens with {len(drafted)} flags and {len(logprobs)} log probabilities"
+        )
+    segments = tuple((segment.text, segment.drafted) for segment in proto.segments)
+    return Chunk(token_ids, logprobs, drafted, segments, round_)
+
+
+def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:
+    """The end of a stream; text, tokens and logprobs are in its chunks."""
+    usage, stats, timing = result.usage, result.speculation, result.timing
+    histogram = stats.acceptance_histogram
+    proto = generation_pb2.GenerateComplete(
+        finish_reason=result.finish_reason,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        spec_accepted_tokens=stats.accepted,
+        spec_draft_tokens=stats.drafted,
+        speculation=generation_pb2.SpeculationStats(
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            hits=stats.hits,
+            misses=stats.misses,
+            causes={cause.value: count for cause, count in stats.causes.items()},
+            acceptance_histogram=[histogram.get(i, 0) for i in range(max(histogram, default=-1) + 1)],
+        ),
+        timing=generation_pb2.Timing(
+            queue_s=timing.queue_s,
+            prefill_s=timing.prefill_s,
+            decode_s=timing.decode_s,
+            tokens_per_s=timing.tokens_per_s,
+        ),
+        seed=result.seed,
+    )
+    if isinstance(result.matched_stop, int):
+        proto.matched_token_id = result.matched_stop
+    elif result.matched_stop is not None:
+        proto.matched_stop_str = result.matched_stop
+    return proto
+
+
+def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence[Chunk]) -> Result:
+    """The result of a stream: its end, and all its chunks in order.
+
+    Raises EngineError if it makes no sense, which is what a server of another version may send.
+    """
+    stats, timing = proto.speculation, proto.timing
+    try:
+        finish_reason = FinishReason(proto.finish_reason)
+        causes = {Cause(name): count for name, count in stats.causes.items()}
+    except ValueError as error:
+        raise EngineError(f"the server sent a result that this client does not know: {error}") from None
+    matched_stop: int | str | None = None
+    if proto.HasField("matched_token_id"):
+        matched_stop = proto.matched_token_id
+    elif proto.HasField("matched_stop_str"):
+        matched_stop = proto.matched_stop_str
+    return Result(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        finish_reason=finish_reason,
+        usage=Usage(proto.prompt_tokens, proto.completion_tokens, proto.cached_tokens),
+        speculation=SpeculationStats(
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            causes=causes,
+            acceptance_histogram={i: count for i, count in enumerate(stats.acceptance_histogram) if count},
+        ),
+        timing=Timing(
+            prefill_s=timing.prefill_s,
+            decode_s=timing.decode_s,
+            tokens_per_s=timing.tokens_per_s,
+            queue_s=timing.queue_s,
+        ),
+        seed=proto.seed,
+        matched_stop=matched_stop,
+    )
+
+
+def model_info_to_proto(info: ModelInfo) -> generation_pb2.GetModelInfoResponse:
+    """What is served, for a client."""
+    return generation_pb2.GetModelInfoResponse(
+        model_id=info.model_id,
+        draft_model_id=info.draft_model_id or "",
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        vocab_size=info.vocab_size,
+        max_context_length=info.max_context_length,
+        eos_token_ids=info.eos_token_ids,
+        dtype=info.dtype,
+        modes=info.modes,
+        acceptances=info.acceptances,
+        max_draft_tokens=info.max_draft_tokens,
+    )
+
+
+def model_info_from_proto(proto: generation_pb2.GetModelInfoResponse) -> ModelInfo:
+    """What a server serves."""
+    return ModelInfo(
+        model_id=proto.model_id,
+        draft_model_id=proto.draft_model_id or None,
+        tokenizer_fingerprint=proto.tokenizer_fingerprint,
+        vocab_size=proto.vocab_size,
+        max_context_length=proto.max_context_length,
+        eos_token_ids=tuple(proto.eos_token_ids),
+        dtype=proto.dtype,
+        modes=tuple(proto.modes),
+        acceptances=tuple(proto.acceptances),
+        max_draft_tokens=proto.max_draft_tokens,
+    )
+
+
+def server_info_to_proto(info: ServerInfo) -> generation_pb2.GetServerInfoResponse:
+    """The state of the service, for a client."""
+    pools = [
+        generation_pb2.Pool(name=name, replicas=map(status_to_proto, replicas)) for name, replicas in info.pools.items()
+    ]
+    return generation_pb2.GetServerInfoResponse(
+        pools=pools,
+        scaling=[generation_pb2.PoolScaling(**asdict(scaling)) for scaling in info.scaling],  # None is absent
+        starting=[generation_pb2.StartingReplica(**asdict(startup)) for startup in info.starting],
+        **{name: getattr(info, name) for name in _SERVER_INFO_SCALARS},
+    )
+
+
+def server_info_from_proto(proto: generation_pb2.GetServerInfoResponse) -> ServerInfo:
+    """The state that a server tells of; replicas that do not say who they are are left out."""
+    replicas = {pool.name: map(status_from_proto, pool.replicas) for pool in proto.pools}
+    return ServerInfo(
+        pools={name: tuple(status for status in found if status is not None) for name, found in replicas.items()},
+        scaling=tuple(map(_scaling_from_proto, proto.scaling)),
+        starting=tuple(
+            Startup(**{field.name: getattr(startup, field.name) for field in fields(Startup)})
+            for startup in proto.starting
+        ),
+        **{name: getattr(proto, name) for name in _SERVER_INFO_SCALARS},
+    )
+
+
+def _scaling_from_proto(proto: generation_pb2.PoolScaling) -> PoolScaling:
+    given = {field.name: getattr(proto, field.name) for field in fields(PoolScaling)}
+    absent = {name: None for name in ("wanted", "demand", "changed_s") if not proto.HasField(name)}
+    return PoolScaling(**given | absent)

@@ -1,0 +1,337 @@
+"""One engine, and the streams of the routers that use it. Knows neither models nor the wire format.
+
+    router A ══ stream ══▶ ┌──────┐ ── send ──────▶ engine
+    router B ══ stream ══▶ │ host │ ◀── call_soon ── thread
+                           └──────┘
+A session belongs to the stream that opened it. Messages for a session of another stream are dropped and counted;
+when a stream ends, for whatever reason, its sessions are closed at once. Everything but the engine's own thread
+runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from grpc import aio
+
+from paceline.errors import EngineError
+from paceline.rpc.transport import start_server
+from paceline.runtime.ranks import MakeWorker, led
+from paceline.runtime.workers import Emit, Engine, EngineFactory, ThreadWorker
+from paceline.types import CloseSession, Echo, OpenSession, Outcome, ReplicaStatus, SessionFailed
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+"""How often a replica says of itself how it is, on every stream."""
+_WRITE_TIMEOUT_S = 10.0
+"""A router that takes nothing for so long has hung: its stream is ended and its sessions are freed."""
+_STALLED_S = 60.0
+"""A step that takes longer than this is an engine that hangs: the replica calls itself unhealthy."""
+
+Decode = Callable[[Any], tuple[Sequence[Any], int]]
+"""A batch off the wire: its messages, and how many were dropped because they make no sense."""
+Encode = Callable[[Sequence[Any], ReplicaStatus | None], Any]
+
+
+class Describe(Protocol):
+    """What the status of a replica says of its engine. Called on the event loop while the engine runs."""
+
+    def __call__(self, engine: Any) -> Mapping[str, Any]:
+        """Fields of ReplicaStatus: num_sessions, num_waiting, kv_pages_used, kv_pages, counters."""
+        ...
+
+
+class Stream:
+    """What waits to be written to one router. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._outbox: list[Any] = []
+        self._status_due = True
+        self._wake = asyncio.Event()
+        self._wake.set()
+        self.failed: str | None = None
+
+    def push(self, message: Any) -> None:
+        """Queues a message for the next batch."""
+        self._outbox.append(message)
+        self._wake.set()
+
+    def beat(self) -> None:
+        """The next batch carries a status."""
+        self._status_due = True
+        self._wake.set()
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: the writer ends the stream."""
+        self.failed = reason
+        self._wake.set()
+
+    async def take(self) -> tuple[list[Any], bool]:
+        """All that waits, at least one message or a status; raises EngineError once the stream has failed."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self.failed is not None:
+            raise EngineError(self.failed)
+        batch, self._outbox = self._outbox, []
+        due, self._status_due = self._status_due, False
+        return batch, due
+
+
+@dataclass(slots=True)
+class _Watched:
+    """The engine, with a note of when its step in progress began. The note is read by other threads."""
+
+    engine: Engine
+    busy_since: float | None = None
+
+    def receive(self, messages: Sequence[Any]) -> None:
+        self.busy_since = time.monotonic()
+        self.engine.receive(messages)
+
+    def step(self) -> bool:
+        self.busy_since = time.monotonic()
+        worked = self.engine.step()
+        if not worked:
+            self.busy_since = None
+        return worked
+
+    def wait_s(self) -> float | None:
+        return self.engine.wait_s()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class EngineHost:
+    """Runs one engine in a thread and serves it to any number of streams."""
+
+    def __init__(
+        self,
+        kind: str,
+        factory: EngineFactory,
+        describe: Describe,
+        *,
+        replica_id: str,
+        max_sessions: int,
+        model: str = "",
+        node: str = "",
+        core: int | None = None,
+        followers: Sequence[MakeWorker] = (),
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """``max_sessions``: how many the engine serves at once without queueing. ``core``: to pin its thread to.
+
+        ``followers`` make the workers of the engine's other ranks.
+        """
+        self.kind = kind
+        self.num_foreign = 0
+        """Messages for sessions that the sender had not opened here, or that had ended."""
+        self.num_malformed = 0
+        """Messages that made no sense."""
+        self._factory, self._describe = factory, describe
+        self._heartbeat_s = heartbeat_s
+        self._engine: _Watched | None = None
+        self._worker = led(
+            lambda on_death: ThreadWorker(kind, self._build, self._on_messages, on_death, core),
+            followers,
+            self._on_death,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: set[Stream] = set()
+        self._owners: dict[str, tuple[Stream, int]] = {}  # session id -> who opened it, and its newest epoch
+        self._failure: str | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._status = ReplicaStatus(
+            replica_id, kind, time.time_ns(), 0, 0, max_sessions, pid=os.getpid(), node=node, model=model
+        )
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Builds the engine without blocking the loop. Raises what the factory raises."""
+        self._loop = asyncio.get_running_loop()
+        self._worker.spawn()
+        await asyncio.to_thread(self._worker.wait_ready)
+        self._beating = asyncio.create_task(self._beat(), name=f"paceline-{self.kind}-heartbeat")
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Ends all streams and the engine. Idempotent."""
+        self._fail("the replica has been stopped")
+        if self._beating is not None:
+            self._beating.cancel()
+        await asyncio.to_thread(self._worker.stop, timeout_s)
+
+    def check(self) -> None:
+        """Raises EngineError if the engine has died or hangs."""
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if (busy_s := self._busy_s()) > _STALLED_S:
+            raise EngineError(f"the {self.kind} engine has been in one step for {busy_s:.0f} s")
+
+    def status(self) -> ReplicaStatus:
+        """The replica now."""
+        facts = dict(self._describe(self._engine.engine)) if self._engine is not None else {}
+        counters = {**facts.pop("counters", {}), "messages_foreign": self.num_foreign}
+        counters["messages_malformed"] = self.num_malformed
+        return replace(self._status, busy_s=self._busy_s(), counters=counters, **facts)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open here."""
+        return len(self._owners)
+
+    # -- streams -------------------------------------------------------------------------------------------
+
+    async def serve(
+        self,
+        requests: AsyncIterable[Any],
+        write: Callable[[Any], Awaitable[None]],
+        decode: Decode,
+        encode: Encode,
+    ) -> None:
+        """One router's stream, until it ends. Raises EngineError when the engine has died."""
+        stream = Stream()
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        self._streams.add(stream)
+        writer = asyncio.create_task(self._write(stream, write, encode))
+        reader = asyncio.create_task(self._read(stream, requests, decode))
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._streams.discard(stream)
+            self._close_sessions(stream)
+            for task in (reader, writer):
+                task.cancel()
+            results = await asyncio.gather(reader, writer, return_exceptions=True)
+        for result in results:
+            if isinstance(result, EngineError):
+                raise result
+            if isinstance(result, Exception):
+                log.warning("the stream of a router ended: %s: %s", type(result).__name__, result)
+
+    async def _read(self, stream: Stream, requests: AsyncIterable[Any], decode: Decode) -> None:
+        async for batch in requests:
+            messages, num_malformed = decode(batch)
+            self.num_malformed += num_malformed
+            mine = []
+            for message in messages:
+                if isinstance(message, Echo):
+                    stream.push(message)
+                elif self._admit(stream, message):
+                    mine.append(message)
+            if mine:
+                self._worker.send(mine)
+
+    async def _write(self, stream: Stream, write: Callable[[Any], Awaitable[None]], encode: Encode) -> None:
+        while True:
+            messages, status_due = await stream.take()
+            async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                await write(encode(messages, self.status() if status_due else None))
+
+    def _admit(self, stream: Stream, message: Any) -> bool:
+        owner = self._owners.get(message.session_id)
+        if isinstance(message, OpenSession) and (owner is None or owner[0] is stream):
+            if owner is None or message.epoch > owner[1]:
+                self._owners[message.session_id] = (stream, message.epoch)
+            return True
+        if owner is None or owner[0] is not stream:
+            self.num_foreign += 1
+            return False
+        if isinstance(message, CloseSession) and message.epoch == owner[1]:
+            del self._owners[message.session_id]
+        return True
+
+    def _close_sessions(self, stream: Stream) -> None:
+        ended = [(sid, epoch) for sid, (owner, epoch) in self._owners.items() if owner is stream]
+        for session_id, _ in ended:
+            del self._owners[session_id]
+        if ended:
+            self._worker.send([CloseSession(session_id, epoch) for session_id, epoch in ended])
+
+    # -- the engine ----------------------------------------------------------------------------------------
+
+    def _build(self, emit: Emit) -> Engine:
+        engine = self._factory(emit)
+        self._engine = _Watched(engine)
+        return self._engine
+
+    def _on_messages(self, messages: Sequence[Any]) -> None:
+        """In the engine's thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to hear it
+            self._loop.call_soon_threadsafe(self._route, messages)
+
+    def _on_death(self, reason: str) -> None:
+        """In the engine's thread."""
+        log.error("%s", reason)
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._fail, reason)
+
+    def _route(self, messages: Sequence[Any]) -> None:
+        for message in messages:
+            owner = self._owners.get(message.session_id)
+            if owner is None:  # it was closed while the engine was in its last step
+                continue
+            stream, epoch = owner
+            stream.push(message)
+            ended = isinstance(message, SessionFailed) or (
+                isinstance(message, Outcome) and message.finish_reason is not None
+            )
+            if ended and message.epoch == epoch:
+                del self._owners[message.session_id]
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        for stream in self._streams:
+            stream.fail(self._failure)
+
+    def _busy_s(self) -> float:
+        since = self._engine.busy_since if self._engine is not None else None
+        return 0.0 if since is None else max(0.0, time.monotonic() - since)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            for stream in self._streams:
+                stream.beat()
+
+
+class ReplicaServer:
+    """An EngineHost and the internal port that routers reach it by."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        add: Callable[[EngineHost, aio.Server], None],
+        *,
+        bind: str = "127.0.0.1",
+        token: str = "",
+    ) -> None:
+        """``add`` registers the servicer. ``bind``: the address to listen on, that of the node in a cluster."""
+        self.host = host
+        self.address = ""
+        """``host:port``, once started."""
+        self._add, self._bind, self._token = add, bind, token
+        self._server: aio.Server | None = None
+
+    async def start(self) -> None:
+        """Builds the engine, then listens on a port that the system chooses. Raises what the factory raises."""
+        await self.host.start()
+        self._server, port = await start_server(lambda server: self._add(self.host, server), self._bind, 0, self._token)
+        self.address = f"{self._bind}:{port}"
+
+    async def stop(self) -> None:
+        """Ends streams, server and engine. Idempotent."""
+        if self._server is not None:
+            await self._server.stop(0)
+        await self.host.stop()

@@ -1,0 +1,189 @@
+"""The ranks of a tensor-parallel replica, seen from outside: where they meet, and a worker for each.
+
+    LedWorker ── leader     (thread or process)   the engine
+              └─ followers  (a process each)      its other ranks
+
+Starts without torch; what the ranks do is in ``model/ranks.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.config import ModelConfig, PairConfig
+from paceline.errors import EngineError, PacelineError
+from paceline.runtime.workers import Emit, Engine, ProcessWorker, Worker
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 900.0
+"""Longest time from the first rank that is up to the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one replica meet, and which of them this is. Several replicas of a host do not collide."""
+
+    store: str
+    """``file:PATH`` on one host, or ``tcp:HOST:PORT`` of a store that listens already."""
+    degree: int
+    rank: int = 0
+    timeout_s: float = 10.0
+    """How much later than another a rank may come to an exchange before it counts as hung."""
+    start_timeout_s: float = START_TIMEOUT_S
+
+    def of(self, rank: int) -> Self:
+        """The same place for another rank."""
+        return replace(self, rank=rank)
+
+
+MakeWorker = Callable[[Callable[[str], None]], Worker]
+"""Makes a worker that reports its death to what it is given."""
+
+
+def led(leader: MakeWorker, followers: Sequence[MakeWorker], on_death: Callable[[str], None]) -> Worker:
+    """One worker for all ranks of an engine."""
+    return LedWorker(leader, followers, on_death) if followers else leader(on_death)
+
+
+class LedWorker:
+    """One engine of several ranks as one worker: messages go to the leader; if any rank ends, all do."""
+
+    def __init__(
+        self,
+        leader: MakeWorker,
+        followers: Sequence[MakeWorker],
+        on_death: Callable[[str], None],
+    ) -> None:
+        """The followers' messages go nowhere: they have none."""
+        self._on_death = on_death
+        self._leader = leader(self._died)
+        self.name = self._leader.name
+        self._followers = [make(self._died) for make in followers]
+        self._lock = threading.Lock()
+        self._failure: PacelineError | None = None
+        self._ready = False
+        self._stopping = False
+        self._settled = threading.Event()
+
+    def spawn(self) -> None:
+        """See Worker."""
+        for worker in (*self._followers, self._leader):
+            worker.spawn()
+        for worker in (*self._followers, self._leader):
+            threading.Thread(
+                target=self._watch, args=(worker,), name=f"paceline-{worker.name}-start", daemon=True
+            ).start()
+
+    def wait_ready(self) -> None:
+        """See Worker. Ends as soon as one of the ranks has failed."""
+        self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def start(self) -> None:
+        """See Worker."""
+        self.spawn()
+        self.wait_ready()
+
+    def send(self, messages: Sequence[Any]) -> None:
+        """See Worker."""
+        self._leader.send(messages)
+
+    @property
+    def alive(self) -> bool:
+        """See Worker."""
+        return self._leader.alive and self._failure is None
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """See Worker. The leader leaves first, which ends the followers."""
+        self._stopping = True
+        self._leader.stop(timeout_s)
+        for worker in self._followers:
+            worker.stop(timeout_s)
+
+    def _watch(self, worker: Worker) -> None:
+        try:
+            worker.wait_ready()
+        except PacelineError as error:
+            with self._lock:
+                self._failure = self._failure or error
+            self._settled.set()
+            return
+        if worker is self._leader:
+            self._ready = True
+            self._settled.set()
+
+    def _died(self, reason: str) -> None:
+        with self._lock:
+            first, self._failure = self._failure is None, self._failure or EngineError(reason)
+        self._settled.set()
+        if first and self._ready and not self._stopping:
+            self._on_death(reason)
+        elif not self._stopping:
+            log.info("%s", reason)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerFactory:
+    """Builds a follower in its worker: ``build(config, rendezvous)`` is imported there, and torch with it."""
+
+    kind: str
+    config: PairConfig
+    rendezvous: Rendezvous
+
+    def __call__(self, emit: Emit) -> Engine:
+        """See EngineFactory."""
+        from paceline.draft.build import build_draft_follower
+        from paceline.target.build import build_target_follower
+
+        build = build_target_follower if self.kind == "target" else build_draft_follower
+        return build(self.config, self.rendezvous)
+
+
+def sharded_model(kind: str, config: PairConfig) -> ModelConfig | None:
+    """The target or draft, if it has several ranks."""
+    model = config.target if kind == "target" else config.draft
+    return model if isinstance(model, ModelConfig) and model.tensor_parallel_size > 1 else None
+
+
+def meeting_file() -> str:
+    """A rendezvous of this host, as ``Rendezvous.store`` names it."""
+    return f"file:{Path(tempfile.gettempdir()) / f'paceline-ranks-{secrets.token_hex(8)}'}"
+
+
+def process_ranks(
+    kind: str, config: PairConfig, cores: Sequence[int] = ()
+) -> tuple[Rendezvous | None, list[MakeWorker]]:
+    """Where the engine's ranks meet on this host, and makers of a process for each but the first.
+
+    ``kind``: target or draft. ``cores``: to pin the followers to, if there are enough.
+    """
+    model = sharded_model(kind, config)
+    if model is None:
+        return None, []
+    degree = model.tensor_parallel_size
+    rendezvous = Rendezvous(meeting_file(), degree, timeout_s=model.rank_timeout_s)
+    pinned = [*cores] if len(cores) >= degree - 1 else [None] * degree
+
+    def maker(rank: int) -> MakeWorker:
+        factory = FollowerFactory(kind, config, rendezvous.of(rank))
+        return lambda on_death: ProcessWorker(rank_name(kind, rank), factory, _ignore, on_death, pinned[rank - 1])
+
+    return rendezvous, [maker(rank) for rank in range(1, degree)]
+
+
+def _ignore(messages: Sequence[Any]) -> None:
+    assert not messages, "followers have nothing to say"
+
+
+def rank_name(kind: str, rank: int) -> str:
+    """What a rank is called in logs."""
+    return f"{kind} rank {rank}"

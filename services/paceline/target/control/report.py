@@ -1,0 +1,115 @@
+"""What the controller has chosen and why, for people and for gauges: from what it has measured, nothing else.
+
+Read by other threads than the engine's while it runs: what changes size is copied at once, and two numbers of one
+answer may be a step apart.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from paceline.target.control.allocation import Hits
+from paceline.target.control.load_trials import Standing
+
+if TYPE_CHECKING:
+    from paceline.target.engine import TargetEngine
+
+_VALID_S = 1.0
+_LARGEST_K = 8
+"""Of the gauges of proposals by length; longer ones count as this."""
+
+
+class Explainer:
+    """The explanation of one engine, made anew once a second: a status is asked for more often."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._made_at = -math.inf
+        self._made: Mapping[str, Any] = {}
+
+    def __call__(self, engine: TargetEngine) -> Mapping[str, Any]:
+        """Fields of ReplicaStatus: controller, measures."""
+        if self._clock() - self._made_at >= _VALID_S:
+            self._made = {"controller": explain(engine), "measures": measures(engine)}
+            self._made_at = self._clock()
+        return self._made
+
+
+def explain(engine: TargetEngine) -> str:
+    """One sentence after the other: what drafting does at this load, proposals, steps, sessions that do without."""
+    rows, steering = engine.rows, engine.steering
+    if not rows.adaptive:
+        return "fixed: every session has as many draft tokens as its request allows (adaptive is false)"
+    num_sessions = engine.num_running
+    if num_sessions == 0:
+        return f"no session is running; {steering.governor.num_trials} trials of drafting or of plain decoding so far"
+    parts = [_standing(steering.governor.standing(num_sessions), num_sessions)]
+    lengths = rows.lengths.shares()
+    if lengths:
+        listed = ", ".join(f"{k}: {share:.0%}" for k, share in sorted(lengths.items()))
+        accepted = acceptance(rows.coupled, rows.rejection)
+        parts.append(
+            f"proposals of {rows.lengths.mean():.1f} tokens on average (of length {listed}), "
+            f"{accepted:.0%} of a draft's tokens accepted"
+        )
+    if rows.cost.known:
+        sizes = dict.fromkeys((num_sessions, 2 * num_sessions, 4 * num_sessions))
+        listed = ", ".join(f"{size}: {1e3 * rows.cost.seconds(size):.3g} ms" for size in sizes)
+        parts.append(f"a step by its tokens {listed}")
+    reasons = Counter(steering.reasons())
+    parts += [f"{count} of {num_sessions} sessions without a draft: {why}" for why, count in sorted(reasons.items())]
+    stats = engine.stats
+    if stats.lookup_rounds:
+        parts.append(
+            f"{stats.lookup_rounds / max(stats.rounds, 1):.0%} of rounds had a proposal from their own text, "
+            f"{stats.lookup_rows_used / max(stats.lookup_rows, 1):.0%} of it accepted"
+        )
+    return "; ".join(parts)
+
+
+def _standing(standing: Standing, num_sessions: int) -> str:
+    drafting, plain = (standing.tokens_per_s[wanted] for wanted in (True, False))
+    beside = f"drafting is {'on' if standing.drafting else 'off'} at {num_sessions} sessions"
+    measured = " against ".join(
+        f"{rate:.0f} tokens/s {how}" for how, rate in (("with drafts", drafting), ("plain", plain)) if rate > 0
+    )
+    if standing.on_trial:
+        why = f"on trial, {measured}" if measured else "on trial"
+    elif measured:
+        why = f"{measured}"
+    else:
+        why = f"by the cost of a step an ideal draft is expected to make it {standing.ideal_gain:.2f} times as fast"
+    trials = f"{standing.num_trials} trials so far"
+    if standing.next_trial_s is not None and not standing.on_trial:
+        other = "plain decoding" if standing.drafting else "drafting"
+        trials += f", the next of {other} after {standing.next_trial_s:.0f} s of steps"
+    return f"{beside} ({why}; {trials})"
+
+
+def measures(engine: TargetEngine) -> Mapping[str, float]:
+    """Gauges, by the names of ``metrics/catalogue.py``; a label follows a colon."""
+    rows, steering, num_sessions = engine.rows, engine.steering, engine.num_running
+    found: dict[str, float] = {"acceptance": acceptance(rows.coupled, rows.rejection)}
+    found["sessions_paused"] = float(len(list(steering.reasons())))
+    lengths = rows.lengths.shares()
+    found["mean_draft_tokens"] = rows.lengths.mean()
+    for k in range(_LARGEST_K + 1):
+        share = sum(s for length, s in lengths.items() if min(length, _LARGEST_K) == k)
+        found[f"draft_tokens_share:{k}"] = share
+    if rows.cost.known:
+        found |= {f"step_seconds:{size}": rows.cost.seconds(size) for size in (1, 4, 16, 64)}
+    if rows.adaptive and num_sessions:
+        standing = steering.governor.standing(num_sessions)
+        found["drafting"] = float(standing.drafting)
+        for wanted, rate in standing.tokens_per_s.items():
+            found[f"tokens_per_second:{'drafting' if wanted else 'plain'}"] = rate
+    return found
+
+
+def acceptance(*known: Hits) -> float:
+    """Share of draft tokens that are accepted, those before them being so; of the rule with more to go by."""
+    return max(known, key=lambda hits: hits.trials).rate()

@@ -1,0 +1,269 @@
+"""Which sessions are worth a draft at all: drafts that cost more than they bring are told to stop, and tried again.
+
+By load, all sessions together: ``governor.py``. By session: every round of one that has a draft is put to its account
+(``Account``). In plain tokens, what its rounds have brought is
+
+    net = accepted - lost,  lost = sum over its rounds of (waited_s + n row_s) / plain_s,
+
+where plain_s = h + C(n) is the time of one plain token at the load of the round, waited_s the time that the session
+waited for its draft, and row_s by how much its draft tokens made the step longer, (C(t + m) - C(t)) * its share of the
+m, for each of the n sessions in it. ``judge`` ends drafting for a session whose account shows next to no draft tokens
+(its draft sends none in time) or next to no gain.
+
+Drafting is asked for again for such a session
+
+- by load: within half a second when so many sessions have left that the gain of an ideal draft (``ideal_gain``), with
+  the share of draft tokens that was accepted before, is worth it;
+- by time: after 2, 4, 8, .. seconds; one session at a time, and no more often than costs half a percent of the time.
+  Such a trial computes a few draft tokens whatever the budget says, so that no wrong average stays for ever.
+
+Both are slower every time that drafting has not paid for long, so no session flaps.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from paceline.target.control.allocation import RowBudget
+from paceline.target.control.load_trials import Governor
+from paceline.target.session import Account, TargetSession
+from paceline.types import SpeculationWanted
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 64.0
+_WINDOW_ROUNDS = 32
+_SHORT_ROUNDS = 8
+_FEW_ROWS = 0.1
+_LEAST_NET = 0.03
+_TRIAL_NET = 0.06
+_TRIAL_ROUNDS = 16
+_NODES_LIMIT_ROUNDS = 64
+_WORTH_GAIN = 1.05
+_FEWER_SESSIONS = 0.75
+_SHORT_SPELL_S = 10.0
+_TRIAL_SHARE = 0.005
+_TRIAL_LIMIT_S = 5.0
+_TRIAL_ROWS = 3
+_TRIAL_ROW_ROUNDS = 4
+_PEAK_S = 0.25
+_REVIEW_S = 0.1
+
+
+class Judgement(enum.Enum):
+    """What an account says about drafting for its session."""
+
+    OPEN = "not judged"
+    """Too few rounds so far."""
+    PAYS = "worth it"
+    NOT_SENT = "not sent in time"
+    """Next to nothing comes in time."""
+    NO_GAIN = "not worth it"
+    """What is accepted is not worth what drafting costs."""
+    LOAD = "not worth it at this load"
+    """Of all sessions."""
+
+
+def judge(account: Account, *, trial: bool = False) -> Judgement:
+    """Judges a session by its account since the last judgement; pure. With r = rounds in the account:
+
+    - r < 32 (in a trial 16): OPEN, unless r >= 8 and net < -4;
+    - draft tokens verified per round < 0.1: NOT_SENT if less than 0.5 per round were there; else they have no room,
+      which is a matter of load: PAYS;
+    - net / r < 0.03 (to end a trial well: 0.06): NO_GAIN;
+    - PAYS otherwise.
+    """
+    rounds = account.rounds
+    net = account.accepted - account.lost
+    costly = rounds >= _SHORT_ROUNDS and net < -4.0
+    if rounds < (_TRIAL_ROUNDS if trial else _WINDOW_ROUNDS) and not costly:
+        return Judgement.OPEN
+    if account.rows < _FEW_ROWS * rounds:
+        return Judgement.NOT_SENT if account.trimmed < 0.5 * rounds else Judgement.PAYS
+    if net < (_TRIAL_NET if trial else _LEAST_NET) * rounds:
+        return Judgement.NO_GAIN
+    return Judgement.PAYS
+
+
+def pause_s(num_failures: int) -> float:
+    """Seconds until drafting is tried again after it has not paid so many times in a row: 2, 4, 8, .. 64."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** max(0, num_failures - 1))
+
+
+@dataclass(slots=True)
+class _Pause:
+    """A session without a draft, by decision."""
+
+    session: TargetSession
+    until: float
+    judgement: Judgement
+    num_sessions: int
+    """When it was paused."""
+
+
+@dataclass(slots=True)
+class Steering:
+    """Decides for all sessions of one engine. ``messages`` are to be sent."""
+
+    budget: RowBudget
+    messages: list[SpeculationWanted] = field(default_factory=list)
+    num_pauses: int = 0
+    num_resumptions: int = 0
+    _paused: dict[str, _Pause] = field(default_factory=dict)
+    _trial: TargetSession | None = None
+    _trial_account: Account | None = None
+    """Of a session on trial that ended too early."""
+    _next_trial_at: float = 0.0
+    _next_review_at: float = 0.0
+    _peak_since: float = 0.0
+    _peak: int = 0
+    _last_peak: int = 0
+    governor: Governor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.governor = Governor(self.budget)
+
+    def begin(self, session: TargetSession, now: float, num_sessions: int) -> None:
+        """A session has been opened, ``num_sessions`` are open: without a draft, if nothing speaks for one.
+
+        Once one was told to do without, each is told, since routers open a session as they were last told of any.
+        """
+        if not session.draft_available:
+            return
+        if not self.governor.wanted(num_sessions):
+            self._pause(session, Judgement.LOAD, now, num_sessions)
+        elif self.num_pauses:
+            self.messages.append(SpeculationWanted(session.session_id, session.epoch, True))
+
+    def trial_rows(self, session: TargetSession) -> int:
+        """Draft tokens that a session on trial has verified whatever the budget says."""
+        on_trial = session is self._trial and session.account.scheduled < _TRIAL_ROW_ROUNDS
+        return _TRIAL_ROWS if on_trial else 0
+
+    def reasons(self) -> Iterator[str]:
+        """Why each session that was told to do without a draft was told so."""
+        yield from [pause.judgement.value for pause in list(self._paused.values())]
+
+    def forget(self, session: TargetSession, now: float, num_sessions: int) -> None:
+        """The session has ended. An undecided trial is continued by another one."""
+        self._paused.pop(session.session_id, None)
+        if self._trial is session:
+            self._end_trial(session, now, num_sessions)
+            self._trial_account = session.account
+
+    def observe(self, session: TargetSession, num_rows: int, num_trimmed: int, accepted: int, lost: float) -> None:
+        """Takes a round of a session that has a draft and is not paused; ``lost``: see the module's head."""
+        account = session.account
+        if not session.draft_heard:
+            session.unheard_rounds += 1
+            if session.unheard_rounds < _NODES_LIMIT_ROUNDS:
+                account.lost += lost
+                return
+        account.rounds += 1
+        account.rows += num_rows
+        account.scheduled += num_rows > 0
+        account.trimmed += num_trimmed
+        account.accepted += accepted
+        account.lost += lost
+
+    def review(self, session: TargetSession, now: float, num_sessions: int) -> None:
+        """Decides about a session after one of its rounds."""
+        trial = session is self._trial
+        account = session.account
+        if num_sessions <= _FEWER_SESSIONS * account.num_sessions:
+            session.account = account = Account()  # what was learned under another load
+        account.num_sessions = max(account.num_sessions, num_sessions)
+        judgement = judge(account, trial=trial)
+        if judgement is Judgement.OPEN:
+            return
+        if trial:
+            self._end_trial(session, now, num_sessions)
+        session.account = Account()
+        session.unheard_rounds = 0
+        session.on_trial = False
+        if judgement is not Judgement.PAYS:
+            self._pause(session, judgement, now, num_sessions)
+            return
+        if now - session.resumed_at > _SHORT_SPELL_S:
+            session.num_failures = session.num_load_failures = 0
+
+    def _end_trial(self, session: TargetSession, now: float, num_sessions: int) -> None:
+        """The next one waits until this one's cost is a small share of the time."""
+        self._trial, self._trial_account = None, None
+        net_loss = max(0.0, session.account.lost - session.account.accepted)
+        cost_s = net_loss * self.budget.plain_s(num_sessions) / max(1, num_sessions)
+        self._next_trial_at = now + max(FIRST_PAUSE_S, cost_s / _TRIAL_SHARE)
+
+    def tick(self, now: float, num_running: int, sessions: Iterable[TargetSession]) -> None:
+        """Ends drafting of all where the governor says so, and asks for it again where it is time."""
+        trial = self._trial
+        if trial is not None and trial.account.rounds == 0 and now - trial.resumed_at > _TRIAL_LIMIT_S:
+            self._trial = None  # no draft has come for it
+        num_sessions = self._lasting(num_running, now)
+        if not self.governor.wanted(num_sessions):
+            for session in sessions:
+                if session.k > 0 and not session.paused:
+                    self._pause(session, Judgement.LOAD, now, num_sessions)
+        elif self._paused and now >= self._next_review_at:
+            self._next_review_at = now + _REVIEW_S
+            self._review_pauses(now, num_sessions)
+
+    def _review_pauses(self, now: float, num_sessions: int) -> None:
+        resumed, due = [], []
+        for pause in self._paused.values():
+            session = pause.session
+            if pause.judgement is Judgement.LOAD:
+                resumed.append(session)
+            elif (
+                num_sessions <= _FEWER_SESSIONS * pause.num_sessions
+                and self._gain(session, num_sessions) >= _WORTH_GAIN
+            ):
+                if session.num_load_failures == 0 or now >= pause.until:
+                    resumed.append(session)
+            elif now >= pause.until:
+                due.append(session)
+        for session in resumed:
+            self._resume(session, now, forget=False)
+        if due and self._trial is None and now >= self._next_trial_at:
+            self._trial = max(due, key=lambda s: s.max_tokens - s.num_tokens)  # the longest to go
+            self._resume(self._trial, now, forget=True)
+            if self._trial_account is not None:
+                self._trial.account = self._trial_account
+
+    def _lasting(self, num_sessions: int, now: float) -> int:
+        """The most sessions of the last quarter to half of a second: where one follows another there are fewer between
+        the two, which is no reason to resume those that go on."""
+        if now - self._peak_since > _PEAK_S:
+            self._peak_since, self._last_peak, self._peak = now, self._peak, 0
+        self._peak = max(self._peak, num_sessions)
+        return max(self._peak, self._last_peak)
+
+    def _gain(self, session: TargetSession, num_sessions: int) -> float:
+        return self.budget.gain(num_sessions, session.hits.rate(), session.k)
+
+    def _pause(self, session: TargetSession, judgement: Judgement, now: float, num_sessions: int) -> None:
+        if judgement is not Judgement.LOAD:
+            if now - session.resumed_at > _SHORT_SPELL_S:
+                session.num_failures = session.num_load_failures = 0
+            session.num_failures += 1
+            session.num_load_failures += session.resumed_by_load
+        if session is self._trial:
+            self._trial = None
+        session.pause_drafting()
+        until = now + pause_s(session.num_failures)
+        log.debug("drafting is %s beside %d sessions", judgement.value, num_sessions - 1,
+                  extra={"session_id": session.session_id})  # fmt: skip
+        self._paused[session.session_id] = _Pause(session, until, judgement, num_sessions)
+        self.num_pauses += 1
+        self.messages.append(SpeculationWanted(session.session_id, session.epoch, False))
+
+    def _resume(self, session: TargetSession, now: float, *, forget: bool) -> None:
+        del self._paused[session.session_id]
+        session.resume_drafting(now, forget=forget)
+        session.resumed_by_load = not forget
+        self.num_resumptions += 1
+        self.messages.append(SpeculationWanted(session.session_id, session.epoch, True))

@@ -1,0 +1,91 @@
+"""Times that a client sees, and goodput. Pure.
+
+    submitted ── TTFT ──▶ first tokens ── gap ──▶ tokens ── gap ──▶ last tokens
+              ◀──────────────────────── E2EL ──────────────────────▶
+
+A chunk is what arrives at once: the tokens of a round. A *gap* lies between two chunks. *ITL* has one value per token
+after the first chunk: the gap for a chunk's first token and 0 for those that come with it, so under speculation its
+median goes to 0 and its 99 % to the time of a round. Where every chunk is one token, both are the same.
+*TPOT* has one value per request: (E2EL - TTFT) / (tokens - 1).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline_bench.records import RequestRecord
+
+PERCENTILES = (50, 90, 95, 99)
+METRICS = ("ttft", "tpot", "itl", "gap", "e2el")
+LIMITED = ("ttft", "tpot", "itl", "e2el")
+"""What goodput can put a limit on; of the times between tokens each request's mean counts, as `vllm bench serve` does
+for TPOT, and for ITL its 99 %."""
+
+Percentiles = dict[int, float | None]
+"""Seconds by percent; None without values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one request, in seconds."""
+
+    ttft_s: float
+    e2el_s: float
+    tpot_s: float | None
+    """None for a request of one token."""
+    itl_s: tuple[float, ...] | None
+    """None if the server does not say how many tokens a chunk holds."""
+    gap_s: tuple[float, ...]
+
+
+def times(record: RequestRecord) -> Times | None:
+    """None for a request without rounds, which has got nothing."""
+    rounds = record.rounds
+    if not rounds:
+        return None
+    gaps = tuple(b.at_s - a.at_s for a, b in itertools.pairwise(rounds))
+    counted = sum(r.tokens for r in rounds) == record.num_tokens
+    itl = [v for gap, r in zip(gaps, rounds[1:], strict=True) if r.tokens for v in (gap, *[0.0] * (r.tokens - 1))]
+    last_s = rounds[-1].at_s
+    decoded = record.num_tokens - 1
+    tpot = (last_s - rounds[0].at_s) / decoded if decoded > 0 else None
+    return Times(rounds[0].at_s, last_s, tpot, tuple(itl) if counted else None, gaps)
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Linear between the two nearest values, numpy's default and that of `vllm bench serve`."""
+    if not values:
+        return dict.fromkeys(PERCENTILES)
+    return {p: _percentile(values, p) for p in PERCENTILES}
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    import numpy as np  # not for those who only render tables
+
+    return float(np.percentile(values, percent))
+
+
+def latencies(records: Iterable[RequestRecord]) -> dict[str, Percentiles]:
+    """Percentiles over all requests, for ITL and gaps over all of their values together; by METRICS."""
+    found = [t for record in records if (t := times(record)) is not None]
+    every_itl = all(t.itl_s is not None for t in found)
+    return {
+        "ttft": percentiles([t.ttft_s for t in found]),
+        "tpot": percentiles([t.tpot_s for t in found if t.tpot_s is not None]),
+        "itl": percentiles([v for t in found for v in t.itl_s or ()] if every_itl else []),
+        "gap": percentiles([v for t in found for v in t.gap_s]),
+        "e2el": percentiles([t.e2el_s for t in found]),
+    }
+
+
+def meets(record: RequestRecord, limits_ms: Mapping[str, float]) -> bool:
+    """Whether a request keeps every limit. One that has got nothing keeps none; what is unknown is not kept."""
+    found = times(record)
+    if found is None:
+        return False
+    itl = None if found.itl_s is None else _percentile(found.itl_s, 99) if found.itl_s else 0.0
+    tpot = found.tpot_s if record.num_tokens > 1 else 0.0
+    seconds = {"ttft": found.ttft_s, "tpot": tpot, "itl": itl, "e2el": found.e2el_s}
+    return all((value := seconds[name]) is not None and value * 1e3 <= limit for name, limit in limits_ms.items())

@@ -1,0 +1,173 @@
+"""Tokenizers compared by content, and incremental text that never breaks a character."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from paceline.checkpoint.tokenizer import (
+    Detokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_json_tokenizer,
+    require_same_tokens,
+)
+from paceline.embedded import TARGET_DIR
+from paceline.errors import ConfigError, TokenizerMismatchError
+
+CORPUS = ["def read(path): return open(path).read()", "naïve café 中文 🙂🙂 end", "中 文 🙂 é"]
+
+
+def byte_level(vocab_size=300, corpus=CORPUS, special="<|endoftext|>", name="bytes"):
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    return Tokenizer(name, PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special))
+
+
+def byte_fallback():
+    """As SentencePiece models have it: words with a leading mark, and bytes for the rest."""
+    vocab = {"<unk>": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}}
+    for piece in ["▁", "▁hi", "a", "b", "中", "▁b"]:
+        vocab[piece] = len(vocab)
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer("pieces", PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")), vocab
+
+
+BYTES = byte_level()
+PIECES, PIECE_VOCAB = byte_fallback()
+
+
+def pieces_of(text):
+    ids = []
+    for character in text.replace(" ", "▁"):
+        found = PIECE_VOCAB.get(character)
+        ids += [found] if found is not None else [PIECE_VOCAB[f"<0x{b:02X}>"] for b in character.encode()]
+    return ids
+
+
+def stream(tokenizer, token_ids, prompt=()):
+    detokenizer = Detokenizer(tokenizer.decode, prompt)
+    return [detokenizer.add(token_id) for token_id in token_ids] + [detokenizer.flush()]
+
+
+@given(text=st.text(), prompt=st.text(alphabet="def 中🙂é", max_size=8))
+def test_streamed_text_is_the_decoded_text(text, prompt):
+    parts = stream(BYTES, BYTES.encode(text), BYTES.encode(prompt))
+    assert "".join(parts) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts) or "\N{REPLACEMENT CHARACTER}" in text
+
+
+@given(text=st.text(alphabet="ab 中🙂é文", max_size=30))
+def test_streamed_text_with_byte_fallback_and_a_leading_space(text):
+    prompt = pieces_of("a b")
+    assert "".join(stream(PIECES, pieces_of(text), prompt)) == text
+
+
+@given(token_ids=st.lists(st.integers(1, 299), max_size=40))
+def test_any_tokens_stream_without_loss(token_ids):
+    whole = BYTES.decode(token_ids)
+    text = "".join(stream(BYTES, token_ids))
+    if "\N{REPLACEMENT CHARACTER}" not in whole:
+        assert text == whole
+    text.encode()  # no lone surrogates
+
+
+def test_an_incomplete_character_is_withheld_and_then_dropped():
+    first, *rest = BYTES.encode("🙃")  # not in the corpus: several tokens
+    assert rest
+    assert stream(BYTES, [first]) == ["", ""]
+    assert "".join(stream(BYTES, [first, *rest])) == "🙃"
+    assert stream(BYTES, [first, *rest])[0] == ""
+
+
+def test_bytes_that_never_complete_do_not_withhold_for_ever():
+    broken = BYTES.encode("🙃")[0]
+    parts = stream(BYTES, [broken] * 40 + list(BYTES.encode("ok")))
+    assert any(parts[:40])
+    assert "".join(parts).endswith("ok")
+
+
+def test_special_tokens_have_no_text():
+    (eos,) = BYTES.eos_token_ids
+    assert "".join(stream(BYTES, [*BYTES.encode("end"), eos])) == "end"
+
+
+def test_equal_content_is_accepted_and_differing_content_refused_with_both_names():
+    require_same_tokens(BYTES, byte_level(name="again"))
+    for other in (
+        byte_level(name="other", corpus=["something else entirely, with other merges " * 3]),
+        byte_level(name="other", special="<eos>"),
+        byte_level(name="other", vocab_size=290),
+    ):
+        with pytest.raises(TokenizerMismatchError) as caught:
+            require_same_tokens(BYTES, other)
+        for part in ("'bytes'", "'other'", BYTES.fingerprint, other.fingerprint):
+            assert part in str(caught.value)
+
+
+def test_fingerprint_does_not_depend_on_roles():
+    backend = BYTES._tokenizer.backend_tokenizer
+    other = Tokenizer("roles", PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|endoftext|>"))
+    assert other.fingerprint == BYTES.fingerprint
+
+
+def test_a_folder_without_tokenizer_is_one_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="no tokenizer could be loaded from") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+DIRECT = load_tokenizer(str(TARGET_DIR))
+TRANSFORMERS = Tokenizer("transformers", AutoTokenizer.from_pretrained(TARGET_DIR))
+
+
+@given(text=st.text() | st.text(alphabet="def <|endoftext|>\n中é"))
+def test_the_json_tokenizer_equals_that_of_transformers(text):
+    assert read_json_tokenizer(str(TARGET_DIR)) is not None
+    assert DIRECT.encode(text) == TRANSFORMERS.encode(text)
+    assert DIRECT.decode(DIRECT.encode(text)) == TRANSFORMERS.decode(TRANSFORMERS.encode(text))
+
+
+def test_the_json_tokenizer_has_the_facts_of_transformers():
+    require_same_tokens(DIRECT, TRANSFORMERS)
+    assert DIRECT.vocab_size == TRANSFORMERS.vocab_size
+    assert DIRECT.eos_token_ids == TRANSFORMERS.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}),
+        ("tokenizer_config.json", {"add_bos_token": False}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["<|x|>"]}),
+        ("tokenizer_config.json", {"pad_token": "<|pad|>"}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<|x|>"}}}),
+        ("tokenizer.json", {"post_processor": None}),
+        ("tokenizer.json", {"truncation": {"max_length": 5}}),
+        ("config.json", {"model_type": "qwen2"}),
+    ],
+)
+def test_a_tokenizer_that_needs_more_than_its_json_is_left_to_transformers(tmp_path, file, change):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET_DIR / name, tmp_path)
+    assert read_json_tokenizer(str(tmp_path)) is not None
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | change))
+    assert read_json_tokenizer(str(tmp_path)) is None

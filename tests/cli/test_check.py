@@ -1,0 +1,223 @@
+"""``paceline check``: the table, the findings and the exit status, without loading anything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from tests.support.engines import save_pair
+
+from paceline.checkpoint.files import read_facts
+from paceline.cli.main import main
+from paceline.cluster.launch import free_ports
+from paceline.config import ServiceConfig
+from paceline.errors import ConfigError
+from paceline.preflight import service as checks
+from paceline.preflight.estimate import (
+    ENGINE_PROCESS_BYTES,
+    RAY_BYTES,
+    ROUTER_PROCESS_BYTES,
+    draft_estimate,
+    target_estimate,
+)
+
+GIB, MIB = 1 << 30, 1 << 20
+MAX_LEN = 2048
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Flags that name a target and a draft."""
+    folder = save_pair(tmp_path_factory.mktemp("models"))
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    """Sets what this machine has left: at first enough for everything."""
+
+    def have(num_bytes):
+        monkeypatch.setattr(checks, "available_bytes", lambda: num_bytes)
+
+    have(64 * GIB)
+    return have
+
+
+def check(capsys, *flags, ports=None):
+    """Exit status and what is printed."""
+    grpc_port, http_port = ports or free_ports(2)
+    status = main(
+        ["check", "--host", "127.0.0.1", "--grpc-port", f"{grpc_port}", "--http-port", f"{http_port}", *flags]
+    )
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return status, captured.out
+
+
+def check_json(capsys, *flags):
+    status, out = check(capsys, "--json", *flags)
+    return status, json.loads(out)
+
+
+def rows_of(out):
+    """The cells of the table by pool."""
+    lines = [line.split() for line in out.partition("\n\n")[0].splitlines()]
+    assert lines[0] == ["MiB", "replicas", "ranks", "process", "weights", "KV", "trees", "workspace", "each", "all"]
+    return {cells[0]: dict(zip(lines[0][1:], cells[1:], strict=True)) for cells in lines[1:]}
+
+
+def mib(num_bytes):
+    return f"{-(-num_bytes // MIB):,}"
+
+
+def test_a_service_that_may_start(capsys, models):
+    status, out = check(capsys, *models, "--targets", "2", "--no-compile")
+    assert status == 0
+    rows = rows_of(out)
+    assert list(rows) == ["target_config", "draft_config", "router_config"]
+    pair = ServiceConfig().pair()
+    target = target_estimate(pair, read_facts(checks.local_folder(models[1])), MAX_LEN)
+    assert rows["target_config"]["replicas"] == "2"
+    assert rows["target_config"]["process"] == mib(ENGINE_PROCESS_BYTES)
+    assert rows["target_config"]["KV"] == mib(target.kv_bytes)
+    assert rows["target_config"]["workspace"] == mib(target.workspace_bytes)
+    assert int(rows["target_config"]["all"].replace(",", "")) >= 2 * int(rows["target_config"]["each"]) - 1
+    assert rows["router_config"]["each"] == mib(ROUTER_PROCESS_BYTES)
+    assert "272 KV pages of 64 tokens, 17,408 tokens: 16 sessions of 1,024 tokens, 8 of the longest, 2,048." in out
+    assert "this machine has 64.00 GiB left." in out
+    assert out.endswith("\nThe service may start.\n")
+
+
+def test_json_has_the_same_estimate_and_adds_up(capsys, models):
+    status, found = check_json(capsys, *models)
+    assert (status, found["may_start"], found["findings"]) == (0, True, [])
+    pair = ServiceConfig().pair()
+    target, draft, router = found["pools"]
+    for pool, estimate in (
+        (target, target_estimate(pair, read_facts(checks.local_folder(models[1])), MAX_LEN, left_bytes=64 * GIB)),
+        (draft, draft_estimate(pair, read_facts(checks.local_folder(models[3])), MAX_LEN)),
+    ):
+        parts = pool["estimate"]
+        assert parts["packed_bytes"] == parts["weights_bytes"] > 0
+        assert parts["total_bytes"] == estimate.total_bytes
+        assert parts["least_bytes"] == estimate.least_bytes < estimate.total_bytes
+        names = ("process", "weights", "packed", "kv", "tree", "workspace")
+        assert sum(parts[f"{name}_bytes"] for name in names) == parts["total_bytes"]
+    assert (target["model_id"], target["num_replicas"], target["on_gpu"]) == ("target", 1, False)
+    needed = sum(pool["estimate"]["total_bytes"] for pool in (target, draft, router))
+    assert found["needed_bytes"] == RAY_BYTES + needed
+    assert found["left_bytes"] == 64 * GIB
+
+
+def test_it_is_the_start_up_check(capsys, models, memory):
+    """What ``serve`` would refuse is printed first, with a value that it takes."""
+    memory(300 * MIB)
+    sessions = ["--set", "target_config.engine_kwargs.max_sessions=1024", "--set"]
+    flags = [*models, *sessions, "draft_config.engine_kwargs.max_sessions=1"]
+    status, out = check(capsys, *flags)
+    assert status == 1
+    lines = out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(("error: ", "warning: ")))
+    assert lines[first].startswith("error: target_config.engine_kwargs.max_sessions is 1024: it needs 17408 KV pages")
+    assert lines[-1] == "The service would not start."
+    _, found = check_json(capsys, *flags)
+    assert found["may_start"] is False
+    assert [finding["severity"] for finding in found["findings"]] == ["error", "warning"]
+    config = ServiceConfig.parse(
+        {
+            "target_config": {
+                "model_loading_config": {"model_id": models[1]},
+                "engine_kwargs": {"max_sessions": 1024},
+            },
+            "draft_config": {"model_loading_config": {"model_id": models[3]}, "engine_kwargs": {"max_sessions": 1}},
+        }
+    )
+    with pytest.raises(ConfigError) as refused:
+        checks.require_service(config, cores=False, ports=False)
+    assert str(refused.value) == found["findings"][0]["message"] == lines[first].removeprefix("error: ")
+    fitting = re.search(r"set it to at most (\d+)$", lines[first])[1]
+    status, _ = check(capsys, *flags, "--set", f"target_config.engine_kwargs.max_sessions={fitting}")
+    assert status == 0
+    status, _ = check(capsys, *flags, "--set", f"target_config.engine_kwargs.max_sessions={int(fitting) + 1}")
+    assert status == 1
+
+
+def test_a_port_in_use_is_an_error(capsys, models):
+    with contextlib.closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        taken = server.getsockname()[1]
+        status, out = check(capsys, *models, ports=(taken, free_ports(1)[0]))
+    assert status == 1
+    assert f"error: server.grpc_port is {taken}, which cannot be used (address already in use)" in out
+
+
+def test_a_model_that_is_not_here_is_not_guessed(capsys, models):
+    flags = ["--target", "org/not-here", *models[2:]]
+    status, out = check(capsys, *flags)
+    assert status == 0
+    assert set(rows_of(out)["target_config"].values()) == {"1", "?"}
+    assert "target_config: nothing is known of 'org/not-here'" in out
+    assert "warning: target_config.model_loading_config.model_id 'org/not-here' is neither a directory nor" in out
+    _, found = check_json(capsys, *flags)
+    assert found["pools"][0]["estimate"] is None
+    assert found["pools"][1]["estimate"] is not None
+
+
+def test_a_model_that_cannot_be_used(capsys, models, tmp_path):
+    status, out = check(capsys, "--target", str(tmp_path), *models[2:])
+    assert status == 1
+    assert "error: target_config.model_loading_config.model_source cannot be used: " in out
+    assert rows_of(out)["target_config"]["KV"] == "?"
+
+
+def test_the_memory_of_gpus_is_not_claimed_to_be_known(capsys, models, memory):
+    memory(3 * GIB)
+    gpu = ["--set", "target_config.deployment_config.ray_actor_options.num_gpus=1"]
+    share = ["--set", "target_config.engine_kwargs.kv_fraction=0.9"]
+    status, out = check(capsys, *models, *gpu, *share)
+    assert status == 0
+    assert "target_config: weights, KV and workspace are in the memory of a GPU, which is read when the" in out
+    assert "kv_fraction decides then how many pages there are." in out
+    _, found = check_json(capsys, *models, *gpu, *share)
+    target, draft, router = (pool["estimate"] for pool in found["pools"])
+    assert target["packed_bytes"] == 0
+    host = target["process_bytes"] + target["tree_bytes"]
+    assert found["needed_bytes"] == RAY_BYTES + host + draft["total_bytes"] + router["total_bytes"]
+
+
+@pytest.mark.parametrize(("drafter", "pools"), [("ngram", 3), ("none", 2)])
+def test_drafts_without_a_model(capsys, models, drafter, pools):
+    status, found = check_json(capsys, *models[:2], "--drafter", drafter)
+    assert status == 0
+    assert len(found["pools"]) == pools
+    if drafter == "ngram":
+        parts = found["pools"][1]["estimate"]
+        assert parts["weights_bytes"] == parts["kv_bytes"] == 0 < parts["tree_bytes"]
+    else:
+        assert found["pools"][0]["estimate"]["tree_bytes"] == 0, "no draft sends trees"
+
+
+def test_what_cannot_be_read_is_a_mistake_of_usage(capsys):
+    assert main(["check", "--set", "router_config.nonsense=1"]) == 2
+    assert main(["check", "--config", "/nowhere.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 2
+
+
+def test_it_needs_neither_torch_nor_ray():
+    grpc_port, http_port = free_ports(2)
+    code = (
+        "import sys; from paceline.cli import main; "
+        f"main(['check', '--grpc-port', '{grpc_port}', '--http-port', '{http_port}']); "
+        "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "target_config" in done.stdout

@@ -1,0 +1,528 @@
+"""The command line against the embedded pair, and every mistake as one sentence with exit status 2."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.fake_service import SEED, WORDS, FakeService, Wire, endless, failing, sentence, silent
+from transformers import BertConfig, BertForMaskedLM
+
+from paceline import __version__
+from paceline.cli.main import build_parser, main, sampling_params, summary, write_text
+from paceline.config import cache_dir
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.errors import EngineError, InvalidRequestError, NotFoundError, ResourceExhaustedError
+from paceline.router.session import Chunk, Result, Timing, Usage
+from paceline.types import Cause, FinishReason, Round, SpeculationStats
+
+PROMPT = "def read_file(path):\n"
+
+
+EAGER = ["--dtype", "float32", "--no-compile"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "paceline", *arguments]
+
+
+def run(*arguments, stdin=None):
+    # A cluster that other tests have started in this process is none of its business, nor are the ports of it.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, input=stdin, timeout=300, env=environment
+    )
+
+
+def refused(capsys, *arguments):
+    """The one sentence with which the command line refuses ``arguments``."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--temperature", "-1"], ["--temperature is -1.0", "at least 0"]),
+        (["--temperature", "nan"], ["--temperature is nan"]),
+        (["--temperature", "warm"], ["--temperature", "warm"]),
+        (["--top-p", "0"], ["--top-p is 0.0", "more than 0 and at most 1"]),
+        (["--top-p", "1.5"], ["--top-p is 1.5", "at most 1"]),
+        (["--top-k", "-3"], ["--top-k is -3", "at least 0"]),
+        (["--min-p", "2"], ["--min-p is 2.0", "at most 1"]),
+        (["--max-tokens", "0"], ["--max-tokens is 0", "at least 1"]),
+        (["--min-tokens", "9", "--max-tokens", "8"], ["min_tokens is 9", "at most max_tokens (8)"]),
+        (["--seed", "-1"], ["--seed is -1", "at least 0"]),
+        (["--repetition-penalty", "0"], ["--repetition-penalty is 0.0", "more than 0"]),
+        (["--presence-penalty", "3"], ["--presence-penalty is 3.0", "at most 2"]),
+        (["--frequency-penalty", "-3"], ["--frequency-penalty is -3.0", "at least -2"]),
+        (["--draft-tokens", "17"], ["--draft-tokens is 17", "at most 16"]),
+        (["--mode", "fast"], ["--mode", "fast", "overlapped"]),
+        (["--acceptance", "none"], ["--acceptance", "coupled"]),
+        (["--dtype", "float16"], ["--dtype", "float16", "bfloat16"]),
+        (["--stop", ""], ["--stop is empty"]),
+        (["--target", "/no/such/model", "--draft", "x"], ["/no/such/model", "does not exist"]),
+        (["--draft", "/no/such/draft"], ["/no/such/draft", "does not exist"]),
+        (["--target", ""], ["--target is empty"]),
+        (["--target", "x"], ["--target is given without --draft"]),
+        (["--drafter", "ngram", "--draft", "x"], ["--drafter ngram"]),
+        (["--top-p", "nan"], ["--top-p is nan"]),
+        (["--max-tokens", "many"], ["--max-tokens", "many"]),
+        (["--seed", str(2**64)], [f"--seed is {2**64}", f"at most {2**64 - 1}"]),
+        (["--repetition-penalty", "inf"], ["--repetition-penalty is inf"]),
+        (["--temperature", "101"], ["--temperature is 101.0", "at most 100"]),
+        (["--draft-tokens", "-1"], ["--draft-tokens is -1", "at least 0"]),
+        (["--drafter", "magic"], ["--drafter", "magic", "ngram"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["--address", "a:1", "--local"], ["--local is given with --address a:1", "engines on this machine"]),
+        (["--address", "a:1", "--target", "x"], ["--target is given with --address a:1"]),
+        (["--address", "a:1", "--draft", "x"], ["--draft is given with --address a:1"]),
+        (["--address", "a:1", "--drafter", "model"], ["--drafter is given with --address a:1"]),
+        (["--address", "a:1", "--dtype", "auto"], ["--dtype is given with --address a:1"]),
+        (["--address", "a:1", "--tensor-parallel-size", "2"], ["--tensor-parallel-size is given with --address a:1"]),
+        (["--tensor-parallel-size", "0"], ["--tensor-parallel-size is 0", "greater than or equal to 1"]),
+        (["--address", "a:1", "--compile"], ["--compile is given with --address a:1"]),
+        (["--address", "a:1", "--no-compile"], ["--compile is given with --address a:1"]),
+        (["--timeout", "3"], ["--timeout is given without --address"]),
+        (["--request-id", "r"], ["--request-id is given without --address"]),
+        (["--tls"], ["--tls is given without --address"]),
+        (["--tls-ca", "x"], ["--tls-ca is given without --address"]),
+        (["--logprobs"], ["--logprobs is given without --json"]),
+        (["--address", "localhost"], ["'localhost'", "HOST:PORT, such as localhost:9000"]),
+        (["--address", ""], ["''", "HOST:PORT"]),
+        (["--address", "a:1", "--timeout", "0"], ["--timeout is 0.0", "more than 0"]),
+        (["--address", "a:1", "--timeout", "nan"], ["--timeout is nan"]),
+        (["--address", "a:1", "--timeout", "soon"], ["--timeout", "soon"]),
+        (["--address", "a:1", "--temperature", "-1"], ["--temperature is -1.0", "at least 0"]),
+        (["--address", "a:1", "--stop", ""], ["--stop is empty"]),
+        (["--address", "a:1", "--tls-ca", "/no/such.pem"], ["/no/such.pem cannot be read"]),
+    ],
+)
+def test_a_mistake_is_one_sentence(capsys, flags, parts):
+    sentence = refused(capsys, "generate", PROMPT, *flags)
+    for part in parts:
+        assert part in sentence
+
+
+def test_no_command_and_empty_prompt(capsys):
+    assert "COMMAND" in refused(capsys)
+    assert "prompt is empty" in refused(capsys, "generate", "")
+
+
+def test_a_folder_that_holds_no_model(capsys, tmp_path):
+    assert "config.json" in refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"")
+    assert "is a file" in refused(capsys, "generate", PROMPT, "--draft", str(file))
+
+
+def test_a_model_that_is_no_causal_language_model(capfd, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertForMaskedLM(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path)
+    capfd.readouterr()
+    for flags in (["--target", str(tmp_path), "--mode", "plain"], ["--draft", str(tmp_path)]):
+        sentence = refused(capfd, "generate", PROMPT, *flags)
+        assert "no causal language model" in sentence
+        assert "BertForMaskedLM" in sentence
+
+
+def test_a_draft_of_another_tokenizer(capsys, tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(DRAFT_DIR / name)
+    tokenizer = json.loads((DRAFT_DIR / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    by_id = sorted(vocab, key=vocab.get)
+    vocab[by_id[40]], vocab[by_id[41]] = vocab[by_id[41]], vocab[by_id[40]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    sentence = refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
+    assert "tokenizer differs in content" in sentence
+    assert str(tmp_path) in sentence
+    assert str(TARGET_DIR) in sentence
+
+
+def test_standard_input_that_is_empty_or_no_text():
+    for data, part in ((b"caf\xe9", "not UTF-8"), (b"", "prompt is empty")):
+        done = subprocess.run(command("generate", "-"), input=data, capture_output=True, timeout=60)
+        assert done.returncode == 2
+        assert part in done.stderr.decode()
+        assert done.stderr.count(b"\n") == 1
+        assert done.stdout == b""
+
+
+def test_a_prompt_argument_that_is_no_text(capsys):
+    assert "not valid Unicode" in refused(capsys, "generate", "caf\udce9")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--repeats", "0"], "--repeats is 0"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--max-tokens", "5000"], "fit the model's context"),
+        (["--draft", "/no/such/draft"], "does not exist"),
+    ],
+)
+def test_mistakes_with_the_demo(capsys, flags, part):
+    assert part in refused(capsys, "demo", *flags)
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for name in ("generate", "serve", "demo", "bench"):
+        assert f"\n    {name} " in text
+    assert "'bench'" in refused(capsys, "no-such-command").replace("bench)", "'bench')")
+
+
+@pytest.mark.slow
+def test_weights_that_cannot_be_read(capfd, tmp_path):
+    for file in DRAFT_DIR.iterdir():
+        most = 100_000 if file.suffix == ".safetensors" else None
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:most])
+    assert main(["generate", PROMPT, "--draft", str(tmp_path), "--no-compile"]) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert f"model {str(tmp_path)!r} could not be loaded" in error
+
+
+def test_version_and_help(capsys):
+    for flag, text in (("--version", __version__), ("--help", "generate")):
+        with pytest.raises(SystemExit) as caught:
+            main([flag])
+        assert caught.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+def test_every_sampling_flag_reaches_its_field():
+    flags = "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --ignore-eos"
+    penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
+    args = build_parser().parse_args(f"generate x {flags} {penalties}".split(" "))
+    assert sampling_params(args).model_dump(exclude={"logit_bias", "bad_words", "stop_token_ids"}) == {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 4,
+        "min_p": 0.1,
+        "seed": 3,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "ignore_eos": True,
+    }
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_accepted_draft_tokens_are_coloured_on_a_terminal_only(monkeypatch):
+    chunk = Chunk((1, 2), (0.0, 0.0), (True, False), (("ab", True), ("c", False)), None)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, pipe = Terminal(), io.StringIO()
+    write_text([chunk], terminal)
+    write_text([chunk], pipe)
+    assert terminal.getvalue() == "\x1b[32mab\x1b[0mc\n"
+    assert pipe.getvalue() == "abc\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    write_text([chunk], plain := Terminal())
+    assert plain.getvalue() == "abc\n"
+
+
+def test_summary_line():
+    stats = SpeculationStats()
+    stats.add(Round(4, 3, Cause.HIT))
+    stats.add(Round(0, 0, Cause.TOKEN))
+    result = Result("x", (1,) * 5, (), FinishReason.STOP, Usage(3, 5), stats, Timing(0.25, 0.5, 8.0), seed=1)
+    assert summary(result) == (
+        "5 tokens, 8.0 tokens/s, 2.50 tokens per verification, acceptance 75%, hit rate 50%, prefill 0.250 s"
+    )
+
+
+def test_the_parent_loads_no_torch_to_parse_its_arguments():
+    loaded = "any(m in sys.modules for m in ('torch', 'transformers', 'grpc', 'ray'))"
+    script = f"import sys, paceline.cli; paceline.cli.build_parser(); sys.exit({loaded})"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def plain_json():
+    done = run("generate", PROMPT, "--max-tokens", "24", "--mode", "plain", "--json", *EAGER)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_json_has_its_documented_form(plain_json):
+    assert set(plain_json) == {"text", "token_ids", "finish_reason", "usage", "speculation", "timing"}
+    assert set(plain_json["speculation"]) == {"rounds", "drafted", "accepted", "hits", "misses"}
+    assert set(plain_json["timing"]) == {"prefill_s", "decode_s", "tokens_per_s"}
+    assert len(plain_json["token_ids"]) == plain_json["usage"]["completion_tokens"] == 24
+    assert plain_json["finish_reason"] == "length"
+
+
+def test_overlapped_from_standard_input_gives_the_same_text_and_says_how_it_ran(plain_json):
+    done = run("generate", "-", "--max-tokens", "24", "--verbose", *EAGER, stdin=PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain_json["text"] + "\n"
+    *log, last = done.stderr.splitlines()
+    assert "24 tokens, " in last
+    assert "tokens/s" in last
+    assert all(line.startswith("paceline: ") for line in log)
+    assert any("batch-invariant" in line for line in log)
+    assert any("compile False" in line for line in log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--mode", "overlapped"], ["--mode", "sequential"], ["--drafter", "ngram"]])
+def test_any_mode_gives_the_same_tokens(plain_json, flags):
+    done = run("generate", PROMPT, "--max-tokens", "24", "--json", *EAGER, *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["token_ids"] == plain_json["token_ids"]
+
+
+@pytest.mark.slow
+def test_compiling_says_so_once_and_leaves_standard_output_alone(tmp_path):
+    arguments = command("generate", PROMPT, "--mode", "plain", "--max-tokens", "8", "--json")
+    lines = []
+    for _ in range(2):
+        environment = {**os.environ, "PACELINE_CACHE": str(tmp_path)}
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=500, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["token_ids"]) == 8
+        lines.append(done.stderr.splitlines())
+    assert all("compil" in line for line in lines[0]), lines[0]
+    assert len([line for line in lines[0] if "LlamaForCausalLM" in line]) == 2
+    assert lines[1] == []
+
+
+@pytest.mark.slow
+def test_a_model_id_that_nothing_resolves(capfd):
+    sentence = refused(capfd, "generate", PROMPT, "--target", "no-such-model-anywhere", "--mode", "plain")
+    assert "'no-such-model-anywhere' could not be resolved" in sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [["--local"], pytest.param([], marks=pytest.mark.ray)], ids=["local", "service"])
+def test_the_demo_compares_both_modes(place):
+    done = run("demo", "--max-tokens", "24", "--repeats", "2", *EAGER, *place)
+    assert done.returncode == 0, done.stderr
+    assert "identical in all 4 runs (24 tokens each)" in done.stdout
+    if place:
+        assert done.stderr == ""
+
+
+def test_an_over_long_prompt_is_refused(capfd):
+    sentence = refused(capfd, "generate", PROMPT * 400, "--mode", "plain")
+    assert "fit the model's context" in sentence
+
+
+# -- against a service ---------------------------------------------------------------------------------------------
+
+TEXT = "".join(WORDS)
+
+
+@pytest.fixture(scope="module")
+def shared_service():
+    with FakeService() as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared_service):
+    shared_service.script = sentence
+    shared_service.requests.clear()
+    return shared_service
+
+
+def ask(capsys, service, *flags, prompt=PROMPT):
+    """Exit status, standard output and standard error of a request to ``service``."""
+    status = main(["generate", prompt, "--address", service.address, *flags])
+    return status, *capsys.readouterr()
+
+
+def test_a_service_streams_text_and_a_summary(capsys, service):
+    status, out, err = ask(capsys, service)
+    assert status == 0
+    assert out == TEXT + "\n"
+    assert err == (
+        "18 tokens, 8.0 tokens/s, 2.00 tokens per verification, acceptance 33%, hit rate 100%, prefill 0.250 s\n"
+    )
+    assert service.requests[0].text == PROMPT
+
+
+def test_a_service_gives_the_same_json_as_this_machine(capsys, service, plain_json):
+    status, out, err = ask(capsys, service, "--json")
+    assert (status, err) == (0, "")
+    answer = json.loads(out)
+    assert answer.keys() == plain_json.keys()
+    for key in ("usage", "speculation", "timing"):
+        assert answer[key].keys() == plain_json[key].keys()
+    assert answer["text"] == TEXT
+    assert len(answer["token_ids"]) == 18
+    _, out, _ = ask(capsys, service, "--json", "--logprobs")
+    assert json.loads(out)["logprobs"] == [-0.125, -0.25] * 9
+
+
+def test_every_flag_reaches_the_service(capsys, service):
+    flags = (
+        "--max-tokens 9 --temperature 0.5 --mode sequential --draft-tokens 3 --request-id r7 --timeout 60 --ignore-eos"
+    )
+    status, *_ = ask(capsys, service, *flags.split(), "--seed", str(SEED), "--stop", "a", "--stop", "b")
+    assert status == 0
+    request = service.requests[0]
+    params = request.sampling_params
+    assert (params.max_tokens, params.temperature, params.seed, params.ignore_eos) == (9, 0.5, SEED, True)
+    assert list(params.stop) == ["a", "b"]
+    assert (request.speculation.mode, request.speculation.max_draft_tokens) == ("sequential", 3)
+    assert request.request_id == "r7"
+    assert not request.logprobs
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequestError("token id 5000: 0 to 1023 are allowed"), 2),
+        (NotFoundError("no application"), 1),
+        (ResourceExhaustedError("the queue is full", 1.0), 1),
+        (EngineError("no target is left"), 1),
+    ],
+)
+def test_an_error_of_the_service_is_one_sentence(capsys, service, error, status):
+    service.script = failing(error)
+    assert ask(capsys, service) == (status, "", f"paceline: {error}\n")
+
+
+def test_a_service_that_fails_in_mid_stream(capsys, service):
+    service.script = failing(EngineError("the target is gone"), after=2)
+    status, out, err = ask(capsys, service)
+    assert (status, out, err) == (1, "def main", "paceline: the target is gone\n")
+
+
+def test_a_service_that_is_not_there(capsys):
+    with Wire(1) as nobody:
+        pass
+    status, out, err = ask(capsys, nobody)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"paceline: the service at {nobody.address} cannot be reached: ")
+    assert err.count("\n") == 1
+
+
+def test_the_time_limit_of_a_request(capsys, service):
+    service.script = silent
+    status, out, err = ask(capsys, service, "--timeout", "0.2")
+    assert (status, out, err) == (1, "", "paceline: the time limit of 0.2 s was over after 0 tokens\n")
+
+
+def test_text_that_no_protocol_carries(capsys):
+    sentence = refused(capsys, "generate", "caf\udce9", "--address", "localhost:1")
+    assert "UTF-8" in sentence
+
+
+@pytest.mark.parametrize("script", [endless, silent])
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_cancels_the_request(service, script):
+    service.script = script
+    request_id = f"interrupted-{script.__name__}"
+    arguments = command("generate", PROMPT, "--address", service.address, "--request-id", request_id)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        deadline = time.monotonic() + 60
+        while request_id not in service.running:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if script is endless:
+            assert process.stdout is not None
+            assert process.stdout.read(1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, errors
+    assert errors == b"\n"
+    service.wait_cancelled(request_id)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_reader_that_goes_away_cancels_the_request(service):
+    service.script = endless
+    arguments = command("generate", PROMPT, "--address", service.address, "--request-id", "unread")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    service.wait_cancelled("unread")
+
+
+@pytest.fixture
+def interruptible():
+    """What is started from here does not inherit that SIGINT is ignored, as it is in background jobs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    "when", ["streaming", *(pytest.param(w, marks=pytest.mark.slow) for w in ("starting", "compiling"))]
+)
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
+    """A real SIGINT to the whole process group, as a terminal sends it."""
+    flags = [] if when == "compiling" else EAGER
+    if when == "streaming":  # with the operators that are there, as in a second run
+        (cache_dir() / "operators").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "operators").symlink_to(cache_dir() / "operators")
+    arguments = command("generate", PROMPT, "--max-tokens", "900", "--ignore-eos", *flags)
+    environment = {**os.environ, "PACELINE_CACHE": str(tmp_path)}
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if when == "streaming":
+            assert process.stdout.read(1)
+        elif when == "compiling":
+            assert b"compiling" in process.stderr.read(200)
+            time.sleep(10)
+        else:
+            while len(_processes_with(tmp_path)) < 3:
+                time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        process.stdout.read()
+        errors = process.stderr.read()
+        assert process.wait(60) == 130, errors
+    assert b"Traceback" not in errors
+    assert errors.endswith(b"\n")
+    deadline = time.monotonic() + 10  # the interpreter's own helper process ends when it sees its pipe closed
+    while _processes_with(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _processes_with(path):
+    """Processes that have ``path`` as their cache directory."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"PACELINE_CACHE={path}\0".encode() in environment.read_bytes():
+                found.append(int(environment.parent.name))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,173 @@
+"""``paceline plan`` from the command line, and what it reads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.cli.main import EXIT_USAGE, main
+from paceline.errors import ConfigError
+from paceline.plan.closed_form import Load, predict
+from paceline.plan.measured import at_hit_rate, compare, read
+from paceline.types import Mode
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+GIVEN = {"--target-step-ms": "11.5", "--draft-step-ms": "2.5", "--acceptance": "0.8", "--sessions": "20"}
+
+
+def plan(changes: dict[str, str | None] | None = None, *more: str) -> int:
+    flags = GIVEN | {"--slo-itl-ms": "25"} | (changes or {})
+    return main(
+        ["plan", *(part for flag, value in flags.items() if value is not None for part in (flag, value)), *more]
+    )
+
+
+def test_it_says_how_many_to_run_and_what_tokens_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan() == 0
+    out = capsys.readouterr().out
+    assert "Run 1 target and 1 draft (1 for each target)" in out
+    assert "less than by plain decoding" in out
+    assert "target_config.deployment_config.num_replicas: 1" in out
+
+
+def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(None, "--json") == 0
+    out = capsys.readouterr().out
+    assert "NaN" not in out
+    assert "Infinity" not in out
+    found = json.loads(out)
+    assert found["speculation_pays"] is True
+    assert found["overlapped"]["load"] == {"sessions": 20, "targets": 1, "drafts": 1, "requests": None}
+    assert found["overlapped"]["per_million"] < found["plain"]["per_million"]
+
+
+def test_it_says_when_speculation_does_not_pay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan({"--acceptance": "0.1"}) == 0
+    assert "Speculation does not pay" in capsys.readouterr().out
+
+
+def test_a_limit_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan({"--slo-itl-ms": "0.5"}) == 1
+    assert "No fleet with drafts keeps 0.5 ms." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--acceptance": "1"}, "argument --acceptance: '1': a number at least 0 and below 1 is needed"),
+        ({"--acceptance": "nan"}, "'nan': a number at least 0 and below 1 is needed"),
+        ({"--target-step-ms": "0"}, "argument --target-step-ms: '0': a number above 0 is needed"),
+        ({"--sessions": "0"}, "argument --sessions: '0': a whole number from 1 to 1000000 is needed"),
+        ({"--slo-itl-ms": None}, "the following arguments are required: --slo-itl-ms"),
+    ],
+)
+def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        plan(changes)
+    assert stopped.value.code == EXIT_USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"--acceptance": None, "--draft-step-ms": None},
+            "--draft-step-ms and --acceptance are needed, or --from FILE",
+        ),
+        ({"--sessions": None}, "one of --sessions and --requests-per-s is needed, and not both"),
+        ({"--requests-per-s": "1"}, "one of --sessions and --requests-per-s is needed, and not both"),
+        ({"--from": "nothing.json"}, "nothing.json cannot be read as JSON"),
+        ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
+    ],
+)
+def test_flags_at_odds(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(changes) == EXIT_USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_not_given_comes_from_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    none: dict[str, str | None] = dict.fromkeys(("--target-step-ms", "--draft-step-ms", "--acceptance"))
+    source = str(RESULTS / "local-heavy.json")
+    assert plan(none | {"--from": source, "--at-temperature": "1", "--sessions": "2"}, "--json") == 0
+    assumed = json.loads(capsys.readouterr().out)["assumptions"]
+    assert assumed["outcomes"]["acceptance"] == pytest.approx(0.567, abs=1e-3)
+    assert assumed["target"]["points"][0][1] == pytest.approx(0.0187, abs=1e-3)
+    assert plan(none | {"--from": source, "--at-temperature": "0.5"}) == EXIT_USAGE
+    assert "which has 0, 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [[], {}, {"requests": [{}], "summaries": []}])
+def test_a_file_of_something_else(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match="paceline bench local --json"):
+        read(path)
+
+
+def test_the_recorded_runs_are_predicted_within_ten_percent() -> None:
+    for name in ("local-light.json", "local-heavy.json"):
+        for measurements in read(RESULTS / name):
+            for comparison in compare(measurements, seconds=20.0):
+                assert abs(comparison.error) < 0.1, comparison.row.name
+                if comparison.row.mode is Mode.OVERLAPPED:
+                    assert 0.85 < comparison.reached < 1.15, comparison.row.name
+
+
+def test_a_system_is_given_the_hit_rate_that_was_measured() -> None:
+    measurements = read(RESULTS / "local-heavy.json")[0]
+    for hit_rate in (0.7, 0.8):
+        changed = at_hit_rate(measurements.system, Load(1, 1, 1), 4, hit_rate)
+        predicted = predict(changed, Load(1, 1, 1), Mode.OVERLAPPED, 4)
+        assert predicted.hit_rate == pytest.approx(hit_rate, abs=0.01)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import sys, paceline.plan.command; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'numpy')))"
+    source_root = str(Path(paceline.__file__).parents[1])
+    ran = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, env={"PYTHONPATH": source_root})
+    assert ran.returncode == 0
+
+
+def test_prompts_contexts_and_the_time_to_first_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the first tokens that one target misses makes it two."""
+    more: dict[str, str | None] = {
+        "--prompt-tokens": "2000", "--tokens-per-request": "64", "--target-kv-kib": "32", "--draft-kv-kib": "4",
+    }  # fmt: skip
+    found: dict[str | None, Any] = {}
+    for ttft_ms in (None, "400"):
+        assert plan(more | {"--slo-itl-ms": "60", "--slo-ttft-ms": ttft_ms}, "--json") == 0
+        found[ttft_ms] = json.loads(capsys.readouterr().out)["overlapped"]
+    assert found["400"]["simulated"]["mean_ttft_s"] <= 0.4 < found[None]["simulated"]["mean_ttft_s"]
+    assert found["400"]["load"]["targets"] > found[None]["load"]["targets"]
+    assert plan(more | {"--slo-itl-ms": "60", "--slo-ttft-ms": "10"}) == 1
+    assert "keeps 60 ms and 10 ms to the first tokens" in capsys.readouterr().out
+
+
+def test_the_same_devices_in_four_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan({"--target-devices": "2"}, "--json") == 0
+    ways = {way["name"]: way for way in json.loads(capsys.readouterr().out)["same_devices"]}
+    assert list(ways) == ["plain", "co-located", "sequential", "overlapped"]
+    assert ways["overlapped"]["per_device"] == pytest.approx(ways["overlapped"]["tokens_per_s"] / 3)
+    assert ways["co-located"]["load"]["targets"] == 1  # the third device is too little for a target
+    assert ways["overlapped"]["tokens_per_s"] > ways["co-located"]["tokens_per_s"] > ways["plain"]["tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--slo-ttft-ms": "100"}, "--slo-ttft-ms 100 is given for sessions without requests"),
+        ({"--target-kv-kib": "64"}, "--target-kv-kib 64 is given for sessions without requests"),
+        ({"--bandwidth-gb-s": "100"}, "--bandwidth-gb-s 100 is given without --target-kv-kib or --draft-kv-kib"),
+        ({"--max-sessions": "300"}, "--max-sessions 300 is above --max-step-tokens 256"),
+    ],
+)
+def test_requests_that_do_not_add_up(
+    changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(changes) == EXIT_USAGE
+    assert message in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""``paceline status`` against a server that answers, and one that does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tests.support.fake_service import FakeService
+
+from paceline.cli import main as cli
+from paceline.cli.status import report
+from paceline.cluster.launch import free_ports
+from paceline.errors import EngineError
+from paceline.rpc import generation as api
+from paceline.types import PoolScaling, ReplicaStatus, ServerInfo, Startup
+from paceline.v1 import generation_pb2 as pb
+
+DRAFTS = PoolScaling("draft", 2, 1, 0, 3, 1.75, "drafts are busy 95%", "speculation pays", 125.0)
+CHOSEN = {"rounds": 100.0, "draft_rows": 310.0, "draft_rows_trimmed": 45.0, "drafts_paused": 7.0, "drafts_resumed": 5.0}
+INFO = ServerInfo(
+    version="1.2.3",
+    uptime_s=7385.0,
+    pools={
+        "draft": (ReplicaStatus("d1", "draft", 1, 3, 0, 16, node="n2", model="small", draining=True, busy_share=0.9),),
+        "router": (ReplicaStatus("r1", "router", 1, 5, 2, 16, node="n1", model="big"),),
+        "target": (
+            ReplicaStatus(
+                "t1", "target", 1, 3, 1, 4, 30, 120, node="n1", model="big", busy_share=0.257, counters=CHOSEN
+            ),
+        ),
+    },
+    sessions_running=3,
+    sessions_queued=2,
+    acceptance_rate=0.714,
+    acceptance_length=3.125,
+    hit_rate=0.9,
+    sessions_speculating=3,
+    sessions_drafting=2,
+    scaling=(
+        DRAFTS,
+        PoolScaling("target", None, 1, 1, 3, None, "nothing is known", "nothing has been decided yet", None),
+    ),
+    starting=(Startup("d2", "draft", "n3", "loading small", 4.4),),
+)
+
+
+LINES = """
+Paceline 1.2.3, up 2 h 3 min
+
+pool replica state sessions waiting KV busy node model
+router r1 up 5 2 n1 big
+target t1 up 3/4 1 25% 26% n1 big
+draft d1 draining 3/16 0 90% n2 small
+draft d2 starting n3 loading small (4 s)
+
+sessions: 3 running, 2 waiting
+speculation: on for 2 of 3 sessions that may have a draft; since the start accepted 71%, 3.12 tokens per verification, hits 90%
+controllers: 3.10 draft tokens verified per round, 0.45 left out as not worth their time; 7 times a session was told to do without a draft, 5 times to take one again
+
+pool wanted actual least most needed
+draft 2 1 0 3 1.75
+target - 1 1 3 ?
+draft: drafts are busy 95%
+draft: changed 2 min 5 s ago: speculation pays
+target: nothing is known
+"""  # noqa: E501
+
+
+def words(lines):
+    return [line.split() for line in lines]
+
+
+def test_what_is_printed():
+    assert words(report(INFO)) == words(LINES.strip().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"sessions_speculating": 0, "sessions_drafting": 0},
+            "speculation: no running session may have a draft; since",
+        ),
+        (
+            {"sessions_drafting": 0},
+            "speculation: off: of 3 sessions that may have a draft the targets want none for any",
+        ),
+        ({"acceptance_rate": 0.0, "acceptance_length": 1.0}, "may have a draft; no draft token has been verified"),
+        ({"pools": {}}, "; no target is up"),
+        ({"uptime_s": 59.4}, "up 59 s"),
+        ({"uptime_s": 90061.0}, "up 1 d 1 h"),
+    ],
+)
+def test_what_the_service_is_like(changes, text):
+    assert text in "\n".join(report(replace(INFO, **changes)))
+
+
+def test_a_service_that_sizes_no_pool_says_nothing_of_it():
+    assert "wanted" not in "\n".join(report(replace(INFO, scaling=())))
+
+
+def test_it_travels_whole():
+    assert api.server_info_from_proto(api.server_info_to_proto(INFO)) == INFO
+    assert api.server_info_from_proto(pb.GetServerInfoResponse(version="0.1.0")).scaling == (), "an older server"
+
+
+def test_the_command(capsys):
+    with FakeService() as service:
+        assert cli.main(["status", "--address", service.address]) == 0
+        assert "target t1 up 0/16 0" in " ".join(capsys.readouterr().out.split())
+        assert cli.main(["status", "--address", service.address, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+    assert (found["acceptance_rate"], found["pools"]["target"][0]["counters"]) == (0.5, {"steps": 3.0})
+    assert (found["scaling"], found["starting"]) == ([], [])
+
+
+def test_no_target_is_a_status_of_its_own(capsys, monkeypatch):
+    monkeypatch.setattr("paceline.client.client.Client.server_info", lambda self, timeout_s: replace(INFO, pools={}))
+    assert cli.main(["status"]) == 1
+    assert "no target is up" in capsys.readouterr().out
+
+
+def test_watching_goes_on_when_nobody_answers_for_a_while(capsys, monkeypatch):
+    answers = iter([INFO, EngineError("nobody there"), INFO])
+
+    def server_info(self, timeout_s):
+        answer = next(answers, None)
+        if answer is None:
+            raise KeyboardInterrupt
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("paceline.client.client.Client.server_info", server_info)
+    assert cli.main(["status", "--watch", "0.01", "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["version"] for line in out.splitlines()] == ["1.2.3", "1.2.3"]
+    assert "nobody there" in err
+
+
+def test_nobody_answers(capsys):
+    (port,) = free_ports(1)
+    assert cli.main(["status", "--address", f"127.0.0.1:{port}", "--timeout", "2"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"127.0.0.1:{port}" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--timeout", "--watch"])
+def test_times_are_more_than_nothing(flag, capsys):
+    assert cli.main(["status", flag, "0"]) == 2
+    assert f"{flag} is 0: it must be more than 0 seconds" in capsys.readouterr().err

@@ -1,0 +1,387 @@
+"""The application on a real cluster: streams, cancels, deadlines, leases, scaling, drains and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+import ray
+from tests.cluster.ray.conftest import config_for, letters, until
+
+from paceline.config import LocalConfig
+from paceline.errors import ConfigError
+from paceline.local import LocalPipeline
+from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.v1 import generation_pb2 as pb
+from paceline.v1 import generation_pb2_grpc, types_pb2
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+LIMIT_S = 90
+LONG = 1500
+"""Tokens of a stream that outlives what is done to it."""
+
+
+def finish(coroutine):
+    """Its result; a test that hangs says where."""
+
+    async def run():
+        async with asyncio.timeout(LIMIT_S):
+            return await coroutine
+
+    return asyncio.run(run())
+
+
+def request(text, max_tokens=32, *, seed=None, temperature=0.0, mode=None, request_id=""):
+    sampling = types_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+    if seed is not None:
+        sampling.seed = seed
+    message = pb.GenerateRequest(request_id=request_id, text=text, sampling_params=sampling)
+    if mode is not None:
+        message.speculation.mode = mode
+    return message
+
+
+@contextlib.asynccontextmanager
+async def stub_of(app):
+    async with grpc.aio.insecure_channel(app.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+async def collect(call):
+    """Token ids, text and the last message of a stream."""
+    token_ids, text, complete = [], "", None
+    async for response in call:
+        assert complete is None
+        if response.HasField("complete"):
+            complete = response.complete
+        else:
+            token_ids += response.chunk.token_ids
+            text += response.chunk.text
+    return token_ids, text, complete
+
+
+async def replicas(app, kind):
+    """Statuses of the replicas that a router sees."""
+    return (await app.ask("Router", "statuses"))[0].get(kind, [])
+
+
+async def leases(app, deployment):
+    return sum(await app.ask(deployment, "num_leases"))
+
+
+async def assert_all_free(app):
+    """No lease, no session, nothing queued."""
+
+    seen = {}
+
+    async def free():
+        seen["leases"] = [await leases(app, name) for name in (app.TARGET, app.DRAFT)]
+        seen["sessions"] = [(s.kind, s.num_sessions) for k in ("target", "draft") for s in await replicas(app, k)]
+        seen["requests"] = await app.ask("Router", "num_requests")
+        return not any([*seen["leases"], *(count for _, count in seen["sessions"]), *seen["requests"]])
+
+    try:
+        await until(free, 15)
+    except AssertionError:
+        pytest.fail(f"still held: {seen}")
+
+
+def plain(app, prompts, max_tokens):
+    """Token ids of each prompt by plain decoding in this process."""
+    target = {"path": str(app.pair / "target"), "dtype": "float32", "compile": False}
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    with LocalPipeline(LocalConfig(target=target, worker="thread", pin_cores=False)) as pipeline:
+        speculation = SpeculationParams(mode=Mode.PLAIN)
+        return [list(pipeline.generate(p, sampling, speculation).result.token_ids) for p in prompts]
+
+
+def test_build_names_the_deployments_and_passes_options_through(pair):
+    from paceline.cluster.app import build, build_draft_deployment, build_target_deployment
+    from paceline.config import ServiceConfig
+
+    config = ServiceConfig.parse(config_for(pair))
+    target = build_target_deployment(config, override_serve_options={"max_ongoing_requests": 7})
+    draft = build_draft_deployment(config, name_prefix="Fast:")
+    assert target._bound_deployment.name == "Target:tests--target_v1"
+    assert target._bound_deployment.max_ongoing_requests == 7
+    assert draft._bound_deployment.name == "Fast:tests--draft"
+    assert build(config)._bound_deployment.num_replicas == 2
+    with pytest.raises(ConfigError, match="draft_config is null"):
+        build_draft_deployment(config.with_overrides(["draft_config=null"]))
+    with pytest.raises(ConfigError, match="no such key"):
+        build({"target_confg": {}})
+
+
+def test_streams_equal_plain_decoding_in_one_process(app):
+    prompts = [letters(20 + i, i) for i in range(4)]
+
+    async def run():
+        async with stub_of(app) as stub:
+            return await asyncio.gather(*(collect(stub.Generate(request(p, 64))) for p in prompts))
+
+    results = finish(run())
+    assert [ids for ids, _, _ in results] == plain(app, prompts, 64)
+    assert all(c.finish_reason == "length" and c.completion_tokens == 64 for _, _, c in results)
+    finish(assert_all_free(app))
+
+
+def test_errors_come_with_status_details_and_trailers(app):
+    async def run():
+        async with stub_of(app) as stub:
+            call = stub.Generate(request("hello", 10**6))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await collect(call)
+            return caught.value
+
+    error = finish(run())
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "max_tokens is 1000000" in error.details()
+    assert dict(error.trailing_metadata())["paceline-error"] == "PromptTooLongError"
+
+
+async def _cancel(app, stub, how):
+    """One request that is left in the given way after it has begun."""
+    call = stub.Generate(request(letters(12), LONG))
+    if how == "reader is cancelled":
+        reader = asyncio.create_task(collect(call))
+        await asyncio.sleep(0.3)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        call.cancel()
+        return
+    async for _ in call:
+        if how == "slow reader":
+            await asyncio.sleep(0.2)
+        break
+    call.cancel()
+
+
+@pytest.mark.parametrize("how", ["reader is cancelled", "on a message", "slow reader", "connection is dropped"])
+def test_every_cancel_frees_the_session_everywhere(app, how):
+    """50 of each kind, ten at a time."""
+
+    async def run():
+        finished = await ended(app)
+        for _ in range(5):
+            if how == "connection is dropped":
+                async with contextlib.AsyncExitStack() as stack:
+                    stubs = [await stack.enter_async_context(stub_of(app)) for _ in range(10)]
+                    calls = [stub.Generate(request(letters(12), LONG)) for stub in stubs]
+                    await asyncio.gather(*(call.read() for call in calls))
+            else:
+                async with stub_of(app) as stub:
+                    await asyncio.gather(*(_cancel(app, stub, how) for _ in range(10)))
+        await assert_all_free(app)
+        assert await ended(app) == finished, "a cancelled request ran to its end"
+
+    finish(run())
+
+
+async def ended(app):
+    """Requests that ran to their natural end, over all routers."""
+    text = "".join(await app.ask("Router", "own_metrics"))
+    lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if 'finished_reason="length"' in line)
+
+
+def test_a_deadline_frees_the_session(app):
+    async def run():
+        async with stub_of(app) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await collect(stub.Generate(request(letters(9), LONG), timeout=0.3))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await assert_all_free(app)
+
+    finish(run())
+
+
+def test_cancel_reaches_the_router_that_has_the_request(app):
+    async def run():
+        async with stub_of(app) as stub:
+            reply = await stub.Cancel(pb.CancelRequest(request_id="nobody"))
+            assert not reply.cancelled
+            for i in range(6):  # routers are chosen by the proxy: one of the two unary calls meets the other one
+                reader = asyncio.create_task(collect(stub.Generate(request(letters(9), LONG, request_id=f"c{i}"))))
+                await asyncio.sleep(0.2)
+                assert (await stub.Cancel(pb.CancelRequest(request_id=f"c{i}"))).cancelled
+                _, _, complete = await reader
+                assert complete.finish_reason == "abort"
+
+    finish(run())
+
+
+def test_reflection_health_model_and_server_info(app):
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+    with grpc.insecure_channel(app.address) as channel:
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert {"paceline.v1.GenerationService", "grpc.health.v1.Health"} <= set(services)
+        health = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == serving
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="paceline.v1.GenerationService"), timeout=5)
+        assert next(watch).status == serving
+        watch.cancel()
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        info = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
+        assert (info.model_id, info.draft_model_id, info.dtype) == ("tests/target.v1", "tests/draft", "float32")
+
+        async def reported():
+            fleet = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+            return {pool.name: len(pool.replicas) for pool in fleet.pools} == {"target": 1, "draft": 1, "router": 2}
+
+        finish(until(reported, 10))
+
+
+def page(app, path):
+    with urllib.request.urlopen(app.url + path, timeout=10) as reply:
+        return reply.read().decode()
+
+
+def test_the_acceptance_length_is_that_of_the_metrics(app):
+    def total(name):
+        lines = page(app, "/metrics").splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}_total"))
+
+    async def run():
+        async with stub_of(app) as stub:
+            for mode in ("sequential", "plain"):
+                await collect(stub.Generate(request("def read", mode=mode)))
+
+            async def agrees():
+                info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+                drafts, accepted = (total(f"vllm:spec_decode_num_{name}") for name in ("drafts", "accepted_tokens"))
+                return total("paceline_rounds") and info.acceptance_length == 1 + (accepted / drafts if drafts else 0)
+
+            await until(agrees, 10)
+
+    finish(run())
+
+
+def test_what_replicas_log_is_in_the_files_of_ray_at_once(app):
+    """A failed request is named there, what it said is not."""
+    request_id, prompt = "find-me-in-the-log", "nobody else's business"
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+
+    def lines():
+        return [line for file in folder.glob("worker-*.err") for line in file.read_text(errors="replace").splitlines()]
+
+    async def run():
+        async with stub_of(app) as stub:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await collect(stub.Generate(request(prompt, 10**6, request_id=request_id)))
+        await until(lambda: any(request_id in line for line in lines()), what="the request is named")
+
+    finish(run())
+    assert sum("is ready after" in line for line in lines()) >= 2
+    assert not any(prompt in line for line in lines())
+
+
+def test_metrics_are_one_page_for_all_replicas(app):
+    def both_routers_reported():
+        text = page(app, "/metrics")
+        return text if 'paceline_replicas_up{kind="router"} 2.0' in text else ""
+
+    text = finish(until(both_routers_reported))
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tests/target.v1"}' in text
+    assert page(app, "/health") == "serving\n"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        page(app, "/nothing")
+
+
+def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app):
+    async def run():
+        async with stub_of(app) as stub:
+            calls = [stub.Generate(request(letters(9, i), LONG)) for i in range(3)]
+            for call in calls:
+                await call.read()
+            await until(lambda: held(), 10, "3 leases on the targets")
+            assert await leases(app, app.DRAFT) <= 3  # a target gives a draft back that does not pay
+            for call in calls:
+                call.cancel()
+        await assert_all_free(app)
+
+    async def held():
+        return await leases(app, app.TARGET) == 3
+
+    finish(run())
+
+
+def test_draft_pool_to_zero_and_back_while_streams_run(app):
+    prompts = [letters(15, i) for i in range(3)]
+
+    async def run():
+        async with stub_of(app) as stub:
+
+            async def stream(prompt):
+                return await collect(stub.Generate(request(prompt, 200)))
+
+            await app.scale(app.DRAFT, 0)
+            first = await asyncio.gather(*(stream(p) for p in prompts))
+            await until(lambda: gone(), 20, "no draft runs")
+            without = await asyncio.gather(*(stream(p) for p in prompts))
+            await app.scale(app.DRAFT, 1)
+            await until(lambda: back(), 60, "a draft runs")
+            again = await asyncio.gather(*(stream(p) for p in prompts))
+            return first, without, again
+
+    async def gone():
+        return await app.running(app.DRAFT) == 0 and not await replicas(app, "draft")
+
+    async def back():
+        return await app.running(app.DRAFT) == 1 and all(r.get("draft") for r in await app.ask("Router", "statuses"))
+
+    expected = plain(app, prompts, 200)
+    first, without, again = finish(run())
+    for results in (first, without, again):
+        assert [ids for ids, _, _ in results] == expected
+    assert sum(c.speculation.drafted for _, _, c in without) == 0
+
+
+def test_a_target_that_drains_or_dies_takes_no_stream_with_it(app):
+    prompts = [letters(15, i) for i in range(4)]
+
+    async def run():
+        await app.scale(app.TARGET, 2)
+        await until(lambda: both(), 60, "two targets run")
+        async with stub_of(app) as stub:
+            streams = [asyncio.create_task(collect(stub.Generate(request(p, LONG)))) for p in prompts]
+            await asyncio.sleep(0.5)
+            await app.scale(app.TARGET, 1)
+            await until(lambda: one(), 40, "one target has drained and ended")
+            drained = await asyncio.gather(*streams)
+            streams = [asyncio.create_task(collect(stub.Generate(request(p, LONG)))) for p in prompts]
+            await asyncio.sleep(0.5)
+            (pid,) = [status.pid for status in await replicas(app, "target")]
+            os.kill(pid, signal.SIGKILL)
+            killed = await asyncio.gather(*streams)
+        return drained, killed
+
+    async def both():
+        seen = await app.ask("Router", "statuses")
+        return await app.running(app.TARGET) == 2 and all(len(r["target"]) == 2 for r in seen)
+
+    async def one():
+        states = await app.states(app.TARGET)
+        return states == {"RUNNING": 1}
+
+    drained, killed = finish(run())
+    expected = plain(app, prompts, LONG)
+    assert [ids for ids, _, _ in drained] == expected
+    assert [ids for ids, _, _ in killed] == expected
+    finish(assert_all_free(app))

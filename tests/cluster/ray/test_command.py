@@ -1,0 +1,298 @@
+"""``paceline serve`` from its flags to its processes: what it refuses, how it starts, and that nothing stays."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.cluster.ray.conftest import START_S
+
+from paceline.client import Client
+from paceline.cluster import launch as serve
+from paceline.errors import ConfigError, EngineError
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def parsed(*argv):
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return parser.parse_args(["serve", *argv])
+
+
+def test_flags_win_over_the_file(tmp_path):
+    file = tmp_path / "service.yaml"
+    file.write_text("server: {grpc_port: 9100, http_port: 9101}\nrouter_config: {max_queued_requests: 3}\n")
+    (tmp_path / "big").mkdir()
+    (tmp_path / "small").mkdir()
+    args = ["--config", str(file), "--set", "router_config.max_queued_requests=5", "--grpc-port", "9200"]
+    models = ["--target", str(tmp_path / "big"), "--draft", str(tmp_path / "small"), "--dtype", "float32"]
+    config = serve.read_config(parsed(*args, *models, "--no-compile", "--targets", "2", "--drafts", "3"))
+    assert (config.server.grpc_port, config.server.http_port) == (9200, 9101)
+    assert config.router_config.max_queued_requests == 5
+    target, draft = config.target_config, config.draft_config
+    assert (target.model_loading_config.model_id, target.deployment_config.num_replicas) == ("big", 2)
+    assert target.model_loading_config.source == str(tmp_path / "big")
+    assert (draft.model_loading_config.model_id, draft.deployment_config.num_replicas) == ("small", 3)
+    assert target.engine_kwargs.dtype == draft.engine_kwargs.dtype == "float32"
+    assert target.engine_kwargs.compile is draft.engine_kwargs.compile is False
+    assert serve.reserved_cpus(config) == 5  # 2 x 0.9 + 3 x 0.9 + 0.2
+
+
+def test_the_embedded_pair_keeps_its_draft_when_a_flag_changes_it():
+    config = serve.read_config(parsed("--no-compile", "--drafts", "2"))
+    assert config.draft_config.model_loading_config.model_id == "paceline/embedded-draft"
+    assert config.draft_config.engine_kwargs.compile is False
+    assert serve.read_config(parsed("--drafter", "ngram", "--dtype", "float32")).draft_config.kind == "ngram"
+    assert serve.read_config(parsed("--drafter", "none")).draft_config is None
+    assert serve.read_config(parsed("--drafts", "0")).draft_config is None
+
+
+def test_a_flag_that_names_a_draft_keeps_what_else_is_set_of_it(tmp_path):
+    file = tmp_path / "service.yaml"
+    file.write_text("draft_config: {model_loading_config: {model_id: a/b}, engine_kwargs: {fan_out: 3}}\n")
+    settings = ["--set", "draft_config.engine_kwargs.max_sessions=2"]
+    draft = serve.read_config(parsed("--config", str(file), *settings, "--draft", "c/d")).draft_config
+    assert draft.model_loading_config.model_id == "c/d"
+    assert (draft.engine_kwargs.fan_out, draft.engine_kwargs.max_sessions) == (3, 2)
+    ngram = ["--drafter", "ngram", "--set", "draft_config.engine_kwargs.max_match=7"]
+    assert serve.read_config(parsed(*ngram)).draft_config.engine_kwargs.max_match == 7
+    file.write_text("draft_config: {kind: ngram}\n")
+    assert serve.read_config(parsed("--config", str(file), "--draft", "c/d")).draft_config.kind == "model"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--draft", "x", "--drafter", "ngram"], "--draft x is given with --drafter ngram"),
+        (["--target", ""], "--target is empty"),
+        (["--target", "some/model"], "draft_config names no model"),
+        (["--targets", "-1"], "num_replicas is -1"),
+        (["--set", "router_config.nonsense=1"], "no such key"),
+        (["--config", "/nowhere.yaml"], "cannot be read"),
+    ],
+)
+def test_mistakes_are_named(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        serve.read_config(parsed(*argv))
+
+
+def test_the_reason_of_a_failed_start_is_found_in_what_serve_says():
+    trace = "The deployment failed to start 3 times in a row ...\nTraceback:\n  File x\n"
+    error = serve.reason_of(trace + "paceline.errors.ConfigError: no weights there\n")
+    assert type(error) is ConfigError
+    assert str(error) == "no weights there"
+    error = serve.reason_of(trace + "RuntimeError: out of luck\n")
+    assert type(error) is EngineError
+    assert str(error) == "RuntimeError: out of luck"
+
+
+class Running:
+    """A ``paceline serve`` in a session of its own."""
+
+    def __init__(self, pair: Path, folder: Path, *more: str) -> None:
+        self.grpc_port, self.http_port = serve.free_ports(2)
+        self.log = folder / "serve.log"
+        self._out = self.log.open("w")
+        models = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--dtype", "float32"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        ports = ["--host", "127.0.0.1", "--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "serve", *models, "--no-compile", *ports, *more],
+            stdout=self._out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._out.close()
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, line: str, timeout_s: float = START_S) -> None:
+        end = time.monotonic() + timeout_s
+        while line not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < end, f"no {line!r} within {timeout_s} s: {self.text()}"
+            time.sleep(0.1)
+
+
+def descendants(pid: int) -> set[int]:
+    """A process and those below it."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def command_line(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+
+
+def alive(pids):
+    """Those that still run; a zombie waits for nobody here."""
+    left = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                left.add(pid)
+    return left
+
+
+def is_ours(pid):
+    """Whether a process is a replica, the proxy before them, or what watches over that."""
+    with contextlib.suppress(OSError):
+        return any(name in " ".join(command_line(pid)) for name in ("ServeReplica", "haproxy", "janitor.py"))
+    return False
+
+
+def wait_gone(pids, timeout_s=30):
+    end = time.monotonic() + timeout_s
+    while left := alive(pids):
+        names = [Path(f"/proc/{pid}/cmdline").read_bytes()[:90] for pid in left if Path(f"/proc/{pid}").exists()]
+        assert time.monotonic() < end, names
+        time.sleep(0.1)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(pair, tmp_path, number, status):
+    with Running(pair, tmp_path) as running:
+        running.wait_for("ready\n")
+        with Client(f"127.0.0.1:{running.grpc_port}") as client:
+            result = client.generate("hello", max_tokens=20).result
+        assert result.usage.completion_tokens > 0
+        family = descendants(running.process.pid)
+        assert len(family) > 6
+        ours = {pid for pid in family if is_ours(pid)}
+        assert len(ours) > 4
+        (sockets,) = (line[-1] for pid in family if (line := command_line(pid))[-2:][0].endswith("janitor.py"))
+        assert Path(sockets).exists()
+        if number == signal.SIGINT:  # as a terminal does: the whole group hears it
+            os.killpg(running.process.pid, number)
+        else:
+            running.process.kill()
+        assert running.process.wait(60) == status
+        # of a Ray whose driver was killed the last agents end in their own time: what is ours must be gone
+        wait_gone(family if number == signal.SIGINT else ours)
+        assert not Path(sockets).exists()
+    for port in (running.grpc_port, running.http_port):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+
+
+@pytest.mark.ray
+def test_a_replica_that_cannot_start_ends_it_with_the_reason(pair, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (pair / "target").iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "nobody-knows"}))
+    with Running(pair, tmp_path, "--target", str(broken)) as running:
+        family = set()
+        while running.process.poll() is None:
+            family |= descendants(running.process.pid)
+            time.sleep(0.5)
+        assert running.process.returncode == 2, running.text()
+        assert "broken" in running.text().splitlines()[-1]
+        wait_gone(family)
+
+
+# -- on a cluster that runs -----------------------------------------------------------------------------------------
+
+_CLUSTER = """
+import sys, ray
+context = ray.init(address="local", num_cpus=4, object_store_memory=80 << 20, log_to_driver=False, **{options})
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, environment: dict[str, str], **options):
+    """A Ray cluster of another process; yields it and its address."""
+    before = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with (folder / "cluster.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CLUSTER.replace("{options}", repr(options))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            env=before | environment | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            address = process.stdout.readline().strip()
+            assert address, (folder / "cluster.log").read_text()
+            yield process, address
+        finally:
+            process.communicate()
+
+
+@pytest.mark.ray
+def test_it_joins_a_cluster_and_leaves_it_as_it_was(pair, tmp_path):
+    with cluster(tmp_path, {}, include_dashboard=False) as (ray, address):
+        with Running(pair, tmp_path, "--address", address) as running:
+            running.wait_for("ready\n")
+            replicas = {pid for pid in descendants(ray.pid) if is_ours(pid)}
+            names = " ".join(" ".join(command_line(pid)) for pid in replicas)
+            assert all(name in names for name in ("Target:", "Draft:", "Router", "haproxy")), names
+            with Client(f"127.0.0.1:{running.grpc_port}") as client:
+                assert client.generate("hello", max_tokens=20).result.usage.completion_tokens > 0
+            running.process.send_signal(signal.SIGINT)
+            assert running.process.wait(60) == 130
+        wait_gone(replicas)
+        assert ray.poll() is None
+
+
+@pytest.mark.ray
+def test_the_cluster_file_is_deployed_by_serve_itself(tmp_path):
+    """On a cluster that was started with the environment that is printed for it."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "paceline", "serve", "--print-environment"], capture_output=True, text=True, check=True
+    ).stdout
+    environment = dict(shlex.split(line)[1].split("=", 1) for line in printed.splitlines())
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    dashboard, grpc_port, http_port = serve.free_ports(3)
+    text = (REPOSITORY / "cluster" / "embedded.yaml").read_text().replace("0.0.0.0", "127.0.0.1")
+    config = yaml.safe_load(text.replace("9000", str(grpc_port)).replace("8000", str(http_port)))
+    for pool in ("target_config", "draft_config"):
+        config["applications"][0]["args"][pool].setdefault("engine_kwargs", {})["compile"] = False
+    file = tmp_path / "embedded.yaml"
+    file.write_text(yaml.safe_dump(config))
+    folder = Path(environment["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"])
+    try:
+        with cluster(tmp_path, environment, include_dashboard=True, dashboard_port=dashboard):
+            command = [str(Path(sys.executable).with_name("serve")), "deploy", "--address"]
+            subprocess.run([*command, f"http://127.0.0.1:{dashboard}", str(file)], check=True, capture_output=True)
+            with Client(f"127.0.0.1:{grpc_port}") as client:
+                client.wait_ready(START_S)
+                assert client.generate("def f(", max_tokens=20, ignore_eos=True).result.usage.completion_tokens == 20
+    finally:
+        shutil.rmtree(folder)

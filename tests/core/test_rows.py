@@ -1,0 +1,221 @@
+"""Every pass of ``rows.cpp`` against its twin in torch: the same tokens and the same bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core import noise, rows
+from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import best_coupled, draft_candidates, pick, pick_unprocessed, process, rank_coupled
+from paceline.types import SamplingParams
+
+SIZES = st.sampled_from([1, 3, 16, 127, 128, 129, 1001, 5000])
+SPREADS = st.sampled_from([0.0, 0.5, 5.0, 30.0, 200.0, 1e6])
+SHAPES = st.sampled_from(["as drawn", "ascending", "descending", "many ties", "one token", "negative zeros"])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    """The tests compare two ways: without a compiler there is one."""
+    assert rows.usable(torch.zeros(1, 1), torch.float32), "there is no C++ compiler here"
+
+
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "usable", lambda *_: False)
+
+
+def adversarial(seed: int, num_rows: int, size: int, spread: float, shape: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, size, generator=generator) * spread
+    if shape in ("ascending", "descending"):
+        x = x.sort(-1, descending=shape == "descending").values
+    elif shape == "many ties":
+        x = x.round()
+    elif shape == "one token":
+        x.fill_(-math.inf)[:, size // 2] = -3.5
+    elif shape == "negative zeros":
+        x = torch.where(x > 0, 0.0, -0.0)
+    if shape == "as drawn":
+        x[torch.rand(num_rows, size, generator=generator) < 0.3] = -math.inf
+        x[:, 0].clamp_(min=-10)
+    return x
+
+
+def keys_of(seed: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
+    return (
+        seeds,
+        torch.arange(num_rows) * 2**33 + seed % 1000,
+        torch.randint(0, 2**32, (num_rows,), generator=generator),
+    )
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), SIZES, SPREADS, SHAPES, st.sampled_from([0, 1, 4, 4095]))
+@settings(max_examples=120, deadline=None)
+def test_the_largest_score_and_its_bits_are_those_of_the_dense_definition(seed, num_rows, size, spread, shape, first):
+    x = adversarial(seed, num_rows, size, spread, shape)
+    seeds, positions, nonces = keys_of(seed, num_rows)
+    exact = gumbel(seeds, positions, Stream.RECOVER, first + size, nonces)[:, first:].double()
+    flat = torch.stack((seeds, positions, nonces), -1).flatten().tolist()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        weights = x.to(dtype)
+        scores, ids = (weights.double() + exact).max(-1)
+        found, best = rows.gumbel_max(weights, flat, Stream.RECOVER, first)
+        assert torch.equal(found, ids + first)
+        assert torch.equal(best, scores)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), SIZES, SPREADS, SHAPES, DTYPES)
+@settings(max_examples=80, deadline=None)
+def test_picked_tokens_are_those_of_the_whole_pipeline(seed, num_rows, size, spread, shape, dtype):
+    """In one pass from the logits, from processed rows, and by torch alone."""
+    logits = adversarial(seed, num_rows, size, spread, shape).to(dtype)
+    for temperature in (0.0, 1e-30, 0.7, 1.0, 50.0):
+        params = SamplingParams(temperature=temperature)
+        states = [SamplerState(params, seed + i, (0,) * (i + 1), vocab_size=size) for i in range(num_rows)]
+        batch = [Row(state) for state in states]
+        processed = process(logits, batch)
+        picked = pick_unprocessed(logits, batch)
+        assert picked == pick(processed)
+        seeds, positions = processed.seeds, processed.positions
+        exact = gumbel(seeds, positions, Stream.COUPLED, size).double() * (temperature > 0)
+        expected = (processed.scores.double() + exact).argmax(-1)
+        assert picked[0] == expected.tolist()
+        logprobs = processed.log_probs.gather(-1, expected[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(picked[1]), logprobs, rtol=2e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_distribution_is_left_to_the_pipeline(bad):
+    logits = torch.zeros(3, 300)
+    logits[1] = bad if bad == -math.inf else 0.0
+    logits[1, 299] = bad
+    state = SamplerState(SamplingParams(temperature=1.0), 1, (0,), vocab_size=300)
+    assert pick_unprocessed(logits, [Row(state)] * 3) is None
+    ids, _ = rows.pick(logits, [1.0, 1.0, 0.0], [1, 2, 0] * 3, Stream.COUPLED)
+    assert ids[1] == -1
+    assert -1 not in (ids[0], ids[2])
+
+
+def test_other_processors_are_left_to_the_pipeline():
+    plain = SamplerState(SamplingParams(temperature=1.0), 1, (0,), vocab_size=9)
+    for options in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}):
+        other = SamplerState(SamplingParams(temperature=1.0, **options), 1, (0,), vocab_size=9)
+        assert pick_unprocessed(torch.zeros(2, 9), [Row(plain), Row(other)]) is None
+    assert pick_unprocessed(torch.zeros(1, 9, dtype=torch.float16), [Row(plain)]) is None
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), SIZES, SPREADS, SHAPES, DTYPES, st.sampled_from([1, 5, 256, 5000]))
+@settings(max_examples=100, deadline=None)
+def test_the_largest_values_are_a_stable_sorts(seed, num_rows, size, spread, shape, dtype, m):
+    x, m = adversarial(seed, num_rows, size, spread, shape).to(dtype), min(m, size)
+    expected = x.float().sort(dim=-1, descending=True, stable=True)
+    values, ids = rows.largest(x, m)
+    assert torch.equal(values, expected.values[:, :m])
+    assert torch.equal(ids, expected.indices[:, :m])
+
+
+def test_what_is_no_number_comes_last():
+    values, ids = rows.largest(torch.tensor([[math.nan, 1.0, -math.inf, 2.0]]), 4)
+    assert ids.tolist() == [[3, 1, 0, 2]]
+    assert values.tolist() == [[2.0, 1.0, -math.inf, -math.inf]]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), SIZES, SPREADS, SHAPES)
+@settings(max_examples=80, deadline=None)
+def test_candidates_are_ranked_as_by_the_dense_noise(seed, num_rows, size, spread, shape):
+    logits = adversarial(seed, num_rows, size, spread, shape)
+    params = [SamplingParams(temperature=float(i % 2)) for i in range(num_rows)]
+    states = [SamplerState(p, seed + i, (0,), vocab_size=size) for i, p in enumerate(params)]
+    batch = [Row(state) for state in states]
+    token_ids, log_q = draft_candidates(logits, batch, 64)
+    found, scores = best_coupled(token_ids, log_q, batch, 6)
+    seeds, positions = (
+        torch.tensor(part) for part in zip(*((r.state.seed_bits, r.position) for r in batch), strict=True)
+    )
+    exact = gumbel_at(seeds, positions, Stream.COUPLED, token_ids).double()
+    exact = exact * torch.tensor([[float(i % 2)] for i in range(num_rows)])
+    for row in range(num_rows):
+        ranked = sorted(zip((-(exact[row] + log_q[row].double())).tolist(), token_ids[row].tolist(), strict=True))[
+            : len(found[row])
+        ]
+        assert scores[row] == [-score for score, _ in ranked]
+        finite = [token for score, token in ranked if score < math.inf]
+        assert found[row][: len(finite)] == finite
+
+
+def test_ranking_without_native_code_agrees(monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    token_ids = torch.stack([torch.randperm(500, generator=generator)[:40] for _ in range(20)])
+    log_q = torch.log_softmax(torch.randn(20, 40, generator=generator) * 3, -1)
+    log_q[3, 5], log_q[4, 0] = math.nan, -math.inf
+    states = [SamplerState(SamplingParams(temperature=1.0), i, (0,), vocab_size=500) for i in range(20)]
+    batch = [Row(state) for state in states]
+    found, scores = best_coupled(token_ids, log_q, batch, 6)
+    without_native(monkeypatch)
+    slow, slow_scores = best_coupled(token_ids, log_q, batch, 6)
+    assert found == slow
+    torch.testing.assert_close(torch.tensor(scores), torch.tensor(slow_scores), rtol=0, atol=4e-6)
+    ranked, _ = rank_coupled(
+        token_ids[:1], log_q[:1], torch.tensor([0]), torch.tensor([1]), torch.zeros(1, dtype=torch.bool)
+    )
+    assert ranked[0, :6].tolist() == found[0]
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 20.0])
+@pytest.mark.parametrize("coarse", [False, True])
+def test_truncation_is_the_same_with_and_without_native_code(monkeypatch, spread, coarse):
+    """Flat rows whose nucleus is most of the vocabulary beside peaked ones, with ties and without."""
+    generator = torch.Generator().manual_seed(int(10 * spread))
+    logits = torch.randn(6, 3000, generator=generator) * spread
+    logits = logits.bfloat16() if coarse else logits
+    options = [
+        {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.999, "min_p": 1e-4}, {"top_k": 2000, "top_p": 0.95}, {},
+        {"min_p": 0.05, "temperature": 3.0},
+    ]  # fmt: skip
+    states = [SamplerState(SamplingParams(**{"temperature": 1.0, **o}), 1, (0,), vocab_size=3000) for o in options]
+    batch = [Row(state) for state in states]
+    native = process(logits, batch).scores
+    alone = torch.cat([process(logits[i : i + 1], [row]).scores for i, row in enumerate(batch)])
+    assert torch.equal(native, alone)
+    without_native(monkeypatch)
+    assert torch.equal(native, process(logits, batch).scores)
+
+
+def test_noise_without_native_code_is_the_same(monkeypatch):
+    seeds, positions, nonces = keys_of(5, 40)
+    x = adversarial(5, 40, 2000, 2.0, "as drawn")
+    picked = gumbel_argmax(x, seeds, positions, Stream.DRAFT, nonces)
+    best, ids = gumbel_max(x, seeds, positions, Stream.COUPLED, 12)
+    without_native(monkeypatch)
+    assert torch.equal(picked, gumbel_argmax(x, seeds, positions, Stream.DRAFT, nonces))
+    slow_best, slow_ids = gumbel_max(x, seeds, positions, Stream.COUPLED, 12)
+    assert torch.equal(ids, slow_ids)
+    assert torch.equal(best, slow_best)
+
+
+def test_without_a_compiler_torch_draws_and_says_so_once(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr("paceline.core.native.shutil.which", lambda name: None)
+    monkeypatch.setattr(rows, "_library", rows._library.__wrapped__)
+    assert not rows.usable(torch.zeros(1, 4), torch.float32)
+    assert "there is no C++ compiler" in caplog.text
+    state = SamplerState(SamplingParams(temperature=1.0), 1, (0,), vocab_size=4)
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    assert pick_unprocessed(logits, [Row(state)]) is None
+    scores = logits.double() - 3 + gumbel(torch.tensor([1]), torch.tensor([1]), Stream.COUPLED, 4).double()
+    assert pick(process(logits, [Row(state)]))[0] == [int(scores.argmax())]
+
+
+def test_the_bounds_of_the_noise_hold_for_the_kernel():
+    """rows.cpp leaves out a block whose heaviest token cannot reach with the largest noise."""
+    assert noise.MIN_GUMBEL > -3.14
+    assert math.exp(noise.MAX_GUMBEL) < 2**33.5

@@ -1,0 +1,292 @@
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core import processors
+from paceline.core.noise import Stream, gumbel, seed_bits
+from paceline.core.sampling import Row, SamplerState, draft_candidates, process, rank_coupled, row_keys, sample_coupled
+from paceline.errors import EngineError, InvalidRequestError
+from paceline.types import SamplingParams
+
+INF = math.inf
+
+
+def reference(logits, params, prompt, output, eos=()):
+    """The distribution after every processor, one token at a time in Python floats. Returns log probs."""
+    x = [float(value) for value in logits]
+    everything, vocab = [*prompt, *output], range(len(x))
+    for v, bias in params.logit_bias.items():
+        x[v] += bias
+    for words in params.bad_words:
+        n = len(words) - 1
+        if n == 0 or (len(everything) >= n and tuple(everything[-n:]) == words[:-1]):
+            x[words[-1]] = -INF
+    if len(output) < params.min_tokens:
+        for v in {*params.stop_token_ids, *(() if params.ignore_eos else eos)}:
+            x[v] = -INF
+    for v in set(everything):
+        x[v] = x[v] / params.repetition_penalty if x[v] > 0 else x[v] * params.repetition_penalty
+    for v, count in Counter(output).items():
+        x[v] -= params.frequency_penalty * count + params.presence_penalty
+    if params.temperature > 0:
+        x = [value / params.temperature for value in x]
+        ranking = sorted(vocab, key=lambda v: (-x[v], v))
+        if params.top_k:
+            ranking = ranking[: params.top_k]
+        weights = {v: math.exp(x[v] - x[ranking[0]]) for v in ranking}
+        total, before, kept = sum(weights.values()), 0.0, []
+        for v in ranking:
+            if kept and params.top_p < 1 and before >= params.top_p * total:
+                break
+            kept.append(v)
+            before += weights[v]
+        kept = {v for v in kept if weights[v] >= params.min_p}
+        x = [x[v] if v in kept else -INF for v in vocab]
+    top = max(x)
+    normaliser = top + math.log(sum(math.exp(value - top) for value in x))
+    return [value - normaliser for value in x]
+
+
+def assert_same_distribution(log_probs, expected):
+    expected = torch.tensor(expected)
+    assert torch.equal(log_probs.isinf(), expected.isinf())
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=2e-5)
+
+
+def state(params, prompt=(1, 2), output=(), *, vocab_size=12, seed=7, eos=()):
+    return SamplerState(params, seed, prompt, output, eos_token_ids=eos, vocab_size=vocab_size)
+
+
+TOKEN = st.integers(0, 11)
+# Values on a grid: ties are common, and float32 against float64 does not move a boundary.
+PARAMS = st.builds(
+    SamplingParams,
+    logit_bias=st.dictionaries(TOKEN, st.sampled_from([-3.0, -0.5, 0.75, 4.0]), max_size=3),
+    bad_words=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 6),
+    stop_token_ids=st.lists(TOKEN, max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+    repetition_penalty=st.sampled_from([1.0, 1.25, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.25, -0.5]),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 3, 8, 50]),
+    top_p=st.sampled_from([1.0, 0.9137, 0.5231, 0.1011]),
+    min_p=st.sampled_from([0.0, 0.0513, 0.4177, 1.0]),
+)
+SESSION = st.tuples(
+    PARAMS,
+    st.lists(TOKEN, min_size=1, max_size=4),
+    st.lists(TOKEN, max_size=4),
+    st.lists(TOKEN, max_size=4),
+)
+
+
+@given(st.lists(SESSION, min_size=1, max_size=4), st.integers(0, 2**32 - 1), st.sampled_from([0.5, 2.0, 6.0]))
+@settings(max_examples=150, deadline=None)
+def test_every_position_of_ragged_batches_equals_the_reference(sessions, seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    rows, expected, alone, logits = [], [], [], []
+    for params, prompt, output, draft in sessions:
+        incremental = SamplerState(params, 1, prompt, (), eos_token_ids=(3,), vocab_size=12)
+        incremental.append(output[:1])
+        incremental.append(output[1:])
+        for j in range(len(draft) + 1):
+            suffix = tuple(draft[:j])
+            row_logits = (torch.randn(12, generator=generator) * spread * 8).round() / 8
+            row_logits[11] = 7.0  # sessions below forbid at most a few tokens: never all
+            plain = SamplerState(params, 1, prompt, [*output, *suffix], eos_token_ids=(3,), vocab_size=12)
+            rows.append(Row(incremental, suffix))
+            alone.append(process(row_logits[None], [Row(plain)]))
+            expected.append(reference(row_logits, params, prompt, [*output, *suffix], eos=(3,)))
+            logits.append(row_logits)
+    processed = process(torch.stack(logits), rows)
+    for i in range(len(rows)):
+        assert_same_distribution(processed.log_probs[i], expected[i])
+        # Bit for bit what plain decoding computes from the same logits, whatever the batch.
+        assert torch.equal(processed.log_probs[i], alone[i].log_probs[0])
+        assert processed.positions[i] == alone[i].positions[0]
+    assert processed.num_greedy == int(processed.greedy.sum())
+    # Grouping is an optimisation: interleaved rows give the same.
+    order = torch.randperm(len(rows), generator=generator)
+    shuffled = process(torch.stack(logits)[order], [rows[i] for i in order.tolist()])
+    assert torch.equal(shuffled.log_probs, processed.log_probs[order])
+
+
+def test_logits_are_left_alone_and_any_float_dtype_is_taken():
+    params = SamplingParams(temperature=0.5, top_k=2, repetition_penalty=2.0)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        logits = torch.arange(12).to(dtype)[None]
+        before = logits.clone()
+        assert process(logits, [Row(state(params))]).log_probs.dtype is torch.float32
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("temperature", SamplingParams(temperature=0.7)),
+        ("top_k", SamplingParams(temperature=1.0, top_k=5)),
+        ("top_p", SamplingParams(temperature=1.0, top_p=0.8)),
+        ("min_p", SamplingParams(temperature=1.0, min_p=0.1)),
+        ("repetition", SamplingParams(temperature=1.0, repetition_penalty=1.3)),
+        ("bad_words", SamplingParams(temperature=1.0, bad_words=((4,), (1, 5), (2, 1, 6)))),
+        ("min_tokens", SamplingParams(temperature=1.0, min_tokens=3)),
+        (
+            "everything",
+            SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+        ),
+    ],
+)
+def test_processors_equal_those_of_transformers(name, params):
+    transformers = pytest.importorskip("transformers")
+    prompt, output = [1, 2, 9], [3, 2, 1]
+    steps = {
+        "repetition": transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+        "bad_words": transformers.NoBadWordsLogitsProcessor([[4], [1, 5], [2, 1, 6]], eos_token_id=None),
+        "min_tokens": transformers.MinNewTokensLengthLogitsProcessor(3, 3, 0, device="cpu"),
+        "temperature": transformers.TemperatureLogitsWarper(params.temperature),
+        "top_k": transformers.TopKLogitsWarper(params.top_k or 1),
+        "top_p": transformers.TopPLogitsWarper(params.top_p),
+        "min_p": transformers.MinPLogitsWarper(params.min_p),
+    }
+    everything = ("repetition", "temperature", "top_k", "top_p", "min_p")
+    generator = torch.Generator().manual_seed(1)
+    for trial in range(40):
+        logits = torch.randn(1, 12, generator=generator) * 3
+        emitted = output[: trial % 4]
+        expected = logits.clone()
+        for step in everything if name == "everything" else (name,):
+            expected = steps[step](torch.tensor([[*prompt, *emitted]]), expected)
+        session = SamplerState(params, 1, prompt, emitted[:1], eos_token_ids=(0,), vocab_size=12)
+        log_probs = process(logits, [Row(session, tuple(emitted[1:]))]).log_probs[0]
+        assert_same_distribution(log_probs, expected.log_softmax(-1)[0].tolist())
+
+
+def test_bad_words_span_the_committed_and_the_draft_tokens():
+    session = state(SamplingParams(bad_words=((5, 6, 7),)), prompt=(5,))
+    processed = process(torch.zeros(3, 12), [Row(session), Row(session, (6,)), Row(session, (6, 8))])
+    assert processed.log_probs[:, 7].isinf().tolist() == [False, True, False]
+
+
+def test_exactly_k_survive_ties_at_the_threshold_and_they_are_the_lower_ids():
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, 2.0, 1.0]])
+    session = SamplerState(SamplingParams(temperature=1.0, top_k=3), 1, [0], vocab_size=6)
+    assert process(logits, [Row(session)]).log_probs[0].isfinite().nonzero().flatten().tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 7, 10_000])
+def test_top_p_does_not_depend_on_how_many_values_it_looks_at_first(monkeypatch, candidates):
+    logits = torch.randn(6, 400, generator=torch.Generator().manual_seed(0)).mul(8).round().div(8)
+    params = [SamplingParams(temperature=1.5, top_p=p, top_k=k) for p in (0.3, 0.9, 0.999) for k in (0, 40)]
+    rows = [Row(SamplerState(each, 1, [0], vocab_size=400)) for each in params]
+    expected = process(logits, rows).log_probs
+    monkeypatch.setattr(processors, "_TOP_P_CANDIDATES", candidates)
+    assert torch.equal(process(logits, rows).log_probs, expected)
+    for i, each in enumerate(params):
+        assert_same_distribution(expected[i], reference(logits[i], each, [0], []))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logit_bias={12: 1.0}),
+        SamplingParams(stop_token_ids=(12,)),
+        SamplingParams(bad_words=((1, 12),)),
+    ],
+)
+def test_options_outside_the_vocabulary_are_refused(params):
+    with pytest.raises(InvalidRequestError, match="holds token id 12"):
+        state(params)
+    with pytest.raises(InvalidRequestError, match="the prompt holds token id 40"):
+        state(SamplingParams(), prompt=(1, 40))
+
+
+@pytest.mark.parametrize("bias", [math.nan, INF, 1e30, -1e30])
+def test_a_bias_that_no_logit_survives_is_refused(bias):
+    with pytest.raises(ValueError, match=r"logit_bias\[1\] is .* at most 10000 either way"):
+        SamplingParams(logit_bias={1: bias})
+
+
+def test_options_that_forbid_every_token_are_named():
+    session = state(SamplingParams(logit_bias=dict.fromkeys(range(11), -INF), bad_words=((11,),)))
+    with pytest.raises(InvalidRequestError, match="logit_bias and bad_words forbid every token at position 2"):
+        process(torch.zeros(1, 12), [Row(session)])
+
+
+@pytest.mark.parametrize("value", [math.nan, INF])
+def test_logits_that_are_not_numbers_are_reported_with_their_row(value):
+    logits = torch.zeros(3, 12)
+    logits[1, 4] = value
+    for temperature in (0.0, 1.0):
+        with pytest.raises(EngineError, match="row 1"):
+            process(logits, [Row(state(SamplingParams(temperature=temperature)))] * 3)
+
+
+def test_extreme_temperatures_and_logits_are_harmless():
+    logits = torch.tensor([[3e38, 1.0, -3e38, 0.0]]).expand(3, 4)
+    rows = [Row(SamplerState(SamplingParams(temperature=t), 1, [0], vocab_size=4)) for t in (1e-300, 1e-30, 100)]
+    assert process(logits, rows).log_probs[:, 0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_draft_tokens_outside_the_vocabulary_do_not_break_the_batch():
+    session = state(SamplingParams(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5))
+    assert process(torch.zeros(2, 12), [Row(session), Row(session, (12,))]).log_probs.isfinite().all()
+
+
+def test_no_rows():
+    processed = process(torch.zeros(0, 12), [])
+    assert sample_coupled(processed).tolist() == []
+
+
+def test_sample_coupled_is_the_argmax_with_noise_and_without_it_on_greedy_rows():
+    logits = torch.randn(30, 12, generator=torch.Generator().manual_seed(3))
+    sessions = [state(SamplingParams(temperature=t), seed=2**63 + i) for i, t in enumerate((0.0, 1.0, 0.6))]
+    rows = [Row(session, (1,) * j) for j in range(10) for session in sessions]
+    processed = process(logits, rows)
+    noise = gumbel(processed.seeds, processed.positions, Stream.COUPLED, 12)
+    noise[processed.greedy] = 0
+    assert torch.equal(sample_coupled(processed), (processed.log_probs.double() + noise.double()).argmax(-1))
+    for session in sessions:
+        own = [i for i, row in enumerate(rows) if row.state is session]
+        part = process(logits[own], [rows[i] for i in own])
+        assert torch.equal(sample_coupled(part), sample_coupled(processed)[own])
+    assert rows[-1].position == 11
+    assert processed.seeds[0] == seed_bits(2**63)
+
+
+@given(st.integers(0, 2**32 - 1), PARAMS, st.lists(TOKEN, max_size=3), st.sampled_from([3, 8, 12, 99]))
+@settings(max_examples=60, deadline=None)
+def test_draft_candidates_approximate_the_target_and_equal_it_with_the_whole_vocabulary(seed, params, suffix, m):
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[0, 11] = 7.0
+    rows = [Row(state(params, (1, 2), (3,), eos=(0,)), tuple(suffix))]
+    token_ids, log_q = draft_candidates(logits, rows, m)
+    assert token_ids.shape == log_q.shape == (1, min(m, 12))
+    assert (log_q.diff(dim=-1).nan_to_num(-1.0) <= 0).all()
+    torch.testing.assert_close(log_q.exp().sum(-1), torch.ones(1))
+    if m >= 12:
+        expected = process(logits, rows).log_probs
+        torch.testing.assert_close(torch.full((1, 12), -INF).scatter(1, token_ids, log_q), expected)
+
+
+def test_the_first_of_the_ranking_is_the_targets_own_token():
+    logits = torch.randn(40, 12, generator=torch.Generator().manual_seed(5))
+    sessions = [state(SamplingParams(temperature=t, top_k=8), seed=i) for i, t in enumerate((0.0, 1.3))]
+    rows = [Row(sessions[i % 2], (1,) * (i // 2)) for i in range(40)]
+    token_ids, log_q = draft_candidates(logits, rows, 12)
+    keys = row_keys(rows)
+    ranked, scores = rank_coupled(token_ids, log_q, keys.seeds, keys.positions, keys.greedy)
+    assert torch.equal(ranked[:, 0], sample_coupled(process(logits, rows)))
+    assert (scores.diff(dim=-1).nan_to_num(-1.0) <= 0).all()
+    assert torch.equal(ranked.sort(-1).values, token_ids.sort(-1).values)
+
+
+def test_equal_scores_rank_by_id():
+    token_ids, log_q = torch.tensor([[5, 3, 9, 1]]), torch.tensor([[-1.0, -1.0, -1.0, -2.0]])
+    ranked, _ = rank_coupled(token_ids, log_q, torch.tensor([1]), torch.tensor([1]), torch.tensor([True]))
+    assert ranked.tolist() == [[3, 5, 9, 1]]

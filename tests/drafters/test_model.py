@@ -1,0 +1,331 @@
+"""The model drafter: what a tree node sees is exactly its path, and nothing that survives is computed again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.support.engines import VOCAB, prompt, random_model
+
+from paceline.core.sampling import Row, SamplerState, draft_candidates
+from paceline.drafters.model import ModelDrafter
+from paceline.drafters.protocol import DrafterSessionError, Leaf
+from paceline.errors import ResourceExhaustedError
+from paceline.model.kv_cache import PAGE_SIZE
+from paceline.model.loading import prepare
+from paceline.types import SamplingParams
+
+TOP_M = 12
+
+
+class Twin:
+    """A drafter and, beside it, each session's text, so that every candidate is checked against a plain forward."""
+
+    def __init__(self, family: str = "llama", *, pages: int = 12, max_prefill: int = 48, **sampling) -> None:
+        self.model = random_model(family)
+        self.runner = prepare(random_model(family), compile=False).runner(pages)
+        self.drafter = ModelDrafter(self.runner, max_leaves=16, max_prefill_tokens=max_prefill, top_m=TOP_M)
+        self.sampling = SamplingParams(temperature=0.8, **sampling)
+        self.texts: dict[str, list[int]] = {}
+        self.samplers: dict[str, SamplerState] = {}
+        self.anchors: dict[str, int] = {}
+        self.paths: dict[str, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        self.expanded: dict[str, set[int]] = {}
+        self.next_id = 1
+        self.forwarded = 0
+        self.rows_without_room = self.rows_checked = 0
+        forward = self.runner.forward
+
+        def counted(steps):
+            self.forwarded += sum(len(s.token_ids) for s in steps)
+            return forward(steps)
+
+        self.runner.forward = counted
+
+    def open(self, name: str, tokens: list[int]) -> None:
+        sampler = SamplerState(self.sampling, 3, tokens, vocab_size=VOCAB)
+        self.texts[name], self.samplers[name] = list(tokens), sampler
+        self.anchors[name], self.paths[name], self.expanded[name] = 0, {}, set()
+        self.drafter.open(name, tokens, sampler)
+        self.drafter.check_integrity()
+
+    def prefill(self) -> None:
+        while self.drafter.prefill():
+            self.drafter.check_integrity()
+
+    def child(self, name: str, parent: int, token: int) -> int:
+        """A new node, not expanded."""
+        node_id, self.next_id = self.next_id, self.next_id + 1
+        ids, tokens = self.paths[name].get(parent, ((), ()))
+        self.paths[name][node_id] = ((*ids, node_id), (*tokens, token))
+        return node_id
+
+    def expand(self, *leaves: tuple[str, int], room: bool = True) -> None:
+        """Expands nodes and compares each row with transformers on the whole path."""
+        calls = []
+        for name, node in leaves:
+            ids, tokens = self.paths[name].get(node, ((), ()))
+            calls.append(Leaf(name, node, ids, tokens))
+        candidates = self.drafter.expand(calls)
+        self.drafter.check_integrity()
+        for i, leaf in enumerate(calls):
+            if not candidates.log_q[i].isfinite().any():
+                assert not room, "no room where there should be some"
+                self.rows_without_room += 1
+                continue
+            self.expanded[leaf.session_id].add(leaf.node_id)
+            text = [*self.texts[leaf.session_id], *leaf.path]
+            with torch.no_grad():
+                logits = self.model(torch.tensor([text]), use_cache=False).logits[0, -1:]
+            ids, log_q = draft_candidates(logits, [Row(self.samplers[leaf.session_id], leaf.path)], TOP_M)
+            assert torch.equal(candidates.token_ids[i], ids[0])
+            assert torch.allclose(candidates.log_q[i], log_q[0], atol=2e-5)
+            self.rows_checked += 1
+
+    def commit(self, name: str, *nodes: int) -> None:
+        """Moves the anchor along nodes, each the child of the one before."""
+        tokens = [self.paths[name][n][1][-1] for n in nodes]
+        self.samplers[name].append(tokens)
+        self.texts[name] += tokens
+        below = {n: p for n, p in self.paths[name].items() if nodes[-1] in p[0] and n != nodes[-1]}
+        cut = {n: p[0].index(nodes[-1]) + 1 for n, p in below.items()}
+        self.paths[name] = {n: (p[0][cut[n] :], p[1][cut[n] :]) for n, p in below.items()}
+        self.expanded[name] &= {*below, nodes[-1]}
+        kept = [n for n in below if n in self.expanded[name]]
+        self.anchors[name] = nodes[-1]
+        self.drafter.advance(name, tokens, nodes, kept)
+        self.drafter.check_integrity()
+
+
+def test_nodes_see_exactly_their_path() -> None:
+    """Siblings, cousins and other sessions in one forward; mask and positions of each are its own."""
+    twin = Twin("gemma3", repetition_penalty=1.3)
+    twin.open("a", prompt(1, 70))
+    twin.open("b", prompt(2, 5))
+    twin.prefill()
+    twin.expand(("a", 0), ("b", 0))
+    a = [twin.child("a", 0, t) for t in (11, 12, 13)]
+    b = twin.child("b", 0, 11)
+    twin.expand(*(("a", n) for n in a), ("b", b))
+    deeper = [twin.child("a", a[1], t) for t in (20, 21)] + [twin.child("a", a[0], 20)]
+    twin.expand(*(("a", n) for n in deeper))
+    deepest = twin.child("a", deeper[2], 30)
+    twin.expand(("a", deepest), ("b", twin.child("b", b, 50)))
+
+
+def test_a_hit_costs_nothing_and_a_miss_only_what_was_missed() -> None:
+    """Tokens forwarded: one per node; surviving rows stay; a missed token costs one."""
+    twin = Twin()
+    twin.open("a", prompt(1, 30))
+    twin.prefill()
+    assert twin.forwarded == 29
+    twin.expand(("a", 0))
+    assert twin.forwarded == 30
+    x = twin.child("a", 0, 11)
+    y = twin.child("a", x, 12)
+    z = twin.child("a", y, 13)
+    other = twin.child("a", 0, 14)
+    for node in (x, y, z, other):
+        twin.expand(("a", node))
+    assert twin.forwarded == 34
+    twin.commit("a", x, y)  # a hit: y is expanded, z below it stays
+    assert twin.forwarded == 34
+    w = twin.child("a", z, 15)
+    twin.expand(("a", w))  # below z, whose row was not computed again
+    assert twin.forwarded == 35
+    missed = twin.child("a", y, 99)
+    twin.commit("a", missed)  # a miss: pending
+    twin.expand(("a", missed))
+    assert twin.forwarded == 36
+    a, b = twin.child("a", missed, 40), None
+    twin.expand(("a", a))
+    b = twin.child("a", a, 41)
+    twin.commit("a", a, b)  # the outcome b was not expanded: it is pending
+    twin.expand(("a", b))
+    assert twin.forwarded == 38
+
+
+def test_several_pending_tokens_are_computed_at_once() -> None:
+    """Commits that come before the anchor was expanded."""
+    twin = Twin("mistral")
+    twin.open("a", prompt(1, 40))
+    first = twin.child("a", 0, 11)
+    second = twin.child("a", first, 12)
+    twin.commit("a", first, second)  # before the prefill is done
+    third = twin.child("a", second, 13)
+    twin.prefill()
+    twin.commit("a", third)
+    twin.expand(("a", third))
+    assert twin.forwarded == 43
+
+
+def test_dropped_rows_are_used_again() -> None:
+    """A session that drafts and misses for long stays within the rows of its text and one tree."""
+    twin = Twin(pages=3)
+    twin.open("a", prompt(1, 20))
+    twin.prefill()
+    twin.expand(("a", 0))
+    for i in range(40):
+        nodes = [twin.child("a", twin.anchors["a"], 10 + j) for j in range(4)]
+        for node in nodes:
+            twin.expand(("a", node))
+        missed = twin.child("a", twin.anchors["a"], 50 + i)
+        twin.commit("a", missed)
+        twin.expand(("a", missed))
+    assert twin.runner.cache.num_used == 1
+    assert twin.drafter._sessions["a"].num_rows <= 20 + 40 + 5
+
+
+def test_prefixes_are_shared() -> None:
+    """A second session of the same prompt prefills what lies past the whole pages."""
+    twin = Twin()
+    text = prompt(1, 2 * PAGE_SIZE + 10)
+    twin.open("a", text)
+    twin.prefill()
+    assert twin.forwarded == len(text) - 1
+    twin.open("b", [*text[:-3], 5, 6])
+    twin.prefill()
+    assert twin.forwarded == len(text) - 1 + 2 * PAGE_SIZE + 9 - 2 * PAGE_SIZE - 1
+    twin.expand(("a", 0), ("b", 0))
+    twin.expand(("b", twin.child("b", 0, 11)), ("a", twin.child("a", 0, 11)))
+    twin.drafter.close("a")
+    twin.expand(("b", twin.child("b", 0, 12)))
+
+
+def test_without_room_there_are_no_candidates_and_later_there_are() -> None:
+    """Leaves get -inf, the prompt of a newcomer waits; when a neighbour closes both go on, exactly."""
+    twin = Twin(pages=2)
+    twin.open("a", prompt(1, 60))
+    twin.open("b", prompt(2, 60))
+    twin.prefill()
+    twin.open("c", prompt(3, 10))
+    twin.prefill()
+    assert not twin.drafter.ready("c")
+    for name in ("a", "b"):
+        twin.expand((name, 0))
+        for i in range(4):
+            twin.expand((name, twin.child(name, 0, 11 + i)))
+    unlucky = twin.child("a", 0, 20)
+    lucky_free = twin.runner.cache.num_available
+    assert lucky_free == 0
+    twin.expand(("a", unlucky), room=False)
+    assert twin.rows_without_room == 1
+    twin.commit("a", unlucky)  # it drops the siblings: the pending token fits into their rows
+    twin.expand(("a", unlucky))
+    twin.drafter.close("b")
+    twin.prefill()
+    assert twin.drafter.ready("c")
+    twin.expand(("c", 0), ("a", twin.child("a", unlucky, 33)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_random_growth(family: str, seed: int) -> None:
+    """Trees that grow, advance and miss at random in a tight cache: every candidate row equals a plain forward."""
+    rng = random.Random(seed)
+    twin = Twin(family, pages=3 + 2 * (seed % 2))
+    names = ["a", "b", "c"]
+    opened = 0
+    for turn in range(60):
+        if opened < len(names) and rng.random() < 0.3:
+            twin.open(names[opened], prompt(seed, 64) + prompt(opened, rng.randint(1, 20)))
+            opened += 1
+        twin.drafter.prefill()
+        twin.drafter.check_integrity()
+        leaves: list[tuple[str, int]] = []
+        for name in names[:opened]:
+            if not twin.drafter.ready(name):
+                continue
+            anchor = twin.anchors[name]
+            if anchor not in twin.expanded[name]:
+                leaves.append((name, anchor))
+                continue
+            for parent in [anchor, *twin.paths[name]]:
+                if parent in twin.expanded[name] and rng.random() < 0.3 and len(leaves) < 14:
+                    leaves.append((name, twin.child(name, parent, rng.randrange(10, VOCAB))))
+        if leaves:
+            twin.expand(*leaves, room=False)
+        for name in names[:opened]:
+            if rng.random() < 0.4:
+                known = [n for n, p in twin.paths[name].items() if len(p[0]) <= 3]
+                if known and rng.random() < 0.6:
+                    ids = twin.paths[name][rng.choice(known)][0]
+                    if any(n not in twin.paths[name] for n in ids):
+                        continue
+                    twin.commit(name, *ids)
+                else:
+                    twin.commit(name, twin.child(name, twin.anchors[name], rng.randrange(10, VOCAB)))
+        if turn == 45:
+            twin.drafter.close("a")
+            names.remove("a")
+            opened -= 1
+    assert twin.rows_checked > 50
+    for name in names:
+        twin.drafter.close(name)
+    twin.drafter.check_integrity()
+    assert twin.runner.cache.num_used == 0
+
+
+def test_an_error_leaves_the_sessions_as_they_were() -> None:
+    """A forward that raises gives the rows back; a session that is not open is named."""
+    twin = Twin()
+    twin.open("a", prompt(1, 10))
+    twin.prefill()
+    twin.expand(("a", 0))
+    node = twin.child("a", 0, 11)
+    forward, twin.runner.forward = twin.runner.forward, _raise
+    with pytest.raises(RuntimeError, match="broken"):
+        twin.expand(("a", node))
+    twin.drafter.check_integrity()
+    twin.runner.forward = forward
+    twin.expand(("a", node))
+    with pytest.raises(DrafterSessionError, match="not open"):
+        twin.drafter.expand([Leaf("nobody", 0, (), ())])
+    twin.drafter.close("nobody")
+
+
+def test_an_error_while_prefilling_names_the_session_and_leaves_the_others() -> None:
+    """One chunk of the batch cannot be computed: it is found, and what it was computed with goes on, exactly."""
+    twin = Twin()
+    twin.open("a", prompt(1, 20))
+    twin.open("b", prompt(2, 9))
+    forward = twin.runner.forward
+
+    def broken_for_b(steps):
+        if any(len(step.token_ids) == 8 for step in steps):
+            raise RuntimeError("broken")
+        return forward(steps)
+
+    twin.runner.forward = broken_for_b
+    with pytest.raises(DrafterSessionError, match="session b: RuntimeError: broken"):
+        twin.drafter.prefill()
+    twin.drafter.check_integrity()
+    twin.drafter.close("b")
+    twin.prefill()
+    twin.expand(("a", 0))
+
+
+def test_a_batch_that_is_too_large_is_nobodys_fault() -> None:
+    twin = Twin()
+    twin.open("a", prompt(1, 20))
+    twin.open("b", prompt(2, 9))
+    forward = twin.runner.forward
+    twin.runner.forward = lambda steps: _raise(steps) if len(steps) > 1 else forward(steps)
+    with pytest.raises(RuntimeError, match="broken"):
+        twin.drafter.prefill()
+    twin.runner.forward = forward
+    twin.prefill()
+    twin.expand(("a", 0), ("b", 0))
+
+
+def test_a_context_that_can_never_fit_is_refused() -> None:
+    twin = Twin(pages=2)
+    twin.open("a", prompt(1, 2 * PAGE_SIZE))
+    with pytest.raises(ResourceExhaustedError, match=f"has {2 * PAGE_SIZE + 1} tokens.*holds {2 * PAGE_SIZE}"):
+        twin.open("b", prompt(2, 2 * PAGE_SIZE + 1))
+    twin.drafter.check_integrity()
+
+
+def _raise(steps):
+    raise RuntimeError("broken")

@@ -1,0 +1,165 @@
+"""What each pool needs, by one look at the service after the other."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fleet.fleets import HEARD, fleet
+
+from paceline.config import DraftPolicy, RouterPolicy, TargetPolicy
+from paceline.fleet.demand import DraftDemand, TargetDemand, router_demand
+from paceline.fleet.signals import Times
+
+TIMES = Times(0.03, 0.001, 0.005, 0.0002, 0.8, 4.0, 0.0001)
+ZERO_S = 30.0
+
+
+def targets(look, policy=None, *, max_sessions=10):
+    return TargetDemand(max_sessions).see(look, policy or TargetPolicy(), 0.0)
+
+
+def drafts(look, policy=None, *, ratio=8.0):
+    return DraftDemand(lambda times: ratio).see(look, policy or DraftPolicy(), ZERO_S, 0.0)
+
+
+def test_routers_by_sessions_and_cpu():
+    policy = RouterPolicy(sessions_per_replica=100, cpu=0.5)
+    assert router_demand(fleet(sessions=150, cpu=0.1), policy).replicas == pytest.approx(1.5)
+    demand = router_demand(fleet(sessions=150, cpu=1.4), policy)
+    assert (demand.replicas, demand.reason) == (pytest.approx(2.8), "150 sessions, 1.40 cores busy")
+    assert not router_demand(fleet(unheard=HEARD | {"router": 1}), policy).complete
+    assert router_demand(fleet(unheard=HEARD | {"target": 1}), policy).complete
+
+
+def test_targets_by_sessions_that_run_or_wait():
+    demand = targets(fleet(sessions=20, queued=6))
+    assert demand.replicas == pytest.approx(2.5)  # eight of ten are enough for one
+    assert demand.reason == "20 sessions, 6 of them waiting, 8.0 are enough for a target"
+    assert targets(fleet(sessions=20), TargetPolicy(occupancy=1.0)).replicas == pytest.approx(2.0)
+    assert targets(fleet(sessions=0, kv=0.0)).replicas == 0.0
+
+
+def test_targets_by_kv_memory():
+    demand = targets(fleet(sessions=4, kv=1.7))
+    assert (demand.replicas, demand.reason) == (pytest.approx(2.0), "KV pages of 1.7 targets are in use")
+
+
+@pytest.mark.parametrize("kind", ["router", "target"])
+def test_targets_that_were_not_heard_of_may_be_busier(kind):
+    assert not targets(fleet(unheard=HEARD | {kind: 1})).complete
+    assert targets(fleet(unheard=HEARD | {"draft": 1})).complete
+
+
+def test_late_first_tokens_ask_for_more_targets_and_it_is_remembered():
+    policy, pool = TargetPolicy(ttft_s=1.0), TargetDemand(10)
+    late, good = fleet(sessions=12, targets=2, ttft_s=2.0), fleet(sessions=12, targets=3, ttft_s=0.5)
+    for second in range(20):  # it does not escalate while the third target starts
+        demand = pool.see(late, policy, float(second))
+        assert 2.0 < demand.replicas <= 3.0
+    assert "within 1 s" in demand.reason
+    assert 2.0 < pool.see(good, policy, 60.0).replicas <= 3.0, "the same load does not lose the third again"
+    assert pool.see(good, policy, 60.0 + 3600.0).replicas <= 2.0, "an hour later it may be tried"
+
+
+def test_first_tokens_of_an_idle_pool_are_late_for_another_reason():
+    look = fleet(sessions=4, targets=2, ttft_s=5.0)
+    assert targets(look, TargetPolicy(ttft_s=1.0)).replicas == pytest.approx(0.5)
+    assert targets(fleet(sessions=12, ttft_s=5.0)).replicas == pytest.approx(1.5)  # no limit is set
+    starting = fleet(sessions=12, ttft_s=5.0, unheard=HEARD | {"target": 1})
+    assert targets(starting, TargetPolicy(ttft_s=1.0)).replicas == pytest.approx(1.5)
+
+
+def test_busy_drafts_are_not_enough_they_have_to_be_late():
+    assert drafts(fleet(drafts=2, busy=1.9, late=0.01)).replicas == pytest.approx(2.0)
+    assert drafts(fleet(drafts=2, busy=1.9, late=None)).replicas == pytest.approx(2.0)
+    demand = drafts(fleet(drafts=2, busy=1.9, late=0.2))
+    assert demand.replicas == pytest.approx(1.9 / 0.75)
+    assert demand.reason == "drafts are busy 95%, 20.0% of rounds came too late"
+    assert drafts(fleet(drafts=2, busy=0.6, late=0.2)).replicas == pytest.approx(1.0), (
+        "late, but not for lack of drafts"
+    )
+
+
+def test_the_model_of_time_says_how_many_are_of_use():
+    look = fleet(targets=2, drafts=3, busy=3.0, late=0.3, times=TIMES)
+    assert drafts(look, ratio=4.0).replicas == pytest.approx(4.0)
+    demand = drafts(look, ratio=1.5)
+    assert (demand.replicas, demand.reason.partition("; ")[2]) == (pytest.approx(3.0), "3 are of use for 2 targets")
+    assert drafts(look, DraftPolicy(drafts_per_target=0.5), ratio=4.0).replicas == pytest.approx(1.0)
+    assert drafts(look, DraftPolicy(drafts_per_target=None), ratio=0.1).replicas == pytest.approx(4.0)
+    assert drafts(look, ratio=0.0).replicas == pytest.approx(1.0), "the targets themselves say whether it pays"
+
+
+def test_an_empty_draft_pool_is_wanted_by_sessions_that_speculate():
+    assert drafts(fleet(drafts=0, busy=0.0)).replicas == 1.0
+    demand = drafts(fleet(drafts=0, busy=0.0, speculating=0, drafting=0))
+    assert (demand.replicas, demand.reason) == (0.0, "no session speculates")
+
+
+class Clocked:
+    """One look a second."""
+
+    def __init__(self, **policy):
+        self.policy, self.now = DraftPolicy(**{"probe_interval_s": 200, "probe_s": 60} | policy), 0.0
+        self.demand = DraftDemand(lambda times: 8.0)
+
+    def see(self, seconds=1, **look):
+        seen = []
+        for _ in range(seconds):
+            self.now += 1.0
+            seen.append(self.demand.see(fleet(**look), self.policy, ZERO_S, self.now))
+        return seen
+
+
+def wanted(seen):
+    """Lengths of the spells with and without a demand, beginning with one with."""
+    spells, state = [0], True
+    for demand in seen:
+        if (demand.replicas > 0) is not state:
+            state = not state
+            spells.append(0)
+        spells[-1] += 1
+    return spells
+
+
+def test_drafts_that_nobody_wants_go_and_are_tried_ever_more_rarely():
+    seen = Clocked().see(3000, drafting=0, speculating=8)
+    spells = wanted(seen)
+    on, off = spells[::2], spells[1::2]
+    assert on[0] == ZERO_S
+    assert all(60 <= seconds <= 62 for seconds in on[1:])
+    assert [round(seconds, -1) for seconds in off[:3]] == [200, 400, 800]
+    gone = next(demand for demand in seen if demand.replicas == 0)
+    assert gone.at_once
+    assert gone.reason == "speculation does not pay: beside 4 sessions per target no draft is wanted"
+
+
+def test_moments_in_which_targets_try_drafts_do_not_keep_them():
+    one = Clocked()
+    seen = [one.see(drafting=8 if second % 20 == 0 else 0, speculating=8)[0] for second in range(60)]
+    assert wanted(seen)[:2] == [30, 30]
+    assert wanted([one.see(drafting=2, speculating=8)[0] for one in [Clocked()] for _ in range(100)]) == [100]
+
+
+def test_a_trial_that_pays_keeps_the_drafts():
+    one = Clocked()
+    one.see(40, drafting=0)
+    seen = one.see(200, drafting=0)
+    assert wanted(seen) == [0, 190, 10]
+    assert seen[-1].reason == "a trial: drafts did not pay 200 s ago"
+    assert wanted(one.see(500, drafting=8)) == [500]
+
+
+def test_less_load_is_a_reason_to_try():
+    one = Clocked()
+    one.see(40, drafting=0, speculating=8, targets=1)
+    assert wanted(one.see(80, drafting=0, speculating=5, targets=1)) == [0, 80]
+    seen = one.see(10, drafting=0, speculating=4, targets=1)
+    assert wanted(seen) == [10]
+    assert seen[0].reason == "a trial: 4 sessions per target, 8 did not pay"
+
+
+def test_no_trial_while_nobody_speculates():
+    one = Clocked()
+    one.see(40, drafting=0)
+    assert wanted(one.see(2000, drafting=0, speculating=0)) == [0, 2000]
+    assert wanted(one.see(10, drafting=0, speculating=8)) == [10]

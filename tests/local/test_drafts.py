@@ -1,0 +1,172 @@
+"""When the one-process pipeline gives a session a draft, takes it away and tries again: scripted engines in threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import LocalConfig, ModelConfig
+from paceline.local import LocalPipeline
+from paceline.router.session import MAX_DRAFT_RETRIES, Result
+from paceline.types import (
+    Cause,
+    CloseSession,
+    Commit,
+    DraftState,
+    FinishReason,
+    Mode,
+    Nodes,
+    OpenSession,
+    Outcome,
+    Round,
+    SamplingParams,
+    SessionFailed,
+    SpeculationParams,
+    SpeculationWanted,
+    TreeLost,
+)
+
+TIMEOUT_S = 30
+
+
+class Letters:
+    """Token ids are letters."""
+
+    vocab_size = 128
+    eos_token_ids = ()
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode()
+
+
+class Scripted:
+    """An engine that answers as told and keeps what it was sent."""
+
+    def __init__(self, emit: Callable[[Sequence[Any]], None], answer: Callable[[Any], Sequence[Any]]) -> None:
+        self.emit, self.answer = emit, answer
+        self.received: list[Any] = []
+
+    def receive(self, messages: Sequence[Any]) -> None:
+        for message in messages:
+            self.received.append(message)
+            if answers := self.answer(message):
+                self.emit(list(answers))
+
+    def step(self) -> bool:
+        return False
+
+    def wait_s(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def serve(
+    target: Callable[[Any], Sequence[Any]], draft: Callable[[Any], Sequence[Any]], to_draft: int, **speculation: Any
+) -> tuple[Result, list[Any], list[Any]]:
+    """The result of one request, and what target and draft were sent for it: the draft as many messages as said."""
+    engines: dict[str, Scripted] = {}
+
+    def factory(name: str, answer: Callable[[Any], Sequence[Any]]) -> Any:
+        def build(emit: Any) -> Any:
+            engines[name] = Scripted(emit, answer)
+            return engines[name]
+
+        return build
+
+    pipeline = LocalPipeline(
+        LocalConfig(target=ModelConfig(path="scripted"), worker="thread", pin_cores=False),
+        target_factory=factory("target", target),
+        draft_factory=factory("draft", draft),
+        tokenizer=Letters(),  # type: ignore[arg-type]
+        checkpoint=Checkpoint("scripted", 64, (), 128),
+    )
+    with pipeline:
+        generation = pipeline.submit("abc", SamplingParams(max_tokens=8, seed=1), SpeculationParams(**speculation))
+        result = generation.result
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(engines["draft"].received) < to_draft and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert len(engines["draft"].received) == to_draft
+    return result, engines["target"].received, engines["draft"].received
+
+
+def token(message: Any, at: int, *, last: bool = False) -> Outcome:
+    """The next letter."""
+    finish_reason = FinishReason.LENGTH if last else None
+    return Outcome(
+        message.session_id, 0, 3 + at, (100 + at,), (0.0,), Round(0, 0, Cause.DISABLED), finish_reason
+    )  # fmt: skip
+
+
+def nothing(_: Any) -> Sequence[Any]:
+    return ()
+
+
+def test_a_target_that_wants_no_drafts_for_a_while() -> None:
+    """The session leaves the draft, goes on without, and comes back with its whole history."""
+
+    def target(message: Any) -> Sequence[Any]:
+        if isinstance(message, OpenSession):
+            return token(message, 0), SpeculationWanted(message.session_id, 0, False), token(message, 1)
+        if isinstance(message, DraftState) and not message.available:
+            return (SpeculationWanted(message.session_id, 0, True),)
+        if isinstance(message, DraftState):
+            return (token(message, 2, last=True),)
+        return ()
+
+    result, to_target, to_draft = serve(target, nothing, 5)
+    assert result.text == "def"
+    kinds = [(type(m), m.epoch) for m in to_draft]
+    assert kinds == [(OpenSession, 0), (Commit, 0), (CloseSession, 0), (OpenSession, 1), (CloseSession, 1)]
+    assert to_draft[3].token_ids == tuple(b"abcde")
+    assert [m.available for m in to_target if isinstance(m, DraftState)] == [False, True]
+
+
+def test_a_session_that_the_draft_fails_is_tried_again_and_then_left_plain() -> None:
+    def target(message: Any) -> Sequence[Any]:
+        if isinstance(message, DraftState) and not message.available:
+            failures.append(message)
+            return (token(message, 0, last=True),) if len(failures) == 1 + MAX_DRAFT_RETRIES else ()
+        return ()
+
+    def draft(message: Any) -> Sequence[Any]:
+        return (SessionFailed(message.session_id, message.epoch, "no"),) if isinstance(message, OpenSession) else ()
+
+    failures: list[DraftState] = []
+    result, _, to_draft = serve(target, draft, 1 + MAX_DRAFT_RETRIES)
+    assert result.text == "d"
+    assert [m.epoch for m in to_draft if isinstance(m, OpenSession)] == list(range(1 + MAX_DRAFT_RETRIES))
+
+
+def test_a_lost_tree_is_opened_again() -> None:
+    def target(message: Any) -> Sequence[Any]:
+        if isinstance(message, Nodes):
+            return (TreeLost(message.session_id, 0),) if message.epoch == 0 else (token(message, 0, last=True),)
+        return ()
+
+    def draft(message: Any) -> Sequence[Any]:
+        return (Nodes(message.session_id, message.epoch, 3, ()),) if isinstance(message, OpenSession) else ()
+
+    result, to_target, to_draft = serve(target, draft, 3)
+    assert result.text == "d"
+    assert [m.epoch for m in to_draft if isinstance(m, OpenSession)] == [0, 1]
+    assert [m.draft_epoch for m in to_target if isinstance(m, DraftState)] == [1]
+
+
+def test_a_plain_session_never_meets_the_draft() -> None:
+    def target(message: Any) -> Sequence[Any]:
+        if isinstance(message, OpenSession):
+            wanted = SpeculationWanted(message.session_id, 0, True)
+            return TreeLost(message.session_id, 0), wanted, token(message, 0, last=True)
+        return ()
+
+    result, _, to_draft = serve(target, nothing, 0, mode=Mode.PLAIN)
+    assert result.text == "d"
+    assert to_draft == []

@@ -1,0 +1,358 @@
+"""The one-process pipeline for real: both engines in workers, sessions between them, faults mid-stream."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from tests.support.engines import VOCAB, letters_tokenizer, prompt, save_pair
+
+from paceline import local
+from paceline.checkpoint.tokenizer import JsonTokenizer
+from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig
+from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
+from paceline.local import LocalPipeline
+from paceline.runtime.build import DraftFactory, TargetFactory
+from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession, SamplingParams, SessionFailed
+from paceline.types import SpeculationParams as Speculation
+
+TIMEOUT_S = 60
+MAX_LEN = 2048
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Directories of a target and a good draft with random weights."""
+    return save_pair(tmp_path_factory.mktemp("models"))
+
+
+@dataclass
+class Tapped:
+    """A factory whose engines can be looked at, broken, or told to refuse sessions."""
+
+    factory: object
+    engines: list = field(default_factory=list)
+    pause_s: float = 0.0
+    """Before each step: a target that is slow enough to be drafted for."""
+    broken: bool = False
+    refuses: bool = False
+
+    def __call__(self, emit):
+        self.engines.append(TappedEngine(self, self.factory(emit), emit))
+        self.broken = False
+        return self.engines[-1]
+
+
+@dataclass
+class TappedEngine:
+    tap: Tapped
+    engine: object
+    emit: object
+
+    def receive(self, messages):
+        if self.tap.refuses:
+            self.emit([SessionFailed(m.session_id, m.epoch, "no room") for m in messages if isinstance(m, OpenSession)])
+        else:
+            self.engine.receive(messages)
+
+    def step(self):
+        if self.tap.broken:
+            raise RuntimeError("out of order")
+        time.sleep(self.tap.pause_s)
+        return self.engine.step()
+
+    def wait_s(self):
+        wait_s = self.engine.wait_s()
+        return 0.05 if wait_s is None else wait_s  # looks at ``broken`` now and then
+
+    def close(self):
+        self.engine.close()
+
+
+def config_of(folder, **options):
+    return LocalConfig(
+        adaptive=False,  # what one test makes of its draft is no lesson for the next
+        target=ModelConfig(path=str(folder / "target"), dtype="float32", compile=False),
+        draft=DraftModelConfig(path=str(folder / "draft"), dtype="float32", compile=False),
+        **{"worker": "thread", "pin_cores": False, "max_sessions": 8, **options},
+    )
+
+
+@pytest.fixture(scope="module")
+def threaded(checkpoints):
+    """A pipeline of thread workers, and the taps on its engines."""
+    config = config_of(checkpoints)
+    target, draft = Tapped(TargetFactory(config)), Tapped(DraftFactory(config))
+    with LocalPipeline(config, target_factory=target, draft_factory=draft) as pipeline:
+        pipeline.taps = target, draft
+        yield pipeline
+
+
+def sampled(max_tokens=24, **options):
+    return SamplingParams(**{"max_tokens": max_tokens, "seed": 5, "ignore_eos": True, "temperature": 0.8, **options})
+
+
+def eventually(condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def nothing_is_held(pipeline):
+    target, draft = (tap.engines[-1].engine for tap in pipeline.taps)
+    return target.num_sessions == draft.num_sessions == 0 and target.runner.cache.num_used == 0
+
+
+def run(pipeline, token_ids, sampling, mode=Mode.OVERLAPPED, **options):
+    return pipeline.submit(token_ids, sampling, Speculation(mode=mode, **options)).result
+
+
+@pytest.fixture
+def slow_target(threaded):
+    threaded.taps[0].pause_s = 0.02
+    yield
+    threaded.taps[0].pause_s = 0.0
+
+
+@pytest.mark.usefixtures("slow_target")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_all_modes_give_identical_tokens(threaded, temperature):
+    sampling = sampled(temperature=temperature)
+    plain, sequential, overlapped = (run(threaded, prompt(1, 30), sampling, mode) for mode in Mode)
+    assert plain.token_ids == sequential.token_ids == overlapped.token_ids
+    assert plain.speculation.drafted == 0
+    assert sequential.speculation.accepted > 0
+    assert overlapped.speculation.accepted > 0
+    assert threaded.tokenizer.decode(plain.token_ids) == plain.text
+    eventually(lambda: nothing_is_held(threaded))
+
+
+def test_the_parent_reads_tokenizer_and_configuration_without_transformers(threaded):
+    assert isinstance(threaded.tokenizer._tokenizer, JsonTokenizer)
+    assert threaded.max_model_len == threaded.checkpoint.max_model_len == MAX_LEN
+
+
+def test_sixteen_mixed_requests_at_once(threaded):
+    """More than are admitted at a time; each gets what it gets alone."""
+    requests = []
+    for i in range(16):
+        sampling = sampled(
+            8 + i,
+            seed=i,
+            temperature=(0.0, 0.7, 1.2)[i % 3],
+            top_k=20 * (i % 2),
+            repetition_penalty=1.0 + 0.2 * (i % 4 == 3),
+            ignore_eos=i % 5 != 0,
+        )
+        speculation = Speculation(mode=list(Mode)[i % 3], max_draft_tokens=1 + i % 8)
+        requests.append((prompt(i, 3 + 11 * i), sampling, speculation))
+    generations = [threaded.submit(*request) for request in requests]
+    for generation, (token_ids, sampling, _) in zip(generations, requests, strict=True):
+        chunks = list(generation)
+        alone = run(threaded, token_ids, sampling, Mode.PLAIN)
+        assert generation.result.token_ids == alone.token_ids
+        assert generation.result.finish_reason == alone.finish_reason
+        assert "".join(chunk.text for chunk in chunks) == generation.result.text == alone.text
+    eventually(lambda: nothing_is_held(threaded))
+
+
+def test_many_sessions_in_a_kv_cache_that_holds_two_of_them(checkpoints, threaded):
+    """Twelve sessions that grow to three pages each in six pages: never more is held, and each gets what it gets
+    alone by plain decoding."""
+    requests = [(prompt(i, 60), sampled(80, seed=i, temperature=i % 2)) for i in range(12)]
+    alone = [run(threaded, *request, Mode.PLAIN) for request in requests]
+    config = config_of(checkpoints, kv_pages=6)
+    tap = Tapped(TargetFactory(config))
+    most_held, modes = [], list(Mode)
+    with LocalPipeline(config, target_factory=tap) as pipeline:
+        engine = tap.engines[0].engine
+        cache, forward = engine.runner.cache, engine.runner.forward
+        num_bytes = sum(pool.nbytes for pool in (*cache.keys, *cache.values))
+
+        def watched(steps):
+            held = {page for session in engine._sessions.values() for page in session.pages}
+            assert held <= set(range(6))
+            engine.check_integrity()
+            most_held.append(len(held))
+            return forward(steps)
+
+        engine.runner.forward = watched
+        running = [
+            pipeline.submit(*request, Speculation(mode=modes[i % len(modes)])) for i, request in enumerate(requests)
+        ]
+        results = [generation.result for generation in running]
+        eventually(lambda: cache.num_used == 0)
+        assert sum(pool.nbytes for pool in (*cache.keys, *cache.values)) == num_bytes
+    assert [result.token_ids for result in results] == [result.token_ids for result in alone]
+    assert {len(result.token_ids) for result in results} == {80}
+    assert max(most_held) == 6, "the budget was needed"
+    assert engine.stats.preemptions > 0
+
+
+def test_the_rejection_rule_runs_and_ends(threaded):
+    result = run(threaded, prompt(2, 12), sampled(), acceptance=Acceptance.REJECTION)
+    assert result.finish_reason is FinishReason.LENGTH
+    assert len(result.token_ids) == 24
+
+
+def test_cancel_in_the_middle_of_a_stream_frees_both_engines(threaded):
+    generation = threaded.submit(prompt(3, 80), sampled(1500))
+    received = [next(generation) for _ in range(4)]
+    generation.cancel()
+    received += generation
+    result = generation.result
+    assert result.finish_reason is FinishReason.ABORT
+    assert sum((chunk.token_ids for chunk in received), ()) == result.token_ids
+    assert len(result.token_ids) < 1500
+    eventually(lambda: nothing_is_held(threaded))
+    generation.cancel()  # of a finished request: nothing
+
+
+def test_cancel_of_a_request_that_waits_its_turn(checkpoints, threaded):
+    running = [threaded.submit(prompt(i, 5), sampled(1500)) for i in range(8)]
+    waiting = threaded.submit(prompt(9, 5), sampled())
+    waiting.cancel()
+    assert waiting.result.token_ids == ()
+    for generation in running:
+        generation.cancel()
+    eventually(lambda: nothing_is_held(threaded))
+
+
+def test_a_stop_string_across_tokens_cuts_exactly_and_frees_the_engines(threaded):
+    token_ids, sampling = prompt(4, 20), sampled(64)
+    whole = run(threaded, token_ids, sampling, Mode.PLAIN)
+    texts = [threaded.tokenizer.decode([token_id]) for token_id in whole.token_ids]
+    at = next(i for i in range(8, 60) if len(texts[i]) == 2 and texts[i + 1] and texts[i + 2])
+    stop = texts[at][-1] + texts[at + 1] + texts[at + 2][0]
+    for mode in Mode:
+        generation = threaded.submit(token_ids, sampling, Speculation(mode=mode), stop=[stop, "zzzz"])
+        streamed = "".join(chunk.text for chunk in generation)
+        result = generation.result
+        assert streamed == result.text == whole.text[: whole.text.index(stop)]
+        assert result.finish_reason is FinishReason.STOP
+        assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+    eventually(lambda: nothing_is_held(threaded))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "max_tokens", "error", "message"),
+    [
+        (prompt(1, 2000), 49, PromptTooLongError, "has 2000 tokens and max_tokens is 49: together at most 2048"),
+        ((10, VOCAB, 11), 8, InvalidRequestError, f"token id {VOCAB}: 0 to {VOCAB - 1} are allowed"),
+        ((10, -1), 8, InvalidRequestError, "token id -1"),
+        ((), 8, InvalidRequestError, "holds no token"),
+        ("", 8, InvalidRequestError, "holds no token"),
+        ("a\udcff", 8, InvalidRequestError, "not valid Unicode"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(threaded, token_ids, max_tokens, error, message):
+    with pytest.raises(error, match=message):
+        threaded.submit(token_ids, sampled(max_tokens))
+
+
+def test_the_longest_request_that_fits(threaded):
+    result = run(threaded, prompt(5, MAX_LEN - 12), sampled(12))
+    assert len(result.token_ids) == 12
+
+
+@pytest.mark.usefixtures("slow_target")
+def test_a_draft_that_refuses_the_session_leaves_it_plain(threaded):
+    draft = threaded.taps[1]
+    expected = run(threaded, prompt(6, 20), sampled(), Mode.PLAIN)
+    draft.refuses = True
+    result = run(threaded, prompt(6, 20), sampled())
+    draft.refuses = False
+    assert result.token_ids == expected.token_ids
+    assert result.speculation.causes[Cause.DRAFT_DOWN] > 0
+    assert run(threaded, prompt(6, 20), sampled()).speculation.accepted > 0
+
+
+@pytest.mark.usefixtures("slow_target")
+def test_a_restarted_draft_takes_up_running_sessions(threaded, monkeypatch):
+    monkeypatch.setattr(local, "_RESTART_S", 0.05)
+    draft = threaded.taps[1]
+    generation = threaded.submit(prompt(7, 20), sampled(1900))
+    other = threaded.submit(prompt(8, 20), sampled(1900), Speculation(mode=Mode.PLAIN))
+    for _ in range(5):
+        next(generation)
+    draft.broken = True
+    went_plain = resumed = False
+    for chunk in generation:
+        if chunk.round is not None:
+            went_plain = went_plain or chunk.round.cause is Cause.DRAFT_DOWN
+            resumed = went_plain and chunk.round.num_accepted > 0
+        if resumed:
+            break
+    generation.cancel()
+    other.cancel()
+    assert went_plain
+    assert resumed
+    assert threaded.num_draft_restarts == 1
+    assert len(draft.engines) == 2
+    tokens = generation.result.token_ids
+    assert run(threaded, prompt(7, 20), sampled(len(tokens)), Mode.PLAIN).token_ids == tokens
+    eventually(lambda: nothing_is_held(threaded))
+
+
+def test_without_a_draft_model(checkpoints, threaded):
+    expected = run(threaded, prompt(10, 20), sampled(), Mode.PLAIN)
+    for draft in (NgramConfig(), None):
+        config = config_of(checkpoints).model_copy(update={"draft": draft})
+        with LocalPipeline(config) as pipeline:
+            assert run(pipeline, prompt(10, 20), sampled()).token_ids == expected.token_ids
+
+
+def test_a_draft_with_other_tokens_is_refused_before_any_worker_starts(checkpoints, tmp_path):
+    (tmp_path / "target").symlink_to(checkpoints / "target")
+    (tmp_path / "draft").mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / "draft" / name).symlink_to(checkpoints / "draft" / name)
+    letters_tokenizer(VOCAB - 1).save_pretrained(tmp_path / "draft")
+    pipeline = LocalPipeline(config_of(tmp_path))
+    with pytest.raises(TokenizerMismatchError, match=f"{VOCAB - 1} tokens"):
+        pipeline.start()
+    assert not pipeline._target.alive
+
+
+def test_stopping_ends_what_is_in_progress(checkpoints):
+    with LocalPipeline(config_of(checkpoints, max_sessions=1)) as pipeline:
+        generations = [pipeline.submit(prompt(i, 9), sampled(1500)) for i in range(3)]
+    assert {generation.result.finish_reason for generation in generations} == {FinishReason.ABORT}
+    with pytest.raises(EngineError, match="stopped"):
+        pipeline.submit(prompt(1, 9))
+    pipeline.stop()
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed(checkpoints, monkeypatch):
+    """The draft's death changes no token and the draft comes back; the target's ends every request with an error."""
+    monkeypatch.setattr(local, "_RESTART_S", 0.05)
+    with LocalPipeline(config_of(checkpoints, worker="process", max_sessions=2)) as pipeline:
+        expected = run(pipeline, prompt(1, 30), sampled(300), Mode.PLAIN)
+        assert run(pipeline, prompt(1, 30), sampled(300), Mode.SEQUENTIAL).token_ids == expected.token_ids
+
+        generation = pipeline.submit(prompt(1, 30), sampled(300))
+        for _ in range(4):
+            next(generation)
+        os.kill(pipeline._draft.pid, signal.SIGKILL)
+        assert generation.result.token_ids == expected.token_ids
+
+        eventually(lambda: pipeline._draft_up and pipeline.num_draft_restarts == 1)
+        result = run(pipeline, prompt(1, 30), sampled(300), Mode.SEQUENTIAL)
+        assert result.token_ids == expected.token_ids
+        assert result.speculation.accepted > 0
+
+        generations = [pipeline.submit(prompt(i, 9), sampled(1900)) for i in range(4)]
+        next(generations[0])
+        os.kill(pipeline._target.pid, signal.SIGKILL)
+        for generation in generations:
+            with pytest.raises(EngineError, match="target engine failed: its process ended"):
+                _ = generation.result
+        with pytest.raises(EngineError, match="its process ended"):
+            list(generations[0])
+        with pytest.raises(EngineError):
+            pipeline.submit(prompt(1, 9))

@@ -1,0 +1,609 @@
+"""The central promise, through both real engines and the real session: speculation never changes the text.
+
+References, from strong to strongest: the engine alone, one token at a time; transformers' own forward over the whole
+text with the processors and the noise applied row by row; transformers' ``generate``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy import stats
+from tests.support.engines import (
+    EOS,
+    LOSSLESS_FAMILIES,
+    VOCAB,
+    Pump,
+    Request,
+    assert_same,
+    in_mode,
+    noisy_copy,
+    pair,
+    plain_reference,
+    prompt,
+    random_model,
+)
+from transformers import LlamaConfig
+
+from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.core.sampling import Row, SamplerState, process, sample_coupled
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.model import kv_cache
+from paceline.model.kv_cache import PAGE_SIZE
+from paceline.model.loading import load_pretrained, prepare
+from paceline.model.selftest import check_invariance
+from paceline.router.session import Result
+from paceline.target import engine as target_engine
+from paceline.target import session as target_session
+from paceline.target.control.allocation import RowBudget
+from paceline.target.control.session_gate import Judgement, Steering
+from paceline.target.engine import _verdicts
+from paceline.target.session import TargetSession
+from paceline.types import (
+    Acceptance,
+    Cause,
+    Mode,
+    Nodes,
+    SamplingParams,
+    SparseDistribution,
+    SpeculationParams,
+)
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+SPECULATING = (Mode.OVERLAPPED, Mode.SEQUENTIAL)
+MAX_TOKENS = 20
+
+PROCESSORS: dict[str, dict] = {
+    "none": {},
+    "logit_bias": {"logit_bias": {11: 4.0, 12: -100.0, 40: 2.5}},
+    "bad_words": {"bad_words": tuple((a,) for a in range(20, 60)) + tuple((a, a + 1) for a in range(60, 298))},
+    "min_tokens": {"min_tokens": 12, "logit_bias": {EOS: 6.0}},
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 1.2},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "eos": {"logit_bias": {EOS: 6.0}},
+    "stop_id": {"stop_token_ids": tuple(range(100, 200))},
+    "all": {
+        "logit_bias": {15: 1.5},
+        "bad_words": ((30,), (31, 32)),
+        "min_tokens": 4,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.01,
+    },
+}
+_PREFIX = prompt(999, 70)
+
+
+def mixed_batch(temperature: float, max_tokens: int = MAX_TOKENS) -> dict[str, Request]:
+    """16 sessions: every processor, prompts of 1 to 150 tokens, a prefix that every third shares, every K."""
+    requests = {}
+    for i, name in zip(range(16), itertools.cycle(PROCESSORS), strict=False):
+        tokens = [*_PREFIX, *prompt(i, 3)] if i % 3 == 0 else prompt(i, 1 + 37 * i % 150)
+        requests[f"{name}-{i}"] = Request(
+            tokens,
+            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1000 + i, **PROCESSORS[name]),
+            SpeculationParams(
+                max_draft_tokens=(8, 3, 1, 16)[i % 4],
+                growth=("best_first", "uniform", "geometric")[i % 3],
+            ),
+            eos_token_ids=(EOS,),
+        )
+    return requests
+
+
+def _matrix(family: str, temperature: float) -> None:
+    target, draft = pair(family)
+    requests = mixed_batch(temperature)
+    reference = plain_reference(target, requests)
+    assert len({len(r.token_ids) for r in reference.values()}) > 1, "some session stops early"
+    preemptions = 0
+    for seed, mode in enumerate(Mode):
+        # 9 pages of 64 tokens hold few of the 16 sessions of up to 170: some are preempted.
+        pump = Pump(target, draft, seed=seed, pages=9, draft_pages=40, max_step_tokens=48)
+        compared = assert_same(pump.run(in_mode(requests, mode)), reference)
+        assert compared > 150
+        preemptions += pump.target.stats.preemptions
+        assert pump.target.stats.cached_tokens > 0
+        accepted = sum(r.speculation.accepted for r in pump.results.values())
+        assert (accepted > 30) == (mode is not Mode.PLAIN)
+    assert preemptions > 0
+
+
+_FAST = [("llama", 0.0), ("llama", 1.0), ("gemma3", 0.7), ("gpt2", 1.0)]
+
+
+@pytest.mark.parametrize(("family", "temperature"), _FAST)
+def test_modes_give_identical_tokens_in_mixed_batches(family: str, temperature: float) -> None:
+    """Every mode, 16 sessions with every processor, arrivals, preemption, prefix sharing: the tokens of plain."""
+    _matrix(family, temperature)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [c for c in itertools.product(LOSSLESS_FAMILIES, TEMPERATURES) if c not in _FAST],
+)
+def test_modes_give_identical_tokens_in_mixed_batches_everywhere(family: str, temperature: float) -> None:
+    """The rest of the matrix."""
+    _matrix(family, temperature)
+
+
+@pytest.mark.parametrize("mode", SPECULATING)
+@pytest.mark.parametrize("processor", ["none", "bad_words", "all"])
+def test_alone(processor: str, mode: Mode) -> None:
+    """One session, nobody beside it."""
+    _alone("qwen3", processor, 1.0, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", SPECULATING)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("family", LOSSLESS_FAMILIES)
+def test_alone_everywhere(family: str, processor: str, temperature: float, mode: Mode) -> None:
+    """The rest of the matrix."""
+    _alone(family, processor, temperature, mode)
+
+
+def _alone(family: str, processor: str, temperature: float, mode: Mode) -> None:
+    target, draft = pair(family)
+    sampling = SamplingParams(temperature=temperature, max_tokens=40, seed=3, **PROCESSORS[processor])
+    requests = {"s": Request(prompt(5, 60), sampling, eos_token_ids=(EOS,))}
+    pump = Pump(target, draft, seed=2)
+    assert_same(pump.run(in_mode(requests, mode)), plain_reference(target, requests))
+
+
+@pytest.mark.parametrize("family", LOSSLESS_FAMILIES)
+def test_greedy_equals_generate(family: str) -> None:
+    """All modes at temperature 0 against transformers' own ``generate``."""
+    target, draft = pair(family)
+    model = random_model(family)
+    requests = {
+        f"s{n}": Request(prompt(n, n), SamplingParams(max_tokens=24), SpeculationParams(max_draft_tokens=5))
+        for n in (1, 9, 64, 100)
+    }
+    expected = {}
+    for name, request in requests.items():
+        ids = torch.tensor([list(request.prompt)])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0
+        )
+        expected[name] = tuple(out[0, ids.shape[1] :].tolist())
+    for mode in Mode:
+        results = Pump(target, draft, seed=1).run(in_mode(requests, mode))
+        assert {name: r.token_ids for name, r in results.items()} == expected
+
+
+def _oracle(model, request: Request) -> tuple[tuple[int, ...], list[float]]:
+    """Decoding without any engine: the whole text through transformers for each token, one row at a time."""
+    params = request.sampling
+    state = SamplerState(params, params.seed, request.prompt, eos_token_ids=request.eos_token_ids, vocab_size=VOCAB)
+    tokens, emitted, logprobs = list(request.prompt), [], []
+    while len(emitted) < params.max_tokens:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1:]
+        processed = process(logits, [Row(state)])
+        token = int(sample_coupled(processed))
+        logprobs.append(float(processed.log_probs[0, token]))
+        state.append([token])
+        tokens.append(token)
+        emitted.append(token)
+        if token in (*params.stop_token_ids, *request.eos_token_ids):
+            break
+    return tuple(emitted), logprobs
+
+
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [("mistral", 0.7), *(pytest.param(f, 1.0, marks=pytest.mark.slow) for f in LOSSLESS_FAMILIES)],
+)
+def test_overlapped_equals_an_oracle_without_engine(family: str, temperature: float) -> None:
+    """Tokens and log probabilities of every processor against transformers' forward over the whole text."""
+    target, draft = pair(family)
+    model = random_model(family)
+    requests = mixed_batch(temperature)
+    for name, result in Pump(target, draft, seed=5).run(requests).items():
+        token_ids, logprobs = _oracle(model, requests[name])
+        assert result.token_ids == token_ids, name
+        assert result.logprobs == pytest.approx(logprobs, abs=1e-4), name
+
+
+def test_draft_kind_and_settings_never_matter() -> None:
+    """A useless draft, a perfect one, one that has no room, one candidate only: always the same tokens."""
+    target, draft = pair("llama")
+    requests = mixed_batch(1.0)
+    reference = plain_reference(target, requests)
+    useless = prepare(random_model("llama", seed=77), compile=False)
+    for drafter, options in (
+        (useless, {}),
+        (target, {"late": 0.0}),
+        (draft, {"draft_pages": 6}),
+        (draft, {"top_m": 1, "tree_budget": 4, "max_leaves": 1}),
+        (draft, {"late": 0.9}),
+        (None, {}),
+    ):
+        assert_same(Pump(target, drafter, **options).run(requests), reference)
+
+
+def test_hits_and_misses_both_occur() -> None:
+    """The identity above is not vacuous: rounds of many causes, most draft tokens of the overlapped mode useful."""
+    target, draft = pair("llama")
+    causes: Counter[Cause] = Counter()
+    for seed in range(2):
+        for result in Pump(target, draft, seed=seed, late=0.3).run(mixed_batch(1.0)).values():
+            causes.update(result.speculation.causes)
+    assert causes[Cause.HIT] > 20
+    assert causes[Cause.TOKEN] + causes[Cause.K] > 5
+    assert causes[Cause.LATE] > 5
+
+
+# -- control: whatever it decides, the text is the same ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers of draft tokens in every step; sessions whose drafts are paused and resumed at random."""
+    rng = random.Random(0)
+
+    def any_number(self, offers, **options):
+        return [rng.randint(0, len(o)) for o in offers]
+
+    def any_pause(self, session, now, num_sessions):
+        if rng.random() < 0.1:
+            self._pause(session, Judgement.NO_GAIN, now, num_sessions)
+
+    def any_resumption(self, now, num_running, sessions):
+        for pause in list(self._paused.values()):
+            if rng.random() < 0.3:
+                self._resume(pause.session, now, forget=rng.random() < 0.5)
+
+    monkeypatch.setattr(RowBudget, "allot", any_number)
+    monkeypatch.setattr(Steering, "review", any_pause)
+    monkeypatch.setattr(Steering, "tick", any_resumption)
+    target, draft = pair("llama")
+    requests = mixed_batch(temperature)
+    reference = plain_reference(target, requests)
+    for mode in SPECULATING:
+        pump = Pump(target, draft, seed=4, pages=9, draft_pages=40, max_step_tokens=48)
+        assert_same(pump.run(in_mode(requests, mode)), reference)
+        stats = pump.target.stats
+        assert min(stats.draft_rows_trimmed, stats.drafts_paused, stats.drafts_resumed) > 4
+        assert stats.nodes_used > 10
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_measured_control_gives_identical_tokens(adaptive: bool) -> None:
+    """Steps that take time by their size, so that budget, waiting and pauses act as they do in service."""
+    target, draft = pair("qwen3")
+    requests = mixed_batch(1.0, max_tokens=60)
+    reference = plain_reference(target, requests)
+    pump = Pump(target, draft, seed=4, adaptive=adaptive, step_s=lambda n: 0.004 * max(32, n))
+    assert_same(pump.run(requests), reference)
+    stats = pump.target.stats
+    assert (stats.draft_rows_trimmed > 50) == adaptive
+    assert (stats.drafts_paused > 0) == adaptive
+    assert stats.bubble_s > 0
+
+
+# -- mutants: each must be caught by the identity above -------------------------------------------------------------
+
+
+def _frozen_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties and positions do not see the draft tokens before their row."""
+    monkeypatch.setattr(target_engine, "Row", lambda state, suffix: Row(state, ()))
+
+
+def _skips_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prefill chunk claims the KV of one token more than it computed."""
+    commit = TargetSession.commit_rows
+
+    def wrong(self, cache, num_computed):
+        commit(self, cache, min(num_computed + 1, len(self.tokens) - 1, len(self.pages) * PAGE_SIZE))
+
+    monkeypatch.setattr(TargetSession, "commit_rows", wrong)
+
+
+def _accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rejected token is emitted as if it had been accepted."""
+
+    def wrong(logits, parts):
+        verdicts = _verdicts(logits, parts)
+        return [
+            replace(v, token_ids=(*v.token_ids[:-1], p.chain.token_ids[v.num_accepted]))
+            if v.num_accepted < len(p.chain)
+            else v
+            for v, p in zip(verdicts, parts, strict=True)
+        ]
+
+    monkeypatch.setattr(target_engine, "_verdicts", wrong)
+
+
+def _noise_forgets_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The position of the noise starts anew in every round."""
+    monkeypatch.setattr(Row, "position", property(lambda row: len(row.suffix)))
+
+
+def _stale_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are matched by their number, not by their content."""
+    for module in (kv_cache, target_session):
+        monkeypatch.setattr(module, "page_hash", lambda previous, tokens: previous + b"x")
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [_frozen_processors, _skips_a_row, _accepts_one_more, _noise_forgets_the_history, _stale_pages],
+    ids=lambda mutant: mutant.__name__.strip("_"),
+)
+def test_mutants_of_the_target_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of modes can fail: each of these faults makes it do so."""
+    target, draft = pair("llama")
+    requests = mixed_batch(1.0)
+    reference = plain_reference(target, requests)
+    mutant(monkeypatch)
+    results = Pump(target, draft, late=0.1, pages=16).run(requests)
+    assert any(results[name].token_ids != r.token_ids for name, r in reference.items())
+
+
+# -- bf16 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def embedded_bf16():
+    """The embedded pair in bf16 as the eager engine runs it, and what the self-test says about this machine."""
+    target = prepare(load_pretrained(str(TARGET_DIR), torch.bfloat16), compile=False)
+    draft = prepare(load_pretrained(str(DRAFT_DIR), torch.bfloat16), compile=False)
+    return target, draft, check_invariance(target.runner(8))
+
+
+_TEXTS = (
+    "import os\n\nclass Foo:\n    def __init__(self, ",
+    "def main():\n    parser = argparse.Arg",
+    "    for i in range(",
+    "# " + "a long line of a comment " * 20 + "\n\ndef ",
+)
+
+
+def _embedded_requests(temperature: float, max_tokens: int) -> dict[str, Request]:
+    tokenizer = load_tokenizer(str(TARGET_DIR))
+    return {
+        f"s{i}": Request(
+            tokenizer.encode(text),
+            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i, ignore_eos=True),
+            SpeculationParams(max_draft_tokens=6),
+        )
+        for i, text in enumerate(_TEXTS)
+    }
+
+
+def _embedded(pair_and_report, temperature: float, max_tokens: int) -> None:
+    target, draft, report = pair_and_report
+    if not report.holds:
+        assert "NOT batch-invariant" in str(report)
+        return
+    requests = _embedded_requests(temperature, max_tokens)
+    reference = plain_reference(target, requests)
+    for seed, mode in enumerate(Mode):
+        results = Pump(target, draft, seed=seed).run(in_mode(requests, mode))
+        assert {n: r.token_ids for n, r in results.items()} == {n: r.token_ids for n, r in reference.items()}
+        assert {n: r.logprobs for n, r in results.items()} == {n: r.logprobs for n, r in reference.items()}
+
+
+def test_embedded_pair_bf16_is_identical_bit_for_bit(embedded_bf16) -> None:
+    """Tokens and log probabilities equal in every bit, or the self-test says that this platform cannot."""
+    _embedded(embedded_bf16, 1.0, 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_embedded_pair_bf16_is_identical_bit_for_bit_everywhere(embedded_bf16, temperature: float) -> None:
+    """Longer."""
+    _embedded(embedded_bf16, temperature, 96)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_embedded_pair_fp32(temperature: float) -> None:
+    """fp32: the same identity."""
+    target = prepare(load_pretrained(str(TARGET_DIR), torch.float32), compile=False)
+    draft = prepare(load_pretrained(str(DRAFT_DIR), torch.float32), compile=False)
+    requests = _embedded_requests(temperature, 48)
+    reference = plain_reference(target, requests)
+    for seed, mode in enumerate(Mode):
+        assert_same(Pump(target, draft, seed=seed).run(in_mode(requests, mode)), reference)
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in LOSSLESS_FAMILIES[1:])])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_random_checkpoints_bf16_are_identical_bit_for_bit(family: str, temperature: float) -> None:
+    """bf16 has exact ties and coarse logits; identity holds all the same, or the self-test says it cannot."""
+    target, draft = pair(family, torch.bfloat16)
+    report = check_invariance(target.runner(8))
+    if not report.holds:
+        assert "NOT batch-invariant" in str(report)
+        return
+    requests = mixed_batch(temperature)
+    reference = plain_reference(target, requests)
+    for seed, mode in enumerate(Mode):
+        results = Pump(target, draft, seed=seed, pages=9, max_step_tokens=48).run(in_mode(requests, mode))
+        for name, result in results.items():
+            assert result.token_ids == reference[name].token_ids, name
+            assert result.logprobs == reference[name].logprobs, name
+
+
+# -- the rejection rule --------------------------------------------------------------------------------------------
+
+_TINY_VOCAB = 4
+_FALSE_ALARM = 1e-6
+"""Probability that a correct implementation fails one of these tests, were the seeds not fixed."""
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    """A target over four tokens, and a draft that disagrees with it considerably."""
+    config = LlamaConfig(
+        vocab_size=_TINY_VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=16, initializer_range=0.3, max_position_embeddings=128,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = random_model(config, seed=4, peak=1.0)
+    draft = noisy_copy(model, 0.8, seed=2)
+    return (
+        model,
+        prepare(random_model(config, seed=4, peak=1.0), compile=False),
+        prepare(draft, compile=False),
+    )
+
+
+def _law(model, start: list[int], length: int) -> dict[tuple[int, ...], float]:
+    """The exact joint law of the next tokens by plain sampling at temperature 1."""
+    texts = list(itertools.product(range(_TINY_VOCAB), repeat=length))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*start, *t] for t in texts]), use_cache=False).logits.double()
+    log_p = logits.log_softmax(-1)
+    return {
+        t: math.exp(sum(log_p[i, len(start) - 1 + j, t[j]].item() for j in range(length))) for i, t in enumerate(texts)
+    }
+
+
+def _sample_texts(tiny_pair, num: int, mode: Mode, length: int, tamper=None) -> tuple[Counter, int, int]:
+    _, target, draft = tiny_pair
+    sampling = {"temperature": 1.0, "max_tokens": length}
+    speculation = SpeculationParams(mode=mode, acceptance=Acceptance.REJECTION, max_draft_tokens=3)
+    requests = {f"s{i}": Request([1, 2, 3], SamplingParams(seed=i, **sampling), speculation) for i in range(num)}
+    pump = Pump(
+        target, draft, pages=128, draft_pages=128, max_sessions=128, max_step_tokens=512, max_leaves=128,
+        top_m=_TINY_VOCAB, late=0.1, tamper=tamper, max_model_len=64,
+    )  # fmt: skip
+    results: dict[str, Result] = {}
+    names = list(requests)
+    for first in range(0, num, 128):
+        for name in names[first : first + 128]:
+            pump.submit(name, requests[name])
+        results |= pump.run({})
+        pump.sessions.clear()
+        pump.results = {}
+    drafted = sum(r.speculation.drafted for r in results.values())
+    accepted = sum(r.speculation.accepted for r in results.values())
+    return Counter(r.token_ids for r in results.values()), drafted, accepted
+
+
+def _p_value(counts: Counter, law: dict[tuple[int, ...], float]) -> float:
+    """Chi-square goodness of fit; cells that expect fewer than five are merged."""
+    num = sum(counts.values())
+    observed, expected, rest = [], [], [0.0, 0.0]
+    for text, p in law.items():
+        if num * p >= 5:
+            observed.append(counts[text])
+            expected.append(num * p)
+        else:
+            rest[0] += counts[text]
+            rest[1] += num * p
+    if rest[1] > 0:
+        observed.append(rest[0])
+        expected.append(rest[1])
+    total = sum(expected)
+    return float(stats.chisquare(observed, [e * num / total for e in expected]).pvalue)
+
+
+def _wrong_q(message):
+    """The mutant: a q that is valid in itself but not what the token was drawn from."""
+    if not isinstance(message, Nodes):
+        return [message]
+    nodes = []
+    for node in message.nodes:
+        if node.q is not None:
+            ids = node.q.token_ids
+            node = replace(node, q=SparseDistribution(ids, (1 / len(ids),) * len(ids)))
+        nodes.append(node)
+    return [replace(message, nodes=tuple(nodes))]
+
+
+@pytest.mark.parametrize("mode", SPECULATING)
+def test_rejection_rule_keeps_the_law(tiny_pair, mode: Mode) -> None:
+    """Joint law of four tokens through both engines against the exact one; false alarms: 1e-6."""
+    law = _law(tiny_pair[0], [1, 2, 3], 4)
+    assert sum(law.values()) == pytest.approx(1)
+    counts, drafted, accepted = _sample_texts(tiny_pair, 2000, mode, 4)
+    assert 0.2 * drafted < accepted < 0.95 * drafted
+    assert drafted > 800
+    assert _p_value(counts, law) > _FALSE_ALARM
+
+
+def test_rejection_rule_with_a_wrong_q_is_caught(tiny_pair) -> None:
+    """The test above fails for the mutant, end to end."""
+    law = _law(tiny_pair[0], [1, 2, 3], 4)
+    counts, _, _ = _sample_texts(tiny_pair, 2000, Mode.SEQUENTIAL, 4, tamper=_wrong_q)
+    assert _p_value(counts, law) < _FALSE_ALARM
+
+
+def _only_the_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that lets a chain through only if its first token is not too likely (earlier rounds say 0.7 or less)."""
+
+    def unlikely_only(self, offers, **options):
+        return [len(o) if o and o[0] < 0.75 else 0 for o in offers]
+
+    monkeypatch.setattr(RowBudget, "allot", unlikely_only)
+    monkeypatch.setattr(Steering, "review", lambda *args: None)
+
+
+def _tells_what_was_drawn(message):
+    """A draft that gives each node the probability with which its token was drawn."""
+    if not isinstance(message, Nodes):
+        return [message]
+    nodes = tuple(
+        n if n.q is None else replace(n, prob=n.q.probs[n.q.token_ids.index(n.token_id)]) for n in message.nodes
+    )
+    return [replace(message, nodes=nodes)]
+
+
+def test_rejection_rule_keeps_the_law_under_any_budget(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that would choose chains by the probabilities of their nodes gets to see none of them."""
+    _only_the_unlikely(monkeypatch)
+    law = _law(tiny_pair[0], [1, 2, 3], 4)
+    counts, drafted, _ = _sample_texts(tiny_pair, 1280, Mode.OVERLAPPED, 4, tamper=_tells_what_was_drawn)
+    assert drafted > 400
+    assert _p_value(counts, law) > _FALSE_ALARM
+
+
+def test_rejection_rule_logprobs_and_repeatability() -> None:
+    """Log probabilities are those of the target for the emitted text; the same run twice is the same text."""
+    target, draft = pair("llama")
+    model = random_model("llama")
+    speculation = SpeculationParams(acceptance=Acceptance.REJECTION, saguaro=0.5)
+    requests = {
+        f"s{i}": Request(prompt(i, 10 + i), SamplingParams(temperature=0.8, max_tokens=24, seed=i), speculation)
+        for i in range(6)
+    }
+    results = Pump(target, draft, seed=3).run(requests)
+    again = Pump(target, draft, seed=3).run(requests)
+    for name, result in results.items():
+        assert result.token_ids == again[name].token_ids
+        text = [*requests[name].prompt, *result.token_ids]
+        with torch.no_grad():
+            log_p = (model(torch.tensor([text]), use_cache=False).logits[0] / 0.8).log_softmax(-1)
+        at = len(requests[name].prompt) - 1
+        expected = [log_p[at + i, t].item() for i, t in enumerate(result.token_ids)]
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    assert sum(r.speculation.accepted for r in results.values()) > 20
+
+
+def test_rejection_rule_at_temperature_zero_is_greedy_matching() -> None:
+    """Both rules are the same there."""
+    target, draft = pair("llama")
+    requests = {
+        "s": Request(prompt(1, 20), SamplingParams(max_tokens=30), SpeculationParams(acceptance=Acceptance.REJECTION))
+    }
+    assert_same(Pump(target, draft).run(requests), plain_reference(target, requests))

@@ -1,0 +1,269 @@
+"""The law of the emitted text by chi-square over many sessions with production noise, and acceptance rates.
+
+Seeds are fixed, so a pass is a pass for ever; for new seeds the family-wise false-alarm probability is 1e-6,
+shared by Bonferroni. With 20,000 sessions and 25 cells (two tokens, V = 5) a total variation of 0.04 is
+detected with probability 0.99. ``law_p_value`` is the check, and each mutant below must make it fail.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from scipy import stats
+
+from paceline.core import verification
+from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at
+from paceline.core.sampling import ProcessedRows, rank_coupled
+from paceline.core.verification import KeyedChoices, Proposal, sample_draft, verify
+from paceline.types import Acceptance, SparseDistribution
+
+ALPHA = 1e-6 / 20  # over fewer than 20 tests
+COUPLED, REJECTION = Acceptance.COUPLED, Acceptance.REJECTION
+V = 5
+
+
+def table(seed, scale=1.5, vocab_size=V):
+    """log probs of a first-order model: [last token, next token]."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(vocab_size, vocab_size, generator=generator) * scale).log_softmax(-1)
+
+
+P, Q = table(1), table(2)
+OPPOSITE = (-P).log_softmax(-1)
+
+
+def draft_coupled(log_q, seeds, positions):
+    ids = torch.arange(log_q.shape[-1]).expand_as(log_q)
+    ranked, _ = rank_coupled(ids, log_q, seeds, positions, torch.zeros(len(seeds), dtype=torch.bool))
+    return ranked[:, 0].tolist()
+
+
+def draft_rejection(log_q, seeds, positions, nonces, saguaro=1.0):
+    sorted_q, ids = log_q.sort(-1, descending=True)
+    samples = sample_draft(ids, sorted_q, seeds, positions, nonces, [saguaro] * len(ids), [2] * len(ids))
+    return [sample.token_id for sample in samples], [sample.q for sample in samples]
+
+
+def simulate(
+    rule,
+    log_p,
+    log_q,
+    num_drafted,
+    *,
+    sessions=20_000,
+    num_tokens=2,
+    first_seed=0,
+    draft=None,
+    saguaro=1.0,
+    reset=False,
+):
+    """Sessions that start after token 0 and run to ``num_tokens``: texts and first-round verdicts."""
+    seeds = torch.arange(first_seed, first_seed + sessions) * 0x9E3779B97F4A7C15 % 2**62
+    texts, verdicts_of_first = [(0,)] * sessions, []
+    active, nonce = list(range(sessions)), 0
+    while active:
+        keys = seeds[active]
+        length = torch.tensor([0 if reset else len(texts[i]) for i in active])
+        drafted: list[tuple[int, ...]] = [()] * len(active)
+        qs: list[tuple[SparseDistribution, ...]] = [()] * len(active)
+        for j in range(num_drafted):
+            nonce += 1
+            last = [(texts[i] + d)[-1] for i, d in zip(active, drafted, strict=True)]
+            nonces = torch.full((len(active),), nonce)
+            if rule is COUPLED:
+                tokens = draft_coupled(log_q[last], keys, length + j)
+            else:
+                tokens, q = (draft or draft_rejection)(log_q[last], keys, length + j, nonces, saguaro)
+                qs = [(*old, new) for old, new in zip(qs, q, strict=True)]
+            drafted = [(*d, token) for d, token in zip(drafted, tokens, strict=True)]
+        rows = [(texts[i] + d[:j])[-1] for i, d in zip(active, drafted, strict=True) for j in range(num_drafted + 1)]
+        n = num_drafted + 1
+        processed = ProcessedRows(
+            torch.zeros(len(rows), dtype=torch.bool),
+            keys.repeat_interleave(n),
+            (length[:, None] + torch.arange(n)).flatten(),
+            0,
+            scores=log_p[rows],
+        )
+        proposals = [Proposal(d, q if rule is REJECTION else None) for d, q in zip(drafted, qs, strict=True)]
+        verdicts = verify(processed, proposals, [rule] * len(active))
+        verdicts_of_first = verdicts_of_first or verdicts
+        for i, verdict in zip(active, verdicts, strict=True):
+            texts[i] += verdict.token_ids
+        active = [i for i in active if len(texts[i]) <= num_tokens]
+    return [text[1 : num_tokens + 1] for text in texts], verdicts_of_first
+
+
+def p_value(observed, expected):
+    """Chi-square of counts against expected counts; cells that expect fewer than 5 are merged into one."""
+    small = [cell for cell, count in expected.items() if count < 5]
+    f_obs = [observed.get(cell, 0) for cell in expected if cell not in small]
+    f_exp = [count for cell, count in expected.items() if cell not in small]
+    impossible = sum(count for cell, count in observed.items() if expected.get(cell, 0) == 0)
+    if impossible:
+        return 0.0
+    if small:
+        f_obs.append(sum(observed.get(cell, 0) for cell in small))
+        f_exp.append(sum(expected[cell] for cell in small))
+    scale = sum(f_obs) / sum(f_exp)
+    return float(stats.chisquare(f_obs, [value * scale for value in f_exp]).pvalue)
+
+
+def law_p_value(rule, log_p, log_q, num_drafted, **options):
+    """Of the joint law of the first two tokens."""
+    texts, _ = simulate(rule, log_p, log_q, num_drafted, **options)
+    p = log_p.double().exp()
+    size = log_p.shape[-1]
+    expected = {(a, b): len(texts) * float(p[0, a] * p[a, b]) for a in range(size) for b in range(size)}
+    return p_value(Counter(texts), expected)
+
+
+@pytest.mark.parametrize("num_drafted", [0, 1, 3])
+@pytest.mark.parametrize("rule", list(Acceptance))
+def test_the_joint_law_of_two_tokens_is_that_of_p(rule, num_drafted):
+    assert law_p_value(rule, P, Q, num_drafted) > ALPHA
+
+
+@pytest.mark.parametrize("rule", list(Acceptance))
+def test_the_joint_law_with_the_opposite_draft(rule):
+    assert law_p_value(rule, P, OPPOSITE, 1) > ALPHA
+
+
+def test_the_joint_law_with_saguaro():
+    assert law_p_value(REJECTION, P, Q, 1, saguaro=0.25) > ALPHA
+
+
+def test_the_law_of_a_large_vocabulary_in_its_sparse_and_dense_form():
+    n, size = 40_000, 1000
+    for spread in (1.0, 12.0):
+        log_p = (torch.randn(size, generator=torch.Generator().manual_seed(4)) * spread).log_softmax(-1)
+        positions = torch.arange(n) + 2**32 - n // 2
+        counts = Counter()
+        for part in positions.split(5000):
+            drawn = gumbel_argmax(log_p.expand(len(part), -1), torch.full_like(part, -5), part, Stream.COUPLED)
+            counts.update(drawn.tolist())
+        assert p_value(counts, {v: n * float(log_p[v].double().exp()) for v in range(size)}) > ALPHA
+
+
+def test_the_law_given_acceptance_is_the_derived_one():
+    """Given that the first token was accepted, its law is min(p, q) / sum min(p, q), not p."""
+    texts, verdicts = simulate(REJECTION, P, Q, 1, num_tokens=1, first_seed=10**6)
+    accepted = Counter(text[0] for text, verdict in zip(texts, verdicts, strict=True) if verdict.num_accepted)
+    overlap = torch.minimum(P[0].double().exp(), Q[0].double().exp())
+    total = accepted.total()
+    assert p_value(accepted, {v: total * float(overlap[v] / overlap.sum()) for v in range(V)}) > ALPHA
+
+
+def binomial_p_value(rule, log_p, log_q, expected, **options):
+    _, verdicts = simulate(rule, log_p, log_q, 1, num_tokens=1, **options)
+    return stats.binomtest(sum(verdict.num_accepted for verdict in verdicts), len(verdicts), expected).pvalue
+
+
+def test_rejection_accepts_as_often_as_p_and_q_overlap():
+    expected = float(torch.minimum(P[0].double().exp(), Q[0].double().exp()).sum())
+    assert binomial_p_value(REJECTION, P, Q, expected) > ALPHA
+
+
+def test_coupling_accepts_as_often_as_derived():
+    """P(same argmax) = sum_v 1 / sum_w max(p_w / p_v, q_w / q_v), from the race of exponentials."""
+    p, q = P[0].double().exp(), Q[0].double().exp()
+    expected = float((1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(-1)).sum())
+    assert binomial_p_value(COUPLED, P, Q, expected) > ALPHA
+    # It is at least (1 - tv) / (1 + tv) (Daliri, Musco, Suresh 2408.07978).
+    tv = float((p - q).abs().sum() / 2)
+    assert expected >= (1 - tv) / (1 + tv)
+
+
+@pytest.mark.parametrize("rule", list(Acceptance))
+def test_a_draft_equal_to_the_target_is_always_accepted(rule):
+    _, verdicts = simulate(rule, P, P, 3, num_tokens=1, sessions=3000)
+    assert all(verdict.num_accepted == 3 for verdict in verdicts)
+
+
+# Mutants: dependence and wrong keys must be visible to the checks above.
+
+
+def test_mutant_one_uniform_for_proposal_and_acceptance(monkeypatch):
+    """The draft draws by inverting its distribution at the very uniform that the target compares with p/q."""
+    original = verification.uniform
+
+    def inverse(log_q, seeds, positions, nonces, saguaro):
+        u = original(seeds, positions, Stream.ACCEPT)
+        tokens = (log_q.double().exp().cumsum(-1) < u[:, None]).sum(-1).clamp(max=V - 1).tolist()
+        return tokens, [SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
+
+    assert law_p_value(REJECTION, P, Q, 1, draft=inverse) < ALPHA
+    # With a uniform of its own the same draft is lawful.
+    monkeypatch.setattr(verification, "uniform", lambda seeds, positions, stream: original(seeds, positions, stream, 7))
+    assert law_p_value(REJECTION, P, Q, 1, draft=inverse) > ALPHA
+
+
+def test_mutant_one_noise_for_proposal_and_recovery():
+    def shared(log_q, seeds, positions, nonces, saguaro):
+        tokens = gumbel_argmax(log_q, seeds, positions, Stream.RECOVER).tolist()
+        return tokens, [SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
+
+    assert law_p_value(REJECTION, P, OPPOSITE, 1, draft=shared) < ALPHA
+
+
+def test_mutant_coupled_noise_under_the_rejection_rule(monkeypatch):
+    """Acceptance decided by the noise that chose the token."""
+
+    def shared(log_q, seeds, positions, nonces, saguaro):
+        tokens = gumbel_argmax(log_q, seeds, positions, Stream.COUPLED)
+        chosen.append(gumbel_at(seeds, positions, Stream.COUPLED, tokens[:, None]).squeeze(-1))
+        return tokens.tolist(), [
+            SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()
+        ]
+
+    def uniforms(seeds, positions, stream):
+        u = torch.zeros(len(seeds), dtype=torch.float64)
+        u[::2] = (-(-chosen[-1].double()).exp()).exp()
+        return u
+
+    chosen = []
+    monkeypatch.setattr(verification, "uniform", uniforms)
+    assert law_p_value(REJECTION, P, Q, 1, draft=shared) < ALPHA
+
+
+@pytest.mark.parametrize("rule", list(Acceptance))
+def test_mutant_noise_reset_every_round(rule):
+    """Positions counted from the start of the round: the second round repeats the first one's noise."""
+    assert law_p_value(rule, P, Q, 0, reset=True) < ALPHA
+
+
+def test_any_draft_gives_the_same_texts_under_the_coupled_rule():
+    right, _ = simulate(COUPLED, P, Q, 2, sessions=2000)
+    wrong, _ = simulate(COUPLED, P, OPPOSITE, 3, sessions=2000)
+    assert right == wrong == simulate(COUPLED, P, Q, 0, sessions=2000)[0]
+
+
+def test_mutant_less_or_equal(monkeypatch):
+    """Uniforms of few bits hit 0 often; ``<=`` then accepts what p forbids, ``<`` never does."""
+    original = verification.uniform
+    monkeypatch.setattr(verification, "uniform", lambda *key: (original(*key) * 16).floor() / 16)
+    forbids = P.clone()
+    forbids[:, 3] = -math.inf
+    forbids = forbids.log_softmax(-1)
+    texts, _ = simulate(REJECTION, forbids, OPPOSITE, 1, sessions=3000)
+    assert all(3 not in text for text in texts)
+    monkeypatch.setattr(KeyedChoices, "accept", lambda self, row, probability: self._uniforms[row] <= probability)
+    texts, _ = simulate(REJECTION, forbids, OPPOSITE, 1, sessions=3000)
+    assert any(3 in text for text in texts)
+
+
+def test_noise_of_neighbouring_keys_is_independent():
+    """Correlation of Gumbel values that differ in one part of the key; 6 sigma is exceeded once in 5e8."""
+    n = 40_000
+    seeds, positions = torch.arange(n), torch.arange(n) % 100
+    base = gumbel(seeds, positions, Stream.COUPLED, 4)
+    others = {
+        "position": gumbel(seeds, positions + 1, Stream.COUPLED, 4),
+        "seed": gumbel(seeds + 1, positions, Stream.COUPLED, 4),
+        "stream": gumbel(seeds, positions, Stream.DRAFT, 4),
+        "token": base.roll(1, -1),
+    }
+    for name, other in others.items():
+        correlation = float(torch.corrcoef(torch.stack((base.flatten(), other.flatten())))[0, 1])
+        assert abs(correlation) < 6 / math.sqrt(4 * n), name

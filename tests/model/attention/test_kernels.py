@@ -1,0 +1,179 @@
+"""Which attention kernel runs, and that ours computes what torch's does: on a GPU, or in triton's interpreter.
+
+``TRITON_INTERPRET=1 pytest tests/model/test_kernels.py`` where triton is installed; triton 3.6's interpreter needs
+numpy before 2.4. It has no bfloat16 products: float16 stands in for it there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.support.engines import SLIDING_WINDOW, prompt, random_model
+
+from paceline.config import ModelConfig, ServiceConfig
+from paceline.errors import ConfigError
+from paceline.model.attention import native as cpu_attention
+from paceline.model.attention.kernels import choose_kernel
+from paceline.model.kv_cache import PAGE_SIZE, LayerSpec
+from paceline.model.loading import load_model, prepare
+from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.step import Step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not _CAN_RUN, reason="needs triton and a GPU, or TRITON_INTERPRET=1"
+)
+GPU = {
+    "device_type": "cuda",
+    "capability": (9, 0),
+    "dtype": torch.bfloat16,
+    "layers": [LayerSpec(8, 128, 128)],
+    "has_triton": True,
+    "no_native": None,
+}
+CPU = GPU | {"device_type": "cpu", "capability": None}
+
+
+def test_the_choice() -> None:
+    assert choose_kernel("triton", **GPU) == "triton"
+    for wanted in ("auto", "sdpa"):
+        assert choose_kernel(wanted, **GPU) == "sdpa"
+    for dtype in (torch.bfloat16, torch.float32):
+        assert choose_kernel("sdpa", **CPU | {"dtype": dtype}) == "sdpa"
+        assert choose_kernel("native", **CPU | {"dtype": dtype}) == "native"
+        assert choose_kernel("auto", **CPU | {"dtype": dtype}) == "native"
+    assert choose_kernel("auto", **CPU | {"dtype": torch.float16}) == "sdpa"
+    assert choose_kernel("auto", **CPU | {"no_native": "needs AVX-512"}) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_type": "cpu", "capability": None}, "runs on CUDA only, and the model is on device 'cpu'"),
+        ({"capability": (7, 5)}, "needs compute capability 8.0, and the device has 7.5"),
+        ({"dtype": torch.float64}, "takes float32, float16 and bfloat16, and the model has float64"),
+        ({"layers": [LayerSpec(8, 128, 512)]}, "takes head dimensions up to 256, and the model has 512"),
+        ({"has_triton": False}, "needs the package triton, which is not installed"),
+    ],
+)
+def test_what_cannot_run_is_refused(change: dict, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_kernel("triton", **GPU | change)
+    assert str(caught.value) == f"attention is 'triton', which {reason}: use 'auto' or 'sdpa'"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_type": "cuda", "capability": (9, 0)}, "runs on the CPU only, and the model is on device 'cuda'"),
+        ({"dtype": torch.float16}, "takes float32 and bfloat16, and the model has float16"),
+        ({"no_native": "could not be built: there is no C++ compiler"}, "could not be built: there is no C++ compiler"),
+    ],
+)
+def test_what_cannot_run_on_the_cpu_is_refused(change: dict, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_kernel("native", **CPU | change)
+    assert str(caught.value) == f"attention is 'native', which {reason}: use 'auto' or 'sdpa'"
+
+
+def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+    kwargs = {"engine_kwargs": {"attention": "triton"}}
+    pair = ServiceConfig.parse({"target_config": kwargs, "draft_config": kwargs}).pair()
+    assert (pair.target.attention, pair.draft.attention) == ("triton", "triton")
+    random_model("llama").save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), device="cpu", compile=False)
+    with caplog.at_level(logging.INFO, "paceline"):
+        load_model(config)
+        load_model(config.model_copy(update={"attention": "sdpa"}))
+    default = "sdpa" if cpu_attention.unavailable() else "native"
+    assert f"attention of LlamaForCausalLM on cpu: {default}" in caplog.text
+    assert caplog.text.count("attention of LlamaForCausalLM on cpu: sdpa") == 1 + (default == "sdpa")
+    with pytest.raises(ConfigError, match="attention is 'triton', which runs on CUDA only"):
+        load_model(config.model_copy(update={"attention": "triton"}))
+
+
+# -- the kernel --------------------------------------------------------------------------------------------
+
+
+def attend(query, keys, values, table, mask, scale=0.2, softcap=None):
+    from paceline.model.attention.triton import attend_in_place
+
+    return attend_in_place(query, keys, values, table, mask, scale, softcap)
+
+
+def inputs(rows: int, groups: int, row_len: int, pages: int, key_dim: int, value_dim: int, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    num_keys = pages * PAGE_SIZE
+    mask = torch.zeros(rows, 1, row_len, num_keys)
+    mask.masked_fill_(torch.rand(mask.shape, generator=generator) < 0.5, float("-inf"))
+    mask[..., 0] = 0
+    table = torch.randint(0, 9, (rows, pages), generator=generator)
+    pools = random(9, PAGE_SIZE, 2, key_dim), random(9, PAGE_SIZE, 2, value_dim)
+    return random(rows, 2, groups * row_len, key_dim), *pools, table.to(DEVICE), mask.to(DEVICE, dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("rows", "groups", "row_len", "pages", "key_dim", "value_dim", "dtype"),
+    [(2, 2, 4, 6, 32, 32, torch.float32), (1, 3, 8, 1, 24, 40, torch.float32), (1, 1, 4, 9, 64, 64, torch.float16)],
+)
+def test_attention_in_place_is_attention(rows, groups, row_len, pages, key_dim, value_dim, dtype, softcap) -> None:
+    """Against float64, with odd head dimensions, one page and several splits, masks of any kind."""
+    given = query, keys, values, table, mask = inputs(rows, groups, row_len, pages, key_dim, value_dim, dtype)
+    got = attend(*given, softcap=softcap)
+    k, v = (pool[table].flatten(1, 2).transpose(1, 2).double() for pool in (keys, values))
+    scores = query.double() @ k.transpose(2, 3) * 0.2
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    want = F.softmax(scores + mask.double().repeat(1, 1, groups, 1), -1) @ v
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    assert (got.double() - want).abs().max() < (3e-6 if dtype == torch.float32 else 2e-3)
+
+
+@needs_triton
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    """Alone or beside others, in short or long query rows, behind any number of masked pages."""
+    query, keys, values, table, mask = inputs(3, 2, 8, 5, 32, 32)
+    want = attend(query, keys, values, table, mask)
+    per_group = query.view(3, 2, 2, 8, 32)
+    for row in range(3):
+        for place in (0, 5):
+            alone = per_group[row : row + 1, :, :, place : place + 1].expand(-1, -1, -1, 4, -1).reshape(1, 2, 8, 32)
+            seen = mask[row : row + 1, :, place : place + 1].expand(-1, -1, 4, -1)
+            longer = F.pad(seen, (0, 4 * PAGE_SIZE), value=float("-inf"))
+            pages = torch.cat([table[row], table[row, :1].expand(4)])[None]
+            got = attend(alone, keys, values, pages, longer)
+            expected = want.view(3, 2, 2, 8, 32)[row, :, :, place]
+            assert torch.equal(got.view(2, 2, 4, 32)[:, :, 0], expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_a_model_runs_on_it(family: str) -> None:
+    """Chains, a tree, windows and softcap through transformers' own code."""
+    loaded = prepare(random_model(family).to(DEVICE), compile=False)
+    outputs = []
+    for kernel in ("sdpa", "triton"):
+        step, cache = Step(loaded.step.model, kernel), loaded.runner(6).cache
+        runner = ModelRunner(step, cache, dtype=loaded.dtype, sliding_window=loaded.sliding_window, vocab_size=300)
+        tokens, pages = prompt(1, SLIDING_WINDOW + 50), cache.allocate(2)
+        spans = [range(70), range(70, 71), range(71, 74)]
+        chains = [SequenceStep([tokens[i] for i in span], span, span, pages, len(span)) for span in spans]
+        logits = [runner.forward([chain]) for chain in chains]
+        visible = torch.ones(2, 76, dtype=torch.bool)
+        visible[0, 75] = visible[1, 74] = False
+        positions = torch.tensor([*range(74), 74, 74])
+        logits.append(runner.forward([SequenceStep([7, 8], [74, 74], [74, 75], pages, 2, visible, positions)]))
+        outputs.append(torch.cat(logits))
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-4

@@ -1,0 +1,184 @@
+"""Compiled steps: the tokens of eager, built once per weights."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.engines import FAMILIES, Pump, Request, in_mode, noisy_copy, plain_reference, prompt, random_model
+from transformers import LlamaConfig, PreTrainedModel
+
+from paceline.config import ModelConfig
+from paceline.model.attention import native as cpu_attention
+from paceline.model.compiled import aot as compile_module
+from paceline.model.compiled import package
+from paceline.model.compiled.aot import NoCompilerError, artifact_key
+from paceline.model.compiled.package import CompiledPackage
+from paceline.model.loading import LoadedModel, load_model, prepare
+from paceline.model.runner import SequenceStep, StepPlan
+from paceline.model.selftest import check_invariance
+from paceline.model.step import Step
+from paceline.types import Mode, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_attention.unavailable()  # from the cache that is kept
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+
+
+def smallest() -> PreTrainedModel:
+    return random_model(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            intermediate_size=32, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def requests(vocab_size: int) -> dict[str, Request]:
+    return {
+        f"s{i}": Request(
+            prompt(i, 3 + 40 * i, vocab_size), SamplingParams(temperature=(0, 1)[i % 2], seed=i, max_tokens=16)
+        )
+        for i in range(4)
+    }
+
+
+def same_tokens(compiled: LoadedModel, eager: LoadedModel) -> None:
+    asked = requests(eager.vocab_size)
+    want = {n: r.token_ids for n, r in plain_reference(eager, asked).items()}
+    for mode in Mode:
+        results = Pump(compiled, compiled).run(in_mode(asked, mode))
+        assert {n: r.token_ids for n, r in results.items()} == want
+
+
+@pytest.mark.slow
+def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All modes through the engines; the second time nothing is compiled; other weights are another artifact."""
+    first = prepare(smallest(), compile=True)
+    same_tokens(first, prepare(smallest(), compile=False))
+    artifacts = list((tmp_path / "compiled").glob("*.pt2"))
+    assert len(artifacts) == 1
+    report = check_invariance(first.runner(8))
+    assert report.holds == ("NOT batch-invariant" not in str(report))
+
+    def unexpected(*args: object) -> None:
+        raise AssertionError("compiled a second time")
+
+    monkeypatch.setattr(compile_module, "_compile", unexpected)
+    same_tokens(prepare(smallest(), compile=True), prepare(smallest(), compile=False))
+    with pytest.raises(AssertionError, match="a second time"):
+        prepare(noisy_copy(smallest(), 0.01), compile=True)
+    assert list((tmp_path / "compiled").glob("*.pt2")) == artifacts
+
+
+def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
+    """Weights, dtype, window, kernel and configuration; equal models have equal keys."""
+    base = artifact_key(smallest(), None)
+    assert artifact_key(smallest(), None) == base
+    changed = smallest()
+    with torch.no_grad():
+        next(changed.parameters())[0, 0] += 1e-3
+    renormed = smallest()
+    renormed.config.rms_norm_eps = 1e-3
+    others = {
+        artifact_key(changed, None),
+        artifact_key(smallest().to(torch.bfloat16), None),
+        artifact_key(smallest(), 128),
+        artifact_key(smallest(), None, "native"),
+        artifact_key(renormed, None),
+    }
+    assert len(others | {base}) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3_moe"])
+def test_compiled_families(family: str, dtype: torch.dtype) -> None:
+    """fp32: eager's tokens. bf16 (which rounds differently when fused): the same in every mode, if invariant."""
+    compiled = prepare(random_model(family, dtype=dtype), compile=True)
+    if dtype is torch.float32:
+        same_tokens(compiled, prepare(random_model(family), compile=False))
+        return
+    report = check_invariance(compiled.runner(8))
+    if report.holds:
+        same_tokens(compiled, compiled)
+    else:
+        assert "NOT batch-invariant" in str(report)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None:
+    """Nobody is made to hand the lock over here, so the other thread runs only while a step does without it."""
+    model = prepare(smallest(), compile=True)
+    runner = model.runner(4)
+    pages = runner.cache.allocate(1)
+    step, turns, done = SequenceStep([1], [0], [0], pages, num_logits=1), 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            time.sleep(0)  # hands the lock over itself
+
+    runner.forward([step])
+    before, thread = sys.getswitchinterval(), threading.Thread(target=count)
+    inputs = StepPlan.of([step], runner.cache.scratch_row).inputs(runner.cache, model.dtype, None)
+    try:
+        sys.setswitchinterval(1000.0)
+        thread.start()
+        (file,) = (tmp_path / "compiled").glob("*.pt2")
+        run, turns = CompiledPackage(file), 0
+        for _ in range(20):
+            run(*inputs)
+        seen = turns
+    finally:
+        sys.setswitchinterval(before)
+        done.set()
+        thread.join()
+    assert seen > 0
+
+
+@pytest.mark.slow
+def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so, and gives the same logits."""
+    model = prepare(smallest(), compile=True)
+    monkeypatch.setattr(package, "_NEEDS_EXECUTOR", b"")
+    by_torch = prepare(smallest(), compile=True)
+    assert "hold up other threads" in caplog.text
+    logits = []
+    for one in (model, by_torch):
+        runner = one.runner(4)
+        step = SequenceStep([1, 2], [0, 1], [0, 1], runner.cache.allocate(1), num_logits=2)
+        logits.append(runner.forward([step]))
+    assert torch.equal(*logits)
+
+
+def test_without_a_compiler_a_model_runs_eagerly_unless_it_must_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the image. What has been compiled before needs none."""
+    smallest().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+    monkeypatch.setattr(compile_module, "find_compiler", lambda: None)
+    config = ModelConfig(path=str(tmp_path / "model"), dtype="float32", device="cpu")
+    loaded = load_model(config)
+    assert isinstance(loaded.step, Step)
+    assert "there is no C++ compiler" in caplog.text
+    with pytest.raises(NoCompilerError, match="set compile to auto or false"):
+        load_model(config.model_copy(update={"compile": True}))
+
+
+def test_the_compiler_is_the_one_that_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_module.find_compiler() is not None
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    assert compile_module.find_compiler() is None

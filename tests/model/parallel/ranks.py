@@ -1,0 +1,252 @@
+"""Ranks in processes of their own, and what the tests let them do."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing as mp
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.core.sampling import Row, SamplerState, process, sample_coupled
+from paceline.model.attention import native as cpu_attention
+from paceline.model.kv_cache import pages_for
+from paceline.model.loading import LoadedModel, prepare
+from paceline.model.parallel.collectives import Collectives, TorchCollectives
+from paceline.model.parallel.model import load_shard
+from paceline.model.parallel.runner import Follower, LeadingRunner
+from paceline.model.parallel.shared_memory import SharedMemoryCollectives, connect
+from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.selftest import check_invariance
+from paceline.types import SamplingParams
+
+TIMEOUT_S = 60.0
+TRANSPORTS = ("gloo", "shared")
+
+
+class Ranks:
+    """``degree`` processes that call one function after the other, each as one rank. A context manager."""
+
+    def __init__(self, degree: int, folder: Path) -> None:
+        self.degree, self._folder, self._numbers = degree, folder, itertools.count()
+        context = mp.get_context("spawn")
+        self.processes, self._pipes = [], []
+        for rank in range(degree):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, degree), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for child in self.processes:
+            child.join(10)
+            if child.is_alive():
+                child.kill()
+
+    def start(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, transport: str = "gloo"
+    ) -> None:
+        """Every rank calls ``function(group, *args)`` over a new group: gloo, shared memory, or the best there is."""
+        store = str(self._folder / f"store{next(self._numbers)}")
+        for pipe in self._pipes:
+            pipe.send((function, args, store, timeout_s, transport))
+
+    def result(self, rank: int, within_s: float = 900.0) -> Any:
+        """What ``rank`` returned, or the exception that it raised."""
+        assert self._pipes[rank].poll(within_s), f"rank {rank} does not answer"
+        return self._pipes[rank].recv()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, transport: str = "gloo"
+    ) -> list[Any]:
+        """The results of all ranks; raises what the first of them raised."""
+        self.start(function, *args, timeout_s=timeout_s, transport=transport)
+        results = [self.result(rank) for rank in range(self.degree)]
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+
+def _serve(pipe: Connection, rank: int, degree: int) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, path, timeout_s, transport = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        group = None
+        try:
+            group = meet(dist.FileStore(path, degree), rank, degree, timeout_s, transport)
+            pipe.send(function(group, *args))
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            pipe.send(error)
+        finally:
+            if group is not None:
+                group.close()
+
+
+def meet(store: dist.Store, rank: int, degree: int, timeout_s: float, transport: str) -> Collectives:
+    """One rank's end of an exchange."""
+    cpu = torch.device("cpu")
+    if transport == "shared":
+        return SharedMemoryCollectives(store, rank, degree, timeout_s=timeout_s)
+    if transport == "gloo":
+        return TorchCollectives(store, rank, degree, device=cpu, timeout_s=timeout_s)
+    return connect(store, rank, degree, device=cpu, timeout_s=timeout_s)
+
+
+def load(group: Collectives, path: str, dtype: torch.dtype, compile: bool = False) -> LoadedModel:
+    """A rank's model."""
+    return prepare(load_shard(path, dtype, group), compile=compile)
+
+
+def led(model: LoadedModel, use: Callable[..., Any], *args: Any) -> Any:
+    """What ``use(runner, *args)`` returns on rank 0, or for a whole model; None on the ranks that follow."""
+    if model.share is not None and model.share.group.rank > 0:
+        follow(model)
+        return None
+    runner = model.runner(16)
+    result = use(runner, *args)
+    if isinstance(runner, LeadingRunner):
+        runner.end()
+    return result
+
+
+def follow(model: LoadedModel) -> None:
+    """Takes the steps of rank 0's next runner."""
+    follower = Follower(model.runner(16))
+    while follower.step():
+        pass
+
+
+def forward_all(runner: ModelRunner, texts: Sequence[Sequence[int]], num_greedy: int) -> tuple[list[Tensor], list[int]]:
+    """Logits of all tokens of several texts, prefilled together, and greedy tokens after the first text."""
+    pages = [runner.cache.allocate(pages_for(len(text) + num_greedy)) for text in texts]
+    logits = runner.forward(
+        [
+            SequenceStep(text, range(len(text)), range(len(text)), own, num_logits=len(text))
+            for text, own in zip(texts, pages, strict=True)
+        ]
+    ).split([len(text) for text in texts])
+    tokens = [int(logits[0][-1].argmax())]
+    while len(tokens) < num_greedy:
+        at = len(texts[0]) + len(tokens) - 1
+        row = runner.forward([SequenceStep(tokens[-1:], [at], [at], pages[0], num_logits=1)])
+        tokens.append(int(row[0].argmax()))
+    return [part.clone() for part in logits], tokens
+
+
+def run_shard(
+    group: Collectives, path: str, dtype: torch.dtype, texts: Sequence[Sequence[int]], num_greedy: int
+) -> tuple[tuple[list[Tensor], list[int]] | None, int]:
+    """``forward_all`` of rank 0, and the number of the rank's parameters."""
+    model = load(group, path, dtype)
+    return led(model, forward_all, texts, num_greedy), model.num_parameters
+
+
+def die(group: Collectives, rank: int, operation: str) -> str:
+    """Rank ``rank`` is killed while the others wait for it; they say what they are told."""
+    group.all_gather(torch.zeros(3))
+    if group.rank == rank:
+        os.kill(os.getpid(), 9)
+    try:
+        if operation == "broadcast":
+            group.broadcast(None, source=rank)
+        else:
+            group.all_reduce(torch.ones(5))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _compile_in(cache: str) -> None:
+    """The operators come from the cache that is kept."""
+    cpu_attention.unavailable()
+    os.environ["PACELINE_CACHE"] = cache
+
+
+def run_compiled(
+    group: Collectives, path: str, dtype: torch.dtype, texts: Sequence[Sequence[int]], num_greedy: int, cache: str
+) -> tuple[str, Any, Any]:
+    """Kind of the rank's compiled step; of rank 0 also ``forward_all`` eager and compiled."""
+    _compile_in(cache)
+    eager = led(load(group, path, dtype), forward_all, texts, num_greedy)
+    model = load(group, path, dtype, compile=True)
+    compiled = led(model, forward_all, texts, num_greedy)
+    return type(getattr(model.step, "_step", model.step)).__name__, eager, compiled
+
+
+def run_invariance(group: Collectives, path: str, dtype: torch.dtype, cache: str, compile: bool) -> str | None:
+    """What the self-test of start-up says on rank 0."""
+    _compile_in(cache)
+    return led(load(group, path, dtype, compile), lambda runner: str(check_invariance(runner)))
+
+
+def run_sampled(
+    group: Collectives, path: str, rows: Sequence[tuple[int, float]], num_tokens: int
+) -> tuple[list[list[int]], list[list[float]], list[list[int]]] | None:
+    """Texts of sessions of (seed, temperature; 0 is greedy), sampled where the logits are, their log-probabilities,
+    and the tokens that the whole logits give in the same contexts."""
+    return led(load(group, path, torch.float32), _sampled, rows, num_tokens)
+
+
+def _sampled(
+    runner: LeadingRunner, rows: Sequence[tuple[int, float]], num_tokens: int
+) -> tuple[list[list[int]], list[list[float]], list[list[int]]]:
+    states = [
+        SamplerState(SamplingParams(temperature=t), s, (11,), vocab_size=runner.vocab_size, device="cpu")
+        for s, t in rows
+    ]
+    pages = [runner.cache.allocate(1) for _ in rows]
+    texts: list[list[int]] = [[11] for _ in rows]
+    logprobs: list[list[float]] = [[] for _ in rows]
+    whole: list[list[int]] = [[] for _ in rows]
+    for at in range(num_tokens):
+        steps = [SequenceStep([t[-1]], [at], [at], own, num_logits=1) for t, own in zip(texts, pages, strict=True)]
+        processed = process(runner.forward(steps), [Row(state) for state in states])
+        wanted = sample_coupled(processed)
+        _, token_ids, found = runner.forward_and_pick(steps, [Row(state) for state in states])
+        index = torch.tensor(token_ids)[:, None]
+        torch.testing.assert_close(torch.tensor(found), processed.log_probs.gather(-1, index)[:, 0])
+        for i, token_id in enumerate(token_ids):
+            texts[i].append(token_id)
+            logprobs[i].append(float(found[i]))
+            whole[i].append(int(wanted[i]))
+            states[i].append([token_id])
+    return [text[1:] for text in texts], logprobs, whole
+
+
+def die_in_a_step(group: Collectives, path: str, cache: str, compile: bool) -> str | None:
+    """Rank 1 is killed between two steps; what rank 0 is told in the second."""
+    _compile_in(cache)
+    model = load(group, path, torch.float32, compile)
+    if group.rank == 1:
+        threading.Timer(2.0, os.kill, (os.getpid(), 9)).start()
+        follow(model)
+    runner = model.runner(16)
+    steps = [SequenceStep([11, 12, 13], range(3), range(3), runner.cache.allocate(1), num_logits=1)]
+    try:
+        for _ in range(10_000):
+            runner.forward(steps)
+            time.sleep(0.01)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"

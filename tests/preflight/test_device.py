@@ -1,0 +1,100 @@
+"""What a replica refuses before it loads: with the numbers of the device that it finds, and what fits there."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tests.support.engines import save_pair
+
+from paceline.checkpoint.files import read_facts
+from paceline.config import DraftModelConfig, ModelConfig, PairConfig
+from paceline.draft import build as draft_build
+from paceline.draft.build import build_draft_engine
+from paceline.errors import ConfigError
+from paceline.preflight import device as preflight
+from paceline.preflight.estimate import CODE_BYTES, draft_estimate, target_estimate
+from paceline.target import build as target_build
+from paceline.target.build import build_target_engine
+
+MAX_LEN = 2048
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch):
+    def load(config, group):
+        raise LookupError("loaded")
+
+    monkeypatch.setattr(target_build, "load_model", load)
+    monkeypatch.setattr(draft_build, "load_model", load)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets what the machine has left."""
+    return lambda num_bytes: monkeypatch.setattr(preflight, "available_bytes", lambda: num_bytes)
+
+
+def config(folder, **options):
+    run = {"compile": False, "device": "cpu", "dtype": "float32"}
+    target, draft = ModelConfig(path=f"{folder}/target", **run), DraftModelConfig(path=f"{folder}/draft", **run)
+    return PairConfig(target=target, draft=draft, **options)
+
+
+def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memory):
+    settings = config(folder, kv_pages=100)
+    facts = read_facts(folder / "target", "float32")
+    step = target_estimate(settings, facts, MAX_LEN).workspace_bytes
+    memory(facts.weights_bytes + facts.kv_bytes(100) + step)
+    with pytest.raises(LookupError):
+        build_target_engine(settings, print)
+    memory(facts.weights_bytes + facts.kv_bytes(100) + step - 1)
+    with pytest.raises(ConfigError, match=r"kv_pages is 100: it needs 100 KV pages, .* set it to at most 99$"):
+        build_target_engine(settings, print)
+    with pytest.raises(LookupError):
+        build_target_engine(config(folder, kv_pages=99), print)
+
+
+def test_a_draft_that_does_not_fit_is_refused(folder, memory):
+    settings = config(folder, draft_max_sessions=9)
+    estimate = draft_estimate(settings, read_facts(folder / "draft", "float32"), MAX_LEN)
+    memory(estimate.device_bytes - 1)
+    with pytest.raises(ConfigError, match=r"max_sessions is 9: .* this machine has .* set it to at most 8$"):
+        build_draft_engine(settings, print)
+    memory(estimate.device_bytes)
+    with pytest.raises(LookupError):
+        build_draft_engine(settings, print)
+
+
+def test_too_little_for_the_load_is_logged(folder, memory, caplog):
+    settings = config(folder, max_sessions=64)
+    estimate = target_estimate(settings, read_facts(folder / "target", "float32"), MAX_LEN)
+    needed = estimate.device_bytes + estimate.tree_bytes + CODE_BYTES
+    for num_bytes, expected in ((needed, 0), (needed - 1, 1)):
+        caplog.clear()
+        memory(num_bytes)
+        with caplog.at_level(logging.WARNING, "paceline"), pytest.raises(LookupError):
+            build_target_engine(settings, print)
+        assert len(caplog.records) == expected
+    assert "max_sessions is 64: under load a replica takes about" in caplog.text
+
+
+def test_a_gpu_holds_no_process(folder, monkeypatch):
+    settings = config(folder, kv_pages=100)
+    facts = read_facts(folder / "target", "float32")
+    monkeypatch.setattr(preflight, "resolve_device", lambda name: "cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (facts.weights_bytes, 1 << 40))
+    with pytest.raises(ConfigError, match=r"which needs at least .* and this GPU has 0.00 GiB left: .*smaller model"):
+        build_target_engine(settings, print)
+
+
+def test_a_model_that_must_be_fetched_is_not_judged(memory):
+    memory(1)
+    with pytest.raises(LookupError):
+        build_target_engine(PairConfig(target=ModelConfig(path="org/not-here")), print)

@@ -1,0 +1,438 @@
+"""wire.py: what goes in comes out, in every direction; what makes no sense is dropped and counted.
+
+Mutants that must fail here: any `double` of the protocol made a `float` (0.1 would come back as 0.10000000149...:
+every round trip draws doubles, and `test_no_field_is_rounded` reads the types); a seed cut to 32 or 63 bits; a
+column left out, or put in another's place; a node without q given one.
+"""
+
+import math
+from dataclasses import fields
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.messages import (
+    INF,
+    NAN,
+    any_double,
+    any_sampling,
+    any_speculation,
+    columns,
+    ids,
+    numbers,
+    probs,
+    rounds,
+    sampling_params,
+    sent,
+    speculation_params,
+    statuses,
+    tokens,
+    tuples,
+    uint31,
+    uint64,
+)
+
+from paceline.rpc import streams as wire
+from paceline.rpc.streams import MAX_STEP_S, RelayedNodes
+from paceline.types import (
+    MAX_DRAFT_TOKENS,
+    CloseSession,
+    Commit,
+    DraftState,
+    Echo,
+    FinishReason,
+    InFlight,
+    Node,
+    Nodes,
+    OpenSession,
+    Outcome,
+    ReplicaStatus,
+    SamplingParams,
+    SessionFailed,
+    SparseDistribution,
+    SpeculationParams,
+    SpeculationWanted,
+    TreeLost,
+)
+from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def sparse_distributions(draw):
+    token_ids = draw(st.lists(uint31, min_size=1, max_size=4, unique=True))
+    return SparseDistribution(tuple(token_ids), tuple(draw(probs) for _ in token_ids))
+
+
+@st.composite
+def opens(draw):
+    token_ids = draw(st.lists(uint31, min_size=1, max_size=6))
+    return OpenSession(
+        draw(ids),
+        draw(uint64),
+        tuple(token_ids),
+        draw(st.integers(1, len(token_ids))),
+        draw(uint64),
+        draw(sampling_params()),
+        draw(speculation_params),
+        draw(tokens),
+    )
+
+
+@st.composite
+def outcomes(draw):
+    token_ids = draw(tokens)
+    logprobs = tuple(draw(numbers) for _ in token_ids)
+    reason = draw(st.none() | st.sampled_from(FinishReason))
+    return Outcome(draw(ids), draw(uint64), draw(uint31), token_ids, logprobs, draw(rounds()), reason, draw(uint31))
+
+
+closes = st.builds(CloseSession, ids, uint64)
+draft_states = st.builds(DraftState, ids, uint64, st.booleans(), uint64, uint31)
+coupled_node = st.builds(Node, uint31, uint31, uint31, probs)
+rejection_node = st.builds(Node, uint31, uint31, uint31, probs, st.booleans(), st.none() | sparse_distributions())
+trees = st.builds(
+    Nodes,
+    ids,
+    uint64,
+    uint31,
+    tuples(coupled_node) | tuples(rejection_node),
+    st.booleans(),
+    st.floats(0, MAX_STEP_S),
+)
+failures = st.builds(SessionFailed, ids, uint64, st.text(max_size=20))
+in_flights = st.builds(InFlight, ids, uint64, uint31, tokens)
+commits = st.builds(Commit, ids, uint64, uint31, tokens, tokens)
+echoes = st.builds(Echo, uint64)
+to_target = st.lists(opens() | closes | draft_states | trees | echoes, max_size=6)
+from_target = st.lists(
+    outcomes()
+    | in_flights
+    | st.builds(TreeLost, ids, uint64)
+    | st.builds(SpeculationWanted, ids, uint64, st.booleans())
+    | failures
+    | echoes,
+    max_size=6,
+)
+to_draft = st.lists(opens() | closes | commits | echoes, max_size=6)
+from_draft = st.lists(trees | failures | echoes, max_size=6)
+
+
+# -- between router and replicas ---------------------------------------------------------------------------------------
+
+
+@given(to_target)
+def test_to_target(messages):
+    assert wire.decode_to_target(sent(wire.encode_to_target(messages))) == (messages, 0)
+
+
+@given(from_target, st.none() | statuses)
+def test_from_target(messages, status):
+    batch = sent(wire.encode_from_target(messages, status))
+    assert wire.decode_from_target(batch) == (messages, status, 0)
+
+
+@given(to_draft)
+def test_to_draft(messages):
+    assert wire.decode_to_draft(sent(wire.encode_to_draft(messages))) == (messages, 0)
+
+
+@given(from_draft, st.none() | statuses)
+def test_from_draft_through_a_router(messages, status):
+    relayed, told, num_dropped = wire.decode_from_draft(sent(wire.encode_from_draft(messages, status)))
+    assert (told, num_dropped) == (status, 0)
+    assert len(relayed) == len(messages)
+    for message, original in zip(relayed, messages, strict=True):
+        if isinstance(original, SessionFailed | Echo):
+            assert message == original
+        else:
+            assert isinstance(message, RelayedNodes)
+            for name in ("session_id", "epoch", "context_len"):
+                assert getattr(message, name) == getattr(original, name)
+    nodes = [message for message in relayed if isinstance(message, RelayedNodes)]
+    expected = [message for message in messages if isinstance(message, Nodes)]
+    batch = sent(wire.encode_to_target(nodes))
+    assert [c.nodes.SerializeToString() for c in batch.commands] == [n.message.SerializeToString() for n in nodes]
+    assert wire.decode_to_target(batch) == (expected, 0)
+
+
+def test_what_is_not_known_to_a_router_passes_it():
+    newer = types_pb2.Nodes.FromString(types_pb2.Nodes(session_id="s").SerializeToString() + b"\xd2\x09\x03abc")
+    event = draft_pb2.FromDraft(events=[draft_pb2.DraftEvent(nodes=newer)])
+    relayed, _, _ = wire.decode_from_draft(sent(event))
+    batch = sent(wire.encode_to_target(relayed))
+    assert b"\xd2\x09\x03abc" in batch.SerializeToString()
+    assert wire.decode_to_target(batch) == ([Nodes("s", 0, 0, ())], 0)
+
+
+def test_relayed_nodes_outlive_their_batch():
+    tree = Nodes("s", 3, 9, (Node(5, 0, 7, 0.1),))
+    batch = sent(wire.encode_from_draft([tree]))
+    (relayed,), _, _ = wire.decode_from_draft(batch)
+    batch.Clear()
+    assert wire.decode_to_target(wire.encode_to_target([relayed, tree])) == ([tree, tree], 0)
+
+
+def test_empty_columns_are_not_sent():
+    proto = wire.encode_to_target([Nodes("s", 0, 5, (Node(1, 0, 4, 0.5), Node(2, 1, 4, 0.5)))]).commands[0].nodes
+    assert (len(proto.node_ids), len(proto.sampled), len(proto.qs)) == (2, 0, 0)
+
+
+def test_a_replica_is_told_every_parameter():
+    start = OpenSession("s", 0, (1,), 1, 5, SamplingParams(seed=5), SpeculationParams())
+    proto = wire.encode_to_target([start]).commands[0].open_session
+    said = {field.name for message in (proto.sampling, proto.speculation) for field, _ in message.ListFields()}
+    collections = {"logit_bias", "bad_words", "stop_token_ids"}  # an empty one is the default
+    assert said == {*SamplingParams.model_fields, *SpeculationParams.model_fields} - collections
+
+
+def test_text_that_utf8_cannot_carry_does_not_stop_a_batch():
+    batch = sent(wire.encode_from_draft([SessionFailed("s", 0, "no file named \udcff")]))
+    assert wire.decode_from_draft(batch)[0] == [SessionFailed("s", 0, "no file named ?")]
+
+
+def nodes_with(**changes):
+    columns = {"node_ids": [1, 2], "parent_ids": [0, 1], "token_ids": [5, 6], "probs": [0.5, 0.25]}
+    return target_pb2.TargetCommand(nodes=types_pb2.Nodes(**{"session_id": "s", **columns, **changes}))
+
+
+def q(token_ids, q_probs):
+    return types_pb2.SparseDistribution(token_ids=token_ids, probs=q_probs)
+
+
+def open_with(sampling=None, speculation=None, **changes):
+    values = {
+        "session_id": "s",
+        "token_ids": [1, 2],
+        "num_prompt_tokens": 2,
+        "sampling": types_pb2.SamplingParams(**(sampling or {})),
+        "speculation": types_pb2.SpeculationOptions(**(speculation or {})),
+    }
+    return target_pb2.TargetCommand(open_session=types_pb2.OpenSession(**{**values, **changes}))
+
+
+def outcome_with(**changes):
+    round_ = {"drafted": 2, "accepted": 1, "cause": types_pb2.CAUSE_HIT, **changes.pop("round", {})}
+    values = {"session_id": "s", "token_ids": [1, 2], "logprobs": [-1.0, -2.0]}
+    proto = target_pb2.Outcome(**{**values, **changes}, round=types_pb2.SpeculationRound(**round_))
+    return target_pb2.TargetEvent(outcome=proto)
+
+
+def without(event, name):
+    event.outcome.ClearField(name)
+    return event
+
+
+MALFORMED_TO_TARGET = {
+    "nothing": target_pb2.TargetCommand(),
+    "a newer kind": target_pb2.TargetCommand.FromString(b"\xfa\x01\x02\x08\x01"),
+    "close without id": target_pb2.TargetCommand(close_session=types_pb2.CloseSession(epoch=3)),
+    "draft state without id": target_pb2.TargetCommand(draft_state=target_pb2.DraftState(available=True)),
+    "nodes without id": nodes_with(session_id=""),
+    "nodes without parents": nodes_with(parent_ids=[]),
+    "too few node ids": nodes_with(node_ids=[1]),
+    "too few parents": nodes_with(parent_ids=[0]),
+    "too many tokens": nodes_with(token_ids=[5, 6, 7]),
+    "too few probs": nodes_with(probs=[0.5]),
+    "prob is nan": nodes_with(probs=[0.5, NAN]),
+    "too few sampled": nodes_with(sampled=[True]),
+    "too many sampled": nodes_with(sampled=[True] * 3),
+    "too few q": nodes_with(qs=[q([5], [1.0])]),
+    "too many q": nodes_with(qs=[q([5], [1.0])] * 3),
+    "q is nan": nodes_with(qs=[q([5], [1.0]), q([5, 6], [1.0, NAN])]),
+    "q with too few probs": nodes_with(qs=[q([5], [1.0]), q([5, 6], [1.0])]),
+    "q with probs only": nodes_with(qs=[q([5], [1.0]), q([], [1.0])]),
+    "step_s is nan": nodes_with(step_s=NAN),
+    "step_s is negative": nodes_with(step_s=-1.0),
+    "step_s is infinite": nodes_with(step_s=INF),
+    "step_s is more than an hour": nodes_with(step_s=3600.1),
+    "step_s is finite and absurd": nodes_with(step_s=1e308),
+    "open without id": open_with(session_id=""),
+    "open without tokens": open_with(token_ids=[]),
+    "open without a prompt": open_with(num_prompt_tokens=0),
+    "open with too long a prompt": open_with(num_prompt_tokens=3),
+    "open without sampling": target_pb2.TargetCommand(
+        open_session=types_pb2.OpenSession(
+            session_id="s", token_ids=[1], num_prompt_tokens=1, speculation=types_pb2.SpeculationOptions()
+        )
+    ),
+    "open without speculation": target_pb2.TargetCommand(
+        open_session=types_pb2.OpenSession(
+            session_id="s", token_ids=[1], num_prompt_tokens=1, sampling=types_pb2.SamplingParams()
+        )
+    ),
+    "open with a temperature that is nan": open_with({"temperature": NAN}),
+    "open with max_tokens 0": open_with({"max_tokens": 0}),
+    "open with min_tokens above max_tokens": open_with({"max_tokens": 1, "min_tokens": 2}),
+    "open with an empty bad word": open_with({"bad_words": [types_pb2.TokenSequence()]}),
+    "open with an unknown mode": open_with(speculation={"mode": "fast"}),
+    "open with an unknown acceptance": open_with(speculation={"acceptance": "maybe"}),
+    "open with an unknown growth": open_with(speculation={"growth": "wild"}),
+    "open with too long a lookahead": open_with(speculation={"max_draft_tokens": MAX_DRAFT_TOKENS + 1}),
+}
+
+MALFORMED_FROM_TARGET = {
+    "nothing": target_pb2.TargetEvent(),
+    "in flight without id": target_pb2.TargetEvent(in_flight=target_pb2.InFlight(node_ids=[1])),
+    "tree lost without id": target_pb2.TargetEvent(tree_lost=target_pb2.TreeLost(epoch=1)),
+    "wanted without id": target_pb2.TargetEvent(speculation_wanted=target_pb2.SpeculationWanted(wanted=True)),
+    "failed without id": target_pb2.TargetEvent(session_failed=types_pb2.SessionFailed(message="so")),
+    "outcome without id": outcome_with(session_id=""),
+    "outcome without a round": without(outcome_with(), "round"),
+    "outcome without a cause": outcome_with(round={"cause": types_pb2.CAUSE_UNSPECIFIED}),
+    "outcome of an unknown cause": outcome_with(round={"cause": 99}),
+    "outcome of a negative cause": outcome_with(round={"cause": -1}),
+    "outcome that accepts more than was drafted": outcome_with(round={"accepted": 3}),
+    "outcome of an unknown finish reason": outcome_with(finish_reason=99),
+    "outcome with too few logprobs": outcome_with(logprobs=[-1.0]),
+}
+
+
+def test_the_tables_change_what_is_valid():
+    commands = [nodes_with(), nodes_with(sampled=[True, False], qs=[q([5], [1.0]), q([], [])]), open_with()]
+    assert wire.decode_to_target(target_pb2.ToTarget(commands=commands))[1] == 0
+    assert wire.decode_from_target(target_pb2.FromTarget(events=[outcome_with()]))[2] == 0
+
+
+@pytest.mark.parametrize("command", MALFORMED_TO_TARGET.values(), ids=MALFORMED_TO_TARGET)
+def test_malformed_to_target_is_dropped_and_counted(command):
+    good = wire.encode_to_target([CloseSession("good", 1)]).commands[0]
+    batch = sent(target_pb2.ToTarget(commands=[good, command, good, command]))
+    assert wire.decode_to_target(batch) == ([CloseSession("good", 1)] * 2, 2)
+
+
+@pytest.mark.parametrize("event", MALFORMED_FROM_TARGET.values(), ids=MALFORMED_FROM_TARGET)
+def test_malformed_from_target_is_dropped_and_counted(event):
+    good = wire.encode_from_target([TreeLost("good", 1)]).events[0]
+    batch = sent(target_pb2.FromTarget(events=[good, event, good, event]))
+    assert wire.decode_from_target(batch) == ([TreeLost("good", 1)] * 2, None, 2)
+
+
+def test_malformed_to_draft_is_dropped_and_counted():
+    commands = [
+        draft_pb2.DraftCommand(),
+        draft_pb2.DraftCommand(commit=draft_pb2.Commit(token_ids=[1])),
+        draft_pb2.DraftCommand(close_session=types_pb2.CloseSession()),
+        draft_pb2.DraftCommand(open_session=types_pb2.OpenSession(session_id="s")),
+    ]
+    assert wire.decode_to_draft(sent(draft_pb2.ToDraft(commands=commands))) == ([], 4)
+
+
+def test_malformed_from_draft_is_dropped_and_counted():
+    events = [
+        draft_pb2.DraftEvent(),
+        draft_pb2.DraftEvent(nodes=types_pb2.Nodes(node_ids=[1])),
+        draft_pb2.DraftEvent(session_failed=types_pb2.SessionFailed(message="so")),
+    ]
+    batch = draft_pb2.FromDraft(events=events, status=types_pb2.ReplicaStatus(kind="draft"))
+    assert wire.decode_from_draft(sent(batch)) == ([], None, 4)
+
+
+def test_what_a_controller_says_travels_with_the_status():
+    status = ReplicaStatus("t", "target", 1, 2, 0, 8, controller="drafting is off: é", measures={"step_seconds:4": 0.5})
+    batch = wire.encode_from_target([], status)
+    assert wire.decode_from_target(sent(batch)) == ([], status, 0)
+
+
+def test_a_status_without_a_name_is_dropped_and_counted():
+    batch = target_pb2.FromTarget(status=types_pb2.ReplicaStatus(kind="target"))
+    assert wire.decode_from_target(sent(batch)) == ([], None, 1)
+
+
+any_enum = st.integers(-(2**31), 2**31 - 1)
+any_nodes = st.builds(
+    types_pb2.Nodes,
+    session_id=st.text(max_size=1),
+    node_ids=columns,
+    parent_ids=columns,
+    token_ids=columns,
+    probs=st.lists(any_double, max_size=2),
+    sampled=st.lists(st.booleans(), max_size=2),
+    qs=st.lists(st.builds(q, columns, st.lists(any_double, max_size=2)), max_size=2),
+    step_s=any_double,
+)
+any_open = st.builds(
+    types_pb2.OpenSession,
+    session_id=st.text(max_size=1),
+    token_ids=columns,
+    num_prompt_tokens=st.integers(0, 3),
+    sampling=st.none() | any_sampling,
+    speculation=st.none() | any_speculation,
+)
+any_round = st.builds(types_pb2.SpeculationRound, drafted=uint31, accepted=uint31, cause=any_enum)
+any_outcome = st.builds(
+    target_pb2.Outcome,
+    session_id=st.text(max_size=1),
+    token_ids=columns,
+    logprobs=st.lists(any_double, max_size=2),
+    round=st.none() | any_round,
+    finish_reason=any_enum,
+)
+
+
+@given(st.lists(st.builds(target_pb2.TargetCommand, nodes=any_nodes), max_size=4))
+def test_nodes_never_raise(commands):
+    messages, num_dropped = wire.decode_to_target(sent(target_pb2.ToTarget(commands=commands)))
+    assert len(messages) + num_dropped == len(commands)
+    for message in messages:
+        assert isinstance(message, Nodes)
+        assert not any(math.isnan(node.prob) for node in message.nodes)
+        assert not any(math.isnan(sum(node.q.probs)) for node in message.nodes if node.q)
+
+
+@given(st.lists(st.builds(draft_pb2.DraftCommand, open_session=any_open), max_size=4))
+def test_opens_never_raise(commands):
+    messages, num_dropped = wire.decode_to_draft(sent(draft_pb2.ToDraft(commands=commands)))
+    assert len(messages) + num_dropped == len(commands)
+
+
+@given(st.lists(st.builds(target_pb2.TargetEvent, outcome=any_outcome), max_size=4))
+def test_outcomes_never_raise(events):
+    messages, _, num_dropped = wire.decode_from_target(sent(target_pb2.FromTarget(events=events)))
+    assert len(messages) + num_dropped == len(events)
+
+
+# -- the protocol itself -----------------------------------------------------------------------------------------------
+
+
+def messages_of(*modules):
+    def walk(message: Descriptor):
+        yield message
+        for nested in message.nested_types:
+            yield from walk(nested)
+
+    return [d for module in modules for top in module.DESCRIPTOR.message_types_by_name.values() for d in walk(top)]
+
+
+@pytest.mark.parametrize("module", [types_pb2, generation_pb2, target_pb2, draft_pb2])
+def test_no_field_is_rounded(module):
+    rounded = [f.full_name for m in messages_of(module) for f in m.fields if f.type == FieldDescriptor.TYPE_FLOAT]
+    assert rounded == []
+
+
+@pytest.mark.parametrize("message", [types_pb2.SamplingParams, types_pb2.SpeculationOptions])
+def test_no_parameter_has_the_default_of_proto3(message):
+    assert [f.name for f in message.DESCRIPTOR.fields if not f.is_repeated and not f.has_presence] == []
+
+
+@pytest.mark.parametrize(
+    ("proto", "kind", "elsewhere"),
+    [
+        (types_pb2.SamplingParams, SamplingParams, {"stop"}),
+        (types_pb2.SpeculationOptions, SpeculationParams, {"enabled"}),
+    ],
+)
+def test_every_parameter_can_be_sent(proto, kind, elsewhere):
+    assert {f.name for f in proto.DESCRIPTOR.fields} - elsewhere == set(kind.model_fields)
+
+
+def test_every_fact_of_a_status_is_sent():
+    assert {f.name for f in types_pb2.ReplicaStatus.DESCRIPTOR.fields} == {f.name for f in fields(ReplicaStatus)}
+
+
+def test_values_that_a_float_cannot_hold():
+    tree = Nodes("s", 2**64 - 1, 7, (Node(1, 0, 3, 0.1, True, SparseDistribution((3, 4), (0.1, 0.9))),), step_s=0.003)
+    start = OpenSession("s", 1, (3,), 1, 2**64 - 1, SamplingParams(temperature=0.7, top_p=0.95), SpeculationParams())
+    assert wire.decode_to_target(sent(wire.encode_to_target([start, tree]))) == ([start, tree], 0)

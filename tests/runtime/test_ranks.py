@@ -1,0 +1,367 @@
+"""Engines of several ranks, each rank a real process: the tokens of plain decoding, and no rank outlives another.
+
+The oracle is plain decoding by one process of degree 1. The weights are fp32, where a sum in another order moves
+logits by about 1e-6: that two of the random model's scores lie closer than this in one of the ~700 compared positions
+has a chance below 1e-2, and the seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.engines import letters_tokenizer, save_pair
+from torch._C._distributed_c10d import TCPStore
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.config import LocalConfig
+from paceline.core.processors import Row, SamplerState
+from paceline.errors import ConfigError, EngineError
+from paceline.local import LocalPipeline
+from paceline.model.compiled.graphs import require_graphs
+from paceline.model.parallel import runner as ranks_module
+from paceline.model.parallel.runner import Picks
+from paceline.runtime.ranks import FollowerFactory, LedWorker, Rendezvous, process_ranks
+from paceline.runtime.workers import ProcessWorker
+from paceline.target.build import build_target_engine
+from paceline.types import Acceptance, Cause, Mode, OpenSession, Outcome, SamplingParams, SpeculationParams
+
+RANK_TIMEOUT_S = 3.0
+TEXTS = ["abcdefgh", "the quick brown fox jumps over it", "zz"]
+SAMPLING = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "min_tokens": 4, "stop_token_ids": (50, 51, 52)},
+]
+MODES = [
+    SpeculationParams(mode=Mode.PLAIN),
+    SpeculationParams(mode=Mode.OVERLAPPED, max_draft_tokens=5),
+    SpeculationParams(mode=Mode.SEQUENTIAL, max_draft_tokens=3),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair(tmp_path_factory.mktemp("models"))
+
+
+def config_of(folder: Path, *, target: int = 1, draft: int | None = 1, **options: object) -> LocalConfig:
+    """``target`` and ``draft`` ranks; no draft: None."""
+    model = {"dtype": "float32", "compile": False, "rank_timeout_s": RANK_TIMEOUT_S}
+    drafter = None if draft is None else {"path": str(folder / "draft"), "tensor_parallel_size": draft, **model}
+    return LocalConfig(
+        target={"path": str(folder / "target"), "tensor_parallel_size": target, **model},
+        draft=None if drafter is None else {"kind": "model", **drafter},
+        adaptive=False,
+        **{"pin_cores": False, "worker": "thread", "max_model_len": 256} | options,
+    )
+
+
+def outputs(pipeline: LocalPipeline, modes: list[SpeculationParams]) -> list[list[tuple[int, ...]]]:
+    """Of every text and sampling, all at once, by mode."""
+    running = [
+        [
+            pipeline.submit(text, SamplingParams(max_tokens=40, seed=7 * i + j, **sampling), mode)
+            for i, text in enumerate(TEXTS)
+            for j, sampling in enumerate(SAMPLING)
+        ]
+        for mode in modes
+    ]
+    return [[generation.result.token_ids for generation in generations] for generations in running]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints: Path) -> list[tuple[int, ...]]:
+    with LocalPipeline(config_of(checkpoints, draft=None)) as pipeline:
+        return outputs(pipeline, MODES[:1])[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_tokens_are_those_of_plain_decoding_in_one_process(
+    target: int, draft: int, checkpoints: Path, plain: list[tuple[int, ...]]
+) -> None:
+    """All modes side by side, sessions whose tokens the ranks draw beside sessions whose logits they join."""
+    with LocalPipeline(config_of(checkpoints, target=target, draft=draft)) as pipeline:
+        found = outputs(pipeline, MODES)
+        rejecting = pipeline.generate("abc", SamplingParams(max_tokens=20, seed=3), _rejection()).result
+    for mode, tokens in zip(MODES, found, strict=True):
+        assert tokens == plain, mode
+    assert len(rejecting.token_ids) <= 20
+
+
+def _rejection() -> SpeculationParams:
+    return SpeculationParams(acceptance=Acceptance.REJECTION, max_draft_tokens=4)
+
+
+def test_a_rank_that_draws_by_another_seed_is_caught(
+    checkpoints: Path, plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: the first rank draws its part of the vocabulary with other noise than is drawn without ranks."""
+    real = ranks_module.sample_sharded
+
+    def mutant(group, logits, first, keys, temperatures):
+        other = type(keys)(keys.greedy, keys.seeds ^ 1, keys.positions, keys.num_greedy)
+        return real(group, logits, first, other, temperatures)
+
+    monkeypatch.setattr(ranks_module, "sample_sharded", mutant)
+    with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
+        found = outputs(pipeline, MODES[:1])[0]
+    differ = [tokens != expected for tokens, expected in zip(found, plain, strict=True)]
+    assert any(differ[1 :: len(SAMPLING)]), "sampled sessions draw where the logits are"
+    assert not any(differ[:: len(SAMPLING)]), "greedy ones use no noise"
+
+
+# -- ranks that die or hang --------------------------------------------------------------------------------------------
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes of followers below ``pid``."""
+    found = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("number", "limit_s", "reason"),
+    [
+        pytest.param(signal.SIGKILL, 5.0, "rank 1", id="killed"),
+        pytest.param(signal.SIGSTOP, RANK_TIMEOUT_S + 5.0, "rank 1", id="stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_a_target_ends_with_any_of_its_ranks(
+    number: signal.Signals, limit_s: float, reason: str, checkpoints: Path
+) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("paceline-ranks-*"))
+    with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
+        (rank,) = ranks_of(os.getpid())
+        generation = pipeline.submit("abc", SamplingParams(max_tokens=200, ignore_eos=True, seed=1))
+        next(iter(generation))
+        os.kill(rank, number)
+        started = time.monotonic()
+        with pytest.raises(EngineError, match=reason):
+            _ = generation.result
+        assert time.monotonic() - started < limit_s
+        with pytest.raises(EngineError, match=reason):
+            pipeline.submit("abc")
+    assert gone(rank), "nothing is left"
+    assert set(Path(tempfile.gettempdir()).glob("paceline-ranks-*")) == before
+
+
+@pytest.mark.slow
+def test_an_idle_target_ends_with_its_rank_too(checkpoints: Path) -> None:
+    with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
+        (rank,) = ranks_of(os.getpid())
+        os.kill(rank, signal.SIGKILL)
+        end = time.monotonic() + 5.0
+        while pipeline._failure is None and time.monotonic() < end:
+            time.sleep(0.05)
+        with pytest.raises(EngineError, match="target rank 1"):
+            pipeline.submit("abc")
+
+
+@pytest.mark.slow
+def test_a_draft_that_has_lost_a_rank_is_started_again(checkpoints: Path, plain: list[tuple[int, ...]]) -> None:
+    with LocalPipeline(config_of(checkpoints, draft=2)) as pipeline:
+        (rank,) = ranks_of(os.getpid())
+        os.kill(rank, signal.SIGKILL)
+        assert outputs(pipeline, MODES[1:2])[0] == plain
+        end = time.monotonic() + 60.0
+        while not (pipeline._draft_up and pipeline.num_draft_restarts) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert pipeline.num_draft_restarts == 1
+        speculation = pipeline.generate("abc", SamplingParams(max_tokens=40, seed=1), MODES[1]).result.speculation
+        assert Cause.DRAFT_DOWN not in speculation.causes
+        assert ranks_of(os.getpid()) != [rank]
+
+
+@pytest.mark.slow
+def test_a_rank_is_not_left_when_its_leader_is_killed(checkpoints: Path) -> None:
+    """The engine in a process of its own, as by default."""
+    with LocalPipeline(config_of(checkpoints, target=2, draft=None, worker="process")) as pipeline:
+        leader = pipeline._target._leader.pid
+        (rank,) = [pid for pid in ranks_of(os.getpid()) if pid != leader]
+        os.kill(leader, signal.SIGKILL)
+        assert gone(rank), "a rank ends with the first one"
+        with pytest.raises(EngineError):
+            pipeline.submit("abc")
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_split_so_is_refused_with_the_degrees_that_can(tmp_path: Path) -> None:
+    """Before anything is left behind."""
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=6, head_dim=8,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    letters_tokenizer().save_pretrained(tmp_path / "target")
+    with pytest.raises(ConfigError, match=r"(?s)4.*1, 2, 3"), LocalPipeline(config_of(tmp_path, target=4, draft=None)):
+        pass
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.slow
+def test_without_a_compiler_ranks_exchange_over_gloo(
+    checkpoints: Path,
+    plain: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The same tokens; and a rank that dies is noticed there too."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
+        assert outputs(pipeline, MODES[:1])[0] == plain
+        time.sleep(2 * RANK_TIMEOUT_S)  # ranks may wait for work longer than for each other
+        assert outputs(pipeline, MODES[:1])[0] == plain
+        (rank,) = ranks_of(os.getpid())
+        generation = pipeline.submit("abc", SamplingParams(max_tokens=200, ignore_eos=True, seed=1))
+        next(iter(generation))
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(EngineError, match="rank"):
+            _ = generation.result
+    assert "exchange over gloo, which is slower than shared memory: there is no C++ compiler" in caplog.text
+
+
+@pytest.mark.slow
+def test_ranks_meet_at_a_port_too(checkpoints: Path, plain: list[tuple[int, ...]]) -> None:
+    """As on several hosts. The port is the system's choice; engines without a pipeline around them."""
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    config = config_of(checkpoints, target=2, draft=None)
+    rendezvous = Rendezvous(f"tcp:127.0.0.1:{store.port}", 2, timeout_s=RANK_TIMEOUT_S)
+    deaths: list[str] = []
+    follower = ProcessWorker("rank", FollowerFactory("target", config, rendezvous.of(1)), deaths.extend, deaths.append)
+    follower.spawn()
+    outcomes: list[Outcome] = []
+    engine = build_target_engine(config, outcomes.extend, rendezvous)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=40, seed=0, **SAMPLING[0])
+    prompt = tuple(load_tokenizer(str(checkpoints / "target")).encode(TEXTS[0]))
+    engine.receive([OpenSession("s", 1, prompt, len(prompt), 0, sampling, MODES[0])])
+    while not outcomes or outcomes[-1].finish_reason is None:
+        engine.step()
+    engine.close()
+    follower.stop()
+    assert tuple(t for outcome in outcomes for t in outcome.token_ids) == plain[0]
+    assert deaths == [], "a rank whose first one leaves ends in peace"
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_drawn_goes_to_other_ranks_unchanged() -> None:
+    def row(seed: int, temperature: float, length: int) -> Row:
+        params = SamplingParams(temperature=temperature)
+        return Row(SamplerState(params, seed, (11,) * length, vocab_size=300), ())
+
+    picks = Picks.of([None, row(2**64 - 1, 0.7, 5), None, row(3, 0.0, 9)])
+    twin = Picks.decode(picks.encode())
+    for mine, other in (
+        (picks.index, twin.index),
+        (picks.temperatures, twin.temperatures),
+        (picks.keys.seeds, twin.keys.seeds),
+        (picks.keys.positions, twin.keys.positions),
+        (picks.keys.greedy, twin.keys.greedy),
+    ):
+        assert torch.equal(mine, other)
+    assert twin.index.tolist() == [1, 3]
+    assert twin.keys.num_greedy == 1
+
+
+class _Fake:
+    """A worker that is told what becomes of it."""
+
+    def __init__(self, name: str, on_death, error: Exception | None = None) -> None:
+        self.name, self.on_death, self.error = name, on_death, error
+        self.alive, self.stopped = True, False
+
+    def spawn(self) -> None:
+        pass
+
+    def wait_ready(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.name == "leader" and getattr(self, "hangs", False):
+            time.sleep(3600)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        self.stopped = True
+
+
+def test_a_rank_that_cannot_start_fails_the_engine_although_the_first_waits_for_it() -> None:
+    made: list[_Fake] = []
+
+    def leader(on_death) -> _Fake:
+        made.append(_Fake("leader", on_death))
+        made[-1].hangs = True
+        return made[-1]
+
+    worker = LedWorker(leader, [lambda died: _Fake("rank 1", died, ConfigError("no such file"))], lambda reason: None)
+    worker.spawn()
+    with pytest.raises(ConfigError, match="no such file"):
+        worker.wait_ready()
+
+
+def test_the_death_of_several_ranks_is_told_once() -> None:
+    deaths: list[str] = []
+    fakes: list[_Fake] = []
+
+    def make(name: str):
+        def maker(on_death) -> _Fake:
+            fakes.append(_Fake(name, on_death))
+            return fakes[-1]
+
+        return maker
+
+    worker = LedWorker(make("leader"), [make("rank 1"), make("rank 2")], deaths.append)
+    worker.start()
+    fakes[2].on_death("rank 2 has died")
+    fakes[0].on_death("the leader has lost rank 2")
+    assert deaths == ["rank 2 has died"]
+    assert not worker.alive
+    worker.stop()
+    assert all(fake.stopped for fake in fakes)
+
+
+def test_one_rank_needs_no_meeting(checkpoints: Path) -> None:
+    assert process_ranks("target", config_of(checkpoints)) == (None, [])
+    assert process_ranks("draft", config_of(checkpoints, draft=None)) == (None, [])
+    rendezvous, followers = process_ranks("target", config_of(checkpoints, target=3))
+    assert rendezvous is not None
+    assert (rendezvous.degree, rendezvous.rank, len(followers)) == (3, 0, 2)
+
+
+def test_graphs_of_several_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs is true with tensor_parallel_size 2"):
+        require_graphs(True, torch.device("cuda"), num_ranks=2)
+    require_graphs("auto", torch.device("cuda"), num_ranks=2)

@@ -1,0 +1,266 @@
+"""Workers with small engines: order, latency of the relay, start errors, deaths, and no process left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError, EngineError
+from paceline.runtime.workers import ProcessWorker, ThreadWorker, settle
+
+TIMEOUT_S = 30
+
+
+class Echo:
+    """Sends every message back; obeys a few words."""
+
+    def __init__(self, emit: Any) -> None:
+        self.emit, self.ticks = emit, 0
+        self.pending: list[Any] = []
+        self.ticking = False
+
+    def receive(self, messages: Any) -> None:
+        self.pending += messages
+
+    def step(self) -> bool:
+        if self.ticking and self.ticks < 3:
+            self.ticks += 1
+            self.emit(["tick"])
+            return False
+        if not self.pending:
+            return False
+        message = self.pending.pop(0)
+        if message == "raise":
+            raise RuntimeError("out of order")
+        if message == "exit":
+            os._exit(3)
+        if message == "hang":
+            time.sleep(3600)
+        if message == "tick":
+            self.ticking = True
+            return False
+        if message == "environment":
+            message = (os.environ.get("OMP_NUM_THREADS"), "torch" in sys.modules, os.getpid())
+        self.emit([message])
+        return True
+
+    def wait_s(self) -> float | None:
+        return 0.001 if self.ticking else None
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class EchoFactory:
+    error: str = ""
+
+    def __call__(self, emit: Any) -> Echo:
+        if self.error == "config":
+            raise ConfigError("no such model")
+        if self.error:
+            raise ZeroDivisionError(self.error)
+        return Echo(emit)
+
+
+class Client:
+    """A worker and what it has said."""
+
+    def __init__(self, kind: Any, factory: Any = None) -> None:
+        self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.worker = kind("echo", factory or EchoFactory(), self.deliver, self.deaths.put)
+
+    def deliver(self, messages: Any) -> None:
+        for message in messages:
+            self.messages.put(message)
+
+    def next(self) -> Any:
+        return self.messages.get(timeout=TIMEOUT_S)
+
+
+@pytest.fixture(params=[ThreadWorker, ProcessWorker])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def client(kind):
+    client = Client(kind)
+    client.worker.start()
+    yield client
+    client.worker.stop(timeout_s=0.5)
+
+
+def test_messages_keep_their_order(client):
+    for i in range(0, 300, 3):
+        client.worker.send([i, i + 1, i + 2])
+    assert [client.next() for _ in range(300)] == list(range(300))
+
+
+def test_large_messages_in_both_directions_do_not_block_the_sender(client):
+    data = b"x" * 3_000_000
+    begin = time.perf_counter()
+    for _ in range(5):
+        client.worker.send([data])
+    assert time.perf_counter() - begin < TIMEOUT_S
+    client.worker.send(["after"])
+    assert [len(client.next()) for _ in range(5)] == [len(data)] * 5
+    assert client.next() == "after"
+
+
+def test_an_engine_that_waits_is_stepped_again_without_a_message(client):
+    client.worker.send(["tick"])
+    assert [client.next() for _ in range(3)] == ["tick"] * 3
+
+
+def test_stop_is_idempotent_and_ends_the_engine(client):
+    client.worker.stop()
+    client.worker.stop()
+    assert not client.worker.alive
+    client.worker.send(["nobody hears this"])
+    assert client.deaths.empty()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [("config", ConfigError, "^no such model$"), ("other", EngineError, "ZeroDivisionError: other")],
+)
+def test_start_raises_the_error_of_the_factory(kind, error, expected, message):
+    client = Client(kind, EchoFactory(error))
+    with pytest.raises(expected, match=message):
+        client.worker.start()
+    client.worker.stop()
+    assert not client.worker.alive
+    assert client.deaths.empty()
+
+
+def test_a_failing_step_is_reported_once(client):
+    client.worker.send(["raise"])
+    assert "RuntimeError: out of order" in client.deaths.get(timeout=TIMEOUT_S)
+    client.worker.stop()
+    assert client.deaths.empty()
+
+
+def test_death_of_the_process_is_reported():
+    client = Client(ProcessWorker)
+    client.worker.start()
+    client.worker.send(["exit"])
+    assert "its process ended" in client.deaths.get(timeout=TIMEOUT_S)
+    client.worker.send(["too late"])
+    client.worker.stop()
+
+
+def test_killed_while_it_is_busy():
+    client = Client(ProcessWorker)
+    client.worker.start()
+    client.worker.send(["hang"])
+    os.kill(client.worker.pid, signal.SIGKILL)
+    assert "its process ended" in client.deaths.get(timeout=TIMEOUT_S)
+    client.worker.stop()
+
+
+def test_a_hanging_process_is_killed():
+    client = Client(ProcessWorker)
+    client.worker.start()
+    client.worker.send(["hang"])
+    begin = time.perf_counter()
+    client.worker.stop(timeout_s=0.3)
+    assert time.perf_counter() - begin < TIMEOUT_S
+    assert not client.worker.alive
+    assert client.deaths.empty()
+
+
+def test_thread_limits_are_set_before_the_factory_is_loaded():
+    client = Client(ProcessWorker)
+    client.worker.start()
+    client.worker.send(["environment"])
+    threads, torch_loaded, pid = client.next()
+    client.worker.stop()
+    assert threads == "1"
+    assert not torch_loaded  # this engine needs none: importing paceline.workers must not load it
+    assert pid != os.getpid()
+
+
+def test_no_process_outlives_its_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            sys.path[:0] = {path!r}
+            from test_workers import Client, ProcessWorker
+            if __name__ == "__main__":
+                client = Client(ProcessWorker)
+                client.worker.start()
+                client.worker.send(["hang"])
+                print(client.worker.pid, flush=True)
+                time.sleep(3600)
+            """
+        ).format(path=[os.path.dirname(__file__), *filter(None, sys.path)])
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + TIMEOUT_S
+    while _runs(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_relay_between_two_workers():
+    """Target, relay in this process, draft and back: bounded loosely, the machine may be busy."""
+    done = threading.Event()
+    hops: list[float] = []
+
+    def from_first(messages: Any) -> None:
+        second.worker.send(list(messages))
+
+    def from_second(messages: Any) -> None:
+        hops.append(time.perf_counter() - messages[0])
+        if len(hops) == 200:
+            done.set()
+        else:
+            first.worker.send([time.perf_counter()])
+
+    first, second = Client(ProcessWorker), Client(ProcessWorker)
+    first.worker._on_messages = from_first
+    second.worker._on_messages = from_second
+    first.worker.start()
+    second.worker.start()
+    first.worker.send([time.perf_counter()])
+    assert done.wait(TIMEOUT_S)
+    first.worker.stop()
+    second.worker.stop()
+    hops.sort()
+    print(f"parent > first > parent > second > parent: median {hops[100] * 1e3:.3f} ms, p90 {hops[180] * 1e3:.3f}")
+    assert hops[100] < 0.05
+
+
+def test_what_is_there_when_an_engine_is_built_is_not_collected_again() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        settle()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()

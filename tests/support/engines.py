@@ -1,0 +1,404 @@
+"""Shared by the tests of the engines: tiny checkpoints of many families, and both engines in one thread of lockstep.
+
+The pump drives real engines through real sessions on a virtual clock. Its seeded generator decides who runs, how
+late messages are and when sessions arrive, so a run is reproducible and no test sleeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+import string
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, processors
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from paceline.draft.engine import DraftEngine
+from paceline.drafters.model import ModelDrafter
+from paceline.model.loading import LoadedModel, prepare
+from paceline.router.session import Actions, Result, Session
+from paceline.target.engine import TargetEngine
+from paceline.types import Mode, SamplingParams, SpeculationParams, SpeculationWanted
+
+torch.set_num_threads(1)
+
+VOCAB = 300
+EOS = 7
+_NUM_SPECIAL = 10
+SLIDING_WINDOW = 24
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+
+
+def _config(cls: type[PretrainedConfig], **changes: Any) -> Callable[[], PretrainedConfig]:
+    return lambda: cls(**{**_BASE, **changes})
+
+
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": _config(LlamaConfig),
+    "qwen3": _config(Qwen3Config, head_dim=32),
+    "gemma3": _config(
+        Gemma3TextConfig,
+        head_dim=32,
+        num_hidden_layers=3,
+        sliding_window=SLIDING_WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=32,
+    ),
+    "mistral": _config(MistralConfig, sliding_window=SLIDING_WINDOW),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=2048,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        tie_word_embeddings=False,
+    ),
+    "phi3": _config(Phi3Config, num_key_value_heads=4, original_max_position_embeddings=2048),
+    "gemma2": _config(
+        Gemma2Config,
+        head_dim=32,
+        sliding_window=SLIDING_WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=30.0,
+        query_pre_attn_scalar=32,
+    ),
+    "qwen3_moe": _config(
+        Qwen3MoeConfig,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        decoder_sparse_step=1,
+    ),
+}
+LOSSLESS_FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "gpt2", "phi3")
+
+
+def random_model(
+    family: str | PretrainedConfig, seed: int = 0, *, dtype: torch.dtype = torch.float32, peak: float = 2.5
+) -> PreTrainedModel:
+    """A checkpoint with random weights whose logits have a standard deviation of about ``peak``."""
+    config = FAMILIES[family]() if isinstance(family, str) else copy.deepcopy(family)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            ids = torch.randint(0, model.config.vocab_size, (1, 48))
+            model.get_output_embeddings().weight.mul_(peak / model(ids, use_cache=False).logits.std())
+    model.generation_config.eos_token_id = None
+    return model.to(dtype)
+
+
+def noisy_copy(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel:
+    """A good draft for ``model``: its weights with relative noise, so that acceptance is high but not 1."""
+    generator = torch.Generator().manual_seed(seed)
+    noisy = AutoModelForCausalLM.from_config(copy.deepcopy(model.config)).eval()
+    noisy.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            if weight.dim() > 1:
+                weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * noise)
+    return noisy.to(model.dtype)
+
+
+def letters_tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
+    """Ids 0 to 9 are special, the others are one or two letters: any text of letters has tokens and a text again."""
+    pairs = ["".join(pair) for pair in itertools.product(string.ascii_lowercase, repeat=2)]
+    words = [f"<{i}>" for i in range(_NUM_SPECIAL)] + list(string.ascii_lowercase) + pairs
+    vocab = {word: i for i, word in enumerate(words[:size])}
+    merges = [tuple(word) for word in vocab if len(word) == 2]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges))
+    backend.add_special_tokens(list(itertools.islice(vocab, _NUM_SPECIAL)))
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=f"<{EOS}>")
+
+
+def save_pair(folder: Path) -> Path:
+    """Directories ``target`` and ``draft`` with random weights and one tokenizer."""
+    target = random_model("llama")
+    for name, model in (("target", target), ("draft", noisy_copy(target, 0.05))):
+        model.save_pretrained(folder / name)
+        letters_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@functools.cache
+def pair(family: str, dtype: torch.dtype = torch.float32, noise: float = 0.05) -> tuple[LoadedModel, LoadedModel]:
+    """Target and draft of a family, eager."""
+    model = random_model(family)
+    draft = noisy_copy(model, noise)
+    return prepare(model.to(dtype), compile=False), prepare(draft.to(dtype), compile=False)
+
+
+def prompt(seed: int, length: int, vocab_size: int = VOCAB) -> list[int]:
+    """Random tokens without special ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(10, vocab_size) for _ in range(length)]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one session asks for."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class Clock:
+    """Virtual seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Pump:
+    """Both engines, their sessions and the wire between them, in one thread.
+
+    ``tamper`` may change what goes to the target; ``late`` is the chance that a queue delivers nothing in a tick,
+    ``pace`` the chance that the target takes its turn.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        *,
+        seed: int = 0,
+        pages: int = 64,
+        draft_pages: int = 64,
+        max_sessions: int = 16,
+        max_step_tokens: int = 64,
+        max_model_len: int = 1024,
+        max_leaves: int = 32,
+        draft_steps: tuple[int, int] = (0, 6),
+        tree_budget: int = 32,
+        top_m: int = 64,
+        late: float = 0.3,
+        pace: float = 0.5,
+        tamper: Callable[[Any], list[Any]] | None = None,
+        drafter: Any = None,
+        adaptive: bool = True,
+        step_s: Callable[[int], float] | None = None,
+    ) -> None:
+        """``step_s``: seconds of a target forward by the number of its tokens; None: no time passes."""
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.late = late
+        self.draft_steps = draft_steps
+        self.pace = pace if drafter is not None or draft is not None else 1.0
+        self.tamper = tamper
+        self.draft_dead = False
+        self.from_target: deque[Any] = deque()
+        self.from_draft: deque[Any] = deque()
+        self.to_target: deque[Any] = deque()
+        self.to_draft: deque[Any] = deque()
+        self.sessions: dict[str, Session] = {}
+        self.results: dict[str, Result] = {}
+        self.failures: dict[str, str] = {}
+        self.ticks = 0
+        self.target = TargetEngine(
+            target.runner(pages),
+            self.from_target.extend,
+            max_sessions=max_sessions,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+            adaptive=adaptive,
+            clock=self.clock,
+        )
+        if step_s is not None:
+            forward = self.target.runner.forward
+
+            def timed(steps: Sequence[Any]) -> torch.Tensor:
+                self.clock.now += step_s(sum(len(s.token_ids) for s in steps))
+                return forward(steps)
+
+            self.target.runner.forward = timed  # type: ignore[method-assign]
+        if drafter is None and draft is not None:
+            drafter = ModelDrafter(draft.runner(draft_pages), max_leaves=max_leaves, max_prefill_tokens=64, top_m=top_m)
+        self.drafter = drafter
+        self.draft = None
+        if drafter is not None:
+            self.draft = DraftEngine(
+                drafter,
+                self.from_draft.extend,
+                vocab_size=target.vocab_size,
+                tree_budget=tree_budget,
+                clock=self.clock,
+            )
+
+    def run(self, requests: dict[str, Request], *, arrivals: float = 0.5) -> dict[str, Result]:
+        """Serves the requests to the end; ``arrivals`` is the chance of one more in each tick."""
+        waiting = list(requests.items())
+        idle = 0
+        while waiting or len(self.results) + len(self.failures) < len(self.sessions):
+            if waiting and (self.rng.random() < arrivals or not self.sessions):
+                name, request = waiting.pop(0)
+                self.submit(name, request)
+            idle = 0 if self.tick() or waiting else idle + 1
+            assert idle < 200, "the engines are stuck"
+            self.ticks += 1
+            assert self.ticks < 100_000, "no end"
+        self.settle()
+        return self.results
+
+    def settle(self) -> None:
+        """Delivers what is still on the wire and checks that nothing is held any more."""
+        self.late = 0.0
+        for _ in range(50):
+            self.tick()
+        assert self.target.num_sessions == 0
+        assert self.target.runner.cache.num_used == 0
+        if self.draft is not None and not self.draft_dead:
+            assert self.draft.num_sessions == 0
+
+    def submit(self, name: str, request: Request) -> None:
+        """Opens a session."""
+        session = Session(
+            name,
+            request.prompt,
+            request.sampling,
+            request.speculation,
+            decode=lambda ids: "".join(chr(0x4E00 + i) for i in ids),
+            eos_token_ids=request.eos_token_ids,
+            clock=self.clock,
+        )
+        self.sessions[name] = session
+        self._send(session.open(draft_available=self.draft is not None))
+
+    def tick(self) -> bool:
+        """One turn of everything; False if nothing was left to do but wait, and the clock was moved on."""
+        self.clock.now += self.rng.uniform(1e-4, 3e-3)
+        moved = self._deliver(self.to_target, self.target.receive)
+        slow = self.rng.random() >= self.pace
+        stepped = not slow and self.target.step()
+        self.clock.now += 1e-3
+        self.target.check_integrity()
+        worked = False
+        if self.draft is not None and not self.draft_dead:
+            moved = self._deliver(self.to_draft, self.draft.receive) or moved
+            for _ in range(self.rng.randint(*self.draft_steps)):
+                worked = self.draft.step() or worked
+            self.draft.check_integrity()
+        else:
+            self.to_draft.clear()
+        moved = self._deliver(self.from_target, self._on_target) or moved
+        moved = self._deliver(self.from_draft, self._on_draft) or moved
+        if slow or stepped or worked or moved:
+            return True
+        wait = self.target.wait_s()
+        if not (self.to_target or self.from_target or self.from_draft or self.to_draft) and wait is not None:
+            self.clock.now += wait / 4  # the draft may still have work that it was not given a turn for
+        return False
+
+    def _deliver(self, queue: deque[Any], receive: Callable[[list[Any]], None]) -> bool:
+        if not queue or self.rng.random() < self.late:
+            return False
+        count = len(queue) if self.rng.random() < 0.6 else self.rng.randint(1, len(queue))
+        receive([queue.popleft() for _ in range(count)])
+        return True
+
+    def _on_target(self, events: list[Any]) -> None:
+        for event in events:
+            session = self.sessions[event.session_id]
+            actions = session.on_target(event)
+            self._send(actions)
+            if actions.target_lost is not None:
+                self.failures[event.session_id] = actions.target_lost
+                self._send(session.cancel(), keep_result=False)
+                continue
+            if isinstance(event, SpeculationWanted) and actions.draft_wanted and not self.draft_dead:
+                self._send(session.on_draft_up())
+            actions = session.digest()
+            self._send(actions)
+
+    def _on_draft(self, events: list[Any]) -> None:
+        for event in events:
+            self._send(self.sessions[event.session_id].on_draft(event))
+
+    def _send(self, actions: Actions, *, keep_result: bool = True) -> None:
+        for message in actions.to_target:
+            self.to_target.extend(self.tamper(message) if self.tamper else [message])
+        self.to_draft.extend(actions.to_draft)
+        if actions.result is not None and keep_result:
+            session_id = next(k for k, s in self.sessions.items() if s.result is actions.result)
+            self.results[session_id] = actions.result
+
+
+def plain_reference(target: LoadedModel, requests: dict[str, Request], **options: Any) -> dict[str, Result]:
+    """Each request alone, one token at a time."""
+    results: dict[str, Result] = {}
+    for name, request in requests.items():
+        alone = Request(
+            request.prompt,
+            request.sampling,
+            request.speculation.model_copy(update={"mode": Mode.PLAIN}),
+            request.eos_token_ids,
+        )
+        results |= Pump(target, None, late=0.0, **options).run({name: alone})
+    return results
+
+
+def in_mode(requests: dict[str, Request], mode: Mode) -> dict[str, Request]:
+    """The same requests, all in one mode."""
+    return {
+        name: Request(r.prompt, r.sampling, r.speculation.model_copy(update={"mode": mode}), r.eos_token_ids)
+        for name, r in requests.items()
+    }
+
+
+def assert_same(results: dict[str, Result], reference: dict[str, Result]) -> int:
+    """Token ids and finish reasons are identical, log probabilities within 1e-4; returns the tokens compared."""
+    assert results.keys() == reference.keys()
+    for name, result in results.items():
+        expected = reference[name]
+        assert result.token_ids == expected.token_ids, name
+        assert result.finish_reason == expected.finish_reason, name
+        for got, want in zip(result.logprobs, expected.logprobs, strict=True):
+            assert abs(got - want) < 1e-4, name
+    return sum(len(r.token_ids) for r in results.values())

@@ -1,0 +1,131 @@
+"""Drafting against plain decoding, by measured tokens per second: which is chosen, and when the other is tried."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from tests.target.simulation import cpu_cost
+
+from paceline.target.control.allocation import RowBudget
+from paceline.target.control.load_trials import Governor, Rate
+
+
+def governor(cost: Callable[[int], float] = cpu_cost) -> Governor:
+    """One that knows its target's steps."""
+    budget = RowBudget()
+    for size in (*range(1, 65), *range(64, 257, 8)):
+        for _ in range(8):
+            budget.observe_step(size, cost(size))
+    return Governor(budget)
+
+
+class Service:
+    """Steps whose speed depends on whether there are drafts, which follow what the governor wants."""
+
+    def __init__(self, gain: float, *, num_sessions: int = 16, answers: bool = True) -> None:
+        """``gain``: drafting over plain decoding, in tokens per second. ``answers``: drafts come when wanted."""
+        self.governor = governor()
+        self.gain, self.num_sessions, self._answers = gain, num_sessions, answers
+        self.now = 0.0
+        self.switches: list[tuple[float, bool]] = [(0.0, self.governor.wanted(num_sessions))]
+
+    def run(self, seconds: float) -> float:
+        """Returns the share of the time with drafts."""
+        end, drafted_s, start = self.now + seconds, 0.0, self.now
+        while self.now < end:
+            wanted = self.governor.wanted(self.num_sessions)
+            if wanted != self.switches[-1][1]:
+                self.switches.append((self.now, wanted))
+            drafting = wanted and self._answers
+            step_s = cpu_cost(self.num_sessions)
+            tokens = self.num_sessions * (self.gain if drafting else 1.0)
+            self.governor.measure(self.num_sessions, tokens, step_s, drafting=drafting)
+            self.now += step_s
+            drafted_s += step_s * drafting
+        return drafted_s / (self.now - start)
+
+
+@pytest.mark.parametrize(
+    ("gain", "least", "most"), [(0.7, 0.0, 0.08), (0.9, 0.0, 0.08), (1.2, 0.92, 1.01), (2.0, 0.99, 1.01)]
+)
+def test_the_faster_one_is_chosen(gain: float, least: float, most: float) -> None:
+    """And had for nine tenths of the time from the eighth second on, trials included."""
+    service = Service(gain)
+    service.run(8.0)
+    assert least <= service.run(60.0) <= most
+
+
+def test_what_is_clearly_faster_needs_no_trial() -> None:
+    """Nor does what could not pay with the best of drafts."""
+    service = Service(1.5)
+    service.run(100.0)
+    assert service.governor.num_trials == 1, "of drafting: an average draft is not expected to pay beside 16 sessions"
+    loaded = Service(0.5, num_sessions=200)
+    assert loaded.run(100.0) == 0.0
+    assert loaded.governor.num_trials == 0
+
+
+def test_trials_become_rare() -> None:
+    """About 6, 6, 16, 39, 64, 64 seconds apart: of drafts that are unlikely to pay the first ones are late."""
+    service = Service(0.9)
+    service.run(400.0)
+    begun = [at for at, wanted in service.switches if wanted]
+    pauses = [b - a for a, b in itertools.pairwise(begun)]
+    assert pauses[:3] == pytest.approx([6.4, 6.7, 16.1], rel=0.15)
+    assert all(p == pytest.approx(64.7, rel=0.05) for p in pauses[4:])
+
+
+@pytest.mark.parametrize(("before", "after", "within_s"), [(0.8, 1.2, 66.0), (1.2, 0.8, 66.0)])
+def test_what_has_changed_is_noticed(before: float, after: float, within_s: float) -> None:
+    """Not later than at the next trial."""
+    service = Service(before)
+    service.run(60.0)
+    service.gain = after
+    service.run(within_s)
+    assert service.run(10.0) == pytest.approx(float(after > 1), abs=0.1)
+
+
+def test_two_that_are_equal_do_not_alternate() -> None:
+    """Drafting ends, and a gain of less than four percent does not bring it back."""
+    for gain in (0.995, 1.0, 1.03):
+        service = Service(gain)
+        service.run(200.0)
+        assert service.governor.num_trials == len(service.switches) // 2 <= 12
+
+
+def test_a_trial_of_drafts_that_do_not_come_ends() -> None:
+    """After three seconds, without effect."""
+    service = Service(0.8)
+    service.run(8.0)
+    service._answers = False
+    service.run(30.0)
+    trials = [b - a for (a, wanted), (b, _) in itertools.pairwise(service.switches) if wanted][1:]
+    assert trials
+    assert all(3.0 <= t < 3.2 for t in trials)
+
+
+def test_what_holds_for_few_sessions_is_no_matter_of_many() -> None:
+    """One session keeps its draft while sixteen do without, and so do eight until drafting was tried there."""
+    service = Service(0.8)
+    service.run(5.0)
+    assert [service.governor.wanted(n) for n in (1, 2, 4, 8, 9, 16, 17, 64)] == [True] * 3 + [False] * 5
+
+
+def test_steps_beside_fewer_sessions_of_a_load_are_comparable() -> None:
+    """Plain decoding beside 16 sessions and drafting beside 12 yield as much: the drafts are the reason."""
+    governed = governor()
+    rate = Rate()
+    for n in (9, 12, 16):
+        rate.add(n * governed._scale(n), cpu_cost(n))
+    assert rate.per_s() == pytest.approx(16 / cpu_cost(16), rel=0.02)
+
+
+def test_a_rate_forgets() -> None:
+    """Half of it in a second."""
+    rate = Rate()
+    assert rate.per_s() == 0.0
+    rate.add(100, 1.0)
+    rate.add(0, 1.0)
+    assert rate.per_s() == pytest.approx(50 / 1.5)
