@@ -19,14 +19,14 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from paceline.cli.table import table
 from paceline.config import ModelConfig
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.paged import paged_attention
-from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import LoadedModel, load_model
-from paceline.model.runner import SequenceStep
 from paceline.model.shapes import padded_pages, padded_row_len
-from paceline_bench.report import table
+from paceline.model.step_plan import SequenceStep
+from paceline.types import PAGE_SIZE, pages_for
 
 Kernel = Literal["sdpa", "native"]
 HEADS = {"6 heads, 2 of keys, 64": (6, 2, 64), "32 heads, 8 of keys, 128": (32, 8, 128)}

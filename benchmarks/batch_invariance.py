@@ -20,9 +20,10 @@ from transformers import AutoTokenizer
 
 from paceline.embedded import TARGET_DIR
 from paceline.model import runner as runner_module
-from paceline.model.kv_cache import pages_for
 from paceline.model.loading import load_pretrained, prepare
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
+from paceline.types import pages_for
 from paceline_bench.prompts import held_out_texts
 
 CHUNKS = (2, 3, 5, 6, 9, 13, 17)

@@ -27,18 +27,18 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from paceline.cli.table import table
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, cache_dir
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.local import LocalPipeline
 from paceline.runtime.build import DraftFactory
-from paceline.runtime.ranks import Rendezvous
 from paceline.runtime.workers import Emit, Engine, EngineFactory
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import Mode, Rendezvous, SamplingParams, SpeculationParams
 from paceline_bench.grow import parse_size
 from paceline_bench.local import grown
+from paceline_bench.machine import environment
 from paceline_bench.prompts import Prompt, held_out_prompts
 from paceline_bench.records import Amount, Ratio, rate, ratio
-from paceline_bench.report import environment, table
 
 DRAFTS = ("light", "heavy", "random", "slow", "dead")
 AUTO = "auto"

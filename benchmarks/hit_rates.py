@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.tokenizer import load_tokenizer
-from paceline.core.sampling import Row, SamplerState, draft_candidates, process, rank_coupled, row_keys
+from paceline.cli.table import table
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates, process, rank_coupled, row_keys
 from paceline.core.verification import Proposal, sample_draft, verify
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.model.loading import load_pretrained
 from paceline.types import Acceptance, SamplingParams
 from paceline_bench.prompts import held_out_texts
-from paceline_bench.report import table
 
 WINDOW, SKIPPED, TOP_M = 256, 64, 256
 """Tokens of a text window; how many of them are context only; candidates of the draft that are looked at."""

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.cli.table import table
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.package import _large_mappings, _use_huge_pages
-from paceline_bench.report import table
 
 
 def fastest_s(ways: list[Callable[[], object]], seconds: float) -> list[float]:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import paced
 from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cli.table import table
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.plan.closed_form import Load, System
@@ -30,13 +31,11 @@ from paceline.plan.outcomes import Outcomes
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
 from paceline.router.router import Router
-from paceline.router.session import Chunk
 from paceline.runtime.host import HEARTBEAT_S
 from paceline.runtime.workers import available_cores
-from paceline.types import Cause, Mode, Request, SamplingParams
+from paceline.types import Cause, Chunk, Mode, Request, SamplingParams
 from paceline_bench.local import Settings, with_grown_models
 from paceline_bench.prompts import held_out_prompts
-from paceline_bench.report import table
 
 _ONE = Load(1, 1, 1)
 _START_LIMIT_S = 120.0

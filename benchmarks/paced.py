@@ -24,10 +24,10 @@ from paceline.config import PairConfig, RouterConfig, apply_worker_environment
 from paceline.metrics import Registry, RouterMetrics
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import ModelFacts, Router
-from paceline.router.session import Chunk, Session
+from paceline.router.session import Session
 from paceline.runtime.build import DraftFactory, TargetFactory
 from paceline.runtime.host import EngineHost, ReplicaServer
-from paceline.types import Cause, Mode, Request, SamplingParams, SpeculationParams
+from paceline.types import Cause, Chunk, Mode, Request, SamplingParams, SpeculationParams
 
 _START_TIMEOUT_S = 120.0
 _TIMEOUT_S = 30.0

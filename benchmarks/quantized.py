@@ -39,10 +39,10 @@ def serve(path: str, compile: bool, quantization: str | None, pipe: Connection) 
     configure(logging.WARNING)
     import torch
 
-    from paceline.model.kv_cache import pages_for
     from paceline.model.loading import load_model
-    from paceline.model.runner import SequenceStep
     from paceline.model.selftest import check_invariance
+    from paceline.model.step_plan import SequenceStep
+    from paceline.types import pages_for
 
     torch.set_num_threads(1)
     before = resident_bytes()

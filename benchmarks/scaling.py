@@ -32,8 +32,8 @@ from paceline.cluster.launch import Service, free_ports
 from paceline.config import EMBEDDED_TARGET, ModelLoadingConfig, ServiceConfig
 from paceline.errors import PacelineError
 from paceline.types import Mode, ServerInfo, SpeculationParams
+from paceline_bench.machine import environment
 from paceline_bench.prompts import held_out_prompts
-from paceline_bench.report import environment
 
 RECORDS, PLOT = Path("benchmarks/results/scaling.json"), Path("docs/scaling.svg")
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import paced
 from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cli.table import table
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.plan.closed_form import Load, Prediction, System, best_k, plain
@@ -27,7 +28,6 @@ from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
 from paceline.types import Mode, SamplingParams
 from paceline_bench.prompts import held_out_prompts
-from paceline_bench.report import table
 
 STEP_S = 0.02
 ROWS = 295

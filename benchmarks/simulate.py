@@ -20,15 +20,16 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cli.table import table
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.messages import Outcome
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.router.session import Session
 from paceline.target.engine import TargetEngine
-from paceline.types import Mode, Outcome, SamplingParams, SpeculationParams
+from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline_bench.prompts import held_out_prompts
-from paceline_bench.report import table
 
 UNIT_S = 0.02
 """Seconds that the engines see pass in one unit: they hold defaults and limits in seconds."""

@@ -31,12 +31,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.client.client import AsyncClient, AsyncStream, ServerInfo
+from paceline.checkpoint.files import embedded_paths
+from paceline.client.client import AsyncClient, AsyncStream
 from paceline.config import LocalConfig, ModelConfig
 from paceline.errors import DeadlineExceededError, EngineError, PacelineError, ResourceExhaustedError
-from paceline.local import LocalPipeline, embedded_paths
-from paceline.router.session import Result
-from paceline.types import Acceptance, FinishReason, Mode, SamplingParams, SpeculationParams
+from paceline.local import LocalPipeline
+from paceline.types import Acceptance, FinishReason, Mode, Result, SamplingParams, ServerInfo, SpeculationParams
 from paceline_bench.processes import Process, ServiceProcess, num_descriptors, read_process
 from paceline_bench.prompts import held_out_prompts, held_out_texts
 

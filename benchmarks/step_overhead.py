@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 
 from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cli.table import table
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig
 from paceline.draft import engine as draft_engine
 from paceline.draft.build import build_draft_engine
@@ -55,8 +56,8 @@ from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, target_pb2
 from paceline_bench.grow import parse_size
 from paceline_bench.local import grown
+from paceline_bench.machine import environment
 from paceline_bench.prompts import held_out_prompts
-from paceline_bench.report import environment, table
 
 PARTS = ("forward", "inputs", "sampling", "messages", "python")
 _KEPT = 0.9

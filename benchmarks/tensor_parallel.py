@@ -31,7 +31,8 @@ from paceline.model.parallel.collectives import Collectives, TorchCollectives
 from paceline.model.parallel.model import load_shard
 from paceline.model.parallel.runner import Follower, LeadingRunner
 from paceline.model.parallel.shared_memory import SharedMemoryCollectives
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
 
 SIZES = (1, 5, 9)
 CONTEXT = 100

@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from paceline.cli.table import table
 from paceline.plan.measured import Comparison, Measurements, compare, read, read_service
 from paceline.types import Mode
-from paceline_bench.report import table
 
 RESULTS = Path(__file__).parent / "results"
 _HEADER = (

@@ -11,12 +11,12 @@ they fail.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,13 +24,12 @@ from paceline.checkpoint.files import Checkpoint, read_checkpoint, require_path
 from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
 from paceline.config import DraftModelConfig, LocalConfig
 from paceline.errors import EngineError, PacelineError
-from paceline.generation import Generation
-from paceline.router.relay import append_commits
-from paceline.router.session import Actions, Session, ToDraft, ToTarget
+from paceline.messages import SpeculationWanted, ToDraft, ToTarget
+from paceline.router.session import Actions, Session, append_commits
 from paceline.runtime.build import DraftFactory, TargetFactory
 from paceline.runtime.ranks import led, process_ranks
 from paceline.runtime.workers import Emit, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
-from paceline.types import SamplingParams, SpeculationParams, SpeculationWanted
+from paceline.types import Chunk, Result, SamplingParams, SpeculationParams
 
 log = logging.getLogger(__name__)
 
@@ -333,8 +332,60 @@ class LocalPipeline:
             self._target.send(list(to_target))
 
 
-def embedded_paths() -> tuple[Path, Path]:
-    """Directories of the embedded target and draft."""
-    from paceline.embedded import DRAFT_DIR, TARGET_DIR
+class Generation:
+    """A request in progress: iterate over its chunks, then read ``result``. One consumer."""
 
-    return TARGET_DIR, DRAFT_DIR
+    def __init__(self, session: Session, cancel: Callable[[Generation], None]) -> None:
+        self.session = session
+        self._cancel = cancel
+        self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self._done = threading.Event()
+        self._error: PacelineError | None = None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        """The next chunk, waiting for it. Raises EngineError if the target is lost."""
+        chunk = self._chunks.get()
+        if chunk is not None:
+            return chunk
+        self._chunks.put(None)  # every later call ends, too
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    @property
+    def result(self) -> Result:
+        """The finished session, waiting for it. Raises EngineError if the target was lost."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        assert self.session.result is not None
+        return self.session.result
+
+    @property
+    def done(self) -> bool:
+        """Whether ``result`` returns at once."""
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        """Ends the request now; what has arrived is its result, finish_reason ``abort``."""
+        self._cancel(self)
+
+    def deliver(self, actions: Actions) -> bool:
+        """For the pipeline: passes chunks on; True if the session is finished."""
+        for chunk in actions.chunks:
+            self._chunks.put(chunk)
+        if actions.result is not None:
+            self._finish()
+        return actions.result is not None
+
+    def fail(self, error: PacelineError) -> None:
+        """For the pipeline: ends the request with an error."""
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done.set()
+        self._chunks.put(None)

@@ -1,12 +1,6 @@
-"""The values that engines, sessions and clients exchange. Plain data: no tensors, no Ray, no protobuf.
+"""The values that a client sees: what it asks for, what it gets, what a service says of itself.
 
-Session messages, in the direction in which they flow (the session relays them, see ``router/session.py``)::
-
-    open ──▶ target                     open ──▶ draft
-             target ── Outcome ──▶ session ── Commit ──▶ draft
-             target ◀── Nodes ─── session ◀── Nodes ─── draft
-
-Nodes are pushed ahead of the target's needs; a hit costs no message on the critical path.
+Plain data: no tensors, no Ray, no protobuf. What routers and replicas say to each other is in ``messages.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -160,32 +154,6 @@ class SpeculationParams(_Params):
 
 
 @dataclass(frozen=True, slots=True)
-class SparseDistribution:
-    """A distribution with few tokens of non-zero mass. ``probs`` sum to 1 (float64), ids are distinct."""
-
-    token_ids: tuple[int, ...]
-    probs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One token of a speculation tree.
-
-    ``node_id`` is unique within (session, epoch) and larger than ``parent_id``; 0 is the last prompt token.
-    """
-
-    node_id: int
-    parent_id: int
-    token_id: int
-    prob: float
-    """Calibrated probability that the target's text takes this token, given that it reaches the parent."""
-    sampled: bool = True
-    """May be proposed. False: a predicted next token of the rejection rule, useful as an outcome only."""
-    q: SparseDistribution | None = None
-    """Rejection rule: the distribution this token was drawn from, given its parent. None otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """What a client asks for."""
 
@@ -199,80 +167,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenSession:
-    """Starts, or after a failure restarts, a session on an engine."""
-
-    session_id: str
-    epoch: int
-    token_ids: tuple[int, ...] = field(repr=False)
-    """The context: the prompt, and when re-opened what has been emitted since."""
-    num_prompt_tokens: int
-    """How many of ``token_ids`` are the prompt (penalties and min_tokens tell them apart)."""
-    seed: int
-    sampling: SamplingParams
-    speculation: SpeculationParams
-    eos_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """To the draft: what the target decided, and what it verifies now."""
-
-    session_id: str
-    epoch: int
-    context_len: int
-    """Length of the context before ``token_ids``: a commit that is missing or comes twice shows."""
-    token_ids: tuple[int, ...]
-    """The accepted tokens and the next token, in order."""
-    in_flight: tuple[int, ...] = ()
-    """Node ids of the proposal being verified now, root side first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """To the target: new nodes of a session's tree, parents before children."""
-
-    session_id: str
-    epoch: int
-    context_len: int
-    """Length of the context at the draft when it sent this."""
-    nodes: tuple[Node, ...]
-    idle: bool = False
-    """The draft will send nothing more before the next commit."""
-    step_s: float = 0.0
-    """Seconds that the draft's tree step took; 0 if these nodes came without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseSession:
-    """Ends a session on an engine and frees what it holds."""
-
-    session_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class DraftState:
-    """To the target: whether a draft serves the session now."""
-
-    session_id: str
-    epoch: int
-    available: bool
-    draft_epoch: int = 0
-    """available: the epoch under which the session was opened on the draft; its nodes carry it."""
-    context_len: int = 0
-    """available: length of the context that it was opened with; node 0 is its last token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """To a replica, which sends it back at once: what the way there and back takes. Of no session."""
-
-    sent_ns: int
-    """By the sender's own clock."""
-
-
-@dataclass(frozen=True, slots=True)
 class Round:
     """What one target step did for one session."""
 
@@ -280,62 +174,6 @@ class Round:
     num_accepted: int
     cause: Cause
     """How this round's proposal came about."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """From the target, once per round and session, before its next forward starts."""
-
-    session_id: str
-    epoch: int
-    context_len: int
-    """Length of the context before ``token_ids``: an outcome that is missing or comes twice shows."""
-    token_ids: tuple[int, ...]
-    """Accepted tokens, then the next token, cut at the end of the session if it finished."""
-    logprobs: tuple[float, ...]
-    """Of each token, under the target's distribution after all processors."""
-    round: Round
-    finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
-    """Prompt tokens whose KV was shared with an earlier session (first outcome only)."""
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """From the target: the proposal whose verification starts now (sent before the forward)."""
-
-    session_id: str
-    epoch: int
-    context_len: int
-    """Length of the context that the proposal continues."""
-    node_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TreeLost:
-    """From the target: nodes of this session are missing for good; it has to be re-opened on a draft."""
-
-    session_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationWanted:
-    """From the target: whether drafts for this session are worth their cost now; told when it changes."""
-
-    session_id: str
-    epoch: int
-    wanted: bool
-    """False: it runs plain rounds until it asks again, so the draft may forget the session."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionFailed:
-    """From an engine: this session cannot go on there."""
-
-    session_id: str
-    epoch: int
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,3 +328,93 @@ class SpeculationStats:
     def misses(self) -> int:
         """Rounds that found no continuation of the previous outcome."""
         return sum(self.causes.get(cause, 0) for cause in MISSES)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one round adds for the client."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    drafted: tuple[bool, ...]
+    """Of each token: whether it was an accepted draft token."""
+    segments: tuple[tuple[str, bool], ...]
+    """Decided text with the flag of the token that decided it; may lag behind the tokens."""
+    round: Round | None
+    """None: text that was withheld and is released by the end of the session."""
+    usage: Usage | None = None
+    """Token counts so far, this chunk included; a client's chunks have none."""
+
+    @property
+    def text(self) -> str:
+        """All segments in order."""
+        return "".join(text for text, _ in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a session."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one session, by the session's clock."""
+
+    prefill_s: float
+    """From open to the first token."""
+    decode_s: float
+    """From the first to the last outcome."""
+    tokens_per_s: float
+    """Tokens after the first outcome per second of decode_s; 0.0 if there were none."""
+    queue_s: float = 0.0
+    """Before it was opened, as its owner says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished session."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    speculation: SpeculationStats
+    timing: Timing
+    seed: int
+    matched_stop: int | str | None = None
+    """What ended it: the stop or end-of-sequence token id, or the stop string. None unless it was one of these."""
+
+
+PAGE_SIZE = 64
+"""KV rows per page; also the key tile of the batch-invariant shapes (``model/shapes.py``)."""
+
+
+def pages_for(num_rows: int) -> int:
+    """Pages that hold ``num_rows`` KV rows."""
+    return -(-num_rows // PAGE_SIZE)
+
+
+START_TIMEOUT_S = 900.0
+"""Longest time from the first rank that is up to the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one replica meet, and which of them this is. Several replicas of a host do not collide."""
+
+    store: str
+    """``file:PATH`` on one host, or ``tcp:HOST:PORT`` of a store that listens already."""
+    degree: int
+    rank: int = 0
+    timeout_s: float = 10.0
+    """How much later than another a rank may come to an exchange before it counts as hung."""
+    start_timeout_s: float = START_TIMEOUT_S
+
+    def of(self, rank: int) -> Self:
+        """The same place for another rank."""
+        return replace(self, rank=rank)

@@ -143,7 +143,8 @@ def _main(connection: Connection, target: str, draft: str | None, dtype: DType, 
         import torch
         from transformers.utils import logging as hf_logging
 
-        from paceline.model.loading import load_pretrained, resolve_dtype
+        from paceline.model.device import resolve_dtype
+        from paceline.model.loading import load_pretrained
 
         hf_logging.set_verbosity_error()
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # requests carry their errors

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from paceline.checkpoint.files import embedded_paths
 from paceline.config import DType
 from paceline.errors import ConfigError
-from paceline.local import embedded_paths
 from paceline.types import Acceptance, Mode
 from paceline_bench import flags, replicas
 from paceline_bench.endpoint import APIS, EndpointSettings
 from paceline_bench.latency import LIMITED
 from paceline_bench.local import BASELINES, Bench, Settings, with_grown_models
 from paceline_bench.machine import measure_floor
+from paceline_bench.output import write_json
 from paceline_bench.report import as_json, model_facts, render
 from paceline_bench.tasks import GROUPS
 from paceline_bench.units import differing
@@ -364,11 +364,6 @@ def _run_serve(given: serve.Settings, settings: serve.Settings, json_file: Path 
         write_json(json_file, serve_report.as_json(serve.public(given, facts), facts, outcome))
     failed = not settings.places and any(unit.failed for unit in outcome.units)
     return 1 if failed or differing(outcome.units) else 0
-
-
-def write_json(file: Path, data: dict[str, Any]) -> None:
-    """One object."""
-    file.write_text(json.dumps(data, default=str) + "\n", encoding="utf-8")
 
 
 def run_sweep(args: argparse.Namespace) -> int:

@@ -23,9 +23,8 @@ from typing import Any, Self
 from paceline.config import LocalConfig, apply_worker_environment
 from paceline.errors import EngineError
 from paceline.local import LocalPipeline
-from paceline.router.session import Chunk
 from paceline.runtime.workers import available_cores, pin
-from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Chunk, Mode, SamplingParams, SpeculationParams
 from paceline_bench.prompts import Prompt
 from paceline_bench.records import RoundRecord
 from paceline_bench.steps import TimedDraftFactory, TimedTargetFactory

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.table import table
 from paceline_bench.latency import METRICS, latencies
 from paceline_bench.machine import environment, floor_s
 from paceline_bench.records import Ratio, RequestRecord, Share, Summary, best_of, one_token_steps, summarise
@@ -231,15 +232,3 @@ def _ratio(ratio: Ratio | None) -> str:
 
 def _share(share: Share) -> str:
     return "-" if share.rate is None else f"{share.rate:.3f} of {share.events}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: the first to the left, the others to the right, the last as it comes."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

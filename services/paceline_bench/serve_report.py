@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.cli.table import table
 from paceline.types import Mode
 from paceline_bench.latency import METRICS, Percentiles, latencies, meets
 from paceline_bench.load import Load
 from paceline_bench.machine import environment
 from paceline_bench.processes import ROLES
 from paceline_bench.records import Amount, Ratio, RequestRecord, Share, hit_shares, rate, ratio
-from paceline_bench.report import ModelFacts, describe_machine, milliseconds, table
+from paceline_bench.report import ModelFacts, describe_machine, milliseconds
 from paceline_bench.serve import Settings
 from paceline_bench.sides import ServiceFacts
 from paceline_bench.units import ENDPOINT, LOCAL, SERVICE, Configuration, Outcome, UnitRecord, differing

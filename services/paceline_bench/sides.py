@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from paceline.config import DraftModelConfig, DType, LocalConfig, ModelConfig
 from paceline.errors import ConfigError, EngineError
 from paceline.local import LocalPipeline
-from paceline.router.session import Chunk, Result
 from paceline.runtime.build import TargetFactory
-from paceline.runtime.ranks import Rendezvous
 from paceline.runtime.workers import Emit, Engine
-from paceline.types import ReplicaStatus, SpeculationParams
+from paceline.types import Chunk, Rendezvous, ReplicaStatus, Result, SpeculationParams
 from paceline_bench.processes import Process, ServiceProcess, cpu_by_role, family, read_process
 from paceline_bench.records import RoundRecord
 from paceline_bench.replicas import Job

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import LocalConfig
-from paceline.runtime.ranks import Rendezvous
 from paceline.runtime.workers import Emit, Engine
+from paceline.types import Rendezvous
 
 _RECORD = struct.Struct("<ddd")
 

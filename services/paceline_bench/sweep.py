@@ -19,8 +19,8 @@ from typing import Any
 from paceline.config import DType
 from paceline.types import Mode
 from paceline_bench import documents, local, page, replicas, sections, serve, serve_report
-from paceline_bench.cli import write_json
 from paceline_bench.machine import measure_floor
+from paceline_bench.output import write_json
 from paceline_bench.report import as_json, model_facts, render
 from paceline_bench.tasks import GROUPS
 from paceline_bench.units import differing

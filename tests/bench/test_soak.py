@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from benchmarks import soak
 
-from paceline.router.session import Result, Timing, Usage
 from paceline.types import (
     Acceptance,
     FinishReason,
     ReplicaStatus,
+    Result,
     SamplingParams,
     SpeculationParams,
     SpeculationStats,
+    Timing,
+    Usage,
 )
 from paceline_bench.processes import Process
 

@@ -16,12 +16,12 @@ from tests.support.fake_service import SEED, WORDS, FakeService, Wire, endless, 
 from transformers import BertConfig, BertForMaskedLM
 
 from paceline import __version__
-from paceline.cli.main import build_parser, main, sampling_params, summary, write_text
+from paceline.cli.common import write_text
+from paceline.cli.main import build_parser, main, sampling_params, summary
 from paceline.config import cache_dir
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import EngineError, InvalidRequestError, NotFoundError, ResourceExhaustedError
-from paceline.router.session import Chunk, Result, Timing, Usage
-from paceline.types import Cause, FinishReason, Round, SpeculationStats
+from paceline.types import Cause, Chunk, FinishReason, Result, Round, SpeculationStats, Timing, Usage
 
 PROMPT = "def read_file(path):\n"
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.cli.main import EXIT_USAGE, main
+from paceline.cli.common import EXIT_USAGE
+from paceline.cli.main import main
 from paceline.errors import ConfigError
 from paceline.plan.closed_form import Load, predict
 from paceline.plan.measured import at_hit_rate, compare, read

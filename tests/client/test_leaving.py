@@ -12,8 +12,7 @@ from tests.support.fake_service import endless, silent, wait_until
 
 from paceline.client import AsyncClient, Client
 from paceline.errors import RequestCancelledError
-from paceline.router.session import Usage
-from paceline.types import FinishReason
+from paceline.types import FinishReason, Usage
 
 
 def test_break_cancels_on_the_server(server, client):

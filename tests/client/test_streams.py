@@ -11,9 +11,10 @@ from tests.client.support import TEXT, awaited, blocking, both
 from tests.support.fake_service import SEED, WORDS, chunk, complete, sentence, wait_until
 
 from paceline.errors import EngineError
-from paceline.router.session import Session, Timing, Usage
+from paceline.messages import Outcome
+from paceline.router.session import Session
 from paceline.rpc import generation as api
-from paceline.types import Cause, FinishReason, Outcome, Round, SamplingParams, SpeculationParams
+from paceline.types import Cause, FinishReason, Round, SamplingParams, SpeculationParams, Timing, Usage
 from paceline.v1 import generation_pb2 as pb
 
 

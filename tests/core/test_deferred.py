@@ -16,13 +16,15 @@ from tests.support.engines import FAMILIES, random_model
 from paceline.core import noise, verification
 from paceline.core import rows as native
 from paceline.core.deferred import Later, ask_now, download, upload
-from paceline.core.sampling import Row, SamplerState, draft_candidates, process
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates, process
 from paceline.core.verification import Proposal, decide, decide_at_once, verify
 from paceline.errors import EngineError
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.kv_cache import KVCache
 from paceline.model.loading import prepare
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
 from paceline.types import Acceptance, SamplingParams
 
 VOCAB = 400

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.core import processors
 from paceline.core.noise import Stream, gumbel, seed_bits
-from paceline.core.sampling import Row, SamplerState, draft_candidates, process, rank_coupled, row_keys, sample_coupled
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates, process, rank_coupled, row_keys, sample_coupled
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.types import SamplingParams
 

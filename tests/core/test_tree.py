@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.tree import Added, Chain, SpeculationTree, expected_accepted
-from paceline.types import Cause, Node, SparseDistribution
+from paceline.messages import Node, SparseDistribution
+from paceline.types import Cause
 
 VOCAB = 3
 

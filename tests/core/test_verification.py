@@ -6,16 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.noise import Stream, uniform
-from paceline.core.sampling import (
-    ProcessedRows,
-    Row,
-    SamplerState,
-    draft_candidates,
-    process,
-    rank_coupled,
-    row_keys,
-    sample_coupled,
-)
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import ProcessedRows, draft_candidates, process, rank_coupled, row_keys, sample_coupled
 from paceline.core.verification import (
     Proposal,
     acceptance_probability,
@@ -25,7 +17,8 @@ from paceline.core.verification import (
     verify,
 )
 from paceline.errors import InvalidRequestError
-from paceline.types import Acceptance, SamplingParams, SparseDistribution
+from paceline.messages import SparseDistribution
+from paceline.types import Acceptance, SamplingParams
 
 COUPLED, REJECTION = Acceptance.COUPLED, Acceptance.REJECTION
 V = 6

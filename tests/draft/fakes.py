@@ -9,20 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from paceline.core.noise import Stream, gumbel_at, seed_bits
-from paceline.core.sampling import SamplerState
+from paceline.core.processors import SamplerState
 from paceline.core.tree import Chain, SpeculationTree
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
-from paceline.types import (
-    Cause,
-    CloseSession,
-    Commit,
-    Nodes,
-    OpenSession,
-    SamplingParams,
-    SessionFailed,
-    SpeculationParams,
-)  # fmt: skip
+from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed  # fmt: skip
+from paceline.types import Cause, SamplingParams, SpeculationParams
 
 VOCAB = 12
 

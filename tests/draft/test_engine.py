@@ -19,7 +19,8 @@ from paceline.draft import engine as engine_module
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.ngram import NgramDrafter
 from paceline.embedded import TARGET_DIR
-from paceline.types import Cause, CloseSession, Commit, Nodes, SamplingParams, SessionFailed
+from paceline.messages import CloseSession, Commit, Nodes, SessionFailed
+from paceline.types import Cause, SamplingParams
 
 from .fakes import VOCAB, Harness, TableDrafter, open_session, plain
 

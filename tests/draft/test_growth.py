@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.tree import SpeculationTree, TreeNode
 from paceline.draft.growth import BestFirst, FanOut, Frontier, Growth, Reach, Sequential, geometric, uniform
-from paceline.types import Node
+from paceline.messages import Node
 
 VOCAB = 8
 

@@ -21,7 +21,8 @@ from paceline.core.tree import Chain, SpeculationTree
 from paceline.core.verification import Proposal, verify
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.protocol import Candidates, Leaf
-from paceline.types import Acceptance, Commit, Nodes, SamplingParams, SessionFailed
+from paceline.messages import Commit, Nodes, SessionFailed
+from paceline.types import Acceptance, SamplingParams
 
 from .fakes import TableDrafter, open_session
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tests.support.engines import VOCAB, prompt, random_model
 
-from paceline.core.sampling import Row, SamplerState, draft_candidates
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.protocol import DrafterSessionError, Leaf
 from paceline.errors import ResourceExhaustedError
-from paceline.model.kv_cache import PAGE_SIZE
 from paceline.model.loading import prepare
-from paceline.types import SamplingParams
+from paceline.types import PAGE_SIZE, SamplingParams
 
 TOP_M = 12
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.sampling import SamplerState
+from paceline.core.processors import SamplerState
 from paceline.drafters.ngram import NgramDrafter, NgramIndex
 from paceline.drafters.protocol import DrafterSessionError, Leaf
 from paceline.types import SamplingParams

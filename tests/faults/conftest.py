@@ -6,7 +6,7 @@ import pytest
 from tests.faults.runs import requests
 from tests.support.engines import pair, plain_reference
 
-from paceline.router.session import Result
+from paceline.types import Result
 
 
 @pytest.fixture(scope="module")

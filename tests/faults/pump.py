@@ -23,9 +23,7 @@ from tests.support.engines import VOCAB, Pump
 
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
-from paceline.router.session import Actions, Session
-from paceline.target.engine import TargetEngine
-from paceline.types import (
+from paceline.messages import (
     CloseSession,
     Commit,
     DraftState,
@@ -34,10 +32,12 @@ from paceline.types import (
     Nodes,
     OpenSession,
     Outcome,
-    Round,
     SparseDistribution,
     SpeculationWanted,
 )
+from paceline.router.session import Actions, Session
+from paceline.target.engine import TargetEngine
+from paceline.types import Round
 
 LINKS = ("to_target", "from_target", "to_draft", "from_draft")
 RATES = {"drop": 0.08, "duplicate": 0.3, "reorder": 0.5, "delay": 0.15, "corrupt": 0.25, "replay": 0.3}

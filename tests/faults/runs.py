@@ -10,8 +10,8 @@ from typing import Any
 from tests.faults.pump import RATES, FaultyPump
 from tests.support.engines import EOS, Request, assert_same, pair, prompt
 
-from paceline.router.session import MAX_DRAFT_RETRIES, Result, Session
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.router.session import MAX_DRAFT_RETRIES, Session
+from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 
 
 def requests(num: int = 4, max_tokens: int = 24, **speculation: Any) -> dict[str, Request]:

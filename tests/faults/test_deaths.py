@@ -13,7 +13,7 @@ import pytest
 from tests.faults.pump import LINKS, LONGEST, RATES, FaultyPump
 from tests.faults.runs import _at_outcome, _draft_refuses, accepted, run
 
-from paceline.router.session import Result
+from paceline.types import Result
 
 
 def _num_outcomes(pump: FaultyPump) -> int:

@@ -9,8 +9,7 @@ from tests.faults.pump import RATES, FaultyPump
 from tests.faults.runs import LOSSES, NOTICED, STALLS, one_fault, requests, run
 from tests.support.engines import VOCAB, pair
 
-from paceline.router.session import Result
-from paceline.types import Acceptance, FinishReason
+from paceline.types import Acceptance, FinishReason, Result
 
 
 @pytest.mark.parametrize(("link", "kind"), NOTICED)

@@ -12,10 +12,11 @@ from tests.faults.runs import LOSSES, _at_outcome, _draft_refuses, one_fault, ru
 
 from paceline.core.tree import SpeculationTree
 from paceline.draft.engine import DraftEngine
+from paceline.messages import CloseSession, Commit, Nodes, OpenSession, Outcome
 from paceline.router import session as session_module
-from paceline.router.session import Actions, Result, Session
+from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
-from paceline.types import CloseSession, Commit, Nodes, OpenSession, Outcome
+from paceline.types import Result
 
 
 def _mutant(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, change: Callable[[Any, Any], Any]) -> None:

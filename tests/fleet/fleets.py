@@ -2,7 +2,8 @@
 
 from paceline.config import ServiceConfig
 from paceline.fleet.autoscaler import Autoscaler
-from paceline.fleet.monitor import Monitor, Reporter
+from paceline.fleet.monitor import Monitor
+from paceline.fleet.report import Reporter
 from paceline.fleet.signals import Fleet
 from paceline.metrics import Registry, ReplicaMetrics, RouterMetrics
 from paceline.types import ReplicaStatus, RouterView

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from paceline import metrics
-from paceline.fleet.monitor import Monitor, Report, Reporter
+from paceline.fleet.monitor import Monitor
+from paceline.fleet.report import Report, Reporter
 from paceline.metrics import Registry, ReplicaMetrics, RouterMetrics
 from paceline.types import Cause, ReplicaStatus, Round
 

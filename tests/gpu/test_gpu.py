@@ -26,18 +26,19 @@ from paceline.config import DraftModelConfig, LocalConfig, ModelConfig
 from paceline.core import deferred as transfers
 from paceline.core import verification
 from paceline.core.noise import Stream, exact_log, gumbel, seed_bits, uniform
-from paceline.core.sampling import Row, SamplerState, draft_candidates
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates
 from paceline.core.verification import Proposal, decide
 from paceline.local import LocalPipeline
 from paceline.model.attention.kernels import Attention
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import CudaRecorder, record_steps
-from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, prepare
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance, check_replay
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.model.step_plan import SequenceStep
+from paceline.types import Mode, SamplingParams, SpeculationParams, pages_for
 
 pytestmark = [
     pytest.mark.gpu,

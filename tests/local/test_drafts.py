@@ -9,24 +9,19 @@ from typing import Any
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import LocalConfig, ModelConfig
 from paceline.local import LocalPipeline
-from paceline.router.session import MAX_DRAFT_RETRIES, Result
-from paceline.types import (
-    Cause,
+from paceline.messages import (
     CloseSession,
     Commit,
     DraftState,
-    FinishReason,
-    Mode,
     Nodes,
     OpenSession,
     Outcome,
-    Round,
-    SamplingParams,
     SessionFailed,
-    SpeculationParams,
     SpeculationWanted,
     TreeLost,
 )
+from paceline.router.session import MAX_DRAFT_RETRIES
+from paceline.types import Cause, FinishReason, Mode, Result, Round, SamplingParams, SpeculationParams
 
 TIMEOUT_S = 30
 

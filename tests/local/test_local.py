@@ -15,8 +15,9 @@ from paceline.checkpoint.tokenizer import JsonTokenizer
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig
 from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 from paceline.local import LocalPipeline
+from paceline.messages import OpenSession, SessionFailed
 from paceline.runtime.build import DraftFactory, TargetFactory
-from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession, SamplingParams, SessionFailed
+from paceline.types import Acceptance, Cause, FinishReason, Mode, SamplingParams
 from paceline.types import SpeculationParams as Speculation
 
 TIMEOUT_S = 60

@@ -32,28 +32,20 @@ from tests.support.engines import (
 from transformers import LlamaConfig
 
 from paceline.checkpoint.tokenizer import load_tokenizer
-from paceline.core.sampling import Row, SamplerState, process, sample_coupled
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import process, sample_coupled
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.messages import Nodes, SparseDistribution
 from paceline.model import kv_cache
-from paceline.model.kv_cache import PAGE_SIZE
 from paceline.model.loading import load_pretrained, prepare
 from paceline.model.selftest import check_invariance
-from paceline.router.session import Result
 from paceline.target import engine as target_engine
 from paceline.target import session as target_session
 from paceline.target.control.allocation import RowBudget
 from paceline.target.control.session_gate import Judgement, Steering
 from paceline.target.engine import _verdicts
 from paceline.target.session import TargetSession
-from paceline.types import (
-    Acceptance,
-    Cause,
-    Mode,
-    Nodes,
-    SamplingParams,
-    SparseDistribution,
-    SpeculationParams,
-)
+from paceline.types import PAGE_SIZE, Acceptance, Cause, Mode, Result, SamplingParams, SpeculationParams
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SPECULATING = (Mode.OVERLAPPED, Mode.SEQUENTIAL)

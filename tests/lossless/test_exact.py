@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from paceline.core import verification
-from paceline.core.sampling import ProcessedRows, Row, SamplerState, process
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import ProcessedRows, process
 from paceline.core.verification import KeyedChoices, Proposal, draft_distribution, verify
-from paceline.types import Acceptance, SamplingParams, SparseDistribution
+from paceline.messages import SparseDistribution
+from paceline.types import Acceptance, SamplingParams
 
 REJECTION = Acceptance.REJECTION
 FLOAT64 = 1e-12

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from tests.support.engines import Pump, Request, assert_same, pair, plain_reference, prompt
 
-from paceline.router.session import Result
 from paceline.target import engine as target_engine
 from paceline.target.engine import TargetStats, _verdicts
-from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Mode, Result, SamplingParams, SpeculationParams
 
 _PROCESSED = {"repetition_penalty": 1.1, "top_k": 40, "logit_bias": {15: 1.5}}
 

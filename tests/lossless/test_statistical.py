@@ -16,7 +16,8 @@ from paceline.core import verification
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at
 from paceline.core.sampling import ProcessedRows, rank_coupled
 from paceline.core.verification import KeyedChoices, Proposal, sample_draft, verify
-from paceline.types import Acceptance, SparseDistribution
+from paceline.messages import SparseDistribution
+from paceline.types import Acceptance
 
 ALPHA = 1e-6 / 20  # over fewer than 20 tests
 COUPLED, REJECTION = Acceptance.COUPLED, Acceptance.REJECTION

@@ -21,9 +21,8 @@ from paceline import metrics
 from paceline.draft.engine import DraftStats
 from paceline.metrics import CATALOGUE, Kind, Registry, ReplicaMetrics, RouterMetrics, declaration, engines
 from paceline.metrics import registry as registry_module
-from paceline.router.session import Result, Timing, Usage
 from paceline.target.engine import TargetStats
-from paceline.types import Cause, FinishReason, ReplicaStatus, Round, SpeculationStats
+from paceline.types import Cause, FinishReason, ReplicaStatus, Result, Round, SpeculationStats, Timing, Usage
 
 MODEL = "llama"
 

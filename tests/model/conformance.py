@@ -36,12 +36,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
-from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.plan import ShardPlan, plan_shards
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
+from paceline.model.step_plan import SequenceStep
+from paceline.types import pages_for
 
 FP32_LIMIT = 1e-5
 BF16_LIMIT = 1.25

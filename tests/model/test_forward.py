@@ -9,9 +9,10 @@ import torch
 from tests.support.engines import FAMILIES, SLIDING_WINDOW, noisy_copy, prompt, random_model
 from torch import Tensor
 
-from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import LoadedModel, prepare
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
+from paceline.types import PAGE_SIZE, pages_for
 
 
 def reference(family: str, token_ids: list[int]) -> Tensor:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ResourceExhaustedError
-from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec, flat_rows, page_hash, pages_for
+from paceline.model.kv_cache import KVCache, LayerSpec, flat_rows, page_hash
+from paceline.types import PAGE_SIZE, pages_for
 
 NUM_PAGES = 6
 

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, MambaConfi
 
 from paceline.config import ModelConfig
 from paceline.errors import ConfigError
+from paceline.model.device import resolve_device, resolve_dtype
 from paceline.model.kv_cache import LayerSpec
-from paceline.model.loading import load_model, load_pretrained, prepare, resolve_device, resolve_dtype
+from paceline.model.loading import load_model, load_pretrained, prepare
 
 
 def saved(model: PreTrainedModel, path: Path) -> str:

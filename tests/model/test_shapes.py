@@ -15,11 +15,12 @@ from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.model import shapes
-from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import prepare
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.shapes import padded_tokens
+from paceline.model.step_plan import SequenceStep
+from paceline.types import PAGE_SIZE, pages_for
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from paceline.model.kv_cache import PAGE_SIZE, pages_for
-from paceline.model.runner import SequenceStep, StepPlan
+from paceline.model.step_plan import SequenceStep, StepPlan
+from paceline.types import PAGE_SIZE, pages_for
 
 SCRATCH_ROW = 10_000 * PAGE_SIZE
 

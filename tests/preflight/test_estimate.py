@@ -14,7 +14,7 @@ from tests.support.engines import letters_tokenizer, pair, random_model
 from torch import nn
 from transformers import LlamaConfig
 
-from paceline.checkpoint.files import read_facts
+from paceline.checkpoint.files import ModelSize, read_facts
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.core import native
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
@@ -22,7 +22,6 @@ from paceline.preflight.estimate import (
     ENGINE_PROCESS_BYTES,
     PROCESS_BYTES,
     REPLICA_RAY_BYTES,
-    ModelFacts,
     draft_estimate,
     ngram_estimate,
     target_estimate,
@@ -30,7 +29,7 @@ from paceline.preflight.estimate import (
 from paceline.preflight.host_memory import draft_pages, session_pages, target_pages
 
 MIB = 1 << 20
-FACTS = ModelFacts(
+FACTS = ModelSize(
     num_parameters=5 * MIB,
     kv_values=2 * 4 * 2 * 32,
     item_bytes=2,

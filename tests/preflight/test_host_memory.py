@@ -8,15 +8,8 @@ from tests.support.engines import pair
 from paceline.config import ModelConfig, PairConfig
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import CODE_BYTES, target_estimate
-from paceline.preflight.host_memory import (
-    PAGE_SIZE,
-    available_bytes,
-    draft_pages,
-    fraction_pages,
-    session_pages,
-    target_pages,
-)
-from paceline.types import MAX_DRAFT_TOKENS
+from paceline.preflight.host_memory import available_bytes, draft_pages, fraction_pages, session_pages, target_pages
+from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 
 GIB = 1 << 30
 

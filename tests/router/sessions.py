@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from paceline.messages import Outcome
 from paceline.router.session import Session
-from paceline.types import Cause, FinishReason, Mode, Outcome, Round, SamplingParams, SpeculationParams
+from paceline.types import Cause, FinishReason, Mode, Round, SamplingParams, SpeculationParams
 
 PROMPT = (1, 2, 3)
 

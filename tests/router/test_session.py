@@ -8,21 +8,9 @@ from hypothesis import strategies as st
 from tests.router.sessions import PROMPT, decode, feed, make, outcome
 
 from paceline.errors import InvalidRequestError
+from paceline.messages import CloseSession, Commit, DraftState, InFlight, Node, Nodes, OpenSession, SessionFailed
 from paceline.router.session import Actions, RelayStats, Session
-from paceline.types import (
-    CloseSession,
-    Commit,
-    DraftState,
-    FinishReason,
-    InFlight,
-    Mode,
-    Node,
-    Nodes,
-    OpenSession,
-    SamplingParams,
-    SessionFailed,
-    SpeculationParams,
-)
+from paceline.types import FinishReason, Mode, SamplingParams, SpeculationParams
 
 
 def test_open_in_plain_mode_leaves_the_draft_alone():

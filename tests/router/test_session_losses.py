@@ -7,24 +7,19 @@ from dataclasses import replace
 import pytest
 from tests.router.sessions import PROMPT, decode, make, outcome
 
-from paceline.router.session import MAX_DRAFT_RETRIES, Actions, RelayStats, Session
-from paceline.types import (
-    Cause,
+from paceline.messages import (
     CloseSession,
     Commit,
     DraftState,
-    FinishReason,
     InFlight,
-    Mode,
     Nodes,
     OpenSession,
-    Round,
-    SamplingParams,
     SessionFailed,
-    SpeculationParams,
     SpeculationWanted,
     TreeLost,
 )
+from paceline.router.session import MAX_DRAFT_RETRIES, Actions, RelayStats, Session
+from paceline.types import Cause, FinishReason, Mode, Round, SamplingParams, SpeculationParams
 
 
 def test_an_outcome_that_comes_twice_counts_once():

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.sessions import PROMPT, make, outcome
 
-from paceline.router.session import Actions, Chunk
-from paceline.types import (
+from paceline.messages import (
     CloseSession,
     DraftState,
-    FinishReason,
     InFlight,
     Node,
     Nodes,
@@ -25,6 +23,8 @@ from paceline.types import (
     SpeculationWanted,
     TreeLost,
 )
+from paceline.router.session import Actions
+from paceline.types import Chunk, FinishReason
 
 
 class Peers:

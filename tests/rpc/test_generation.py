@@ -28,21 +28,24 @@ from tests.support.messages import (
 )
 
 from paceline.errors import EngineError, InvalidRequestError
-from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.rpc import generation as api
 from paceline.types import (
     MAX_DRAFT_TOKENS,
     Acceptance,
     Cause,
+    Chunk,
     FinishReason,
     Mode,
     ModelInfo,
     Request,
+    Result,
     Round,
     SamplingParams,
     ServerInfo,
     SpeculationParams,
     SpeculationStats,
+    Timing,
+    Usage,
 )
 from paceline.v1 import generation_pb2, types_pb2
 

@@ -33,28 +33,24 @@ from tests.support.messages import (
     uint64,
 )
 
-from paceline.rpc import streams as wire
-from paceline.rpc.streams import MAX_STEP_S, RelayedNodes
-from paceline.types import (
-    MAX_DRAFT_TOKENS,
+from paceline.messages import (
     CloseSession,
     Commit,
     DraftState,
     Echo,
-    FinishReason,
     InFlight,
     Node,
     Nodes,
     OpenSession,
     Outcome,
-    ReplicaStatus,
-    SamplingParams,
     SessionFailed,
     SparseDistribution,
-    SpeculationParams,
     SpeculationWanted,
     TreeLost,
 )
+from paceline.rpc import streams as wire
+from paceline.rpc.streams import MAX_STEP_S, RelayedNodes
+from paceline.types import MAX_DRAFT_TOKENS, FinishReason, ReplicaStatus, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
 
 # -- values ------------------------------------------------------------------------------------------------------------

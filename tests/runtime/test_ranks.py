@@ -25,13 +25,15 @@ from paceline.config import LocalConfig
 from paceline.core.processors import Row, SamplerState
 from paceline.errors import ConfigError, EngineError
 from paceline.local import LocalPipeline
+from paceline.messages import OpenSession, Outcome
 from paceline.model.compiled.graphs import require_graphs
 from paceline.model.parallel import runner as ranks_module
 from paceline.model.parallel.runner import Picks
-from paceline.runtime.ranks import FollowerFactory, LedWorker, Rendezvous, process_ranks
+from paceline.runtime.build import FollowerFactory
+from paceline.runtime.ranks import LedWorker, process_ranks
 from paceline.runtime.workers import ProcessWorker
 from paceline.target.build import build_target_engine
-from paceline.types import Acceptance, Cause, Mode, OpenSession, Outcome, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Cause, Mode, Rendezvous, SamplingParams, SpeculationParams
 
 RANK_TIMEOUT_S = 3.0
 TEXTS = ["abcdefgh", "the quick brown fox jumps over it", "zz"]

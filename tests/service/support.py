@@ -19,8 +19,7 @@ from paceline.config import DraftModelConfig, ModelConfig, PairConfig, RouterCon
 from paceline.metrics import Registry, RouterMetrics
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import ModelFacts, Router
-from paceline.router.session import Result
-from paceline.types import Request, SamplingParams, SpeculationParams
+from paceline.types import Request, Result, SamplingParams, SpeculationParams
 
 START_TIMEOUT_S = 60.0
 _context = multiprocessing.get_context("forkserver")  # imports torch and transformers once for all replicas

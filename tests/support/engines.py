@@ -37,10 +37,11 @@ from transformers import (
 
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
+from paceline.messages import SpeculationWanted
 from paceline.model.loading import LoadedModel, prepare
-from paceline.router.session import Actions, Result, Session
+from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
-from paceline.types import Mode, SamplingParams, SpeculationParams, SpeculationWanted
+from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 
 torch.set_num_threads(1)
 

@@ -19,10 +19,11 @@ from tests.support.engines import Clock
 
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.protocol import Candidates
+from paceline.messages import SpeculationWanted
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
-from paceline.types import Mode, SamplingParams, SpeculationParams, SpeculationWanted
+from paceline.types import Mode, SamplingParams, SpeculationParams
 
 VOCAB = 32
 LINK_S = 2e-4

@@ -20,25 +20,21 @@ from tests.support.engines import (
     random_model,
 )
 
-from paceline.model.loading import prepare
-from paceline.target.engine import TargetEngine
-from paceline.types import (
-    Cause,
+from paceline.messages import (
     CloseSession,
     DraftState,
-    FinishReason,
     InFlight,
-    Mode,
     Node,
     Nodes,
     OpenSession,
     Outcome,
-    SamplingParams,
     SessionFailed,
     SparseDistribution,
-    SpeculationParams,
     TreeLost,
 )
+from paceline.model.loading import prepare
+from paceline.target.engine import TargetEngine
+from paceline.types import Cause, FinishReason, Mode, SamplingParams, SpeculationParams
 
 
 def greedy(n: int, max_tokens: int = 16, **options) -> Request:

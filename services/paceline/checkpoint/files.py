@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
 from paceline.errors import ConfigError
-from paceline.preflight.estimate import ModelFacts
+from paceline.types import PAGE_SIZE
 
 _DEFAULT_MAX_MODEL_LEN = 2048
 _PLAIN = ("F64", "F32", "F16", "BF16")
@@ -142,7 +142,7 @@ def _as_ids(value: Any) -> tuple[int, ...]:
 # -- sizes -------------------------------------------------------------------------------------------------
 
 
-def read_facts(folder: Path, dtype: str = "auto", quantization: str | None = None) -> ModelFacts:
+def read_facts(folder: Path, dtype: str = "auto", quantization: str | None = None) -> ModelSize:
     """Sizes from the headers of the weight files and the configuration, and of how the weights will run.
 
     Raises:
@@ -163,11 +163,11 @@ def read_facts(folder: Path, dtype: str = "auto", quantization: str | None = Non
     return replace(facts, saved_bytes=saved)
 
 
-def facts_of(config: dict[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelFacts:
+def facts_of(config: dict[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelSize:
     """Sizes by the configuration of a checkpoint, and by what is known of its weights."""
     text = config.get("text_config") or config
     layers, hidden = _first(text, "num_hidden_layers", "n_layer"), _first(text, "hidden_size", "n_embd")
-    return ModelFacts(
+    return ModelSize(
         num_parameters=num_parameters,
         kv_values=_kv_values(text, layers, hidden),
         item_bytes=item_bytes,
@@ -241,3 +241,65 @@ def _intermediate_size(config: dict[str, Any], hidden: int) -> int:
     """Neurons of the MLP that a token passes, experts together."""
     dense = _first(config, "intermediate_size", "n_inner") or (4 * hidden if "n_embd" in config else 0)
     return max(dense, _first(config, "moe_intermediate_size") * _first(config, "num_experts_per_tok"))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What the files of a checkpoint say about the memory that it needs."""
+
+    num_parameters: int
+    kv_values: int | None
+    """Numbers that all layers keep per token, keys and values. None: not to be told from the configuration."""
+    item_bytes: int
+    """Bytes per number as it will run; dtype auto counts as bfloat16, the smallest."""
+    num_layers: int = 1
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    """Neurons of one MLP that a token passes; of all its experts together. 0: unknown."""
+    vocab_size: int = 0
+    """Rows of the output layer."""
+    num_whole: int = 0
+    """Of the parameters those that every rank holds: norms, and whatever else is no matrix."""
+    num_kv_heads: int = 1
+    """Attention heads that keep keys and values, in one layer."""
+    saved_bytes: int = 0
+    """By how much quantised weights are smaller than ``item_bytes`` for each number."""
+
+    def of_rank(self, tensor_parallel_size: int) -> ModelSize:
+        """What one of ``tensor_parallel_size`` ranks holds: its share of every matrix, and at least one KV head.
+        Logits are put together on each."""
+        size = tensor_parallel_size
+        kv_heads = max(1, -(-self.num_kv_heads // size))
+        return replace(
+            self,
+            num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
+            kv_values=self.kv_values and self.kv_values // self.num_kv_heads * kv_heads,
+            num_kv_heads=kv_heads,
+            intermediate_size=-(-self.intermediate_size // size),
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights as they will run."""
+        return self.num_parameters * self.item_bytes - self.saved_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one KV page; 0 if unknown."""
+        return PAGE_SIZE * (self.kv_values or 0) * self.item_bytes
+
+    def kv_bytes(self, num_pages: int) -> int:
+        """Bytes of as many KV pages and the scratch page; 0 if unknown."""
+        return (num_pages + 1) * self.page_bytes
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+def embedded_paths() -> tuple[Path, Path]:
+    """Directories of the embedded target and draft."""
+    from paceline.embedded import DRAFT_DIR, TARGET_DIR
+
+    return TARGET_DIR, DRAFT_DIR

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from paceline.checkpoint.files import gib
+from paceline.cli.table import table
 from paceline.cluster.launch import add_config_flags, read_config
 from paceline.config import ServiceConfig
 from paceline.preflight.estimate import RAY_BYTES, MemoryEstimate
-from paceline.preflight.host_memory import PAGE_SIZE, gib
 from paceline.preflight.service import Examination, Pool, examine
-from paceline_bench.report import table
+from paceline.types import PAGE_SIZE
 
 _EXIT_REFUSED = 1
 _UNKNOWN = "?"

@@ -15,13 +15,12 @@ import sys
 from collections.abc import Iterator
 from typing import Protocol
 
-from paceline.cli.main import EXIT_ENGINE, local_config, write_text
+from paceline.cli.common import EXIT_ENGINE, local_config, write_text
 from paceline.client import Client
 from paceline.cluster.launch import free_ports
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.local import LocalPipeline
-from paceline.router.session import Chunk, Result
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import Chunk, Mode, Result, SamplingParams, SpeculationParams
 
 PROMPT = '''"""Helpers for reading configuration files."""
 

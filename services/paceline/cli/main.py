@@ -13,35 +13,23 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from paceline import __version__, logs
-from paceline.config import (
-    DrafterConfig,
-    DraftModelConfig,
-    LocalConfig,
-    ModelConfig,
-    NgramConfig,
-    wants_colour,
-)
+from paceline.cli.common import EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_USAGE, given, local_config, write_text
 from paceline.errors import ConfigError, InvalidRequestError, PacelineError
-from paceline.generation import Generation
-from paceline.local import LocalPipeline, embedded_paths
+from paceline.local import Generation, LocalPipeline
 from paceline.refusals import explain_parameter
-from paceline.router.session import Chunk, Result
-from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Mode, Result, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from paceline.client import Stream
 
-EXIT_ENGINE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 _FLAGS = {
     "max_draft_tokens": "--draft-tokens",
@@ -152,49 +140,16 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-tokens", type=int, dest="max_draft_tokens", metavar="K")
 
 
-def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConfig:
-    """The pipeline that the model flags describe. Raises ConfigError."""
-    embedded_target, embedded_draft = embedded_paths()
-    compile = "auto" if args.compile is None else args.compile
-    dtype = args.dtype or "auto"
-    target = ModelConfig(
-        path=_path("--target", args.target, str(embedded_target)),
-        dtype=dtype,
-        compile=compile,
-        **_given(args, ["tensor_parallel_size"]),
-    )
-    if args.target is not None and args.draft is None and args.drafter != "ngram" and with_draft:
-        raise ConfigError("--target is given without --draft: name one, or use --drafter ngram or --mode plain")
-    if args.drafter == "ngram" and args.draft is not None:
-        raise ConfigError(f"--draft {args.draft} is given with --drafter ngram, which needs no model")
-    draft: DrafterConfig | None = None
-    if with_draft and args.drafter == "ngram":
-        draft = NgramConfig()
-    elif with_draft:
-        draft = DraftModelConfig(path=_path("--draft", args.draft, str(embedded_draft)), dtype=dtype, compile=compile)
-    return LocalConfig(target=target, draft=draft)
-
-
-def _path(flag: str, value: str | None, default: str) -> str:
-    if value == "":
-        raise ConfigError(f"{flag} is empty: a model id or a directory is needed")
-    return default if value is None else value
-
-
-def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
-
-
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What the sampling flags say. Raises pydantic's ValidationError."""
-    return SamplingParams(**_given(args, list(SamplingParams.model_fields)))
+    return SamplingParams(**given(args, list(SamplingParams.model_fields)))
 
 
 def run_generate(args: argparse.Namespace) -> int:
     """``paceline generate``."""
     _check_place(args)
     sampling = sampling_params(args)
-    speculation = SpeculationParams(**_given(args, list(SpeculationParams.model_fields)))
+    speculation = SpeculationParams(**given(args, list(SpeculationParams.model_fields)))
     stop = tuple(args.stop or ())
     if "" in stop:
         raise InvalidRequestError("--stop is empty: it needs at least one character")
@@ -274,17 +229,6 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"standard input is not UTF-8 text: {error}") from error
-
-
-def write_text(generation: Iterable[Chunk], stream: TextIO) -> None:
-    """Writes the text as it is produced; on a terminal accepted draft tokens are green."""
-    colour = wants_colour(stream)
-    for chunk in generation:
-        for text, drafted in chunk.segments:
-            stream.write(f"{_GREEN}{text}{_PLAIN}" if colour and drafted else text)
-        stream.flush()
-    stream.write("\n")
-    stream.flush()
 
 
 def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.table import table
 from paceline.errors import ConfigError
 from paceline.plan import measured
 from paceline.plan.closed_form import Requests, System
@@ -30,7 +31,6 @@ from paceline.plan.search import (
     whole,
 )
 from paceline.plan.times import StepTable
-from paceline_bench.report import table
 
 _EXIT_NONE = 1
 _RIDGE = 295

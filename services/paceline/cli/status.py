@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.table import table
 from paceline.errors import ConfigError, PacelineError
 from paceline.types import PoolScaling, ReplicaStatus, ServerInfo
-from paceline_bench.report import table
 
 DEFAULT_ADDRESS = "localhost:9000"
 

@@ -45,9 +45,8 @@ from paceline.errors import (
     ResourceExhaustedError,
 )
 from paceline.refusals import explain_parameter
-from paceline.router.session import Chunk, Result
 from paceline.rpc import generation as api
-from paceline.types import ModelInfo, Request, SamplingParams, ServerInfo, SpeculationParams
+from paceline.types import Chunk, ModelInfo, Request, Result, SamplingParams, ServerInfo, SpeculationParams
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1.generation_pb2_grpc import GenerationServiceStub
 

@@ -7,10 +7,9 @@ import time
 import grpc
 
 from paceline.errors import ConfigError, DeadlineExceededError, EngineError, PacelineError
-from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.rpc import generation as api
 from paceline.rpc.status import from_rpc_error, is_ours
-from paceline.types import FinishReason, Request, SpeculationStats
+from paceline.types import Chunk, FinishReason, Request, Result, SpeculationStats, Timing, Usage
 from paceline.v1 import generation_pb2 as pb
 
 

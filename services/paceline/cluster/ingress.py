@@ -21,7 +21,7 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cluster.replicas import CONTROL_TIMEOUT_S, Pusher, draft_name, internal_token, loop_runs, replica_id
 from paceline.config import ServiceConfig
 from paceline.errors import EngineError, NotFoundError, PacelineError
-from paceline.fleet.monitor import Reporter
+from paceline.fleet.report import Reporter
 from paceline.metrics import Registry, RouterMetrics
 from paceline.router.pool import Lease
 from paceline.router.router import ModelFacts

@@ -25,17 +25,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline import logs
 from paceline.config import LogConfig, PairConfig, apply_worker_environment
 from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.runtime.build import FollowerFactory
 from paceline.runtime.cores import CoreClaim
-from paceline.runtime.ranks import (
-    START_TIMEOUT_S,
-    FollowerFactory,
-    MakeWorker,
-    Rendezvous,
-    meeting_file,
-    rank_name,
-    sharded_model,
-)
+from paceline.runtime.ranks import MakeWorker, meeting_file, rank_name, sharded_model
 from paceline.runtime.workers import EngineFactory, pin
+from paceline.types import START_TIMEOUT_S, Rendezvous
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,8 @@ from paceline.config import (
     apply_worker_environment,
 )
 from paceline.fleet.follow import WANTED, WANTED_AT
-from paceline.fleet.monitor import Monitor, Report, Reporter
+from paceline.fleet.monitor import Monitor
+from paceline.fleet.report import Report, Reporter
 from paceline.metrics import Registry, ReplicaMetrics
 from paceline.runtime.cores import CoreClaim
 from paceline.runtime.host import ReplicaServer
@@ -261,12 +262,9 @@ class Target(_EngineReplica):
 
     async def dtype(self) -> str:
         """Of the weights: float32 or bfloat16."""
-        import torch
+        from paceline.preflight.device import dtype_name  # loads torch
 
-        from paceline.model.loading import resolve_device, resolve_dtype
-
-        model = self.config.pair().target
-        return str(resolve_dtype(model.dtype, torch.device(resolve_device(model.device)))).removeprefix("torch.")
+        return dtype_name(self.config.pair().target)
 
 
 class Draft(_EngineReplica):

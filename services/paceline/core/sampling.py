@@ -17,23 +17,8 @@ from torch import Tensor
 from paceline.core import rows as native
 from paceline.core.deferred import Ask, Later, ask_now, upload
 from paceline.core.noise import Stream, fast_gumbel_at, gumbel_argmax
-from paceline.core.processors import Row, SamplerState, column, truncate_
+from paceline.core.processors import Row, column, truncate_
 from paceline.errors import EngineError, InvalidRequestError
-
-__all__ = [
-    "ProcessedRows",
-    "Row",
-    "RowKeys",
-    "SamplerState",
-    "best_coupled",
-    "draft_candidates",
-    "pick",
-    "pick_unprocessed",
-    "process",
-    "rank_coupled",
-    "row_keys",
-    "sample_coupled",
-]
 
 
 @dataclass(frozen=True, slots=True)

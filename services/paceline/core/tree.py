@@ -23,7 +23,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.types import Cause, Node, SparseDistribution
+from paceline.messages import Node, SparseDistribution
+from paceline.types import Cause
 
 MAX_NODES = 4096
 """Bound of a tree against a peer that never stops; a draft's own budget is far below it."""

@@ -27,9 +27,11 @@ from torch import Tensor
 
 from paceline.core.deferred import Ask, Later, download, upload
 from paceline.core.noise import Stream, gumbel_argmax, uniform
-from paceline.core.sampling import ProcessedRows, Row, pick, pick_unprocessed, process, sample_coupled
+from paceline.core.processors import Row
+from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
 from paceline.errors import EngineError
-from paceline.types import Acceptance, SparseDistribution
+from paceline.messages import SparseDistribution
+from paceline.types import Acceptance
 
 _Q_TOLERANCE = 1e-6
 

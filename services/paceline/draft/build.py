@@ -16,16 +16,17 @@ from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.protocol import Drafter
 from paceline.errors import ConfigError
+from paceline.messages import Nodes, SessionFailed
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, ranked
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
 from paceline.preflight.device import require_draft
-from paceline.preflight.host_memory import MEASURED_LEAVES, PAGE_SIZE, draft_pages, pages_for
-from paceline.runtime.ranks import Rendezvous
-from paceline.types import Nodes, SessionFailed
+from paceline.preflight.host_memory import MEASURED_LEAVES, draft_pages
+from paceline.types import PAGE_SIZE, Rendezvous, pages_for
 
 _NGRAM_WIDTH = 64
 _WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)

@@ -29,15 +29,8 @@ from paceline.draft.ranking import Ranking, Rule, rank
 from paceline.draft.session import DraftSession
 from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessionError, Leaf
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
-from paceline.types import (
-    CloseSession,
-    Commit,
-    Mode,
-    Nodes,
-    OpenSession,
-    SessionFailed,
-    SpeculationParams,
-)  # fmt: skip
+from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed  # fmt: skip
+from paceline.types import Mode, SpeculationParams
 
 log = logging.getLogger(__name__)
 

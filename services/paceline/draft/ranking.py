@@ -21,7 +21,7 @@ from paceline.core.sampling import RowKeys, best_coupled, row_keys
 from paceline.core.verification import sample_draft
 from paceline.draft.calibration import Evidence, ranked, sampled
 from paceline.drafters.protocol import Candidates
-from paceline.types import SparseDistribution
+from paceline.messages import SparseDistribution
 
 _GREEDY_TIES = 4
 

@@ -11,7 +11,7 @@ from paceline.draft.calibration import Calibration
 from paceline.draft.growth import Frontier, Growth
 from paceline.draft.ranking import RankingRow, Rule
 from paceline.drafters.protocol import Leaf
-from paceline.types import Node, OpenSession, SparseDistribution
+from paceline.messages import Node, OpenSession, SparseDistribution
 
 _ROUND_WEIGHT = 0.2
 _HOLD_ROUNDS = 0.2

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from paceline.core.deferred import download
-from paceline.core.sampling import Row, SamplerState, draft_candidates
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.errors import ResourceExhaustedError
-from paceline.model.kv_cache import PAGE_SIZE, KVCache, page_hash, pages_for
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.kv_cache import KVCache, page_hash
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
+from paceline.types import PAGE_SIZE, pages_for
 
 _GREEDY_TOP_M = 48
 """Candidates at temperature 0: no configuration publishes more children than 32."""

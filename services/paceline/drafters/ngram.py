@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.sampling import SamplerState
+from paceline.core.processors import SamplerState
 from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
 
 _PREFILL_TOKENS = 8192

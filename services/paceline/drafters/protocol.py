@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import SamplerState
+from paceline.core.processors import SamplerState
 from paceline.errors import EngineError, RanksLostError
 
 FATAL = (torch.AcceleratorError, RanksLostError)

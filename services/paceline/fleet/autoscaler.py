@@ -26,7 +26,7 @@ from paceline.fleet.signals import Fleet, Signals, Times
 from paceline.types import PoolScaling
 
 if TYPE_CHECKING:
-    from paceline.fleet.monitor import Report
+    from paceline.fleet.report import Report
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from prometheus_client.registry import Collector
 
 from paceline import __version__, metrics
 from paceline.fleet.autoscaler import Autoscaler
+from paceline.fleet.report import Report
 from paceline.metrics import Kind, Registry, Samples, Value
-from paceline.types import MISSES, Cause, ReplicaStatus, RouterView, ServerInfo, Startup
+from paceline.types import MISSES, Cause, ReplicaStatus, ServerInfo, Startup
 
 log = logging.getLogger(__name__)
 
@@ -36,37 +37,6 @@ _MAX_SILENT = 256
 """Silent processes that are remembered, in case they were only paused. An older one that came back counts twice."""
 
 _Values = dict[tuple[str, ...], Value]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What one process says of itself. Picklable."""
-
-    source_id: str
-    kind: str
-    """``router``, ``target`` or ``draft``."""
-    status: ReplicaStatus
-    samples: Samples
-    """Totals since this incarnation began, and gauges."""
-    sequence: int = 0
-    """Grows with every report of one incarnation; an older one that arrives late is ignored."""
-    view: RouterView | None = None
-    """Of a router."""
-
-
-class Reporter:
-    """Makes the reports of one process, and mirrors its metrics to Ray while at it."""
-
-    def __init__(self, source_id: str, kind: str, registry: Registry) -> None:
-        self._source_id, self._kind, self._registry = source_id, kind, registry
-        self._sequence = 0
-
-    def report(self, status: ReplicaStatus, view: RouterView | None = None) -> Report:
-        """The report of this moment; call it about once a second. ``view``: of a router."""
-        self._sequence += 1
-        samples = self._registry.samples()
-        self._registry.mirror(samples)
-        return Report(self._source_id, self._kind, status, samples, self._sequence, view)
 
 
 @dataclass(slots=True)

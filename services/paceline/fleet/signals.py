@@ -17,7 +17,7 @@ from paceline import metrics
 from paceline.types import Cause
 
 if TYPE_CHECKING:
-    from paceline.fleet.monitor import Report
+    from paceline.fleet.report import Report
 
 LATE_S, GONE_S = 3.5, 10.0
 """A process that reports once a second is not heard of lately, or gone, if it has not reported for so long."""

@@ -31,8 +31,7 @@ from paceline.metrics.catalogue import (
 )
 from paceline.metrics.cells import Counter
 from paceline.metrics.registry import Registry
-from paceline.router.session import Result
-from paceline.types import Cause, FinishReason, Round
+from paceline.types import Cause, FinishReason, Result, Round
 
 _CAUSES_WITH_OUTCOME = frozenset({Cause.HIT, Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN})
 

@@ -26,8 +26,9 @@ import torch
 
 from paceline.core.deferred import upload
 from paceline.errors import ResourceExhaustedError
-from paceline.preflight.host_memory import PAGE_SIZE as PAGE_SIZE
-from paceline.preflight.host_memory import pages_for as pages_for  # both also belong to what this module offers
+from paceline.types import (
+    PAGE_SIZE,  # both also belong to what this module offers
+)
 
 
 @dataclass(frozen=True, slots=True)

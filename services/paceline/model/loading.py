@@ -14,12 +14,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from paceline.checkpoint.files import facts_of, inspect_checkpoint
+from paceline.checkpoint.files import ModelSize, facts_of, gib, inspect_checkpoint
 from paceline.config import ModelConfig, Quantization, cache_dir
 from paceline.errors import ConfigError
 from paceline.model.attention.kernels import Attention, kernel_for
 from paceline.model.compiled.aot import NoCompilerError, compiled_step
+from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
+from paceline.model.device import resolve_device, resolve_dtype
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.local_config import BUILDING
 from paceline.model.parallel.collectives import Collectives
@@ -27,10 +29,8 @@ from paceline.model.parallel.load import Progress
 from paceline.model.parallel.model import Share, load_shard, share_of
 from paceline.model.parallel.runner import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
-from paceline.model.runner import ModelRunner, StepFunction
+from paceline.model.runner import ModelRunner
 from paceline.model.step import Step, probe_layers
-from paceline.preflight.estimate import ModelFacts
-from paceline.preflight.host_memory import gib
 
 _NUM_NAMED = 3
 """Parameters that a message names; of the others it gives the number."""
@@ -50,7 +50,7 @@ class LoadedModel:
     """Positions the model was made for."""
     dtype: torch.dtype
     device: torch.device
-    facts: ModelFacts
+    facts: ModelSize
     """What it says of the memory that it needs; of a rank's model, what the rank needs."""
     share: Share | None = None
     """Of a rank's model."""
@@ -172,7 +172,7 @@ def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "au
     )
 
 
-def _facts(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelFacts:
+def _facts(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelSize:
     """Those of the files, with what the layers themselves say of their KV."""
     counts = [(p.numel(), p.dim()) for p in model.parameters()]
     facts = facts_of(
@@ -242,26 +242,3 @@ def _quiet() -> Iterator[None]:
 
 def _is_no_report(record: logging.LogRecord) -> bool:
     return "LOAD REPORT" not in record.getMessage()
-
-
-def resolve_device(name: str) -> str:
-    """``auto`` is CUDA where there is a device, else the CPU.
-
-    Raises:
-        ConfigError: cuda was asked for and there is none.
-    """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda' but no CUDA device was found: use 'cpu' or 'auto'")
-    return name
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 where the device multiplies it natively, else float32."""
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32

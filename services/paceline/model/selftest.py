@@ -15,9 +15,9 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 from paceline.model.compiled.backend import DeviceBackend
-from paceline.model.compiled.buckets import StepShape
-from paceline.model.kv_cache import PAGE_SIZE, pages_for
-from paceline.model.runner import ModelRunner, SequenceStep, StepPlan
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep, StepPlan, StepShape
+from paceline.types import PAGE_SIZE, pages_for
 
 _CHUNKS = (2, 5, 9, 17)
 _NUM_TOKENS = 96

@@ -17,7 +17,7 @@ compares the bits at start-up.
 
 from __future__ import annotations
 
-from paceline.preflight.host_memory import PAGE_SIZE
+from paceline.types import PAGE_SIZE
 
 MIN_TOKENS = 4
 QUERY_MULTIPLE = 4

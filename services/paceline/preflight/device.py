@@ -10,19 +10,23 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.files import read_checkpoint, read_facts
+from paceline.checkpoint.files import ModelSize, read_checkpoint, read_facts
 from paceline.config import ModelConfig, PairConfig
 from paceline.errors import ConfigError
-from paceline.model.loading import resolve_device, resolve_dtype
+from paceline.model.device import resolve_device, resolve_dtype
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import agreed
-from paceline.preflight.estimate import ModelFacts
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.host_memory import available_bytes
 from paceline.preflight.service import local_folder
 
 _log = logging.getLogger(__name__)
+
+
+def dtype_name(config: ModelConfig) -> str:
+    """The dtype that a model's weights have on this machine: ``float32`` or ``bfloat16``."""
+    return str(resolve_dtype(config.dtype, torch.device(resolve_device(config.device)))).removeprefix("torch.")
 
 
 def require_target(config: PairConfig, group: Collectives | None = None) -> None:
@@ -57,7 +61,7 @@ def left_bytes(device: torch.device, group: Collectives | None = None) -> int:
     return agreed(available_bytes() // (1 if group is None else group.degree), group)
 
 
-def _facts(model: ModelConfig) -> ModelFacts | None:
+def _facts(model: ModelConfig) -> ModelSize | None:
     """None: its files are not here yet, or cannot be read, which loading says."""
     dtype = resolve_dtype(model.dtype, torch.device(resolve_device(model.device)))
     try:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paceline.checkpoint.files import ModelSize
 from paceline.config import ModelConfig, PairConfig
 from paceline.core import native
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
     DEFAULT_SESSION_TOKENS,
     MEASURED_LEAVES,
-    PAGE_SIZE,
     draft_pages,
     draft_session_pages,
     session_pages,
@@ -46,56 +46,6 @@ RAY_BYTES = 1 << 30
 _NODE_BYTES = 1024
 """A node of a speculation tree: Python objects in tree, frontier and row tables."""
 _FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the files of a checkpoint say about the memory that it needs."""
-
-    num_parameters: int
-    kv_values: int | None
-    """Numbers that all layers keep per token, keys and values. None: not to be told from the configuration."""
-    item_bytes: int
-    """Bytes per number as it will run; dtype auto counts as bfloat16, the smallest."""
-    num_layers: int = 1
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    """Neurons of one MLP that a token passes; of all its experts together. 0: unknown."""
-    vocab_size: int = 0
-    """Rows of the output layer."""
-    num_whole: int = 0
-    """Of the parameters those that every rank holds: norms, and whatever else is no matrix."""
-    num_kv_heads: int = 1
-    """Attention heads that keep keys and values, in one layer."""
-    saved_bytes: int = 0
-    """By how much quantised weights are smaller than ``item_bytes`` for each number."""
-
-    def of_rank(self, tensor_parallel_size: int) -> ModelFacts:
-        """What one of ``tensor_parallel_size`` ranks holds: its share of every matrix, and at least one KV head.
-        Logits are put together on each."""
-        size = tensor_parallel_size
-        kv_heads = max(1, -(-self.num_kv_heads // size))
-        return replace(
-            self,
-            num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
-            kv_values=self.kv_values and self.kv_values // self.num_kv_heads * kv_heads,
-            num_kv_heads=kv_heads,
-            intermediate_size=-(-self.intermediate_size // size),
-        )
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights as they will run."""
-        return self.num_parameters * self.item_bytes - self.saved_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one KV page; 0 if unknown."""
-        return PAGE_SIZE * (self.kv_values or 0) * self.item_bytes
-
-    def kv_bytes(self, num_pages: int) -> int:
-        """Bytes of as many KV pages and the scratch page; 0 if unknown."""
-        return (num_pages + 1) * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +107,7 @@ class MemoryEstimate:
 
 def target_estimate(
     config: PairConfig,
-    facts: ModelFacts,
+    facts: ModelSize,
     max_len: int,
     *,
     on_gpu: bool = False,
@@ -208,7 +158,7 @@ def target_estimate(
 
 def draft_estimate(
     config: PairConfig,
-    facts: ModelFacts,
+    facts: ModelSize,
     max_len: int,
     *,
     on_gpu: bool = False,
@@ -255,7 +205,7 @@ def _tree_bytes(config: PairConfig, num_sessions: int) -> int:
     return num_sessions * config.tree_budget * _NODE_BYTES
 
 
-def _packed_bytes(model: ModelConfig, facts: ModelFacts, on_gpu: bool) -> int:
+def _packed_bytes(model: ModelConfig, facts: ModelSize, on_gpu: bool) -> int:
     compiled = not on_gpu if model.compile == "auto" else model.compile
     return facts.weights_bytes if compiled else 0
 
@@ -269,7 +219,7 @@ def _gathers(model: ModelConfig, on_gpu: bool) -> bool:
 
 
 def _workspace_bytes(
-    facts: ModelFacts,
+    facts: ModelSize,
     max_tokens: int,
     max_sessions: int,
     max_pages: int,

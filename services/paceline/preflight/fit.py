@@ -6,18 +6,12 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.checkpoint.files import ModelSize, gib
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
-from paceline.preflight.estimate import (
-    CODE_BYTES,
-    PROCESS_BYTES,
-    MemoryEstimate,
-    ModelFacts,
-    draft_estimate,
-    target_estimate,
-)
+from paceline.preflight.estimate import CODE_BYTES, PROCESS_BYTES, MemoryEstimate, draft_estimate, target_estimate
 from paceline.preflight.findings import Finding, Severity
-from paceline.preflight.host_memory import fraction_pages, gib
+from paceline.preflight.host_memory import fraction_pages
 
 _TARGET, _DRAFT = "target_config", "draft_config"
 _SHORTEST = 2
@@ -85,7 +79,7 @@ class _Fit:
             needs = f"under load a replica takes about {gib(self._of(estimate))}"
         return Finding(self.severity, key, f"{key} is {value}: {needs}, {here}: set it to at most {remedy}")
 
-    def too_large(self, key: str, facts: ModelFacts, **smallest: float) -> Finding:
+    def too_large(self, key: str, facts: ModelSize, **smallest: float) -> Finding:
         """No setting helps. ``smallest``: those that need the least."""
         needed = self.needed(**smallest)
         remedy = "choose a smaller model or a larger machine"
@@ -100,7 +94,7 @@ class _Fit:
         return Finding(self.severity, key, message)
 
 
-def check_target(config: PairConfig, facts: ModelFacts, limit: int, room: Room) -> list[Finding]:
+def check_target(config: PairConfig, facts: ModelSize, limit: int, room: Room) -> list[Finding]:
     """At most one finding. ``limit``: tokens that the target was made for."""
 
     def of(**changes: float) -> MemoryEstimate:
@@ -116,7 +110,7 @@ def check_target(config: PairConfig, facts: ModelFacts, limit: int, room: Room) 
     return [] if likely.holds() else [_smaller_target(likely, config, facts, limit)]
 
 
-def check_draft(config: PairConfig, facts: ModelFacts, limit: int, room: Room) -> list[Finding]:
+def check_draft(config: PairConfig, facts: ModelSize, limit: int, room: Room) -> list[Finding]:
     """The same of a draft model. ``limit``: tokens that both models were made for."""
 
     def of(**changes: float) -> MemoryEstimate:
@@ -134,7 +128,7 @@ def _max_len(config: PairConfig, limit: int) -> int:
 
 
 def _check_fraction(
-    kv_fraction: float, facts: ModelFacts, estimate: MemoryEstimate, max_len: int, room: Room
+    kv_fraction: float, facts: ModelSize, estimate: MemoryEstimate, max_len: int, room: Room
 ) -> Finding | None:
     """What the replica itself would say of kv_fraction, once it has loaded the model."""
     after = room.left - room.least(estimate) + estimate.least_kv_bytes + estimate.workspace_bytes
@@ -145,7 +139,7 @@ def _check_fraction(
     return None
 
 
-def _smaller_target(fit: _Fit, config: PairConfig, facts: ModelFacts, limit: int) -> Finding:
+def _smaller_target(fit: _Fit, config: PairConfig, facts: ModelSize, limit: int) -> Finding:
     """The setting that decides how many pages there are, else the number of sessions, else their length."""
     engine, model = f"{_TARGET}.engine_kwargs", f"{_TARGET}.model_loading_config"
     if config.kv_pages is not None:
@@ -163,7 +157,7 @@ def _smaller_target(fit: _Fit, config: PairConfig, facts: ModelFacts, limit: int
     return fit.finding(f"{engine}.max_model_len", max_len, remedy)
 
 
-def _smaller_draft(fit: _Fit, config: PairConfig, facts: ModelFacts) -> Finding:
+def _smaller_draft(fit: _Fit, config: PairConfig, facts: ModelSize) -> Finding:
     """Fewer sessions, else smaller trees of one."""
     engine, sessions = f"{_DRAFT}.engine_kwargs", config.num_draft_sessions
     if fitting := fit.largest("draft_max_sessions", 1, sessions):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.checkpoint.files import gib
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
-from paceline.types import MAX_DRAFT_TOKENS
+from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE, pages_for
 
-PAGE_SIZE = 64
-"""KV rows per page; also the key tile of the batch-invariant shapes (``model/shapes.py``)."""
 DEFAULT_SESSION_TOKENS = 1024
 """Positions per session that the KV cache is sized for where nothing is configured."""
 MEASURED_LEAVES = 32
@@ -17,11 +16,6 @@ MEASURED_LEAVES = 32
 
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number about this large."""
-
-
-def pages_for(num_rows: int) -> int:
-    """Pages that hold ``num_rows`` KV rows."""
-    return -(-num_rows // PAGE_SIZE)
 
 
 def session_pages(max_len: int) -> int:
@@ -67,11 +61,6 @@ def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes
         f"{max(num_pages, 0)} KV pages of {page_bytes} bytes, but one session of {max_len} tokens needs {needed}: "
         + (" or ".join(remedies) or "the model needs a machine with more memory")
     )
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint.files import Checkpoint, read_checkpoint, read_facts, read_json, require_path
+from paceline.checkpoint.files import Checkpoint, ModelSize, gib, read_checkpoint, read_facts, read_json, require_path
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
 from paceline.config import (
     DeploymentConfig,
@@ -30,15 +30,14 @@ from paceline.preflight.estimate import (
     RAY_BYTES,
     ROUTER_PROCESS_BYTES,
     MemoryEstimate,
-    ModelFacts,
     draft_estimate,
     ngram_estimate,
     target_estimate,
 )
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
-from paceline.preflight.host_memory import PAGE_SIZE, available_bytes, gib, session_pages
-from paceline.types import MAX_DRAFT_TOKENS
+from paceline.preflight.host_memory import available_bytes, session_pages
+from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +158,7 @@ class _Model:
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
-    facts: ModelFacts
+    facts: ModelSize
     learned_positions: bool
     """Positions come from a table, beyond whose end there is nothing."""
 

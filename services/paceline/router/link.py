@@ -18,10 +18,11 @@ from typing import Any
 
 from grpc import aio
 
+from paceline.messages import Echo
 from paceline.router.pool import Member
 from paceline.rpc.streams import decode_from_draft, decode_from_target, encode_to_draft, encode_to_target
 from paceline.rpc.transport import CHANNEL_OPTIONS, TOKEN_KEY
-from paceline.types import Echo, ReplicaStatus
+from paceline.types import ReplicaStatus
 from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.preflight.host_memory import PAGE_SIZE
+from paceline.types import PAGE_SIZE
 
 _REMEMBERED_PIECES = 65536
 _MORE_LOAD = 2

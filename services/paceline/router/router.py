@@ -28,13 +28,12 @@ from paceline.errors import (
     PacelineError,
     ResourceExhaustedError,
 )
+from paceline.messages import CloseSession, SpeculationWanted, ToDraft, ToTarget
 from paceline.metrics import RouterMetrics
-from paceline.preflight.host_memory import PAGE_SIZE
 from paceline.router.link import DRAFT, TARGET, Link, StreamKind, stop_links
 from paceline.router.pool import Candidate, Lease, Member, Pool, PrefixIndex, choose
-from paceline.router.relay import append_commits
-from paceline.router.session import Actions, Chunk, Result, Session, ToDraft, ToTarget
-from paceline.types import CloseSession, ReplicaStatus, Request, RouterView, SpeculationWanted
+from paceline.router.session import Actions, Session, append_commits
+from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result, RouterView
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator
 
 from paceline.errors import PacelineError
 from paceline.router.router import Router
-from paceline.router.session import Chunk, Result
 from paceline.rpc.generation import chunk_to_proto, complete_to_proto, request_from_proto
+from paceline.types import Chunk, Result
 from paceline.v1 import generation_pb2
 
 log = logging.getLogger(__name__)

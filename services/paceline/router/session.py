@@ -23,27 +23,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from paceline.checkpoint.tokenizer import Decode, Detokenizer
 from paceline.errors import InvalidRequestError
-from paceline.types import (
-    Cause,
+from paceline.messages import (
     CloseSession,
     Commit,
     DraftState,
-    FinishReason,
+    FromDraft,
+    FromTarget,
     InFlight,
-    Mode,
     OpenSession,
     Outcome,
-    Round,
-    SamplingParams,
     SessionFailed,
+    SpeculationWanted,
+    ToDraft,
+    ToTarget,
+    TreeLost,
+)
+from paceline.types import (
+    Cause,
+    Chunk,
+    FinishReason,
+    Mode,
+    Result,
+    SamplingParams,
     SpeculationParams,
     SpeculationStats,
-    SpeculationWanted,
-    TreeLost,
+    Timing,
+    Usage,
 )
 
 MAX_DRAFT_RETRIES = 2
@@ -52,91 +60,6 @@ the session stays without."""
 
 _OF_THE_DRAFT = (Cause.HIT, Cause.SEQUENTIAL)
 """Causes of rounds whose accepted tokens are certainly the draft's."""
-
-
-class RelayedNodes(Protocol):
-    """Nodes on their way from draft to target: ``types.Nodes``, or a form of them that nobody here unpacks."""
-
-    @property
-    def session_id(self) -> str:
-        """Whose they are."""
-        ...
-
-    @property
-    def epoch(self) -> int:
-        """The draft's."""
-        ...
-
-    @property
-    def context_len(self) -> int:
-        """Length of the context at the draft when it sent them."""
-        ...
-
-
-ToTarget = OpenSession | CloseSession | DraftState | RelayedNodes
-ToDraft = OpenSession | CloseSession | Commit
-FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
-FromDraft = RelayedNodes | SessionFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one round adds for the client."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    drafted: tuple[bool, ...]
-    """Of each token: whether it was an accepted draft token."""
-    segments: tuple[tuple[str, bool], ...]
-    """Decided text with the flag of the token that decided it; may lag behind the tokens."""
-    round: Round | None
-    """None: text that was withheld and is released by the end of the session."""
-    usage: Usage | None = None
-    """Token counts so far, this chunk included; a client's chunks have none."""
-
-    @property
-    def text(self) -> str:
-        """All segments in order."""
-        return "".join(text for text, _ in self.segments)
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of a session."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Of one session, by the session's clock."""
-
-    prefill_s: float
-    """From open to the first token."""
-    decode_s: float
-    """From the first to the last outcome."""
-    tokens_per_s: float
-    """Tokens after the first outcome per second of decode_s; 0.0 if there were none."""
-    queue_s: float = 0.0
-    """Before it was opened, as its owner says."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A finished session."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    usage: Usage
-    speculation: SpeculationStats
-    timing: Timing
-    seed: int
-    matched_stop: int | str | None = None
-    """What ended it: the stop or end-of-sequence token id, or the stop string. None unless it was one of these."""
 
 
 @dataclass(slots=True)
@@ -576,3 +499,21 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def append_commits(to_draft: list[ToDraft], new: Sequence[ToDraft]) -> None:
+    """Appends, merging "what is in flight now" into the commit just before it.
+
+    Only the last message is looked at per session: sessions of one batch come one after the other.
+    """
+    for message in new:
+        last = to_draft[-1] if to_draft else None
+        if (
+            isinstance(message, Commit)
+            and isinstance(last, Commit)
+            and not message.token_ids
+            and (last.session_id, last.epoch) == (message.session_id, message.epoch)
+        ):
+            to_draft[-1] = Commit(last.session_id, last.epoch, last.context_len, last.token_ids, message.in_flight)
+        else:
+            to_draft.append(message)

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.refusals import explain_parameter
-from paceline.router.session import Chunk, Result, Timing, Usage
 from paceline.rpc.streams import (
     CAUSES,
     read_round,
@@ -29,16 +28,20 @@ from paceline.rpc.streams import (
 )
 from paceline.types import (
     Cause,
+    Chunk,
     FinishReason,
     Mode,
     ModelInfo,
     PoolScaling,
     Request,
+    Result,
     SamplingParams,
     ServerInfo,
     SpeculationParams,
     SpeculationStats,
     Startup,
+    Timing,
+    Usage,
 )
 from paceline.v1 import generation_pb2, types_pb2
 

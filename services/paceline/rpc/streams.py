@@ -25,27 +25,22 @@ from typing import Any, assert_never
 
 from pydantic import ValidationError
 
-from paceline.types import (
-    Cause,
+from paceline.messages import (
     CloseSession,
     Commit,
     DraftState,
     Echo,
-    FinishReason,
     InFlight,
     Node,
     Nodes,
     OpenSession,
     Outcome,
-    ReplicaStatus,
-    Round,
-    SamplingParams,
     SessionFailed,
     SparseDistribution,
-    SpeculationParams,
     SpeculationWanted,
     TreeLost,
 )
+from paceline.types import Cause, FinishReason, ReplicaStatus, Round, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, target_pb2, types_pb2
 
 MAX_STEP_S = 3600.0

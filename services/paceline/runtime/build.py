@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from paceline.config import ModelConfig, NgramConfig, PairConfig, cache_dir
 from paceline.errors import EngineError, PacelineError
-from paceline.runtime.ranks import Rendezvous
 from paceline.runtime.workers import Emit, Engine, settle
+from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -62,3 +62,20 @@ def _building(name: str, config: ModelConfig | NgramConfig | None) -> Iterator[N
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise EngineError(f"the {name} could not be built from {config.path!r}: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerFactory:
+    """Builds a follower in its worker: ``build(config, rendezvous)`` is imported there, and torch with it."""
+
+    kind: str
+    config: PairConfig
+    rendezvous: Rendezvous
+
+    def __call__(self, emit: Emit) -> Engine:
+        """See EngineFactory."""
+        from paceline.draft.build import build_draft_follower
+        from paceline.target.build import build_target_follower
+
+        build = build_target_follower if self.kind == "target" else build_draft_follower
+        return build(self.config, self.rendezvous)

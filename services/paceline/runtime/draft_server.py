@@ -15,7 +15,8 @@ from paceline.errors import EngineError
 from paceline.rpc.streams import decode_to_draft, encode_from_draft
 from paceline.runtime.build import DraftFactory
 from paceline.runtime.host import EngineHost, ReplicaServer
-from paceline.runtime.ranks import MakeWorker, Rendezvous, process_ranks
+from paceline.runtime.ranks import MakeWorker, process_ranks
+from paceline.types import Rendezvous
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 
 

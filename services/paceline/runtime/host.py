@@ -22,10 +22,11 @@ from typing import Any, Protocol
 from grpc import aio
 
 from paceline.errors import EngineError
+from paceline.messages import CloseSession, Echo, OpenSession, Outcome, SessionFailed
 from paceline.rpc.transport import start_server
 from paceline.runtime.ranks import MakeWorker, led
 from paceline.runtime.workers import Emit, Engine, EngineFactory, ThreadWorker
-from paceline.types import CloseSession, Echo, OpenSession, Outcome, ReplicaStatus, SessionFailed
+from paceline.types import ReplicaStatus
 
 log = logging.getLogger(__name__)
 

@@ -13,35 +13,16 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from paceline.config import ModelConfig, PairConfig
 from paceline.errors import EngineError, PacelineError
-from paceline.runtime.workers import Emit, Engine, ProcessWorker, Worker
+from paceline.runtime.build import FollowerFactory
+from paceline.runtime.workers import ProcessWorker, Worker
+from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 900.0
-"""Longest time from the first rank that is up to the last one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the ranks of one replica meet, and which of them this is. Several replicas of a host do not collide."""
-
-    store: str
-    """``file:PATH`` on one host, or ``tcp:HOST:PORT`` of a store that listens already."""
-    degree: int
-    rank: int = 0
-    timeout_s: float = 10.0
-    """How much later than another a rank may come to an exchange before it counts as hung."""
-    start_timeout_s: float = START_TIMEOUT_S
-
-    def of(self, rank: int) -> Self:
-        """The same place for another rank."""
-        return replace(self, rank=rank)
 
 
 MakeWorker = Callable[[Callable[[str], None]], Worker]
@@ -129,23 +110,6 @@ class LedWorker:
             self._on_death(reason)
         elif not self._stopping:
             log.info("%s", reason)
-
-
-@dataclass(frozen=True, slots=True)
-class FollowerFactory:
-    """Builds a follower in its worker: ``build(config, rendezvous)`` is imported there, and torch with it."""
-
-    kind: str
-    config: PairConfig
-    rendezvous: Rendezvous
-
-    def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
-        from paceline.draft.build import build_draft_follower
-        from paceline.target.build import build_target_follower
-
-        build = build_target_follower if self.kind == "target" else build_draft_follower
-        return build(self.config, self.rendezvous)
 
 
 def sharded_model(kind: str, config: PairConfig) -> ModelConfig | None:

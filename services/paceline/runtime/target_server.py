@@ -15,9 +15,10 @@ from paceline.errors import EngineError
 from paceline.rpc.streams import decode_to_target, encode_from_target
 from paceline.runtime.build import TargetFactory
 from paceline.runtime.host import EngineHost, ReplicaServer
-from paceline.runtime.ranks import MakeWorker, Rendezvous, process_ranks
+from paceline.runtime.ranks import MakeWorker, process_ranks
 from paceline.target.control.report import Explainer
 from paceline.target.engine import TargetEngine
+from paceline.types import Rendezvous
 from paceline.v1 import target_pb2, target_pb2_grpc
 
 

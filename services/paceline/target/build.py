@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from paceline.checkpoint.files import gib
 from paceline.config import PairConfig
 from paceline.errors import ConfigError
 from paceline.model.compiled.buckets import Limits
@@ -16,9 +17,9 @@ from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.preflight.device import left_bytes, require_target
 from paceline.preflight.estimate import target_estimate
-from paceline.preflight.host_memory import fraction_pages, gib, session_pages, target_pages
-from paceline.runtime.ranks import Rendezvous
+from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
 from paceline.target.engine import FromTarget, TargetEngine
+from paceline.types import Rendezvous
 
 _log = logging.getLogger(__name__)
 

@@ -12,34 +12,30 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.core.sampling import Row, SamplerState
+from paceline.core.processors import Row, SamplerState
 from paceline.core.verification import Proposal, Verdict, decide, verify_picked
 from paceline.errors import InvalidRequestError, PacelineError
-from paceline.model.kv_cache import PAGE_SIZE, pages_for
+from paceline.messages import (
+    CloseSession,
+    DraftState,
+    InFlight,
+    Nodes,
+    OpenSession,
+    Outcome,
+    SessionFailed,
+    SpeculationWanted,
+    TreeLost,
+)
 from paceline.model.parallel.runner import LeadingRunner
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
 from paceline.target.control.allocation import RowBudget
 from paceline.target.control.session_gate import Steering
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.lookup import shares
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
-from paceline.types import (
-    Acceptance,
-    Cause,
-    CloseSession,
-    DraftState,
-    InFlight,
-    Mode,
-    Nodes,
-    OpenSession,
-    Outcome,
-    Round,
-    SamplingParams,
-    SessionFailed,
-    SpeculationWanted,
-    TreeLost,
-)
+from paceline.types import PAGE_SIZE, Acceptance, Cause, Mode, Round, SamplingParams, pages_for
 
 ToTarget = OpenSession | Nodes | CloseSession | DraftState
 FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed

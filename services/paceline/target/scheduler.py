@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from paceline.core.tree import Chain
 from paceline.errors import ResourceExhaustedError
-from paceline.model.kv_cache import KVCache, pages_for
+from paceline.model.kv_cache import KVCache
 from paceline.target.control.allocation import RowBudget, blind_offer, first_tokens, offer
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.session import TargetSession
+from paceline.types import pages_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.sampling import SamplerState
+from paceline.core.processors import SamplerState
 from paceline.core.tree import Chain, SpeculationTree
-from paceline.model.kv_cache import PAGE_SIZE, KVCache, flat_rows, page_hash, pages_for
+from paceline.messages import OpenSession
+from paceline.model.kv_cache import KVCache, flat_rows, page_hash
 from paceline.target.control.allocation import Hits
 from paceline.target.lookup import Lookup
-from paceline.types import Acceptance, Cause, FinishReason, Mode, OpenSession
+from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
 
 
 @dataclass(slots=True)

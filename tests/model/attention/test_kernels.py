@@ -19,10 +19,12 @@ from paceline.config import ModelConfig, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import choose_kernel
-from paceline.model.kv_cache import PAGE_SIZE, LayerSpec
+from paceline.model.kv_cache import LayerSpec
 from paceline.model.loading import load_model, prepare
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
 from paceline.model.step import Step
+from paceline.model.step_plan import SequenceStep
+from paceline.types import PAGE_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"

@@ -29,10 +29,11 @@ from paceline.model import runner as runner_module
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.paged import paged_attention
 from paceline.model.compiled.package import CompiledPackage, load_package
-from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import prepare
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
+from paceline.model.step_plan import SequenceStep
+from paceline.types import PAGE_SIZE, pages_for
 
 POOL = 9
 DTYPES = (torch.float32, torch.bfloat16)

@@ -19,9 +19,9 @@ from paceline.model.compiled import package
 from paceline.model.compiled.aot import NoCompilerError, artifact_key
 from paceline.model.compiled.package import CompiledPackage
 from paceline.model.loading import LoadedModel, load_model, prepare
-from paceline.model.runner import SequenceStep, StepPlan
 from paceline.model.selftest import check_invariance
 from paceline.model.step import Step
+from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import Mode, SamplingParams
 
 

@@ -20,15 +20,15 @@ from tests.support.engines import Pump, Request, assert_same, noisy_copy, plain_
 from paceline.config import ModelConfig, PairConfig, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model import loading
-from paceline.model.compiled.backend import DeviceBackend, HostBackend, attention_masks
-from paceline.model.compiled.buckets import Limits, StepArrays, StepShape, best_fit, pack, shapes_to_record, unpack
+from paceline.model.compiled.backend import DeviceBackend, HostBackend
+from paceline.model.compiled.buckets import Limits, best_fit, pack, shapes_to_record, unpack
 from paceline.model.compiled.graphs import make_backend, record_steps
-from paceline.model.kv_cache import PAGE_SIZE, pages_for
 from paceline.model.loading import LoadedModel, load_model, prepare
-from paceline.model.runner import ModelRunner, SequenceStep, StepPlan
+from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance, check_replay
 from paceline.model.shapes import padded_pages, padded_tokens
-from paceline.types import SamplingParams
+from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape, attention_masks
+from paceline.types import PAGE_SIZE, SamplingParams, pages_for
 
 SCRATCH_ROW = 10_000 * PAGE_SIZE
 LIMITS = Limits(max_rows=4, max_tokens=64, max_pages=8)

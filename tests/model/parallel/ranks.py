@@ -17,17 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.core.sampling import Row, SamplerState, process, sample_coupled
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import process, sample_coupled
 from paceline.model.attention import native as cpu_attention
-from paceline.model.kv_cache import pages_for
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.parallel.collectives import Collectives, TorchCollectives
 from paceline.model.parallel.model import load_shard
 from paceline.model.parallel.runner import Follower, LeadingRunner
 from paceline.model.parallel.shared_memory import SharedMemoryCollectives, connect
-from paceline.model.runner import ModelRunner, SequenceStep
+from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
-from paceline.types import SamplingParams
+from paceline.model.step_plan import SequenceStep
+from paceline.types import SamplingParams, pages_for
 
 TIMEOUT_S = 60.0
 TRANSPORTS = ("gloo", "shared")

@@ -9,9 +9,10 @@ from tests.service.hostile.replicas import INF, NAN, VICTIM, Served
 from tests.service.support import until
 from tests.support.engines import VOCAB
 
+from paceline.messages import OpenSession
 from paceline.rpc import streams as wire
 from paceline.rpc.transport import CHANNEL_OPTIONS, TOKEN_KEY
-from paceline.types import OpenSession, SamplingParams, SpeculationParams
+from paceline.types import SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
 
 KINDS = {

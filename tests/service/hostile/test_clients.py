@@ -16,12 +16,13 @@ from tests.service.hostile.raw import ATTACKS, Raw, foreign, malformed, opened, 
 from tests.service.hostile.replicas import INF, PROMPT, VICTIM, assert_free, both, served
 from tests.service.support import collect, routed, run, until
 
+from paceline.messages import CloseSession, OpenSession
 from paceline.rpc import streams as wire
 from paceline.rpc import transport
 from paceline.rpc.transport import CHANNEL_OPTIONS
 from paceline.runtime import host as replica
 from paceline.runtime.host import EngineHost
-from paceline.types import CloseSession, OpenSession, SamplingParams
+from paceline.types import SamplingParams
 from paceline.v1 import types_pb2
 
 

@@ -10,11 +10,12 @@ import pytest
 from tests.target.simulation import cpu_cost
 
 from paceline.core.tree import Chain
+from paceline.messages import Node, OpenSession, SparseDistribution
 from paceline.target.control.allocation import Hits, allot, blind_offer, first_tokens, ideal_gain, offer
 from paceline.target.control.step_cost import Average, StepCost, size_class
 from paceline.target.scheduler import _offer
 from paceline.target.session import TargetSession
-from paceline.types import Acceptance, Node, OpenSession, SamplingParams, SparseDistribution, SpeculationParams
+from paceline.types import Acceptance, SamplingParams, SpeculationParams
 
 
 def learned(cost, sizes=range(1, 200)) -> StepCost:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.messages import Node, Nodes, OpenSession
 from paceline.target.control.waiting import DRAFT_TIMEOUT_S, WaitPolicy
 from paceline.target.session import TargetSession
-from paceline.types import Mode, Node, Nodes, OpenSession, SamplingParams, SpeculationParams
+from paceline.types import Mode, SamplingParams, SpeculationParams
 
 
 def session(mode: Mode = Mode.OVERLAPPED, k: int = 4, max_tokens: int = 100) -> TargetSession:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.core.native import compiled, machine, torch_options
 from paceline.errors import EngineError
-from paceline.preflight.host_memory import PAGE_SIZE
+from paceline.types import PAGE_SIZE
 
 DTYPES = (torch.bfloat16, torch.float32)
 _SOURCE = Path(__file__).with_suffix(".cpp")

@@ -28,13 +28,15 @@ from paceline.errors import ConfigError, EngineError
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled import linear as cpu_linear
+from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.package import load_package
-from paceline.model.kv_cache import PAGE_SIZE, KVCache, LayerSpec
+from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import share_of
 from paceline.model.quantized import plain_tensors
-from paceline.model.runner import SequenceStep, StepFunction, StepPlan
 from paceline.model.step import Step
+from paceline.model.step_plan import SequenceStep, StepPlan
+from paceline.types import PAGE_SIZE
 
 _VERSION = 1  # raise when the traced signature or its lowering changes
 _COMPILE_LIMIT_S = 3600.0

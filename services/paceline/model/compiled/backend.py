@@ -10,9 +10,7 @@ slow twin, to which ``selftest.check_replay`` compares every recording at start-
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -20,11 +18,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from paceline.model.compiled.buckets import Limits, StepArrays, StepShape, best_fit, pack, shapes_to_record, unpack
-from paceline.model.kv_cache import PAGE_SIZE, KVCache
+from paceline.model.compiled.buckets import Limits, best_fit, pack, shapes_to_record, unpack
+from paceline.model.kv_cache import KVCache
+from paceline.model.step_plan import StepShape, attention_masks
+from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:
-    from paceline.model.runner import StepPlan
+    from paceline.model.step_plan import StepPlan
 
 StepFunction = Callable[..., Tensor]
 """The traced signature: see ``StepPlan.inputs`` and ``step.py``."""
@@ -176,29 +176,3 @@ class DeviceBackend:
         cache = self._cache
         return step(it.tokens[None], it.positions[None], it.logits_index, it.write_rows, it.page_table, it.gather,
                     it.scatter, masks, cache.keys, cache.values)[0]  # fmt: skip
-
-
-def attention_masks(step: StepPlan | StepArrays, dtype: torch.dtype, window: int | None) -> list[Tensor]:
-    """Additive masks ``[B, 1, n, pages * PAGE_SIZE]`` on the step's device: full attention, then a window if any."""
-    key = torch.arange(step.page_table.shape[1] * PAGE_SIZE, device=step.page_table.device)
-    seen = key <= step.query_rows[:, :, None] if step.visible is None else step.visible
-    masks = [_additive(seen, dtype)]
-    if window is not None:
-        query_positions = step.positions[step.gather]
-        key_positions = key[None] if step.key_positions is None else step.key_positions
-        near = query_positions[:, :, None] - key_positions[:, None, :] < window
-        masks.append(_additive(seen & near, dtype))
-    return masks
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where ``seen``, else -inf. By bits: torch chooses between two numbers place by place, at 30 times the cost."""
-    integer, infinity = _minus_infinity(dtype)
-    return seen.to(integer).sub_(1).bitwise_and_(infinity).view(dtype).unsqueeze(1)
-
-
-@functools.cache
-def _minus_infinity(dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """Its bits, and the integers that hold them."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return integer, int(torch.tensor(-math.inf, dtype=dtype).view(integer))

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.model.kv_cache import PAGE_SIZE
 from paceline.model.shapes import padded_pages, padded_tokens
+from paceline.model.step_plan import INTEGER_BYTES, StepArrays, StepShape
+from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:
-    from paceline.model.runner import StepPlan
+    from paceline.model.step_plan import StepPlan
 
 _MIN_TOKENS = 16
 """Tokens of the smallest recorded step, one tile of a tensor core: decoding and short verification then run the
@@ -28,81 +29,11 @@ same matrix products, bit for bit, and both wait for the weights."""
 _ROW_LENGTHS = (4, 8, 16, 32)
 """Recorded query row lengths: decoding, and proposals or tree levels of up to 31 tokens."""
 _MIN_PAGES = 8
-_ITEM = 8
-"""Bytes of an integer in the buffer."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class StepShape:
-    """The sizes of a step, which are all that a recorded step is fixed to."""
-
-    tokens: int
-    wanted: int
-    """Rows of logits."""
-    rows: int
-    """Query rows."""
-    row_len: int
-    pages: int
-    """Length of the page tables."""
-    is_tree: bool = False
-    """What each token sees is spelt out, instead of everything up to its own row."""
-
-    @property
-    def num_keys(self) -> int:
-        """Keys that each query row attends to, masked ones included."""
-        return self.pages * PAGE_SIZE
-
-    def covers(self, other: StepShape) -> bool:
-        """Whether a step of the ``other`` shape can be packed into this one."""
-        return (
-            self.is_tree == other.is_tree
-            and self.tokens >= other.tokens
-            and self.wanted >= other.wanted
-            and self.rows >= other.rows
-            and self.row_len >= other.row_len
-            and self.pages >= other.pages
-        )
-
-    @property
-    def cost(self) -> tuple[int, int, int]:
-        """Orders shapes by what they compute: keys times places first, which padding multiplies."""
-        return self.rows * self.row_len * self.num_keys, self.tokens, self.wanted
-
-    @property
-    def num_integers(self) -> int:
-        """Of the buffer's front part."""
-        return sum(math.prod(size) for size in self._sizes())
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the buffer."""
-        return self.num_integers * _ITEM + (self.rows * self.row_len * self.num_keys if self.is_tree else 0)
-
-    def _sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the integer fields, in the order of ``StepArrays``."""
-        flat, places = (self.tokens,), (self.rows, self.row_len)
-        sizes = (flat, flat, (self.wanted,), flat, (self.rows, self.pages), places, flat, places)
-        return (*sizes, (self.rows, self.num_keys)) if self.is_tree else sizes
-
-
-class StepArrays(NamedTuple):
-    """A step's fields as views of one buffer; see ``StepPlan``. Tensors or arrays, on any device."""
-
-    tokens: Any
-    positions: Any
-    logits_index: Any
-    write_rows: Any
-    page_table: Any
-    gather: Any
-    scatter: Any
-    query_rows: Any
-    key_positions: Any = None
-    visible: Any = None
 
 
 def unpack(shape: StepShape, buffer: Tensor) -> StepArrays:
     """The fields of a step in a uint8 ``buffer`` of at least ``shape.num_bytes``, as views of it."""
-    front = shape.num_integers * _ITEM
+    front = shape.num_integers * INTEGER_BYTES
     integers = buffer[:front].view(torch.int64)
     sizes = shape._sizes()
     parts = torch.split(integers, [math.prod(size) for size in sizes])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import EngineError
-from paceline.model.runner import StepFunction
+from paceline.model.compiled.backend import StepFunction
 
 _log = logging.getLogger(__name__)
 

@@ -22,15 +22,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, TCPStore
 
 from paceline.config import ModelConfig, NgramConfig
-from paceline.core.sampling import Row, RowKeys
+from paceline.core.processors import Row
+from paceline.core.sampling import RowKeys
 from paceline.errors import ConfigError, EngineError, RanksLostError
 from paceline.model.kv_cache import KVCache
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import Share
 from paceline.model.parallel.shared_memory import connect
 from paceline.model.parallel.vocabulary import sample_sharded
-from paceline.model.runner import ModelRunner, SequenceStep, StepPlan
-from paceline.runtime.ranks import Rendezvous
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep, StepPlan
+from paceline.types import Rendezvous
 
 _IDLE_S = 10 * 365 * 86400.0
 """The others wait for a step as long as it takes; a first rank that dies or leaves ends their waiting at once."""
@@ -278,7 +280,7 @@ def _join(rendezvous: Rendezvous, device: torch.device) -> Collectives:
 
 def _rank_device(config: ModelConfig, rendezvous: Rendezvous) -> torch.device:
     """The rank's own accelerator: the only one that it sees, or the one of its number."""
-    from paceline.model.loading import resolve_device
+    from paceline.model.device import resolve_device
 
     device = torch.device(resolve_device(config.device))
     if device.type != "cuda":

@@ -27,10 +27,10 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from paceline.messages import SpeculationWanted
 from paceline.target.control.allocation import RowBudget
 from paceline.target.control.load_trials import Governor
 from paceline.target.session import Account, TargetSession
-from paceline.types import SpeculationWanted
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline.messages import Nodes
 from paceline.target.control.step_cost import Average
-from paceline.types import Mode, Nodes
+from paceline.types import Mode
 
 if TYPE_CHECKING:  # sessions hold tensors, and the decision is also made without any (``plan``)
     from paceline.target.session import TargetSession

@@ -1,0 +1,318 @@
+"""One forward as integers: the new tokens of a batch of sessions, laid out for the model.
+
+Made on the host, sent to other ranks as one frame, packed into one buffer for a recorded step. Knows no weights and
+runs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.model.kv_cache import KVCache
+from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
+from paceline.types import PAGE_SIZE, pages_for
+
+
+@dataclass(slots=True)
+class SequenceStep:
+    """The new tokens of one session in a step.
+
+    Rows are the session's KV rows; a token is written to its row and sees rows [0, row] of its session, unless
+    ``visible`` says otherwise (a tree, where a row does not follow its neighbour).
+    """
+
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    """Rotary position of each token."""
+    rows: Sequence[int]
+    pages: Sequence[int]
+    """The session's page table; covers every row that is written or seen."""
+    num_logits: int
+    """Logits are wanted for the last ``num_logits`` tokens."""
+    visible: Tensor | None = None
+    """bool [len(token_ids), num_rows]; rows beyond are hidden."""
+    key_positions: Tensor | None = None
+    """Rotary position of each visible row, where rows are no positions (sliding windows need them)."""
+
+
+INTEGER_BYTES = 8
+"""Bytes of an integer in the buffer of ``StepArrays``."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """The sizes of a step, which are all that a recorded step is fixed to."""
+
+    tokens: int
+    wanted: int
+    """Rows of logits."""
+    rows: int
+    """Query rows."""
+    row_len: int
+    pages: int
+    """Length of the page tables."""
+    is_tree: bool = False
+    """What each token sees is spelt out, instead of everything up to its own row."""
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that each query row attends to, masked ones included."""
+        return self.pages * PAGE_SIZE
+
+    def covers(self, other: StepShape) -> bool:
+        """Whether a step of the ``other`` shape can be packed into this one."""
+        return (
+            self.is_tree == other.is_tree
+            and self.tokens >= other.tokens
+            and self.wanted >= other.wanted
+            and self.rows >= other.rows
+            and self.row_len >= other.row_len
+            and self.pages >= other.pages
+        )
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Orders shapes by what they compute: keys times places first, which padding multiplies."""
+        return self.rows * self.row_len * self.num_keys, self.tokens, self.wanted
+
+    @property
+    def num_integers(self) -> int:
+        """Of the buffer's front part."""
+        return sum(math.prod(size) for size in self._sizes())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer."""
+        return self.num_integers * INTEGER_BYTES + (self.rows * self.row_len * self.num_keys if self.is_tree else 0)
+
+    def _sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the integer fields, in the order of ``StepArrays``."""
+        flat, places = (self.tokens,), (self.rows, self.row_len)
+        sizes = (flat, flat, (self.wanted,), flat, (self.rows, self.pages), places, flat, places)
+        return (*sizes, (self.rows, self.num_keys)) if self.is_tree else sizes
+
+
+class StepArrays(NamedTuple):
+    """A step's fields as views of one buffer; see ``StepPlan``. Tensors or arrays, on any device."""
+
+    tokens: Any
+    positions: Any
+    logits_index: Any
+    write_rows: Any
+    page_table: Any
+    gather: Any
+    scatter: Any
+    query_rows: Any
+    key_positions: Any = None
+    visible: Any = None
+
+
+_INTEGERS = ("tokens", "positions", "logits_index", "write_rows", "page_table", "gather", "scatter", "query_rows")
+"""Fields of a plan that are always there, in the order of a frame."""
+_NUM_SIZES = 7
+"""Integers that begin a frame: the sizes, and whether the step has a tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward as integers on the host, padded to the shapes of ``shapes.py``.
+
+    T tokens in B query rows of n, with page tables of one length. Everything that a rank needs to take the same step
+    as another: page numbers mean the same on all of them.
+    """
+
+    num_logits: int
+    """Rows of the result that are wanted; the others are padding."""
+    tokens: Tensor
+    """[T] ids."""
+    positions: Tensor
+    """[T] rotary positions."""
+    logits_index: Tensor
+    """[R] tokens whose logits are computed."""
+    write_rows: Tensor
+    """[T] flat KV rows."""
+    page_table: Tensor
+    """[B, pages]."""
+    gather: Tensor
+    """[B, n] the token at each place of a query row."""
+    scatter: Tensor
+    """[T] the place of each token among the B * n."""
+    query_rows: Tensor
+    """[B, n] session row of each place: it sees rows up to this one."""
+    visible: Tensor | None = None
+    """bool [B, n, pages * PAGE_SIZE], instead of ``query_rows``, if a session of the step is a tree."""
+    key_positions: Tensor | None = None
+    """[B, pages * PAGE_SIZE] rotary position of each row, if it is not the row's own number."""
+
+    @classmethod
+    def of(cls, steps: Sequence[SequenceStep], scratch_row: int) -> Self:
+        """Lays the new tokens of sessions out."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        write_rows: list[int] = []
+        logits_index: list[int] = []
+        row_len = _row_len(steps)
+        rows: list[tuple[SequenceStep, int, int, int]] = []  # (step, first token, number, flat index of the first)
+        for step in steps:
+            base = len(tokens)
+            tokens.extend(step.token_ids)
+            positions.extend(step.positions)
+            pages = step.pages
+            write_rows.extend(pages[r // PAGE_SIZE] * PAGE_SIZE + r % PAGE_SIZE for r in step.rows)
+            end = len(tokens)
+            logits_index.extend(range(end - step.num_logits, end))
+            for first in range(0, end - base, row_len):
+                rows.append((step, first, min(row_len, end - base - first), base + first))
+        num_logits = len(logits_index)
+        logits_index.extend([0] * (padded_tokens(num_logits) - num_logits))
+        padding = padded_tokens(len(tokens)) - len(tokens)
+        tokens.extend([0] * padding)
+        positions.extend([0] * padding)
+        write_rows.extend(range(scratch_row, scratch_row + padding))
+
+        num_pages = padded_pages(max(pages_for(_num_rows(s)) for s in steps))
+        gather: list[int] = []
+        scatter: list[int] = []
+        page_table: list[int] = []
+        query_rows: list[int] = []
+        for step, first, count, flat in rows:
+            fill = row_len - count
+            gather += range(flat, flat + count)
+            gather += [flat + count - 1] * fill
+            query_rows += step.rows[first : first + count]
+            query_rows += [step.rows[first + count - 1]] * fill
+            scatter += range(len(gather) - row_len, len(gather) - fill)
+            page_table += step.pages[:num_pages]
+            # Masked keys weigh exactly zero, but 0 * NaN is NaN: what pads a table must be the session's own.
+            page_table += [step.pages[0]] * (num_pages - len(step.pages))
+        scatter += [0] * padding
+
+        # One tensor of all integers: a crossing from Python to torch costs as much as a hundred of them.
+        flat_lists = (tokens, positions, logits_index, write_rows, page_table, gather, scatter, query_rows)
+        parts = torch.split(torch.tensor([*chain(*flat_lists)]), [len(part) for part in flat_lists])
+        by_name = dict(zip(_INTEGERS, parts, strict=True))
+        for name in ("page_table", "gather", "query_rows"):
+            by_name[name] = by_name[name].view(len(rows), -1)
+        visible: Tensor | None = None
+        key_positions: Tensor | None = None
+        if any(s.visible is not None for s in steps):
+            key = np.arange(num_pages * PAGE_SIZE)
+            seen, key_position = np.zeros((len(rows), row_len, len(key)), np.bool_), np.tile(key, (len(rows), 1))
+            for i, (step, first, count, _) in enumerate(rows):
+                if step.visible is None:
+                    seen[i] = key <= np.array(query_rows[i * row_len : (i + 1) * row_len])[:, None]
+                    continue
+                of_step, width = step.visible.numpy(), step.visible.shape[1]
+                seen[i, :count, :width] = of_step[first : first + count]
+                seen[i, count:, :width] = of_step[first + count - 1]
+                if step.key_positions is not None:
+                    key_position[i, :width] = step.key_positions.numpy()
+            visible, key_positions = torch.from_numpy(seen), torch.from_numpy(key_position)
+        return cls(num_logits, **by_name, visible=visible, key_positions=key_positions)
+
+    @property
+    def shape(self) -> StepShape:
+        """The sizes that a recorded step must cover."""
+        rows, row_len = self.gather.shape
+        return StepShape(
+            len(self.tokens), len(self.logits_index), rows, row_len, self.page_table.shape[1], self.visible is not None
+        )
+
+    def masks(self, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+        """Additive masks ``[B, 1, n, pages * PAGE_SIZE]``: the causal one, and one with the sliding window if any."""
+        return attention_masks(self, dtype, window)
+
+    def inputs(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> tuple[Any, ...]:
+        """The arguments of the traced signature, on the device of ``cache``."""
+        device = cache.keys[0].device
+        return (
+            self.tokens[None].to(device),
+            self.positions[None].to(device),
+            self.logits_index.to(device),
+            self.write_rows.to(device),
+            self.page_table.to(device),
+            self.gather.to(device),
+            self.scatter.to(device),
+            [mask.to(device) for mask in self.masks(dtype, window)],
+            cache.keys,
+            cache.values,
+        )
+
+    def encode(self) -> bytes:
+        """A frame for ``decode``: the sizes and all integers as int32, then the tree's bits."""
+        parts = [getattr(self, name).reshape(-1) for name in _INTEGERS]
+        if self.key_positions is not None:
+            parts.append(self.key_positions.reshape(-1))
+        (num_rows, row_len), num_pages = self.gather.shape, self.page_table.shape[1]
+        sizes = [self.num_logits, len(self.tokens), len(self.logits_index), num_rows, row_len, num_pages]
+        is_tree = self.visible is not None
+        frame = torch.cat([torch.tensor([*sizes, int(is_tree)]), *parts]).to(torch.int32).numpy().tobytes()
+        return frame + self.visible.numpy().tobytes() if self.visible is not None else frame
+
+    @classmethod
+    def decode(cls, frame: bytes) -> Self:
+        """The plan that another rank has encoded."""
+        sizes = torch.frombuffer(bytearray(frame[: 4 * _NUM_SIZES]), dtype=torch.int32).tolist()
+        num_logits, num_tokens, num_wanted, num_rows, row_len, num_pages, is_tree = sizes
+        places, keys = (num_rows, row_len), num_pages * PAGE_SIZE
+        flat = (num_tokens,)
+        shapes = [flat, flat, (num_wanted,), flat, (num_rows, num_pages), places, flat, places]
+        if is_tree:
+            shapes.append((num_rows, keys))
+        lengths = [math.prod(shape) for shape in shapes]
+        end = 4 * (_NUM_SIZES + sum(lengths))
+        integers = torch.frombuffer(bytearray(frame[4 * _NUM_SIZES : end]), dtype=torch.int32).long()
+        parts = zip((*_INTEGERS, "key_positions"), torch.split(integers, lengths), shapes, strict=False)
+        tensors = {name: part.view(shape) for name, part, shape in parts}
+        visible = torch.frombuffer(bytearray(frame[end:]), dtype=torch.bool).view(*places, keys) if is_tree else None
+        return cls(num_logits, visible=visible, **tensors)
+
+
+def _num_rows(step: SequenceStep) -> int:
+    if step.visible is not None:
+        return max(int(step.visible.shape[1]), max(step.rows) + 1)
+    return max(step.rows) + 1
+
+
+def _row_len(steps: Sequence[SequenceStep]) -> int:
+    """Query row length: whole sequences, unless long ones share the step with short ones."""
+    lengths = [len(s.token_ids) for s in steps]
+    longest = padded_row_len(max(lengths))
+    if len(lengths) > 1 and longest > QUERY_ROW_LEN and min(lengths) <= longest // 2:
+        return max(QUERY_ROW_LEN, padded_row_len(min(lengths)))
+    return longest
+
+
+def attention_masks(step: StepPlan | StepArrays, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+    """Additive masks ``[B, 1, n, pages * PAGE_SIZE]`` on the step's device: full attention, then a window if any."""
+    key = torch.arange(step.page_table.shape[1] * PAGE_SIZE, device=step.page_table.device)
+    seen = key <= step.query_rows[:, :, None] if step.visible is None else step.visible
+    masks = [_additive(seen, dtype)]
+    if window is not None:
+        query_positions = step.positions[step.gather]
+        key_positions = key[None] if step.key_positions is None else step.key_positions
+        near = query_positions[:, :, None] - key_positions[:, None, :] < window
+        masks.append(_additive(seen & near, dtype))
+    return masks
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where ``seen``, else -inf. By bits: torch chooses between two numbers place by place, at 30 times the cost."""
+    integer, infinity = _minus_infinity(dtype)
+    return seen.to(integer).sub_(1).bitwise_and_(infinity).view(dtype).unsqueeze(1)
+
+
+@functools.cache
+def _minus_infinity(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """Its bits, and the integers that hold them."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return integer, int(torch.tensor(-math.inf, dtype=dtype).view(integer))

@@ -1,0 +1,146 @@
+"""The layout, as a test: which package may import which, and which third-party library lives where.
+
+The tables are the picture of docs/architecture.md. An import that they do not allow is a change of the design: change
+the picture first.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SERVICES = Path(__file__).parents[1] / "services"
+
+VALUES = {"types", "errors"}
+MAY = {
+    # What everything rests on.
+    "errors": set(),
+    "refusals": set(),
+    "embedded": set(),
+    "v1": set(),
+    "types": {"errors"},
+    "messages": {"types"},
+    "config": {"types", "refusals", "errors", "embedded"},
+    "logs": {"config"},
+    "checkpoint": {"config", "embedded", *VALUES},
+    # What must be right: tensors and data.
+    "core": {"messages", "config", *VALUES},
+    "model": {"core", "checkpoint", "config", *VALUES},
+    "preflight": {"model", "core", "checkpoint", "config", *VALUES},
+    # The boxes: they do not know how they are run, and never import each other.
+    "drafters": {"core", "model", "checkpoint", "config", *VALUES},
+    "draft": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
+    "target": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
+    "router": {"rpc", "checkpoint", "metrics", "messages", "v1", *VALUES},
+    # What connects them.
+    "rpc": {"messages", "refusals", "v1", *VALUES},
+    "metrics": {"messages", *VALUES},
+    "runtime": {"target", "draft", "rpc", "messages", "config", "logs", "v1", *VALUES},
+    "local": {"router", "runtime", "checkpoint", "messages", "config", *VALUES},
+    "plan": {"target", "draft", *VALUES},
+    "fleet": {"plan", "metrics", "config", *VALUES},
+    "cluster": {
+        *("router", "runtime", "fleet", "preflight", "metrics", "rpc", "checkpoint", "config", "logs", "v1"),
+        *VALUES,
+    },
+    "app": {"cluster"},
+    # Who uses them.
+    "client": {"rpc", "refusals", "v1", *VALUES},
+    "cli": {"cluster", "local", "client", "preflight", "plan", "checkpoint", "config", "refusals", "logs", *VALUES},
+    # Rooms that are not built yet: HTTP and the page beside gRPC; keys, certificates and who may call what.
+    "security": {"config", *VALUES},
+    "web": {"router", "security", "checkpoint", "metrics", "config", "refusals", "messages", *VALUES},
+}
+"""Package or module -> what of ours it may import, inside functions and for type checking included."""
+
+ONLY = {
+    "ray": {"cluster", "metrics", "paceline_bench"},
+    "grpc": {"rpc", "client", "router", "runtime", "paceline_bench"},
+    "google.protobuf": {"rpc", "client"},
+    "transformers": {"model", "checkpoint", "paceline_bench"},
+    "argparse": {"cli", "cluster", "paceline_bench"},
+}
+"""Library -> the only packages that may import it."""
+
+TOP = {"__init__", "__main__", "app", "errors", "local", "logs", "messages", "refusals", "types"}
+"""The modules at the top of the package; everything else is in a folder."""
+
+FILES = [path for path in sorted(SERVICES.glob("paceline*/**/*.py")) if "v1" not in path.parts]
+
+
+def room(path: Path) -> str:
+    """The package or top module of ``paceline`` that a file belongs to; for the benchmark its own package."""
+    package, first, *_ = path.relative_to(SERVICES).parts
+    return first.removesuffix(".py") if package == "paceline" else package
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: imports are absolute"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def violations(package: str, path: Path) -> list[str]:
+    """The imports of a file of a package that the tables do not allow."""
+    found = []
+    for line, name in imports(path):
+        first, _, rest = name.partition(".")
+        other = rest.partition(".")[0]
+        where = f"{package}/{path.name}:{line}"
+        allowed = MAY.get(package, set()) | {package, "__version__"}
+        if first == "paceline" and package in MAY and other not in allowed:
+            found.append(f"{where}: {package} -> {other}")
+        if first == "paceline_bench" and package != first:
+            found.append(f"{where}: nothing of the service imports its benchmark")
+        for library, homes in ONLY.items():
+            if (name == library or name.startswith(library + ".")) and package not in homes:
+                found.append(f"{where}: {library} is only for {', '.join(sorted(homes))}")
+    return found
+
+
+def test_nothing_else_stands_at_the_top() -> None:
+    top = SERVICES / "paceline"
+    assert {path.stem for path in top.glob("*.py")} == TOP
+    assert {path.name for path in top.iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(MAY)
+    assert len([path for path in top.iterdir() if path.name != "__pycache__"]) <= 30
+
+
+def test_the_picture_has_no_cycle() -> None:
+    tuple(graphlib.TopologicalSorter(MAY).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SERVICES)))
+def test_every_import_is_an_arrow_of_the_picture(path: Path) -> None:
+    package = room(path)
+    if package not in {"__init__", "__main__"}:  # they name what a user imports and runs
+        assert violations(package, path) == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    modules = {
+        ".".join(path.relative_to(SERVICES).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
+    }
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = (name for _, name in imports(path))
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & set(modules) - {
+            module
+        }
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_a_wrong_import_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "engine.py"
+    path.write_text("def f():\n    from paceline.target.engine import TargetEngine\n    import grpc.aio\n")
+    assert violations("draft", path) == [
+        "draft/engine.py:2: draft -> target",
+        "draft/engine.py:3: grpc is only for client, paceline_bench, router, rpc, runtime",
+    ]
