@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.support.engines import FAMILIES
+from tests.support.models import FAMILIES
 
 from paceline.checkpoint import files as checkpoints
 from paceline.checkpoint.files import inspect_checkpoint, read_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.engines import FAMILIES
+from tests.support.models import FAMILIES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from paceline.checkpoint import quantization

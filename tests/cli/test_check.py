@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.support.engines import save_pair
+from tests.support.models import save_pair
 
 from paceline.checkpoint.files import read_facts
 from paceline.cli.main import main

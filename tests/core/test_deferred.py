@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from tests.support.engines import FAMILIES, random_model
+from tests.support.models import FAMILIES, random_model
 
 from paceline.core import noise, verification
 from paceline.core import rows as native

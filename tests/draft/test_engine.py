@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.engines import pair
+from tests.support.models import pair
 
 from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.draft import build

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tests.support.engines import VOCAB, prompt, random_model
+from tests.support.models import VOCAB, prompt, random_model
 
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tests.faults.runs import requests
-from tests.support.engines import pair, plain_reference
+from tests.support.models import pair
+from tests.support.pump import plain_reference
 
 from paceline.types import Result
 

@@ -1,4 +1,4 @@
-"""Real engines and real sessions in lockstep on a virtual clock (``support.Pump``), over links that do harm.
+"""Real engines and real sessions in lockstep on a virtual clock (``tests.support.pump``), over links that do harm.
 
 A seeded choice harms messages on the four links, and an owner does what owners do: it re-opens a lost target, gives a
 draft to sessions that want one, and re-opens a session that has made no progress for long (a broken stream; only losses
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.support.engines import VOCAB, Pump
+from tests.support.models import VOCAB
+from tests.support.pump import Pump
 
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter

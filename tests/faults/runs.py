@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.faults.pump import RATES, FaultyPump
-from tests.support.engines import EOS, Request, assert_same, pair, prompt
+from tests.support.models import EOS, pair, prompt
+from tests.support.pump import Request, assert_same
 
 from paceline.router.session import MAX_DRAFT_RETRIES, Session
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from tests.faults.pump import RATES, FaultyPump
 from tests.faults.runs import LOSSES, NOTICED, STALLS, one_fault, requests, run
-from tests.support.engines import VOCAB, pair
+from tests.support.models import VOCAB, pair
 
 from paceline.types import Acceptance, FinishReason, Result
 

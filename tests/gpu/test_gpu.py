@@ -10,17 +10,8 @@ import random
 
 import pytest
 import torch
-from tests.support.engines import (
-    Pump,
-    Request,
-    assert_same,
-    in_mode,
-    noisy_copy,
-    plain_reference,
-    prompt,
-    random_model,
-    save_pair,
-)
+from tests.support.models import noisy_copy, prompt, random_model, save_pair
+from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 
 from paceline.config import DraftModelConfig, LocalConfig, ModelConfig
 from paceline.core import deferred as transfers

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from tests.support.engines import VOCAB, letters_tokenizer, prompt, save_pair
+from tests.support.models import VOCAB, letters_tokenizer, prompt, save_pair
 
 from paceline import local
 from paceline.checkpoint.tokenizer import JsonTokenizer

@@ -15,20 +15,8 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy import stats
-from tests.support.engines import (
-    EOS,
-    LOSSLESS_FAMILIES,
-    VOCAB,
-    Pump,
-    Request,
-    assert_same,
-    in_mode,
-    noisy_copy,
-    pair,
-    plain_reference,
-    prompt,
-    random_model,
-)
+from tests.support.models import EOS, LOSSLESS_FAMILIES, VOCAB, noisy_copy, pair, prompt, random_model
+from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from transformers import LlamaConfig
 
 from paceline.checkpoint.tokenizer import load_tokenizer

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.support.engines import Pump, Request, assert_same, pair, plain_reference, prompt
+from tests.support.models import pair, prompt
+from tests.support.pump import Pump, Request, assert_same, plain_reference
 
 from paceline.target import engine as target_engine
 from paceline.target.engine import TargetStats, _verdicts

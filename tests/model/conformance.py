@@ -31,7 +31,7 @@ import torch
 import transformers
 from tests.model.families import Case, cases, checkpoint, class_name, family_names
 from tests.model.parallel.ranks import Ranks, led, load
-from tests.support.engines import prompt
+from tests.support.models import prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 

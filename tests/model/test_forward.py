@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tests.support.engines import FAMILIES, SLIDING_WINDOW, noisy_copy, prompt, random_model
+from tests.support.models import FAMILIES, SLIDING_WINDOW, noisy_copy, prompt, random_model
 from torch import Tensor
 
 from paceline.model.loading import LoadedModel, prepare

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.model.families import small_config
-from tests.support.engines import FAMILIES, SLIDING_WINDOW, VOCAB, random_model
+from tests.support.models import FAMILIES, SLIDING_WINDOW, VOCAB, random_model
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, MambaConfig, PreTrainedModel
 
 from paceline.config import ModelConfig

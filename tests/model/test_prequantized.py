@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.engines import Pump, Request, assert_same, plain_reference, prompt, random_model
+from tests.support.models import prompt, random_model
+from tests.support.pump import Pump, Request, assert_same, plain_reference
 from torch import Tensor
 from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 

@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from tests.support.engines import prompt, random_model
+from tests.support.models import prompt, random_model
 from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError

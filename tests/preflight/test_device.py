@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from tests.support.engines import save_pair
+from tests.support.models import save_pair
 
 from paceline.checkpoint.files import read_facts
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.support.engines import letters_tokenizer, pair, random_model
+from tests.support.models import letters_tokenizer, pair, random_model
 from torch import nn
 from transformers import LlamaConfig
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.engines import pair
+from tests.support.models import pair
 
 from paceline.config import ModelConfig, PairConfig
 from paceline.errors import ConfigError

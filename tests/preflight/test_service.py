@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.engines import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
+from tests.support.models import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
 from transformers import GPT2Config, LlamaConfig
 
 from paceline.checkpoint.files import read_facts

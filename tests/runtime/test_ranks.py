@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.engines import letters_tokenizer, save_pair
+from tests.support.models import letters_tokenizer, save_pair
 from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 

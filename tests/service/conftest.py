@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.engines import save_pair
+from tests.support.models import save_pair
 
 from paceline.config import LocalConfig
 from paceline.local import LocalPipeline

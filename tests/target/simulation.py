@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from tests.support.engines import Clock
+from tests.support.pump import Clock
 
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.protocol import Candidates

@@ -7,18 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.engines import (
-    VOCAB,
-    Clock,
-    Pump,
-    Request,
-    assert_same,
-    in_mode,
-    pair,
-    plain_reference,
-    prompt,
-    random_model,
-)
+from tests.support.models import VOCAB, pair, prompt, random_model
+from tests.support.pump import Clock, Pump, Request, assert_same, in_mode, plain_reference
 
 from paceline.messages import (
     CloseSession,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.support.engines import save_pair
+from tests.support.models import save_pair
 
 from paceline.cluster.launch import free_ports, serve_environment
 

@@ -13,7 +13,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.engines import SLIDING_WINDOW, prompt, random_model
+from tests.support.models import SLIDING_WINDOW, prompt, random_model
 
 from paceline.config import ModelConfig, ServiceConfig
 from paceline.errors import ConfigError

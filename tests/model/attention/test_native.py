@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.engines import prompt, random_model
+from tests.support.models import prompt, random_model
 from torch import Tensor
 
 from paceline.errors import EngineError

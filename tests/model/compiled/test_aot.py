@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.engines import FAMILIES, Pump, Request, in_mode, noisy_copy, plain_reference, prompt, random_model
+from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
+from tests.support.pump import Pump, Request, in_mode, plain_reference
 from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.config import ModelConfig

@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.engines import Pump, Request, assert_same, noisy_copy, plain_reference, prompt, random_model
+from tests.support.models import noisy_copy, prompt, random_model
+from tests.support.pump import Pump, Request, assert_same, plain_reference
 
 from paceline.config import ModelConfig, PairConfig, ServiceConfig
 from paceline.errors import ConfigError

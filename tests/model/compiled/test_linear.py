@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.engines import random_model
+from tests.support.models import random_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 

@@ -21,7 +21,7 @@ from tests.model.parallel.ranks import (
     run_sampled,
     run_shard,
 )
-from tests.support.engines import FAMILIES, prompt, random_model
+from tests.support.models import FAMILIES, prompt, random_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

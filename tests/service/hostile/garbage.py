@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.service.hostile.replicas import INF, NAN
-from tests.support.engines import VOCAB
+from tests.support.models import VOCAB
 
 from paceline.core.tree import MAX_NODES
 from paceline.v1 import draft_pb2, draft_pb2_grpc, types_pb2

@@ -7,7 +7,7 @@ import asyncio
 from grpc import aio
 from tests.service.hostile.replicas import INF, NAN, VICTIM, Served
 from tests.service.support import until
-from tests.support.engines import VOCAB
+from tests.support.models import VOCAB
 
 from paceline.messages import OpenSession
 from paceline.rpc import streams as wire

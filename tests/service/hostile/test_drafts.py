@@ -22,7 +22,7 @@ from tests.service.hostile.garbage import (
 )
 from tests.service.hostile.replicas import PROMPT, VICTIM, assert_free, served
 from tests.service.support import collect, routed, run, until
-from tests.support.engines import VOCAB
+from tests.support.models import VOCAB
 
 from paceline.core.tree import SpeculationTree
 from paceline.router.pool import Member
