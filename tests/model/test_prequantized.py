@@ -1,4 +1,4 @@
-"""Checkpoints that come quantised: each method whose packages are installed runs on the CPU, with the same promise."""
+"""Checkpoints that come quantized: each method whose packages are installed runs on the CPU, with the same promise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rewritten(folder: Path, rewrite: Rewrite, quantization_config: Mapping[str, 
 
 
 def fp8(folder: Path) -> None:
-    """DeepSeek's: blocks of 128 by 128. There is no kernel for a CPU: transformers dequantises it."""
+    """DeepSeek's: blocks of 128 by 128. There is no kernel for a CPU: transformers dequantizes it."""
 
     def rewrite(name: str, weight: Tensor) -> Mapping[str, Tensor]:
         rows, columns = weight.shape
@@ -91,7 +91,7 @@ def bitsandbytes(folder: Path, **options: Any) -> None:
     ],
     ids=["fp8", "compressed-tensors", "bitsandbytes-nf4", "bitsandbytes-int8", "bitsandbytes-int8-outliers"],
 )
-def test_a_checkpoint_that_comes_quantised(
+def test_a_checkpoint_that_comes_quantized(
     method: str, make: Callable[..., None], options: dict, runs_as: str | None, tmp_path: Path
 ) -> None:
     """Verifying gives the bits of decoding, and any draft the text of the target; or it is known not to."""

@@ -1,4 +1,4 @@
-"""Quantised targets and drafts: speculation gives the text of the quantised target itself."""
+"""Quantized targets and drafts: speculation gives the text of the quantized target itself."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_verifying_gives_the_bits_of_decoding(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("target", "draft"), [("int8", None), (None, "int8"), ("int8", "int8")])
 def test_every_mode_gives_the_text_of_the_target_itself(target: str, draft: str, dtype: torch.dtype) -> None:
-    """Plain, overlapped and sequential, whatever the draft is quantised to; and drafts are accepted."""
+    """Plain, overlapped and sequential, whatever the draft is quantized to; and drafts are accepted."""
     models = loaded(dtype, target), loaded(dtype, draft, 0.05)
     asked = requests()
     reference = plain_reference(models[0], asked)
@@ -102,8 +102,8 @@ def test_every_mode_gives_the_text_of_the_target_itself(target: str, draft: str,
             assert pump.target.runner.num_forwards < 4 * 24
 
 
-def test_greedy_equals_generate_of_the_same_quantised_model() -> None:
-    """In float32, where two orders of one sum do not change the text; the model that is not quantised says else."""
+def test_greedy_equals_generate_of_the_same_quantized_model() -> None:
+    """In float32, where two orders of one sum do not change the text; the model that is not quantized says else."""
     model = reloaded(torch.float32, "int8")
     want = {name: generated(model, list(r.prompt), 24) for name, r in requests().items()}
     greedy = {n: Request(r.prompt, SamplingParams(temperature=0.0, max_tokens=24)) for n, r in requests().items()}
@@ -114,7 +114,7 @@ def test_greedy_equals_generate_of_the_same_quantised_model() -> None:
 
 
 def test_verifying_with_another_copy_of_the_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: decoding reads int8, steps of several tokens read what was not quantised."""
+    """The mutant: decoding reads int8, steps of several tokens read what was not quantized."""
     target, draft = loaded(torch.float32, "int8"), loaded(torch.float32, None, 0.05)
     asked = requests()
     reference = plain_reference(target, asked)
@@ -137,7 +137,7 @@ def test_verifying_with_another_copy_of_the_weights_is_caught(monkeypatch: pytes
 
 
 def test_a_checkpoint_of_torchao_loads_as_it_is(tmp_path: Path) -> None:
-    """The same text as what was quantised at loading; to quantise it again is refused."""
+    """The same text as what was quantized at loading; to quantize it again is refused."""
     model = reloaded(torch.bfloat16, "int8")
     model.save_pretrained(tmp_path)
     again = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16", device="cpu", compile=False))
@@ -167,14 +167,14 @@ def test_only_bfloat16_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixt
         load_model(config.model_copy(update={"compile": True}))
 
 
-def test_quantised_weights_are_not_split(tmp_path: Path) -> None:
+def test_quantized_weights_are_not_split(tmp_path: Path) -> None:
     """Ranks read slices of plain weights."""
     random_model("llama").save_pretrained(tmp_path)
     checkpoint = inspect_checkpoint(str(tmp_path))
     require_whole(checkpoint, None, 2)
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size is 2 and quantization is 'int8': .* so set it to 1$"):
         require_whole(checkpoint, "int8", 2)
-    with pytest.raises(ConfigError, match=f"^tensor_parallel_size is 2 and model '{tmp_path}' is quantised"):
+    with pytest.raises(ConfigError, match=f"^tensor_parallel_size is 2 and model '{tmp_path}' is quantized"):
         require_whole(replace(checkpoint, quantization={"quant_method": "awq"}), None, 2)
 
 
@@ -207,8 +207,8 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
     assert "is quantised by 'torchao', and speculation could change its output, for " + said in str(caught.value)
     assert str(caught.value).endswith("set draft_config to null for plain decoding, or use another checkpoint")
     build.build_target_engine(PairConfig(target=target), lambda events: None)
-    unquantised = target.model_copy(update={"quantization": None})
-    build.build_target_engine(PairConfig(target=unquantised, draft=draft), lambda events: None)
+    unquantized = target.model_copy(update={"quantization": None})
+    build.build_target_engine(PairConfig(target=unquantized, draft=draft), lambda events: None)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from paceline.types import (
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer keeps per token."""
+    """KV size of one attention layer per token."""
 
     num_kv_heads: int
     key_dim: int

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 BUILDING = threading.Lock()
-"""A model is built under process-wide defaults (device, dtype, initialisation): two threads must not at once."""
+"""Held while a model is built: that is done under process-wide defaults (device, dtype, initialization)."""
 
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _WIDTH = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size)$")
@@ -32,7 +32,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Of parameters and persistent buffers by name."""
+    """Shapes of the parameters and persistent buffers, by name."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -45,7 +45,7 @@ def values_of(config: PretrainedConfig) -> dict[str, int]:
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
-    """Of most layers."""
+    """Size of one attention head in most layers."""
     text = config.get_text_config()
     return int(_uniform(text, "head_dim") or text.hidden_size // text.num_attention_heads)
 
@@ -76,5 +76,5 @@ def smaller(value: int) -> int:
 
 
 def divides(degree: int, key: str, value: int) -> bool:
-    """Whether so many ranks can share a value; KV heads may be repeated."""
+    """True if ``degree`` ranks can share a value; KV heads may be repeated."""
     return value % degree == 0 or (key == KV_HEADS and degree % value == 0)

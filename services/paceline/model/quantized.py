@@ -1,4 +1,4 @@
-"""Quantised weights in torch: how transformers is asked for them, and what a loaded model says of its own."""
+"""Quantized weights in torch: how transformers is asked for them, and what a loaded model says of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def load_options(checkpoint: Checkpoint, quantization: Quantization | None, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of ``from_pretrained`` beyond those of a checkpoint that is not quantised.
+    """Keyword arguments of ``from_pretrained`` beyond those of a checkpoint that is not quantized.
 
     Raises:
         ConfigError: the method of the checkpoint, or ``quantization``, cannot run here.
@@ -38,11 +38,11 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
 
 
 def require_whole(checkpoint: Checkpoint, quantization: Quantization | None, degree: int) -> None:
-    """Raises ConfigError if several ranks were to share quantised weights: they read slices of plain ones."""
+    """Raises ConfigError if several ranks were to share quantized weights: they read slices of plain ones."""
     if quantization is not None or checkpoint.quantization is not None:
-        how = f"quantization is {quantization!r}" if quantization else f"model {checkpoint.path!r} is quantised"
+        how = f"quantization is {quantization!r}" if quantization else f"model {checkpoint.path!r} is quantized"
         raise ConfigError(
-            f"tensor_parallel_size is {degree} and {how}: one process runs quantised weights, so set it to 1"
+            f"tensor_parallel_size is {degree} and {how}: one process runs quantized weights, so set it to 1"
         )
 
 
@@ -55,21 +55,21 @@ def _torchao_config() -> Any:
 
 
 def require_quantized(model: PreTrainedModel, path: str, quantization: Quantization) -> None:
-    """Logs how much of a model was quantised. Raises ConfigError if nothing was: its layers are none of torch's."""
+    """Logs how much of a model was quantized. Raises ConfigError if nothing was: its layers are none of torch's."""
     total = model.num_parameters()
-    quantised = sum(p.numel() for p in model.parameters() if _is_composed(p))
-    if not quantised:
+    quantized = sum(p.numel() for p in model.parameters() if _is_composed(p))
+    if not quantized:
         raise ConfigError(
             f"quantization is {quantization!r}, and {type(model).__name__} ({path}) has no linear layer that it "
             "applies to: set quantization to null"
         )
-    log.info("model %r: %.0f %% of its parameters are %s", path, 100 * quantised / total, quantization)
+    log.info("model %r: %.0f %% of its parameters are %s", path, 100 * quantized / total, quantization)
 
 
 def quantization_of(model: PreTrainedModel) -> tuple[str | None, str | None]:
-    """The method that the weights are quantised by, and why tokens of one step change each other's logits.
+    """The method that the weights are quantized by, and why tokens of one step change each other's logits.
 
-    Each is None if there is none; weights that were dequantised while they were loaded count as not quantised.
+    Each is None if there is none; weights that were dequantized while they were loaded count as not quantized.
     """
     config = _quantization_config(model)
     if config is None:
@@ -82,7 +82,7 @@ def why_eager(model: PreTrainedModel) -> str | None:
     """Why a model is not compiled, as a clause; None if it can be.
 
     int8 weights are compiled to products that read them as they are. Others would be folded to the dtype that they
-    are multiplied in, which is what the quantisation was to save, or have kernels that are not exported.
+    are multiplied in, which is what the quantization was to save, or have kernels that are not exported.
     """
     config = _quantization_config(model)
     if config is None:
@@ -90,7 +90,7 @@ def why_eager(model: PreTrainedModel) -> str | None:
     method, kind = method_of(config.to_dict()), getattr(config, "quant_type", None)
     per_row = type(getattr(kind, "granularity", None)).__name__ == "PerRow"
     if method != "torchao" or type(kind).__name__ != "Int8WeightOnlyConfig" or not per_row:
-        return f"of quantised weights only int8 with one scale for each output is compiled, and these are by {method!r}"
+        return f"of quantized weights only int8 with one scale for each output is compiled, and these are by {method!r}"
     if model.dtype != torch.bfloat16:
         name = str(model.dtype).removeprefix("torch.")
         return f"int8 weights are compiled with dtype 'bfloat16', and dtype is {name!r}"
@@ -98,7 +98,7 @@ def why_eager(model: PreTrainedModel) -> str | None:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that a quantised one consists of, in order; a plain one is its own."""
+    """The tensors that a quantized one consists of, in order; a plain one is its own."""
     if not _is_composed(tensor):
         yield tensor
         return

@@ -21,12 +21,12 @@ from paceline.types import PAGE_SIZE, pages_for
 
 _CHUNKS = (2, 5, 9, 17)
 _NUM_TOKENS = 96
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class InvarianceReport:
-    """How many rows of logits differ in any bit from decoding one token at a time."""
+    """Counts of logit rows that differ in any bit from decoding one token at a time."""
 
     num_rows: int
     num_different: int
@@ -36,7 +36,7 @@ class InvarianceReport:
 
     @property
     def holds(self) -> bool:
-        """Whether every bit was equal."""
+        """True if every bit was equal."""
         return self.num_different == 0
 
     def __str__(self) -> str:
@@ -120,11 +120,9 @@ def check_replay(runner: ModelRunner, max_len: int | None = None) -> list[StepSh
         runner.cache.release(pages)
     total = len(backend.recorded) + len(dropped)
     if dropped:
-        _log.warning(
-            "%d of %d recorded steps differ from eager ones and are not used: %s", len(dropped), total, dropped
-        )
+        log.warning("%d of %d recorded steps differ from eager ones and are not used: %s", len(dropped), total, dropped)
     else:
-        _log.info("%d recorded steps equal eager ones bit for bit", total)
+        log.info("%d recorded steps equal eager ones bit for bit", total)
     return dropped
 
 

@@ -61,7 +61,7 @@ class StepShape:
     pages: int
     """Length of the page tables."""
     is_tree: bool = False
-    """What each token sees is spelt out, instead of everything up to its own row."""
+    """True: the step lists what each token sees (``visible``); False: a token sees every row up to its own."""
 
     @property
     def num_keys(self) -> int:
@@ -69,7 +69,7 @@ class StepShape:
         return self.pages * PAGE_SIZE
 
     def covers(self, other: StepShape) -> bool:
-        """Whether a step of the ``other`` shape can be packed into this one."""
+        """True if a step of the ``other`` shape can be packed into this one."""
         return (
             self.is_tree == other.is_tree
             and self.tokens >= other.tokens
@@ -86,16 +86,16 @@ class StepShape:
 
     @property
     def num_integers(self) -> int:
-        """Of the buffer's front part."""
+        """Integers in the front part of the packed buffer."""
         return sum(math.prod(size) for size in self._sizes())
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer."""
+        """Size of the packed buffer in bytes."""
         return self.num_integers * INTEGER_BYTES + (self.rows * self.row_len * self.num_keys if self.is_tree else 0)
 
     def _sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the integer fields, in the order of ``StepArrays``."""
+        """Shapes of the integer fields, in the order of ``StepArrays``."""
         flat, places = (self.tokens,), (self.rows, self.row_len)
         sizes = (flat, flat, (self.wanted,), flat, (self.rows, self.pages), places, flat, places)
         return (*sizes, (self.rows, self.num_keys)) if self.is_tree else sizes
@@ -313,6 +313,6 @@ def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _minus_infinity(dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """Its bits, and the integers that hold them."""
+    """The integer dtype that holds the bits of ``dtype``, and the bits of its -inf."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return integer, int(torch.tensor(-math.inf, dtype=dtype).view(integer))

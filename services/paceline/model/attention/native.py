@@ -31,7 +31,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _HEADER = Path(__file__).with_name("lanes.h")
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno")
 _PAGE_SIZE = 64
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -43,15 +43,23 @@ def unavailable() -> str | None:
     try:
         _load()
     except EngineError as error:
-        _log.warning("attention is computed by torch, which is slower: %s", error)
+        log.warning("attention is computed by torch, which is slower: %s", error)
         return f"could not be built: {error}"
     return None
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, gather_index: Tensor, scatter_index: Tensor,
-    mask: Tensor, sinks: Tensor | None, scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    gather_index: Tensor,
+    scatter_index: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
     """Attention over pages; ``unavailable`` comes first.
 
     Args:
@@ -70,7 +78,7 @@ def attend(
 
 
 def compiled_shims() -> dict[Any, list[str]]:
-    """What compiled models call instead of the operator."""
+    """C functions that compiled models call instead of the Python operator, by operator (AOTInductor shims)."""
     tensors = ("query", "keys", "values", "page_table", "gather_index", "scatter_index", "mask")
     arguments = [f"AtenTensorHandle {name}" for name in tensors]
     arguments += ["AtenTensorHandle* sinks", "double scale", "double softcap", "AtenTensorHandle* out"]
@@ -88,6 +96,6 @@ def _load() -> None:
 
 
 def _digest() -> str:
-    """Of the sources, their options, torch's version and the machine's instruction set."""
+    """Digest of the sources, their compiler options, torch's version and the machine's instruction set."""
     facts = f"{torch.__version__} {machine()} {_OPTIONS}"
     return hashlib.blake2b(_HEADER.read_bytes() + _SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()

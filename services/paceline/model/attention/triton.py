@@ -25,10 +25,30 @@ _PREFETCHED_BYTES = 1 << 15
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _partial(  # type: ignore[no-untyped-def]
-    query, keys, values, table, mask, sums, maxima, totals, scale, softcap, num_queries, row_len, num_pages, num_splits,
-    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
+    query,
+    keys,
+    values,
+    table,
+    mask,
+    sums,
+    maxima,
+    totals,
+    scale,
+    softcap,
+    num_queries,
+    row_len,
+    num_pages,
+    num_splits,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
     """Softmax sums of ``BLOCK`` query rows of one head over one split's keys."""
     row, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
     split, block = tl.program_id(1), tl.program_id(2)
@@ -38,8 +58,9 @@ def _partial(  # type: ignore[no-untyped-def]
     first = (row * HEADS + head) * num_queries
     q = tl.load(
         query + (first + at)[:, None] * KEY_DIM + key_dims[None, :],
-        mask=real[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=real[:, None] & (key_dims < KEY_DIM)[None, :],
+        other=0.0,
+    )
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
@@ -60,8 +81,9 @@ def _partial(  # type: ignore[no-untyped-def]
         weights, fade = tl.exp(scores - level[:, None]), tl.exp(top - level)
         v = tl.load(
             values + kv_rows[:, None] * VALUE_DIM + value_dims[None, :],
-            mask=(value_dims < VALUE_DIM)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(value_dims < VALUE_DIM)[None, :],
+            other=0.0,
+        )
         total = total * fade + tl.sum(weights, 1)
         out = out * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = higher
@@ -69,9 +91,10 @@ def _partial(  # type: ignore[no-untyped-def]
     tl.store(maxima + partial * num_queries + at, top, mask=real)
     tl.store(totals + partial * num_queries + at, total, mask=real)
     tl.store(
-        sums + (partial * num_queries + at)[:, None] * VALUE_DIM + value_dims[None, :], out,
+        sums + (partial * num_queries + at)[:, None] * VALUE_DIM + value_dims[None, :],
+        out,
         mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
-    )  # fmt: skip
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,15 +114,21 @@ def _combined(  # type: ignore[no-untyped-def]
         total += weight * tl.load(totals + partial)
         out += weight * tl.load(sums + partial * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
     tl.store(
-        result + (pair * num_queries + at) * VALUE_DIM + dims, (out / total).to(result.dtype.element_ty),
+        result + (pair * num_queries + at) * VALUE_DIM + dims,
+        (out / total).to(result.dtype.element_ty),
         mask=dims < VALUE_DIM,
-    )  # fmt: skip
+    )
 
 
 def attend_in_place(
-    query: Tensor, key_pages: Tensor, value_pages: Tensor, page_table: Tensor, mask: Tensor, scale: float,
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    mask: Tensor,
+    scale: float,
     softcap: float | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention over pages.
 
     Args:
@@ -121,12 +150,31 @@ def attend_in_place(
     key_tile, value_tile = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     tile_bytes = (key_tile + value_tile) * page_size * query.element_size()
     _partial[(pairs, num_splits, -(-num_queries // _BLOCK))](
-        query.contiguous(), key_pages, value_pages, page_table.contiguous(), mask.contiguous(), sums, maxima, totals,
-        scale, softcap or 1.0, num_queries, row_len, num_pages, num_splits,
-        HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, KEY_TILE=key_tile, VALUE_TILE=value_tile,
-        PAGE=page_size, SPLIT=_SPLIT, BLOCK=_BLOCK, CAPPED=softcap is not None,
+        query.contiguous(),
+        key_pages,
+        value_pages,
+        page_table.contiguous(),
+        mask.contiguous(),
+        sums,
+        maxima,
+        totals,
+        scale,
+        softcap or 1.0,
+        num_queries,
+        row_len,
+        num_pages,
+        num_splits,
+        HEADS=num_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEY_TILE=key_tile,
+        VALUE_TILE=value_tile,
+        PAGE=page_size,
+        SPLIT=_SPLIT,
+        BLOCK=_BLOCK,
+        CAPPED=softcap is not None,
         num_stages=2 if tile_bytes <= _PREFETCHED_BYTES else 1,
-    )  # fmt: skip
+    )
     _combined[(pairs, num_queries)](
         sums, maxima, totals, result, num_queries, num_splits, VALUE_DIM=value_dim, VALUE_TILE=value_tile
     )

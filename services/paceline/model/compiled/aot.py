@@ -41,7 +41,7 @@ from paceline.types import PAGE_SIZE
 _VERSION = 1  # raise when the traced signature or its lowering changes
 _COMPILE_LIMIT_S = 3600.0
 """A rank may compile this much longer than another."""
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class NoCompilerError(ConfigError):
@@ -111,11 +111,11 @@ def compiled_step(
             if find_compiler() is None:
                 raise NoCompilerError("compile is true, but there is no C++ compiler: set compile to auto or false")
             started = time.perf_counter()
-            _log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
+            log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
             _compile(model, layers, sliding_window, kernel, temporary)
             temporary.rename(path)
-            _log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
+            log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
     step = load_package(path)
     if share is None:
         return step

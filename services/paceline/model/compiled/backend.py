@@ -1,4 +1,4 @@
-"""How a step reaches its device and runs there: the one place where CPU and accelerator differ.
+"""Moves a step to its device and runs it there: the one place where CPU and accelerator differ.
 
 ``HostBackend``: the plan's own tensors, masks made beside them; eager or compiled. What the CPU has always done.
 
@@ -30,7 +30,7 @@ StepFunction = Callable[..., Tensor]
 """The traced signature: see ``StepPlan.inputs`` and ``step.py``."""
 
 _PROGRESS_S = 10.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -52,11 +52,11 @@ class HostBackend:
         self._cache, self._dtype, self._window = cache, dtype, window
 
     def run(self, step: StepFunction, plan: StepPlan) -> Tensor:
-        """See Backend."""
+        """Runs the step from the host's own memory (``Backend.run``)."""
         return step(*plan.inputs(self._cache, self._dtype, self._window))[0, : plan.num_logits]
 
     def record(self, step: StepFunction, limits: Limits) -> None:
-        """See Backend. Every shape runs as it is: there is nothing to prepare."""
+        """Prepares nothing (``Backend.record``): every shape runs as it is."""
 
 
 Replay = Callable[[], None]
@@ -70,7 +70,7 @@ class Recorder(Protocol):
         ...
 
     def has_room(self) -> bool:
-        """Whether there is memory for one recording more."""
+        """True if there is memory for one more recording."""
         ...
 
 
@@ -95,7 +95,7 @@ class DeviceBackend:
         return list(self._replays)
 
     def run(self, step: StepFunction, plan: StepPlan) -> Tensor:
-        """See Backend."""
+        """Packs the plan into one buffer, copies it and replays or runs the step (``Backend.run``)."""
         shape = best_fit(plan.shape, self._shapes) or plan.shape
         if shape in self._replays:
             return self.replay(plan, shape)
@@ -117,7 +117,9 @@ class DeviceBackend:
         del self._replays[shape]
 
     def record(self, step: StepFunction, limits: Limits) -> None:
-        """See Backend. The largest first: the smaller ones then find their working memory among what is there.
+        """Records the step shapes within ``limits`` (``Backend.record``).
+
+        The largest first: the smaller ones then find their working memory among what is there.
 
         Raises what ``step`` raises while it is recorded, with no recording left.
         """
@@ -129,8 +131,11 @@ class DeviceBackend:
         self._buffer = torch.zeros(max(s.num_bytes for s in self._shapes), dtype=torch.uint8, device=self.device)
         for shape in sorted(self._shapes, key=lambda s: s.cost, reverse=True):
             if not self._recorder.has_room():
-                _log.warning("no memory to record more than %d of %d step shapes: the others run eagerly",
-                             len(self._replays), len(self._shapes))  # fmt: skip
+                log.warning(
+                    "no memory to record more than %d of %d step shapes: the others run eagerly",
+                    len(self._replays),
+                    len(self._shapes),
+                )
                 break
             try:
                 self._record(step, shape, self._recorder)
@@ -139,9 +144,13 @@ class DeviceBackend:
                 raise
             if time.perf_counter() - told > _PROGRESS_S:
                 told = time.perf_counter()
-                _log.info("recorded %d of %d step shapes", len(self._replays), len(self._shapes))
-        _log.info("recorded %d of %d step shapes in %.1f s", len(self._replays), len(self._shapes),
-                  time.perf_counter() - started)  # fmt: skip
+                log.info("recorded %d of %d step shapes", len(self._replays), len(self._shapes))
+        log.info(
+            "recorded %d of %d step shapes in %.1f s",
+            len(self._replays),
+            len(self._shapes),
+            time.perf_counter() - started,
+        )
 
     def _record(self, step: StepFunction, shape: StepShape, recorder: Recorder) -> None:
         self._fill_blank(shape)
@@ -174,5 +183,15 @@ class DeviceBackend:
         it = unpack(shape, buffer)
         masks = attention_masks(it, self._dtype, self._window)
         cache = self._cache
-        return step(it.tokens[None], it.positions[None], it.logits_index, it.write_rows, it.page_table, it.gather,
-                    it.scatter, masks, cache.keys, cache.values)[0]  # fmt: skip
+        return step(
+            it.tokens[None],
+            it.positions[None],
+            it.logits_index,
+            it.write_rows,
+            it.page_table,
+            it.gather,
+            it.scatter,
+            masks,
+            cache.keys,
+            cache.values,
+        )[0]

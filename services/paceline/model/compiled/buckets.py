@@ -89,13 +89,13 @@ def best_fit(shape: StepShape, recorded: Iterable[StepShape]) -> StepShape | Non
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large the steps of an engine become that are worth recording."""
+    """Largest steps of an engine that are worth recording."""
 
     max_rows: int
     """Sessions of one step."""
     max_tokens: int
     max_pages: int
-    """Of one session."""
+    """KV pages of one session."""
     is_tree: bool = False
 
 

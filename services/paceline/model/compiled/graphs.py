@@ -25,7 +25,7 @@ _WARM_UPS = 2
 _RESERVED = 0.02
 """Share of the device's memory that recordings leave to prefill, which runs beside them. A kv_fraction of 0.9 leaves
 a tenth of what the weights do, which recordings come out of."""
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class CudaRecorder:
@@ -37,12 +37,12 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def has_room(self) -> bool:
-        """See Recorder."""
+        """True if the device has memory for one more recording (``Recorder.has_room``)."""
         free, total = torch.cuda.mem_get_info(self._device)
         return bool(free > _RESERVED * total)
 
     def record(self, function: Callable[[], None]) -> Replay:
-        """See Recorder."""
+        """Records what ``function`` launches as a CUDA graph (``Recorder.record``)."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -72,7 +72,7 @@ def require_graphs(cuda_graphs: CudaGraphs, device: torch.device, *, num_ranks: 
 def make_backend(
     cache: KVCache, dtype: torch.dtype, window: int | None, cuda_graphs: CudaGraphs, max_cuda_graphs: int
 ) -> Backend:
-    """What runs the steps where ``cache`` lies.
+    """Chooses the backend that runs the steps where ``cache`` lies.
 
     Raises:
         ConfigError: see ``require_graphs``.
@@ -85,7 +85,7 @@ def make_backend(
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     recorder = CudaRecorder(device) if cuda_graphs else None
-    _log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
+    log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
     return DeviceBackend(cache, dtype, window, recorder=recorder, max_shapes=max_cuda_graphs)
 
 
@@ -101,5 +101,5 @@ def record_steps(runner: ModelRunner, limits: Limits, max_len: int, cuda_graphs:
         reason = str(error).strip().partition("\n")[0]
         if cuda_graphs is True:
             raise ConfigError(f"cuda_graphs is true but this model cannot be recorded: {reason}") from error
-        _log.warning("this model cannot be recorded as CUDA graphs and runs eagerly: %s", reason)
+        log.warning("this model cannot be recorded as CUDA graphs and runs eagerly: %s", reason)
     check_replay(runner, max_len)

@@ -33,16 +33,16 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-fopenmp")
 _LOADING = threading.Lock()
 """Models in threads load side by side; operators are registered once."""
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def usable() -> bool:
-    """Whether this machine has the instructions and the library; may compile it. Says once why not."""
+    """True if this machine has the instructions and the library; compiles it if needed. Logs once why not."""
     return _library() is not None
 
 
 def key() -> str:
-    """What a compiled step knows of the operator."""
+    """Part of a compiled step's cache key that names the operator."""
     return _digest(_SOURCE) if usable() else "none"
 
 
@@ -162,12 +162,12 @@ def _library() -> ctypes.CDLL | None:
 def _loaded() -> ctypes.CDLL | None:
     """None: it cannot be compiled or loaded here, for a reason that is logged once. Registers the operators."""
     if not _has_instructions():
-        _log.info("linear layers are compiled to oneDNN's products: the CPU has no AVX512-BF16, or AMX beside it")
+        log.info("linear layers are compiled to oneDNN's products: the CPU has no AVX512-BF16, or AMX beside it")
         return None
     try:
         library = load(_SOURCE)
     except (EngineError, OSError) as error:
-        _log.warning("linear layers are compiled to oneDNN's products, which are slower: %s", error)
+        log.warning("linear layers are compiled to oneDNN's products, which are slower: %s", error)
         return None
     if not hasattr(torch.ops.paceline, "packed_linear"):
         _register()
@@ -191,6 +191,6 @@ def _register() -> None:
 
 @functools.cache
 def _digest(source: Path) -> str:
-    """Of an operator's source, its options and torch's version."""
+    """Digest of an operator's source, its compiler options and torch's version."""
     facts = f"{torch.__version__} {_OPTIONS} torch_cpu"
     return hashlib.blake2b(source.read_bytes() + facts.encode(), digest_size=8).hexdigest()

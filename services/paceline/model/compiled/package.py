@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.errors import EngineError
 from paceline.model.compiled.backend import StepFunction
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -40,7 +40,7 @@ def load_package(path: Path) -> StepFunction:
     with zipfile.ZipFile(path) as package:
         sources = [package.read(name) for name in package.namelist() if name.endswith(".cpp")]
     if any(_NEEDS_EXECUTOR in source for source in sources):
-        _log.warning("%s calls operators that only torch's loader can: its steps hold up other threads", path.name)
+        log.warning("%s calls operators that only torch's loader can: its steps hold up other threads", path.name)
         loaded: StepFunction = torch._inductor.aoti_load_package(str(path))
         return loaded
     return CompiledPackage(path)
@@ -57,8 +57,13 @@ class CompiledPackage:
             before = set(_large_mappings())
             self._library = ctypes.CDLL(str(library))
             self._container = ctypes.c_void_p()
-            self._call("AOTInductorModelContainerCreateWithDevice", ctypes.byref(self._container),
-                       ctypes.c_size_t(1), b"cpu", None)  # fmt: skip
+            self._call(
+                "AOTInductorModelContainerCreateWithDevice",
+                ctypes.byref(self._container),
+                ctypes.c_size_t(1),
+                b"cpu",
+                None,
+            )
         for start, stop in set(_large_mappings()) - before:
             _use_huge_pages(start, stop)
         weakref.finalize(self, self._library.AOTInductorModelContainerDelete, self._container)
@@ -70,8 +75,16 @@ class CompiledPackage:
         # One handle for each, which the call takes over.
         handles = [_pointer_of(c, None) for c in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
         array, output = (ctypes.c_void_p * len(handles))(*handles), ctypes.c_void_p()
-        self._call("AOTInductorModelContainerRun", self._container, array, ctypes.c_size_t(len(handles)),
-                   ctypes.byref(output), ctypes.c_size_t(1), None, None)  # fmt: skip
+        self._call(
+            "AOTInductorModelContainerRun",
+            self._container,
+            array,
+            ctypes.c_size_t(len(handles)),
+            ctypes.byref(output),
+            ctypes.c_size_t(1),
+            None,
+            None,
+        )
         (result,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(output, None, None)])
         return result
 

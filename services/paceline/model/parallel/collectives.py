@@ -1,4 +1,4 @@
-"""What the ranks of a sharded model exchange: sums, small tensors and messages.
+"""Exchanges between the ranks of a sharded model: sums, small tensors and messages.
 
 Sums are taken in the order of the ranks, in float32, on every rank: all ranks get the same bits, and a token's result
 does not depend on where in a tensor it lies. Every operation must be called by all ranks in the same order.
@@ -60,7 +60,7 @@ class Collectives(ABC):
         return None
 
     def compiled_key(self) -> str:
-        """What a compiled model knows of this exchange."""
+        """Part of a compiled model's cache key that names this exchange."""
         return f"{self.degree}"
 
     def failure(self) -> str | None:

@@ -44,11 +44,11 @@ class Source:
 
     tensor: str
     expert: int | None = None
-    """Where the tensor lies along the first dimension, which it does not have itself."""
+    """Index of the tensor along the parameter's first dimension, which the tensor does not have itself."""
     dim: int = 0
-    """Along which it is joined with others, in the parameter's dimensions."""
+    """Dimension of the parameter along which the tensor is joined with others."""
     index: int = 0
-    """Of the tensors joined along ``dim``, which one."""
+    """Place of the tensor among those joined along ``dim``."""
 
 
 class CheckpointFiles:
@@ -163,7 +163,7 @@ def read_shard(
 
 
 def _sources(files: CheckpointFiles, model: PreTrainedModel, plan: ShardPlan) -> dict[str, list[Source]]:
-    """What fills each parameter. Tensors that the model has no place for are left out."""
+    """Checkpoint tensors that fill each parameter. Tensors that the model has no place for are left out."""
     transforms = get_model_conversion_mapping(model)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]

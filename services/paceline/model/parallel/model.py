@@ -31,7 +31,7 @@ _LOAD_LIMIT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank's model knows of the others."""
+    """Place of one rank's model among the ranks: its shard plan and its exchange with the others."""
 
     group: Collectives
     vocab: Range
@@ -90,7 +90,7 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, group: Collectives) -> N
 
 
 def share_of(model: PreTrainedModel) -> Share | None:
-    """Of a rank's model; None if it is whole."""
+    """Returns the share that a rank's model holds; None if the model is whole."""
     share: Share | None = getattr(model, _SHARE, None)
     return share
 

@@ -43,10 +43,10 @@ _NEUTRAL = {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "loc
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """What a rank holds of one parameter or persistent buffer."""
+    """The part of one parameter or persistent buffer that a rank holds."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dim: int | None = None
     """The dimension that is split; None: the rank holds all of it."""
     parts: tuple[Range, ...] = ()
@@ -56,7 +56,7 @@ class ParameterShard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of what the rank holds."""
+        """Shape of the part that the rank holds."""
         if self.dim is None:
             return self.shape
         length = sum(stop - first for first, stop in self.parts)
@@ -70,9 +70,9 @@ class ShardPlan:
     rank: int
     degree: int
     config: PretrainedConfig
-    """Of the local model. Its vocabulary is the whole one."""
+    """Configuration of the rank's own, smaller model. Its vocabulary is the whole one."""
     parameters: Mapping[str, ParameterShard]
-    """By name in the state dict; of several names of one tensor only the first."""
+    """Shards by name in the state dict; of several names of one tensor only the first."""
     aliases: Mapping[str, str]
     """Other names of tensors in ``parameters``."""
     summed: tuple[str, ...]
@@ -161,7 +161,7 @@ class _Planner:
         if gathered and self.degree > values.get(KV_HEADS, self.degree):
             whole = self._allowed({f"whole {key}": values[key] for key in chosen})
             raise ConfigError(
-                f"{self.name} normalises over whole projections ({gathered[0]}), of which {values[KV_HEADS]} KV "
+                f"{self.name} normalizes over whole projections ({gathered[0]}), of which {values[KV_HEADS]} KV "
                 f"heads cannot be repeated on {self.degree} ranks: {whole}"
             )
         summed = self._summed(parameters)
@@ -225,8 +225,11 @@ class _Planner:
         return found
 
     def _check_gathered(self, parameters: dict[str, ParameterShard], gathered: list[str]) -> None:
-        """What the plan makes whole again within a layer must be a packed projection, be read by such a norm, or be
-        split again as it was."""
+        """Refuses a gather that is not understood.
+
+        What the plan makes whole again within a layer must be a packed projection, be read by such a norm, or be
+        split again as it was.
+        """
         readers = {norm.rpartition(".")[0] for norm in gathered}
         readers |= {name.rsplit(".", 2)[0] for name in parameters if self._style_of(name) == "rowwise_split_input"}
         for name, shard in parameters.items():
@@ -243,7 +246,7 @@ class _Planner:
         return names[id(embedding)], names[id(head)]
 
     def _style(self, name: str) -> str | None:
-        """Of a module or parameter, by its name with layer numbers as ``*``."""
+        """Style that the plan gives a module or parameter, by its name with layer numbers as ``*``."""
         return self.styles.get(_pattern(name))
 
     def _style_of(self, parameter: str) -> str | None:
@@ -263,7 +266,7 @@ class _Planner:
         }
 
     def _is_planned(self, follows: dict[str, int]) -> bool:
-        """Whether the plan splits what follows a value: all of it, but for norms."""
+        """True if the plan splits everything that follows a value, but for norms."""
         planned = {name for name in follows if self._style_of(name) in _SHARDING}
         if not planned:
             return False
@@ -279,7 +282,7 @@ class _Planner:
         return True
 
     def _is_feed_forward(self, names: list[str], follows: dict[str, int]) -> bool:
-        """Whether parameters that the plan leaves out, such as those of shared experts, are linear layers that widen
+        """True if parameters that the plan leaves out, such as those of shared experts, are linear layers that widen
         and one that narrows again: a value is then as well split in them as in those that the plan names."""
         modules = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
         weights = [name for name in names if name.endswith(".weight")]
@@ -287,7 +290,7 @@ class _Planner:
         return all(isinstance(module, nn.Linear) for module in modules) and 1 == len(narrow) < len(weights)
 
     def _is_norm(self, name: str) -> bool:
-        """Whether a parameter belongs to a layer of vectors, or of one vector for each head."""
+        """True if a parameter belongs to a layer of vectors, or of one vector for each head."""
         module = self.model.get_submodule(name.rpartition(".")[0])
         leaf = not any(True for _ in module.children())
         head_dim = head_dim_of(self.config)
@@ -347,8 +350,10 @@ class _Planner:
         return ParameterShard(shape, dim, tuple(parts))
 
     def _by_heads(self, name: str, shape: tuple[int, ...], style: str | None) -> ParameterShard:
-        """Of an attention that takes as many heads as its layers have columns: these follow the width of the model, or
-        differ from layer to layer."""
+        """Shard of an attention that takes as many heads as its layers have columns.
+
+        These follow the width of the model, or differ from layer to layer.
+        """
         module, _, _ = name.rpartition(".")
         attention = self.model.get_submodule(module)
         if not hasattr(attention, "layer_idx"):
@@ -393,7 +398,7 @@ class _Planner:
         return style in _ROW and len(self.shapes[name]) == 1
 
     def _is_added_bias(self, name: str) -> bool:
-        """Whether a whole parameter is a term of an output that is summed over the ranks."""
+        """True if a whole parameter is a term of an output that is summed over the ranks."""
         module = name.rpartition(".")[0]
         return self._style(module) in _SUMMING and name.rpartition(".")[2].endswith("bias")
 

@@ -51,7 +51,7 @@ class Picks:
 
     @classmethod
     def of(cls, rows: Sequence[Row | None]) -> Self:
-        """Of the rows that are not None."""
+        """Builds the keys of the rows that are not None."""
         picked = [(i, row) for i, row in enumerate(rows) if row is not None]
         numbers = [(i, row.state.seed_bits, row.position, row.state.greedy) for i, row in picked]
         return cls._from(torch.tensor(numbers), torch.tensor([row.state.temperature for _, row in picked]))
@@ -62,14 +62,14 @@ class Picks:
         return cls(index, RowKeys(greedy.bool(), seeds, positions, int(greedy.sum())), temperatures)
 
     def encode(self) -> bytes:
-        """A frame for ``decode``."""
+        """Packs the keys into a frame for ``decode``."""
         keys = self.keys
         numbers = torch.stack((self.index, keys.seeds, keys.positions, keys.greedy.long()), dim=-1)
         return numbers.numpy().tobytes() + self.temperatures.numpy().tobytes()
 
     @classmethod
     def decode(cls, frame: bytes) -> Self:
-        """What another rank has encoded."""
+        """Unpacks a frame that another rank has encoded."""
         data = bytearray(frame)
         count = len(data) // 36
         numbers = torch.frombuffer(data, dtype=torch.int64, count=4 * count)
@@ -87,7 +87,7 @@ class RankRunner(ModelRunner):
         """An exchange has failed: no other can succeed."""
 
     def run(self, plan: StepPlan) -> Tensor:
-        """See ModelRunner: logits of the whole vocabulary."""
+        """Runs one step on this rank (``ModelRunner.run``): logits of the whole vocabulary."""
         return self._join(super().run(plan))
 
     def run_and_pick(self, plan: StepPlan, picks: Picks) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,12 +126,12 @@ class LeadersCache(KVCache):
     """The first rank's pages; remembers which were cleared since the last step."""
 
     def __init__(self, *args: Any) -> None:
-        """See KVCache."""
+        """Allocates the leader's part of the cache (``KVCache``)."""
         super().__init__(*args)
         self.cleared: list[int] = []
 
     def clear(self, pages: Sequence[int]) -> None:
-        """See KVCache."""
+        """Zeroes pages on every rank (``KVCache.clear``)."""
         super().clear(pages)
         self.cleared.extend(pages)
 
@@ -142,7 +142,10 @@ class LeadingRunner(RankRunner):
     cache: LeadersCache
 
     def run(self, plan: StepPlan) -> Tensor:
-        """See ModelRunner. Raises RanksLostError if a rank is gone or does not come in time."""
+        """Sends the plan to the other ranks and runs it (``ModelRunner.run``).
+
+        Raises RanksLostError if a rank is gone or does not come in time.
+        """
         with self.together():
             self._tell(plan, b"")
             return super().run(plan)
@@ -227,7 +230,7 @@ class Follower:
         return True
 
     def wait_s(self) -> float | None:
-        """See Engine: waiting is a part of the step, until there are no more."""
+        """0 while steps may come: waiting for the leader is part of a step. None after the last (``Engine.wait_s``)."""
         return None if self._ended else 0.0
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from paceline.model.parallel.collectives import Collectives, TorchCollectives
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _TOKEN_BYTES = 16
 _SUMMED = (torch.bfloat16, torch.float32, torch.float16)
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def connect(
@@ -66,7 +66,7 @@ def connect(
     if not reasons:
         return SharedMemoryCollectives(PrefixStore("memory", store), rank, degree, timeout_s=timeout_s)
     if device.type == "cpu" and rank == 0:
-        _log.warning("%d ranks exchange over gloo, which is slower than shared memory: %s", degree, reasons[0])
+        log.warning("%d ranks exchange over gloo, which is slower than shared memory: %s", degree, reasons[0])
     return TorchCollectives(PrefixStore("group", store), rank, degree, device=device, timeout_s=timeout_s)
 
 
@@ -186,7 +186,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _digest() -> str:
-    """Of the operators' source and torch's version."""
+    """Digest of the operators' source and torch's version."""
     return hashlib.blake2b(_SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
 
 
