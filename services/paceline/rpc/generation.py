@@ -1,7 +1,7 @@
 """The public API as protobuf messages and back: requests, streams and facts of ``GenerationService``.
 
 Knows no sockets and no engines. A request that cannot be served is an InvalidRequestError that names the field as the
-protocol does. The streams between router and replicas are in ``wire.py``.
+protocol does. The streams between router and replicas are in ``streams.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.refusals import explain_parameter
-from paceline.rpc.streams import (
+from paceline.rpc.values import (
     CAUSES,
     read_round,
     sampling_fields,

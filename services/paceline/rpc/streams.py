@@ -12,16 +12,17 @@ columns, and a router relays them without looking inside. Decoding never raises:
 dropped, and the number of those is returned. What depends on a session's state (ids, ranges, the sum of q) is
 checked where that state is, by ``speculation.py`` and the engines.
 
-What both protocols carry, parameters, rounds and statuses, is here too; the rest of the public one is in ``api.py``.
+What both protocols carry (parameters, rounds, statuses) is converted in ``values.py``, the public protocol in
+``generation.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, assert_never
+from typing import assert_never
 
 from pydantic import ValidationError
 
@@ -40,24 +41,22 @@ from paceline.messages import (
     SpeculationWanted,
     TreeLost,
 )
-from paceline.types import Cause, FinishReason, ReplicaStatus, Round, SamplingParams, SpeculationParams
+from paceline.rpc.values import (
+    read_round,
+    sampling_fields,
+    sampling_to_proto,
+    speculation_fields,
+    speculation_to_proto,
+    status_from_proto,
+    status_to_proto,
+    write_round,
+)
+from paceline.types import FinishReason, ReplicaStatus, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, target_pb2, types_pb2
 
 MAX_STEP_S = 3600.0
 """Longest tree step that a draft may tell of, in seconds: the target averages them, and one absurd value would stay."""
 
-CAUSES = {
-    types_pb2.CAUSE_HIT: Cause.HIT,
-    types_pb2.CAUSE_MISS_TOKEN: Cause.TOKEN,
-    types_pb2.CAUSE_MISS_K: Cause.K,
-    types_pb2.CAUSE_LATE: Cause.LATE,
-    types_pb2.CAUSE_DRAFT_DOWN: Cause.DRAFT_DOWN,
-    types_pb2.CAUSE_DISABLED: Cause.DISABLED,
-    types_pb2.CAUSE_SEQUENTIAL: Cause.SEQUENTIAL,
-    types_pb2.CAUSE_START: Cause.START,
-}
-"""Every cause that this version knows, by its number in the protocol."""
-_CAUSES_TO_PROTO = {cause: number for number, cause in CAUSES.items()}
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_UNSPECIFIED: None,
     types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -65,17 +64,6 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
 _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS.items()}
-
-# Fields with the same name and meaning on both sides.
-_SAMPLING_SCALARS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "max_tokens", "min_tokens", "ignore_eos", "seed",
-)  # fmt: skip
-_SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "growth", "saguaro")
-_STATUS_SCALARS = (
-    "replica_id", "kind", "incarnation", "num_sessions", "num_waiting", "max_sessions", "kv_pages_used", "kv_pages",
-    "busy_s", "pid", "node", "model", "draining", "busy_share", "controller",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,71 +399,3 @@ def _write_failed(message: SessionFailed, proto: types_pb2.SessionFailed) -> Non
 
 def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
     return SessionFailed(proto.session_id, proto.epoch, proto.message) if proto.session_id else None
-
-
-# -- what the public protocol carries, too -----------------------------------------------------------------------------
-
-
-def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
-    """Fills the message in place."""
-    proto.drafted, proto.accepted = round_.num_drafted, round_.num_accepted
-    proto.cause = _CAUSES_TO_PROTO[round_.cause]
-
-
-def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
-    """None if it is no valid round."""
-    drafted, accepted, cause = proto.drafted, proto.accepted, CAUSES.get(proto.cause)
-    return Round(drafted, accepted, cause) if cause is not None and accepted <= drafted else None
-
-
-def status_to_proto(status: ReplicaStatus) -> types_pb2.ReplicaStatus:
-    """What a replica says of itself."""
-    scalars = {name: getattr(status, name) for name in _STATUS_SCALARS}
-    return types_pb2.ReplicaStatus(counters=status.counters, measures=status.measures, **scalars)
-
-
-def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
-    """What a replica says of itself; None if it does not say who it is."""
-    if not proto.replica_id:
-        return None
-    scalars = {name: getattr(proto, name) for name in _STATUS_SCALARS}
-    return ReplicaStatus(counters=dict(proto.counters), measures=dict(proto.measures), **scalars)
-
-
-def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_pb2.SamplingParams:
-    """Of the scalars, those that are named."""
-    return types_pb2.SamplingParams(
-        logit_bias=params.logit_bias,
-        bad_words=[types_pb2.TokenSequence(token_ids=words) for words in params.bad_words],
-        stop_token_ids=params.stop_token_ids,
-        **{name: getattr(params, name) for name in _SAMPLING_SCALARS if name in names},
-    )
-
-
-def sampling_fields(proto: types_pb2.SamplingParams) -> dict[str, Any]:
-    """Arguments of SamplingParams: what the message holds, so that defaults stand for the rest."""
-    fields = _given(proto, _SAMPLING_SCALARS)
-    if proto.logit_bias:
-        fields["logit_bias"] = dict(proto.logit_bias)
-    if proto.bad_words:
-        fields["bad_words"] = tuple(tuple(words.token_ids) for words in proto.bad_words)
-    if proto.stop_token_ids:
-        fields["stop_token_ids"] = tuple(proto.stop_token_ids)
-    return fields
-
-
-def speculation_to_proto(params: SpeculationParams, names: Collection[str]) -> types_pb2.SpeculationOptions:
-    """Those fields that are named."""
-    return types_pb2.SpeculationOptions(
-        **{name: getattr(params, name) for name in _SPECULATION_SCALARS if name in names}
-    )
-
-
-def speculation_fields(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:
-    """Arguments of SpeculationParams: what the message holds, so that defaults stand for the rest."""
-    return _given(proto, _SPECULATION_SCALARS)
-
-
-def _given(proto: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The optional scalars that a message holds."""
-    return {name: getattr(proto, name) for name in names if proto.HasField(name)}

@@ -1,0 +1,122 @@
+"""The values that the public and the internal protocol share (``types.proto``) as protobuf messages and back:
+sampling and speculation parameters, rounds and replica statuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from paceline.types import Cause, ReplicaStatus, Round, SamplingParams, SpeculationParams
+from paceline.v1 import types_pb2
+
+CAUSES = {
+    types_pb2.CAUSE_HIT: Cause.HIT,
+    types_pb2.CAUSE_MISS_TOKEN: Cause.TOKEN,
+    types_pb2.CAUSE_MISS_K: Cause.K,
+    types_pb2.CAUSE_LATE: Cause.LATE,
+    types_pb2.CAUSE_DRAFT_DOWN: Cause.DRAFT_DOWN,
+    types_pb2.CAUSE_DISABLED: Cause.DISABLED,
+    types_pb2.CAUSE_SEQUENTIAL: Cause.SEQUENTIAL,
+    types_pb2.CAUSE_START: Cause.START,
+}
+"""Every cause that this version knows, by its number in the protocol."""
+_CAUSES_TO_PROTO = {cause: number for number, cause in CAUSES.items()}
+
+# Fields with the same name and meaning on both sides.
+_SAMPLING_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "seed",
+)
+_SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "growth", "saguaro")
+_STATUS_SCALARS = (
+    "replica_id",
+    "kind",
+    "incarnation",
+    "num_sessions",
+    "num_waiting",
+    "max_sessions",
+    "kv_pages_used",
+    "kv_pages",
+    "busy_s",
+    "pid",
+    "node",
+    "model",
+    "draining",
+    "busy_share",
+    "controller",
+)
+
+
+def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
+    """Writes a round into ``proto``."""
+    proto.drafted, proto.accepted = round_.num_drafted, round_.num_accepted
+    proto.cause = _CAUSES_TO_PROTO[round_.cause]
+
+
+def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
+    """The round of a message; None if it is not a valid one."""
+    drafted, accepted, cause = proto.drafted, proto.accepted, CAUSES.get(proto.cause)
+    return Round(drafted, accepted, cause) if cause is not None and accepted <= drafted else None
+
+
+def status_to_proto(status: ReplicaStatus) -> types_pb2.ReplicaStatus:
+    """A replica's status as a message."""
+    scalars = {name: getattr(status, name) for name in _STATUS_SCALARS}
+    return types_pb2.ReplicaStatus(counters=status.counters, measures=status.measures, **scalars)
+
+
+def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
+    """A replica's status; None if it names no replica."""
+    if not proto.replica_id:
+        return None
+    scalars = {name: getattr(proto, name) for name in _STATUS_SCALARS}
+    return ReplicaStatus(counters=dict(proto.counters), measures=dict(proto.measures), **scalars)
+
+
+def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_pb2.SamplingParams:
+    """Sampling parameters as a message; of the scalars only those in ``names``, the others stay unset."""
+    return types_pb2.SamplingParams(
+        logit_bias=params.logit_bias,
+        bad_words=[types_pb2.TokenSequence(token_ids=words) for words in params.bad_words],
+        stop_token_ids=params.stop_token_ids,
+        **{name: getattr(params, name) for name in _SAMPLING_SCALARS if name in names},
+    )
+
+
+def sampling_fields(proto: types_pb2.SamplingParams) -> dict[str, Any]:
+    """Arguments of SamplingParams: the fields that the message holds, so that defaults stand for the rest."""
+    fields = _given(proto, _SAMPLING_SCALARS)
+    if proto.logit_bias:
+        fields["logit_bias"] = dict(proto.logit_bias)
+    if proto.bad_words:
+        fields["bad_words"] = tuple(tuple(words.token_ids) for words in proto.bad_words)
+    if proto.stop_token_ids:
+        fields["stop_token_ids"] = tuple(proto.stop_token_ids)
+    return fields
+
+
+def speculation_to_proto(params: SpeculationParams, names: Collection[str]) -> types_pb2.SpeculationOptions:
+    """Speculation parameters as a message; only those in ``names``, the others stay unset."""
+    return types_pb2.SpeculationOptions(
+        **{name: getattr(params, name) for name in _SPECULATION_SCALARS if name in names}
+    )
+
+
+def speculation_fields(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:
+    """Arguments of SpeculationParams: the fields that the message holds, so that defaults stand for the rest."""
+    return _given(proto, _SPECULATION_SCALARS)
+
+
+def _given(proto: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The optional scalars that a message holds, by name."""
+    return {name: getattr(proto, name) for name in names if proto.HasField(name)}
