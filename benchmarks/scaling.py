@@ -28,7 +28,8 @@ from typing import Any
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.client import AsyncClient, Client
-from paceline.cluster.launch import Service, free_ports
+from paceline.cluster.launch import Service
+from paceline.cluster.ports import free_ports
 from paceline.config import EMBEDDED_TARGET, ModelLoadingConfig, ServiceConfig
 from paceline.errors import PacelineError
 from paceline.types import Mode, ServerInfo, SpeculationParams

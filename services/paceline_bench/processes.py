@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.cluster.launch import free_ports
+from paceline.cluster.ports import free_ports
 from paceline.config import ServiceConfig
 from paceline.errors import EngineError
 

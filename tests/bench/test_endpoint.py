@@ -10,7 +10,7 @@ import pytest
 from tests.bench.fake_openai import FakeOpenAI
 
 from paceline.cli.main import main
-from paceline.cluster.launch import free_ports
+from paceline.cluster.ports import free_ports
 from paceline.errors import ConfigError, EngineError
 from paceline.types import SamplingParams, SpeculationParams
 from paceline_bench.endpoint import Endpoint, EndpointSettings, spec_decode_counters

@@ -14,7 +14,7 @@ from tests.support.models import save_pair
 
 from paceline.checkpoint.files import read_facts
 from paceline.cli.main import main
-from paceline.cluster.launch import free_ports
+from paceline.cluster.ports import free_ports
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
 from paceline.preflight import service as checks

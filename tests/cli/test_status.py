@@ -10,7 +10,7 @@ from tests.support.fake_service import FakeService
 
 from paceline.cli import main as cli
 from paceline.cli.status import report
-from paceline.cluster.launch import free_ports
+from paceline.cluster.ports import free_ports
 from paceline.errors import EngineError
 from paceline.rpc import generation as api
 from paceline.types import PoolScaling, ReplicaStatus, ServerInfo, Startup

@@ -19,7 +19,7 @@ from ray.autoscaler.v2.scheduler import ResourceRequestSource, SchedulingNode, S
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.instance_manager_pb2 import NodeKind
 
-from paceline.cluster.launch import LONGEST_STREAM_S, serve_environment
+from paceline.cluster.environment import LONGEST_STREAM_S, serve_environment
 from paceline.config import ServiceConfig
 
 CLUSTER = Path(__file__).parents[2] / "cluster"

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from paceline.cluster import launch as serve
+from paceline.cli import serve
 from paceline.config import DraftPolicy, PolicyFunction, ServiceConfig, TargetPolicy
 from paceline.errors import ConfigError
 from paceline.fleet.autoscaler import Autoscaler

@@ -23,7 +23,7 @@ from tests.k8s.support import (
     templates_of,
 )
 
-from paceline.cluster.launch import LONGEST_STREAM_S, serve_environment
+from paceline.cluster.environment import LONGEST_STREAM_S, serve_environment
 from paceline.config import ServiceConfig
 
 pytestmark = needs_kubectl

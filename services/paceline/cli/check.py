@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.checkpoint.files import gib
+from paceline.cli.serve import add_config_flags, read_config
 from paceline.cli.table import table
-from paceline.cluster.launch import add_config_flags, read_config
 from paceline.config import ServiceConfig
 from paceline.preflight.estimate import RAY_BYTES, MemoryEstimate
 from paceline.preflight.service import Examination, Pool, examine

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from paceline.cli.common import EXIT_ENGINE, local_config, write_text
 from paceline.client import Client
-from paceline.cluster.launch import free_ports
+from paceline.cluster.ports import free_ports
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.local import LocalPipeline
 from paceline.types import Chunk, Mode, Result, SamplingParams, SpeculationParams

@@ -53,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands."""
     from paceline.cli.check import add_parser as add_check
     from paceline.cli.plan import add_parser as add_plan
+    from paceline.cli.serve import add_parser as add_serve
     from paceline.cli.status import add_parser as add_status
-    from paceline.cluster.launch import add_parser as add_serve
 
     parser = Parser(prog="paceline", description="Lossless speculative decoding.")
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from tests.support.models import save_pair
 
-from paceline.cluster.launch import free_ports, serve_environment
+from paceline.cluster.environment import serve_environment
+from paceline.cluster.ports import free_ports
 
 START_S = 150
 """Generous: on a loaded machine of two cores every process needs seconds to import torch."""

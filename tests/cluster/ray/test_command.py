@@ -19,8 +19,11 @@ import pytest
 import yaml
 from tests.cluster.ray.conftest import START_S
 
+from paceline.cli import serve
 from paceline.client import Client
-from paceline.cluster import launch as serve
+from paceline.cluster.launch import reserved_cpus
+from paceline.cluster.ports import free_ports
+from paceline.cluster.watch import reason_of
 from paceline.errors import ConfigError, EngineError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -48,7 +51,7 @@ def test_flags_win_over_the_file(tmp_path):
     assert (draft.model_loading_config.model_id, draft.deployment_config.num_replicas) == ("small", 3)
     assert target.engine_kwargs.dtype == draft.engine_kwargs.dtype == "float32"
     assert target.engine_kwargs.compile is draft.engine_kwargs.compile is False
-    assert serve.reserved_cpus(config) == 5  # 2 x 0.9 + 3 x 0.9 + 0.2
+    assert reserved_cpus(config) == 5  # 2 x 0.9 + 3 x 0.9 + 0.2
 
 
 def test_the_embedded_pair_keeps_its_draft_when_a_flag_changes_it():
@@ -91,10 +94,10 @@ def test_mistakes_are_named(argv, message):
 
 def test_the_reason_of_a_failed_start_is_found_in_what_serve_says():
     trace = "The deployment failed to start 3 times in a row ...\nTraceback:\n  File x\n"
-    error = serve.reason_of(trace + "paceline.errors.ConfigError: no weights there\n")
+    error = reason_of(trace + "paceline.errors.ConfigError: no weights there\n")
     assert type(error) is ConfigError
     assert str(error) == "no weights there"
-    error = serve.reason_of(trace + "RuntimeError: out of luck\n")
+    error = reason_of(trace + "RuntimeError: out of luck\n")
     assert type(error) is EngineError
     assert str(error) == "RuntimeError: out of luck"
 
@@ -103,7 +106,7 @@ class Running:
     """A ``paceline serve`` in a session of its own."""
 
     def __init__(self, pair: Path, folder: Path, *more: str) -> None:
-        self.grpc_port, self.http_port = serve.free_ports(2)
+        self.grpc_port, self.http_port = free_ports(2)
         self.log = folder / "serve.log"
         self._out = self.log.open("w")
         models = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--dtype", "float32"]
@@ -279,7 +282,7 @@ def test_the_cluster_file_is_deployed_by_serve_itself(tmp_path):
     ).stdout
     environment = dict(shlex.split(line)[1].split("=", 1) for line in printed.splitlines())
     assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    dashboard, grpc_port, http_port = serve.free_ports(3)
+    dashboard, grpc_port, http_port = free_ports(3)
     text = (REPOSITORY / "cluster" / "embedded.yaml").read_text().replace("0.0.0.0", "127.0.0.1")
     config = yaml.safe_load(text.replace("9000", str(grpc_port)).replace("8000", str(http_port)))
     for pool in ("target_config", "draft_config"):

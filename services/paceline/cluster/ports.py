@@ -1,0 +1,39 @@
+"""TCP ports that no process of this machine listens on."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+_RANGE = (26000, 32000)
+"""Single ports are drawn from here."""
+_BLOCK_RANGE, BLOCK = (10000, 26000), 64
+"""Blocks of ``BLOCK`` consecutive ports are drawn from here."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody uses now, below those that systems hand out to outgoing connections by themselves:
+    what is free there stays free while Ray starts and takes dozens."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(*_RANGE)
+        if port not in ports and _is_free(port):
+            ports.append(port)
+    return ports
+
+
+def free_block() -> int:
+    """The first of ``BLOCK`` ports in a row that nobody uses now."""
+    while True:
+        first = random.randrange(*_BLOCK_RANGE, BLOCK)
+        if all(_is_free(port) for port in range(first, first + BLOCK)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("", port))
+        except OSError:
+            return False
+    return True
