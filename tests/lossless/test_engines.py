@@ -1,7 +1,7 @@
 """The central promise, through both real engines and the real session: speculation never changes the text.
 
-References, from strong to strongest: the engine alone, one token at a time; transformers' own forward over the whole
-text with the processors and the noise applied row by row; transformers' ``generate``.
+References, from strong to strongest: the engine alone, one token at a time; ``core/reference.py`` over transformers'
+own forward of the whole text; transformers' ``generate``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy import stats
+from tests.lossless.test_reference import model_of
 from tests.support.models import EOS, LOSSLESS_FAMILIES, VOCAB, noisy_copy, pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from transformers import LlamaConfig
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import process, sample_coupled
+from paceline.core.reference import Model, speculative_decode
+from paceline.core.sampling import process
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.messages import Nodes, SparseDistribution
 from paceline.model import kv_cache
@@ -167,36 +169,28 @@ def test_greedy_equals_generate(family: str) -> None:
         assert {name: r.token_ids for name, r in results.items()} == expected
 
 
-def _oracle(model, request: Request) -> tuple[tuple[int, ...], list[float]]:
-    """Decoding without any engine: the whole text through transformers for each token, one row at a time."""
+def _reference(model: Model, request: Request) -> tuple[tuple[int, ...], list[float]]:
+    """Decoding without any engine: the tokens of ``core/reference.py``, and their log probabilities."""
     params = request.sampling
-    state = SamplerState(params, params.seed, request.prompt, eos_token_ids=request.eos_token_ids, vocab_size=VOCAB)
-    tokens, emitted, logprobs = list(request.prompt), [], []
-    while len(emitted) < params.max_tokens:
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1:]
-        processed = process(logits, [Row(state)])
-        token = int(sample_coupled(processed))
-        logprobs.append(float(processed.log_probs[0, token]))
-        state.append([token])
-        tokens.append(token)
-        emitted.append(token)
-        if token in (*params.stop_token_ids, *request.eos_token_ids):
-            break
-    return tuple(emitted), logprobs
+    options = {"eos_token_ids": request.eos_token_ids, "vocab_size": VOCAB}
+    tokens = tuple(speculative_decode(model, model, request.prompt, params, seed=params.seed, k=0, **options))
+    state = SamplerState(params, params.seed, request.prompt, **options)
+    logits = model([*request.prompt, *tokens])[-len(tokens) - 1 : -1]
+    log_probs = process(logits, [Row(state, tokens[:i]) for i in range(len(tokens))]).log_probs
+    return tokens, log_probs[range(len(tokens)), tokens].tolist()
 
 
 @pytest.mark.parametrize(
     ("family", "temperature"),
     [("mistral", 0.7), *(pytest.param(f, 1.0, marks=pytest.mark.slow) for f in LOSSLESS_FAMILIES)],
 )
-def test_overlapped_equals_an_oracle_without_engine(family: str, temperature: float) -> None:
+def test_overlapped_equals_the_reference_without_engine(family: str, temperature: float) -> None:
     """Tokens and log probabilities of every processor against transformers' forward over the whole text."""
     target, draft = pair(family)
-    model = random_model(family)
+    model = model_of(random_model(family))
     requests = mixed_batch(temperature)
     for name, result in Pump(target, draft, seed=5).run(requests).items():
-        token_ids, logprobs = _oracle(model, requests[name])
+        token_ids, logprobs = _reference(model, requests[name])
         assert result.token_ids == token_ids, name
         assert result.logprobs == pytest.approx(logprobs, abs=1e-4), name
 
