@@ -1,6 +1,6 @@
-"""The messages between routers and replicas. Plain data: no tensors, no Ray, no protobuf.
+"""Messages between routers and replicas. Plain data: no tensors, no Ray, no protobuf.
 
-In the direction in which they flow (the session relays them, see ``router/session.py``)::
+The session relays them (``router/session.py``)::
 
     open ──▶ target                     open ──▶ draft
              target ── Outcome ──▶ session ── Commit ──▶ draft
@@ -12,14 +12,13 @@ Nodes are pushed ahead of the target's needs; a hit costs no message on the crit
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from paceline.types import FinishReason, Round, SamplingParams, SpeculationParams
 
 
 @dataclass(frozen=True, slots=True)
 class SparseDistribution:
-    """A distribution with few tokens of non-zero mass. ``probs`` sum to 1 (float64), ids are distinct."""
+    """A probability distribution with few tokens of non-zero mass: ``probs`` sum to 1 (float64), ids are distinct."""
 
     token_ids: tuple[int, ...]
     probs: tuple[float, ...]
@@ -38,9 +37,9 @@ class Node:
     prob: float
     """Calibrated probability that the target's text takes this token, given that it reaches the parent."""
     sampled: bool = True
-    """May be proposed. False: a predicted next token of the rejection rule, useful as an outcome only."""
+    """False: a predicted next token of the rejection rule, useful as an outcome only and never proposed."""
     q: SparseDistribution | None = None
-    """Rejection rule: the distribution this token was drawn from, given its parent. None otherwise."""
+    """Rejection rule: the distribution that this token was drawn from, given its parent. None with the coupled rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ class OpenSession:
     session_id: str
     epoch: int
     token_ids: tuple[int, ...] = field(repr=False)
-    """The context: the prompt, and when re-opened what has been emitted since."""
+    """The context: the prompt, and after a failure the tokens decided so far."""
     num_prompt_tokens: int
-    """How many of ``token_ids`` are the prompt (penalties and min_tokens tell them apart)."""
+    """Number of leading ``token_ids`` that are the prompt (penalties and min_tokens tell them apart)."""
     seed: int
     sampling: SamplingParams
     speculation: SpeculationParams
@@ -61,12 +60,12 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """To the draft: what the target decided, and what it verifies now."""
+    """To the draft: the tokens that the target decided, and the proposal that it verifies now."""
 
     session_id: str
     epoch: int
     context_len: int
-    """Length of the context before ``token_ids``: a commit that is missing or comes twice shows."""
+    """Length of the context before ``token_ids``, by which missing and repeated commits are noticed."""
     token_ids: tuple[int, ...]
     """The accepted tokens and the next token, in order."""
     in_flight: tuple[int, ...] = ()
@@ -83,9 +82,9 @@ class Nodes:
     """Length of the context at the draft when it sent this."""
     nodes: tuple[Node, ...]
     idle: bool = False
-    """The draft will send nothing more before the next commit."""
+    """True if the draft will send nothing more before the next commit."""
     step_s: float = 0.0
-    """Seconds that the draft's tree step took; 0 if these nodes came without one."""
+    """Duration of the draft's tree step in seconds; 0 if these nodes came without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +97,23 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """To the target: whether a draft serves the session now."""
+    """To the target: states whether a draft serves the session now."""
 
     session_id: str
     epoch: int
     available: bool
     draft_epoch: int = 0
-    """available: the epoch under which the session was opened on the draft; its nodes carry it."""
+    """Epoch under which the session was opened on the draft, which its nodes carry; 0 unless ``available``."""
     context_len: int = 0
-    """available: length of the context that it was opened with; node 0 is its last token."""
+    """Length of the context that the draft was opened with, whose last token is node 0; 0 unless ``available``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """To a replica, which sends it back at once: what the way there and back takes. Of no session."""
+    """To a replica, which sends it back at once: measures the round trip. Belongs to no session."""
 
     sent_ns: int
-    """By the sender's own clock."""
+    """Sending time by the sender's own clock, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +123,15 @@ class Outcome:
     session_id: str
     epoch: int
     context_len: int
-    """Length of the context before ``token_ids``: an outcome that is missing or comes twice shows."""
+    """Length of the context before ``token_ids``, by which missing and repeated outcomes are noticed."""
     token_ids: tuple[int, ...]
     """Accepted tokens, then the next token, cut at the end of the session if it finished."""
     logprobs: tuple[float, ...]
-    """Of each token, under the target's distribution after all processors."""
+    """Log probability of each token under the target's distribution after all processors."""
     round: Round
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
-    """Prompt tokens whose KV was shared with an earlier session (first outcome only)."""
+    """Prompt tokens whose KV was shared with an earlier session; set in the first outcome only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +155,12 @@ class TreeLost:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationWanted:
-    """From the target: whether drafts for this session are worth their cost now; told when it changes."""
+    """From the target: states whether drafting for this session is worth its cost now; sent when that changes."""
 
     session_id: str
     epoch: int
     wanted: bool
-    """False: it runs plain rounds until it asks again, so the draft may forget the session."""
+    """False: the session runs plain rounds until the target asks again, so the draft may forget it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,32 +172,19 @@ class SessionFailed:
     message: str
 
 
-class RelayedNodes(Protocol):
-    """Nodes on their way from draft to target: ``types.Nodes``, or a form of them that nobody here unpacks."""
+@dataclass(frozen=True, slots=True)
+class RelayedNodes:
+    """Nodes on their way through a router, which relays them without unpacking them."""
 
-    @property
-    def session_id(self) -> str:
-        """Whose they are."""
-        ...
-
-    @property
-    def epoch(self) -> int:
-        """The draft's."""
-        ...
-
-    @property
-    def context_len(self) -> int:
-        """Length of the context at the draft when it sent them."""
-        ...
+    session_id: str
+    epoch: int
+    context_len: int
+    """Length of the context at the draft when it sent them."""
+    packed: object
+    """The nodes in wire form, as the draft sent them; only ``rpc/streams.py`` looks inside."""
 
 
-ToTarget = OpenSession | CloseSession | DraftState | RelayedNodes
-
-
+ToTarget = OpenSession | CloseSession | DraftState | Nodes | RelayedNodes
 ToDraft = OpenSession | CloseSession | Commit
-
-
 FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
-
-
-FromDraft = RelayedNodes | SessionFailed
+FromDraft = Nodes | RelayedNodes | SessionFailed

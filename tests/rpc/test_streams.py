@@ -1,4 +1,4 @@
-"""wire.py: what goes in comes out, in every direction; what makes no sense is dropped and counted.
+"""streams.py: what goes in comes out, in every direction; what makes no sense is dropped and counted.
 
 Mutants that must fail here: any `double` of the protocol made a `float` (0.1 would come back as 0.10000000149...:
 every round trip draws doubles, and `test_no_field_is_rounded` reads the types); a seed cut to 32 or 63 bits; a
@@ -7,6 +7,7 @@ column left out, or put in another's place; a node without q given one.
 
 import math
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -38,18 +39,23 @@ from paceline.messages import (
     Commit,
     DraftState,
     Echo,
+    FromDraft,
+    FromTarget,
     InFlight,
     Node,
     Nodes,
     OpenSession,
     Outcome,
+    RelayedNodes,
     SessionFailed,
     SparseDistribution,
     SpeculationWanted,
+    ToDraft,
+    ToTarget,
     TreeLost,
 )
 from paceline.rpc import streams as wire
-from paceline.rpc.streams import MAX_STEP_S, RelayedNodes
+from paceline.rpc.streams import MAX_STEP_S
 from paceline.types import MAX_DRAFT_TOKENS, FinishReason, ReplicaStatus, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
 
@@ -119,6 +125,19 @@ from_draft = st.lists(trees | failures | echoes, max_size=6)
 # -- between router and replicas ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("forms", "union"),
+    [
+        (wire._TO_TARGET, ToTarget),
+        (wire._FROM_TARGET, FromTarget),
+        (wire._TO_DRAFT, ToDraft),
+        (wire._FROM_DRAFT, FromDraft),
+    ],
+)
+def test_every_message_of_a_direction_has_a_form(forms, union):
+    assert set(forms) == {*get_args(union), Echo}
+
+
 @given(to_target)
 def test_to_target(messages):
     assert wire.decode_to_target(sent(wire.encode_to_target(messages))) == (messages, 0)
@@ -150,7 +169,7 @@ def test_from_draft_through_a_router(messages, status):
     nodes = [message for message in relayed if isinstance(message, RelayedNodes)]
     expected = [message for message in messages if isinstance(message, Nodes)]
     batch = sent(wire.encode_to_target(nodes))
-    assert [c.nodes.SerializeToString() for c in batch.commands] == [n.message.SerializeToString() for n in nodes]
+    assert [c.nodes.SerializeToString() for c in batch.commands] == [n.packed.SerializeToString() for n in nodes]
     assert wire.decode_to_target(batch) == (expected, 0)
 
 

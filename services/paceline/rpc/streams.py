@@ -1,6 +1,6 @@
-"""The streams between router and replicas as protobuf messages and back. Knows no sockets and no engines.
+"""Converts the streams between router and replicas to protobuf and back. Knows no sockets and no engines.
 
-A message is a batch, in order::
+A batch is one protobuf message, in order::
 
     router ── encode_to_target ────▶ decode_to_target ─── target
     router ◀─ decode_from_target ─── encode_from_target ─ target
@@ -8,9 +8,9 @@ A message is a batch, in order::
     router ◀─ decode_from_draft ──── encode_from_draft ── draft
 
 These run once per step for all sessions of a replica, so they do as little per token as they can: nodes travel in
-columns, and a router relays them without looking inside. Decoding never raises: a message that is no valid value is
-dropped, and the number of those is returned. What depends on a session's state (ids, ranges, the sum of q) is
-checked where that state is, by ``speculation.py`` and the engines.
+columns, and a router relays them without looking inside. Decoding never raises: an invalid message is dropped and
+counted. What depends on a session's state (ids, ranges, the sum of q) is checked where that state is, by
+``core/tree.py`` and the engines.
 
 What both protocols carry (parameters, rounds, statuses) is converted in ``values.py``, the public protocol in
 ``generation.py``.
@@ -19,10 +19,10 @@ What both protocols carry (parameters, rounds, statuses) is converted in ``value
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from itertools import repeat
-from typing import assert_never
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -31,14 +31,19 @@ from paceline.messages import (
     Commit,
     DraftState,
     Echo,
+    FromDraft,
+    FromTarget,
     InFlight,
     Node,
     Nodes,
     OpenSession,
     Outcome,
+    RelayedNodes,
     SessionFailed,
     SparseDistribution,
     SpeculationWanted,
+    ToDraft,
+    ToTarget,
     TreeLost,
 )
 from paceline.rpc.values import (
@@ -55,7 +60,7 @@ from paceline.types import FinishReason, ReplicaStatus, SamplingParams, Speculat
 from paceline.v1 import draft_pb2, target_pb2, types_pb2
 
 MAX_STEP_S = 3600.0
-"""Longest tree step that a draft may tell of, in seconds: the target averages them, and one absurd value would stay."""
+"""Longest tree step that a draft may report, in seconds: the target averages them, and one absurd value would stay."""
 
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -65,227 +70,7 @@ _FINISH_REASONS = {
 }
 _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS.items()}
 
-
-@dataclass(frozen=True, slots=True)
-class RelayedNodes:
-    """Nodes on their way through a router, packed as the draft sent them."""
-
-    session_id: str
-    epoch: int
-    context_len: int
-    """Length of the context at the draft when it sent them."""
-    message: types_pb2.Nodes
-
-
-# -- router and target -------------------------------------------------------------------------------------------------
-
-
-def encode_to_target(
-    messages: Iterable[OpenSession | CloseSession | DraftState | Nodes | RelayedNodes | Echo],
-) -> target_pb2.ToTarget:
-    """A batch for a target."""
-    batch = target_pb2.ToTarget()
-    for message in messages:
-        command = batch.commands.add()
-        if isinstance(message, RelayedNodes):
-            command.nodes.CopyFrom(message.message)
-        elif isinstance(message, Nodes):
-            _write_nodes(message, command.nodes)
-        elif isinstance(message, DraftState):
-            state = command.draft_state
-            state.session_id, state.epoch, state.available = message.session_id, message.epoch, message.available
-            state.draft_epoch, state.context_len = message.draft_epoch, message.context_len
-        elif isinstance(message, OpenSession):
-            _write_open(message, command.open_session)
-        elif isinstance(message, CloseSession):
-            command.close_session.session_id, command.close_session.epoch = message.session_id, message.epoch
-        elif isinstance(message, Echo):
-            command.echo.sent_ns = message.sent_ns
-        else:
-            assert_never(message)
-    return batch
-
-
-def decode_to_target(
-    batch: target_pb2.ToTarget,
-) -> tuple[list[OpenSession | CloseSession | DraftState | Nodes | Echo], int]:
-    """The messages of a batch, and how many were dropped."""
-    messages: list[OpenSession | CloseSession | DraftState | Nodes | Echo] = []
-    for command in batch.commands:
-        kind = command.WhichOneof("command")
-        message: OpenSession | CloseSession | DraftState | Nodes | Echo | None = None
-        if kind == "nodes":
-            message = _read_nodes(command.nodes)
-        elif kind == "draft_state":
-            if session_id := command.draft_state.session_id:
-                state = command.draft_state
-                message = DraftState(session_id, state.epoch, state.available, state.draft_epoch, state.context_len)
-        elif kind == "open_session":
-            message = _read_open(command.open_session)
-        elif kind == "close_session":
-            message = _read_close(command.close_session)
-        elif kind == "echo":
-            message = Echo(command.echo.sent_ns)
-        if message is not None:
-            messages.append(message)
-    return messages, len(batch.commands) - len(messages)
-
-
-def encode_from_target(
-    messages: Iterable[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | Echo],
-    status: ReplicaStatus | None = None,
-) -> target_pb2.FromTarget:
-    """A batch of a target's, with its status when that is due."""
-    batch = target_pb2.FromTarget()
-    for message in messages:
-        event = batch.events.add()
-        if isinstance(message, Outcome):
-            _write_outcome(message, event.outcome)
-        elif isinstance(message, InFlight):
-            in_flight = event.in_flight
-            in_flight.session_id, in_flight.epoch = message.session_id, message.epoch
-            in_flight.context_len = message.context_len
-            in_flight.node_ids.extend(message.node_ids)
-        elif isinstance(message, TreeLost):
-            event.tree_lost.session_id, event.tree_lost.epoch = message.session_id, message.epoch
-        elif isinstance(message, SpeculationWanted):
-            wanted = event.speculation_wanted
-            wanted.session_id, wanted.epoch, wanted.wanted = message.session_id, message.epoch, message.wanted
-        elif isinstance(message, SessionFailed):
-            _write_failed(message, event.session_failed)
-        elif isinstance(message, Echo):
-            event.echo.sent_ns = message.sent_ns
-        else:
-            assert_never(message)
-    if status is not None:
-        batch.status.CopyFrom(status_to_proto(status))
-    return batch
-
-
-def decode_from_target(
-    batch: target_pb2.FromTarget,
-) -> tuple[list[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | Echo], ReplicaStatus | None, int]:
-    """The messages of a batch, the target's status if there is one, and how many of all these were dropped."""
-    messages: list[Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | Echo] = []
-    for event in batch.events:
-        kind = event.WhichOneof("event")
-        message: Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed | Echo | None = None
-        if kind == "outcome":
-            message = _read_outcome(event.outcome)
-        elif kind == "in_flight":
-            if session_id := event.in_flight.session_id:
-                part = event.in_flight
-                message = InFlight(session_id, part.epoch, part.context_len, tuple(part.node_ids[:]))
-        elif kind == "tree_lost":
-            if session_id := event.tree_lost.session_id:
-                message = TreeLost(session_id, event.tree_lost.epoch)
-        elif kind == "speculation_wanted":
-            if session_id := event.speculation_wanted.session_id:
-                message = SpeculationWanted(session_id, event.speculation_wanted.epoch, event.speculation_wanted.wanted)
-        elif kind == "session_failed":
-            message = _read_failed(event.session_failed)
-        elif kind == "echo":
-            message = Echo(event.echo.sent_ns)
-        if message is not None:
-            messages.append(message)
-    status = status_from_proto(batch.status)
-    num_dropped = len(batch.events) - len(messages) + (batch.HasField("status") and status is None)
-    return messages, status, num_dropped
-
-
-# -- router and draft --------------------------------------------------------------------------------------------------
-
-
-def encode_to_draft(messages: Iterable[OpenSession | CloseSession | Commit | Echo]) -> draft_pb2.ToDraft:
-    """A batch for a draft."""
-    batch = draft_pb2.ToDraft()
-    for message in messages:
-        command = batch.commands.add()
-        if isinstance(message, Commit):
-            commit = command.commit
-            commit.session_id, commit.epoch = message.session_id, message.epoch
-            commit.context_len = message.context_len
-            commit.token_ids.extend(message.token_ids)
-            commit.in_flight.extend(message.in_flight)
-        elif isinstance(message, OpenSession):
-            _write_open(message, command.open_session)
-        elif isinstance(message, CloseSession):
-            command.close_session.session_id, command.close_session.epoch = message.session_id, message.epoch
-        elif isinstance(message, Echo):
-            command.echo.sent_ns = message.sent_ns
-        else:
-            assert_never(message)
-    return batch
-
-
-def decode_to_draft(batch: draft_pb2.ToDraft) -> tuple[list[OpenSession | CloseSession | Commit | Echo], int]:
-    """The messages of a batch, and how many were dropped."""
-    messages: list[OpenSession | CloseSession | Commit | Echo] = []
-    for command in batch.commands:
-        kind = command.WhichOneof("command")
-        message: OpenSession | CloseSession | Commit | Echo | None = None
-        if kind == "commit":
-            if session_id := command.commit.session_id:
-                part = command.commit
-                token_ids, in_flight = tuple(part.token_ids[:]), tuple(part.in_flight[:])
-                message = Commit(session_id, part.epoch, part.context_len, token_ids, in_flight)
-        elif kind == "open_session":
-            message = _read_open(command.open_session)
-        elif kind == "close_session":
-            message = _read_close(command.close_session)
-        elif kind == "echo":
-            message = Echo(command.echo.sent_ns)
-        if message is not None:
-            messages.append(message)
-    return messages, len(batch.commands) - len(messages)
-
-
-def encode_from_draft(
-    messages: Iterable[Nodes | SessionFailed | Echo], status: ReplicaStatus | None = None
-) -> draft_pb2.FromDraft:
-    """A batch of a draft's, with its status when that is due."""
-    batch = draft_pb2.FromDraft()
-    for message in messages:
-        event = batch.events.add()
-        if isinstance(message, Nodes):
-            _write_nodes(message, event.nodes)
-        elif isinstance(message, SessionFailed):
-            _write_failed(message, event.session_failed)
-        elif isinstance(message, Echo):
-            event.echo.sent_ns = message.sent_ns
-        else:
-            assert_never(message)
-    if status is not None:
-        batch.status.CopyFrom(status_to_proto(status))
-    return batch
-
-
-def decode_from_draft(
-    batch: draft_pb2.FromDraft,
-) -> tuple[list[RelayedNodes | SessionFailed | Echo], ReplicaStatus | None, int]:
-    """The messages of a batch, the draft's status if there is one, and how many of all these were dropped.
-
-    The inside of nodes is not looked at: ``decode_to_target`` does that.
-    """
-    messages: list[RelayedNodes | SessionFailed | Echo] = []
-    for event in batch.events:
-        kind = event.WhichOneof("event")
-        message: RelayedNodes | SessionFailed | Echo | None = None
-        if kind == "nodes":
-            if session_id := event.nodes.session_id:
-                message = RelayedNodes(session_id, event.nodes.epoch, event.nodes.context_len, event.nodes)
-        elif kind == "session_failed":
-            message = _read_failed(event.session_failed)
-        elif kind == "echo":
-            message = Echo(event.echo.sent_ns)
-        if message is not None:
-            messages.append(message)
-    status = status_from_proto(batch.status)
-    num_dropped = len(batch.events) - len(messages) + (batch.HasField("status") and status is None)
-    return messages, status, num_dropped
-
-
-# -- one message of a batch: _write_* fills it in place, _read_* returns None if it is no valid value ------------------
+# -- one message of a batch: _write_* fills it in place, _read_* returns None if it is invalid -------------------------
 
 
 def _write_nodes(message: Nodes, proto: types_pb2.Nodes) -> None:
@@ -332,6 +117,16 @@ def _read_nodes(proto: types_pb2.Nodes) -> Nodes | None:
         flags = sampled or repeat(True)
         nodes = tuple(map(Node, node_ids, parent_ids, token_ids, probs, flags, qs or repeat(None)))
     return Nodes(session_id, proto.epoch, proto.context_len, nodes, proto.idle, step_s)
+
+
+def _write_relayed(message: RelayedNodes, proto: types_pb2.Nodes) -> None:
+    assert isinstance(message.packed, types_pb2.Nodes)
+    proto.CopyFrom(message.packed)
+
+
+def _read_relayed(proto: types_pb2.Nodes) -> RelayedNodes | None:
+    """The nodes unopened: ``_read_nodes`` validates them at the target."""
+    return RelayedNodes(proto.session_id, proto.epoch, proto.context_len, proto) if proto.session_id else None
 
 
 def _write_outcome(message: Outcome, proto: target_pb2.Outcome) -> None:
@@ -387,10 +182,6 @@ def _read_open(proto: types_pb2.OpenSession) -> OpenSession | None:
     )
 
 
-def _read_close(proto: types_pb2.CloseSession) -> CloseSession | None:
-    return CloseSession(proto.session_id, proto.epoch) if proto.session_id else None
-
-
 def _write_failed(message: SessionFailed, proto: types_pb2.SessionFailed) -> None:
     proto.session_id, proto.epoch = message.session_id, message.epoch
     # The text may quote anything; what UTF-8 cannot carry becomes a question mark.
@@ -399,3 +190,148 @@ def _write_failed(message: SessionFailed, proto: types_pb2.SessionFailed) -> Non
 
 def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
     return SessionFailed(proto.session_id, proto.epoch, proto.message) if proto.session_id else None
+
+
+class _Form(NamedTuple):
+    """Wire form of one kind of message: its field in the oneof of a batch entry, and the conversion both ways."""
+
+    field: str
+    write: Callable[[Any, Any], None]
+    read: Callable[[Any], Any]
+
+
+def _flat(field: str, kind: type[Any], *columns: str) -> _Form:
+    """Form of a dataclass whose fields have the same names in the protocol; ``columns`` are the repeated ones."""
+    names = [(item.name, item.name in columns) for item in fields(kind)]
+    needs_id = ("session_id", False) in names
+
+    def write(message: Any, proto: Any) -> None:
+        for name, is_column in names:
+            if is_column:
+                getattr(proto, name).extend(getattr(message, name))
+            else:
+                setattr(proto, name, getattr(message, name))
+
+    def read(proto: Any) -> Any:
+        if needs_id and not proto.session_id:
+            return None
+        return kind(*[tuple(getattr(proto, name)[:]) if column else getattr(proto, name) for name, column in names])
+
+    return _Form(field, write, read)
+
+
+_OPEN = _Form("open_session", _write_open, _read_open)
+_CLOSE = _flat("close_session", CloseSession)
+_FAILED = _Form("session_failed", _write_failed, _read_failed)
+_ECHO = _flat("echo", Echo)
+
+_TO_TARGET = {
+    OpenSession: _OPEN,
+    CloseSession: _CLOSE,
+    DraftState: _flat("draft_state", DraftState),
+    Nodes: _Form("nodes", _write_nodes, _read_nodes),
+    RelayedNodes: _Form("nodes", _write_relayed, _read_nodes),
+    Echo: _ECHO,
+}
+_FROM_TARGET = {
+    Outcome: _Form("outcome", _write_outcome, _read_outcome),
+    InFlight: _flat("in_flight", InFlight, "node_ids"),
+    TreeLost: _flat("tree_lost", TreeLost),
+    SpeculationWanted: _flat("speculation_wanted", SpeculationWanted),
+    SessionFailed: _FAILED,
+    Echo: _ECHO,
+}
+_TO_DRAFT = {
+    OpenSession: _OPEN,
+    CloseSession: _CLOSE,
+    Commit: _flat("commit", Commit, "token_ids", "in_flight"),
+    Echo: _ECHO,
+}
+_FROM_DRAFT = {
+    Nodes: _Form("nodes", _write_nodes, _read_relayed),
+    RelayedNodes: _Form("nodes", _write_relayed, _read_relayed),
+    SessionFailed: _FAILED,
+    Echo: _ECHO,
+}
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def encode_to_target(messages: Iterable[ToTarget | Echo]) -> target_pb2.ToTarget:
+    """Packs a batch for a target."""
+    batch = target_pb2.ToTarget()
+    _write(_TO_TARGET, messages, batch.commands)
+    return batch
+
+
+def decode_to_target(batch: target_pb2.ToTarget) -> tuple[list[ToTarget | Echo], int]:
+    """Returns the messages of a batch and how many were dropped."""
+    messages = _read(_TO_TARGET, batch.commands, "command")
+    return messages, len(batch.commands) - len(messages)
+
+
+def encode_from_target(
+    messages: Iterable[FromTarget | Echo], status: ReplicaStatus | None = None
+) -> target_pb2.FromTarget:
+    """Packs a batch from a target, with its status when that is due."""
+    batch = target_pb2.FromTarget()
+    _write(_FROM_TARGET, messages, batch.events)
+    if status is not None:
+        batch.status.CopyFrom(status_to_proto(status))
+    return batch
+
+
+def decode_from_target(batch: target_pb2.FromTarget) -> tuple[list[FromTarget | Echo], ReplicaStatus | None, int]:
+    """Returns the messages of a batch, the target's status if there is one, and how many of all these were dropped."""
+    messages = _read(_FROM_TARGET, batch.events, "event")
+    status = status_from_proto(batch.status)
+    return messages, status, len(batch.events) - len(messages) + (batch.HasField("status") and status is None)
+
+
+def encode_to_draft(messages: Iterable[ToDraft | Echo]) -> draft_pb2.ToDraft:
+    """Packs a batch for a draft."""
+    batch = draft_pb2.ToDraft()
+    _write(_TO_DRAFT, messages, batch.commands)
+    return batch
+
+
+def decode_to_draft(batch: draft_pb2.ToDraft) -> tuple[list[ToDraft | Echo], int]:
+    """Returns the messages of a batch and how many were dropped."""
+    messages = _read(_TO_DRAFT, batch.commands, "command")
+    return messages, len(batch.commands) - len(messages)
+
+
+def encode_from_draft(messages: Iterable[FromDraft | Echo], status: ReplicaStatus | None = None) -> draft_pb2.FromDraft:
+    """Packs a batch from a draft, with its status when that is due."""
+    batch = draft_pb2.FromDraft()
+    _write(_FROM_DRAFT, messages, batch.events)
+    if status is not None:
+        batch.status.CopyFrom(status_to_proto(status))
+    return batch
+
+
+def decode_from_draft(batch: draft_pb2.FromDraft) -> tuple[list[FromDraft | Echo], ReplicaStatus | None, int]:
+    """Returns the messages of a batch, the draft's status if there is one, and how many of all these were dropped.
+
+    Nodes stay packed: ``decode_to_target`` validates them.
+    """
+    messages = _read(_FROM_DRAFT, batch.events, "event")
+    status = status_from_proto(batch.status)
+    return messages, status, len(batch.events) - len(messages) + (batch.HasField("status") and status is None)
+
+
+def _write(forms: Mapping[type[Any], _Form], messages: Iterable[Any], entries: Any) -> None:
+    for message in messages:
+        field, write, _ = forms[type(message)]
+        write(message, getattr(entries.add(), field))
+
+
+def _read(forms: Mapping[type[Any], _Form], entries: Iterable[Any], oneof: str) -> list[Any]:
+    readers = {form.field: form.read for form in forms.values()}
+    messages = []
+    for entry in entries:
+        field = entry.WhichOneof(oneof)  # None: empty, or a kind that this version does not know
+        if field is not None and (message := readers[field](getattr(entry, field))) is not None:
+            messages.append(message)
+    return messages

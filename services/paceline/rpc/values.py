@@ -20,7 +20,7 @@ CAUSES = {
     types_pb2.CAUSE_SEQUENTIAL: Cause.SEQUENTIAL,
     types_pb2.CAUSE_START: Cause.START,
 }
-"""Every cause that this version knows, by its number in the protocol."""
+"""Every cause that this version knows, by its protocol number."""
 _CAUSES_TO_PROTO = {cause: number for number, cause in CAUSES.items()}
 
 # Fields with the same name and meaning on both sides.
