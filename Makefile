@@ -1,8 +1,14 @@
 # make setup   virtual environment with pinned dependencies        make demo    overlapped against plain decoding
-# make test    every test that is not slow                          make check   linters, formatter and type checker
-# make bench   the local benchmark                                  make clean   forget the environment and caches
-# make protos  the generated code in services/paceline/v1           make test-ray   tests on a real local Ray cluster
-# make gpu     tests and benchmark on a CUDA device, with GPU_PYTHON as it is: torch, transformers, pydantic, pytest
+# make check   linters, formatter and type checker                 make bench   the local benchmark
+# make protos  the generated code in services/paceline/v1          make clean   forget the environment and caches
+#
+# Tests run in rings, each one call of pytest; the marks of a test (pyproject.toml) say which ring it is in:
+# make test          fast: a few minutes, every promise and every mutant once     continuous integration, every change
+# make test-tools    benchmark, planner, manifests, cluster files                 continuous integration
+# make test-slow     what takes seconds each                                      continuous integration
+# make test-ray      a real local Ray cluster, one failure of each kind           continuous integration
+# make test-nightly  all of slow and ray, and full products: hours                every night, and before a release
+# make gpu           tests and benchmark on a CUDA device, with GPU_PYTHON as it is: torch, transformers, pydantic, pytest
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
@@ -14,9 +20,8 @@ V1     := services/paceline/v1
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos \
 	--plugin=$(BIN)/protoc-gen-mypy --plugin=$(BIN)/protoc-gen-mypy_grpc
 
-# Tests that take a core for themselves and judge no speed: two run at once.
-PARALLEL := tests/model tests/target tests/draft tests/drafters tests/lossless/test_engines.py \
-	tests/lossless/test_exact.py tests/lossless/test_statistical.py
+# Two processes, each with its own core; tests of one xdist_group never run at the same time as each other.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations 15
 
 # One torch thread per process: a multi-threaded region stalls whenever anything else wants one of its cores.
 export OMP_NUM_THREADS := 1
@@ -25,7 +30,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo test test-slow test-ray gpu check check-protos protos format bench clean
+.PHONY: setup demo test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean
 
 setup: $(STAMP)
 
@@ -39,16 +44,22 @@ demo: setup
 	$(BIN)/paceline demo
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu and not ray" $(PARALLEL)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not ray" $(PARALLEL:%=--ignore=%)
+	$(PYTEST) -m "not slow and not nightly and not tools and not ray and not gpu"
+
+test-tools: setup
+	$(PYTEST) -m "tools and not slow and not nightly and not ray"
 
 test-slow: setup
-	$(BIN)/python -m pytest -q -n 2 -m "slow and not gpu and not ray" $(PARALLEL)
-	$(BIN)/python -m pytest -q -m "slow and not gpu and not ray" $(PARALLEL:%=--ignore=%)
+	$(PYTEST) -m "slow and not nightly and not ray and not gpu"
 
 test-ray: setup
-	timeout 600 $(BIN)/python -m pytest -q -m "ray and not gpu" tests/metrics/test_metrics.py  # a cluster of its own
-	timeout 2400 $(BIN)/python -m pytest -q -m "ray and not gpu" --ignore tests/metrics/test_metrics.py
+	timeout 600 $(BIN)/python -m pytest -q -m "ray and not nightly" tests/metrics/test_metrics.py  # a cluster of its own
+	timeout 1800 $(BIN)/python -m pytest -q -m "ray and not nightly" --ignore tests/metrics/test_metrics.py
+
+test-nightly: setup
+	$(PYTEST) -m "(slow or nightly) and not ray and not gpu"
+	$(BIN)/python -m pytest -q -m ray tests/metrics/test_metrics.py
+	$(BIN)/python -m pytest -q -m ray --ignore tests/metrics/test_metrics.py
 
 gpu:
 	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default -m gpu tests/gpu

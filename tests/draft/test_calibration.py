@@ -61,6 +61,7 @@ def test_converges_to_the_truth() -> None:
     assert errors[2] < 0.03  # what is left is the width of a bin
 
 
+@pytest.mark.slow
 def test_a_new_session_starts_from_what_the_others_taught() -> None:
     engine_wide = Calibration(RANKS, horizon=4000)
     trained(1, 20_000, engine_wide)
@@ -81,6 +82,7 @@ def captured(estimate: Callable[[Evidence], Sequence[float]], budget: int) -> fl
     return total / 200
 
 
+@pytest.mark.slow
 def test_best_first_finds_more_with_it() -> None:
     prior = captured(lambda seen: seen.priors, 16)
     learned = captured(trained(1, 20_000).probabilities, 16)

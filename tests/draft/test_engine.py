@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.models import pair
+from tests.support.rings import pairs_first
 
 from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
 from paceline.draft import build
@@ -27,9 +28,7 @@ from .fakes import VOCAB, Harness, TableDrafter, open_session, plain
 GROWTHS = ["best_first", "uniform", "geometric"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("growth", GROWTHS)
-@pytest.mark.parametrize("draft_steps", [0, 1, 2, 8])
+@pytest.mark.parametrize(("temperature", "growth", "draft_steps"), pairs_first([0.0, 1.0], GROWTHS, [0, 1, 2, 8]))
 def test_text_is_that_of_plain_decoding(temperature: float, growth: str, draft_steps: int) -> None:
     harness = Harness()
     session = open_session(temperature=temperature, growth=growth)
@@ -459,6 +458,7 @@ def nonsense() -> st.SearchStrategy[Any]:
     return st.one_of(commits.filter(lambda c: c.session_id != "good" or c.epoch != 6), opens, closes)
 
 
+@pytest.mark.slow
 @given(st.lists(nonsense(), max_size=40), st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
 def test_nothing_that_is_received_harms_the_engine_or_another_session(messages: list[Any], steps: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from scipy.stats import chi2
+from tests.support.rings import slow
 
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import process
@@ -113,7 +114,7 @@ LIMIT = float(chi2.isf(FALSE_ALARM, VOCAB**3 - 1))
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"growth": "uniform"}, {"mode": "sequential"}, {"saguaro": 0.3}],
+    [*slow([{}, {"growth": "uniform"}]), {"mode": "sequential"}, *slow([{"saguaro": 0.3}])],
     ids=["best_first", "uniform", "sequential", "saguaro"],
 )
 def test_the_law_is_the_targets(options: dict[str, object]) -> None:

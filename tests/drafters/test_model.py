@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from tests.support.models import VOCAB, prompt, random_model
+from tests.support.rings import nightly, slow
 
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
@@ -160,6 +161,7 @@ def test_several_pending_tokens_are_computed_at_once() -> None:
     assert twin.forwarded == 43
 
 
+@pytest.mark.slow
 def test_dropped_rows_are_used_again() -> None:
     """A session that drafts and misses for long stays within the rows of its text and one tree."""
     twin = Twin(pages=3)
@@ -219,8 +221,10 @@ def test_without_room_there_are_no_candidates_and_later_there_are() -> None:
     twin.expand(("c", 0), ("a", twin.child("a", unlucky, 33)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [("llama", 1), *slow([("llama", 0), ("gemma3", 1)]), *nightly([("llama", 2), ("gemma3", 0), ("gemma3", 2)])],
+)
 def test_random_growth(family: str, seed: int) -> None:
     """Trees that grow, advance and miss at random in a tight cache: every candidate row equals a plain forward."""
     rng = random.Random(seed)

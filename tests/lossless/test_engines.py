@@ -18,6 +18,7 @@ from scipy import stats
 from tests.lossless.test_reference import model_of
 from tests.support.models import EOS, LOSSLESS_FAMILIES, VOCAB, noisy_copy, pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.rings import nightly, pairs_first, slow
 from transformers import LlamaConfig
 
 from paceline.checkpoint.tokenizer import load_tokenizer
@@ -104,19 +105,19 @@ def _matrix(family: str, temperature: float) -> None:
     assert preemptions > 0
 
 
-_FAST = [("llama", 0.0), ("llama", 1.0), ("gemma3", 0.7), ("gpt2", 1.0)]
+_MIXED = [("llama", 1.0), ("llama", 0.0), ("gemma3", 0.7), ("gpt2", 1.0)]
 
 
-@pytest.mark.parametrize(("family", "temperature"), _FAST)
+@pytest.mark.parametrize(("family", "temperature"), [_MIXED[0], *slow(_MIXED[1:])])
 def test_modes_give_identical_tokens_in_mixed_batches(family: str, temperature: float) -> None:
     """Every mode, 16 sessions with every processor, arrivals, preemption, prefix sharing: the tokens of plain."""
     _matrix(family, temperature)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "temperature"),
-    [c for c in itertools.product(LOSSLESS_FAMILIES, TEMPERATURES) if c not in _FAST],
+    [c for c in itertools.product(LOSSLESS_FAMILIES, TEMPERATURES) if c not in _MIXED],
 )
 def test_modes_give_identical_tokens_in_mixed_batches_everywhere(family: str, temperature: float) -> None:
     """The rest of the matrix."""
@@ -131,10 +132,10 @@ def test_alone(processor: str, mode: Mode) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", SPECULATING)
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("family", LOSSLESS_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "processor", "temperature", "mode"),
+    pairs_first(LOSSLESS_FAMILIES, list(PROCESSORS), TEMPERATURES, SPECULATING),
+)
 def test_alone_everywhere(family: str, processor: str, temperature: float, mode: Mode) -> None:
     """The rest of the matrix."""
     _alone(family, processor, temperature, mode)
@@ -148,7 +149,7 @@ def _alone(family: str, processor: str, temperature: float, mode: Mode) -> None:
     assert_same(pump.run(in_mode(requests, mode)), plain_reference(target, requests))
 
 
-@pytest.mark.parametrize("family", LOSSLESS_FAMILIES)
+@pytest.mark.parametrize("family", ["llama", *slow(LOSSLESS_FAMILIES[1:])])
 def test_greedy_equals_generate(family: str) -> None:
     """All modes at temperature 0 against transformers' own ``generate``."""
     target, draft = pair(family)
@@ -182,7 +183,11 @@ def _reference(model: Model, request: Request) -> tuple[tuple[int, ...], list[fl
 
 @pytest.mark.parametrize(
     ("family", "temperature"),
-    [("mistral", 0.7), *(pytest.param(f, 1.0, marks=pytest.mark.slow) for f in LOSSLESS_FAMILIES)],
+    [
+        ("mistral", 0.7),
+        *slow([("llama", 1.0), ("gpt2", 1.0)]),
+        *nightly((f, 1.0) for f in LOSSLESS_FAMILIES if f not in ("llama", "gpt2")),
+    ],
 )
 def test_overlapped_equals_the_reference_without_engine(family: str, temperature: float) -> None:
     """Tokens and log probabilities of every processor against transformers' forward over the whole text."""
@@ -195,6 +200,7 @@ def test_overlapped_equals_the_reference_without_engine(family: str, temperature
         assert result.logprobs == pytest.approx(logprobs, abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_draft_kind_and_settings_never_matter() -> None:
     """A useless draft, a perfect one, one that has no room, one candidate only: always the same tokens."""
     target, draft = pair("llama")
@@ -227,7 +233,7 @@ def test_hits_and_misses_both_occur() -> None:
 # -- control: whatever it decides, the text is the same ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, *slow([0.0])])
 def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers of draft tokens in every step; sessions whose drafts are paused and resumed at random."""
     rng = random.Random(0)
@@ -258,7 +264,7 @@ def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pyte
         assert stats.nodes_used > 10
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("adaptive", [True, *slow([False])])
 def test_measured_control_gives_identical_tokens(adaptive: bool) -> None:
     """Steps that take time by their size, so that budget, waiting and pauses act as they do in service."""
     target, draft = pair("qwen3")
@@ -375,20 +381,20 @@ def _embedded(pair_and_report, temperature: float, max_tokens: int) -> None:
         assert {n: r.logprobs for n, r in results.items()} == {n: r.logprobs for n, r in reference.items()}
 
 
+@pytest.mark.slow
 def test_embedded_pair_bf16_is_identical_bit_for_bit(embedded_bf16) -> None:
     """Tokens and log probabilities equal in every bit, or the self-test says that this platform cannot."""
     _embedded(embedded_bf16, 1.0, 24)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_embedded_pair_bf16_is_identical_bit_for_bit_everywhere(embedded_bf16, temperature: float) -> None:
     """Longer."""
     _embedded(embedded_bf16, temperature, 96)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", [*slow([1.0]), *nightly([0.0, 0.7])])
 def test_embedded_pair_fp32(temperature: float) -> None:
     """fp32: the same identity."""
     target = prepare(load_pretrained(str(TARGET_DIR), torch.float32), compile=False)
@@ -399,8 +405,17 @@ def test_embedded_pair_fp32(temperature: float) -> None:
         assert_same(Pump(target, draft, seed=seed).run(in_mode(requests, mode)), reference)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in LOSSLESS_FAMILIES[1:])])
-@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
+_RANDOM_BF16 = [("llama", 1.0), ("gpt2", 0.0), ("gemma3", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [
+        _RANDOM_BF16[0],
+        *slow(_RANDOM_BF16[1:]),
+        *nightly(c for c in itertools.product(LOSSLESS_FAMILIES, (1.0, 0.0)) if c not in _RANDOM_BF16),
+    ],
+)
 def test_random_checkpoints_bf16_are_identical_bit_for_bit(family: str, temperature: float) -> None:
     """bf16 has exact ties and coarse logits; identity holds all the same, or the self-test says it cannot."""
     target, draft = pair(family, torch.bfloat16)
@@ -505,7 +520,7 @@ def _wrong_q(message):
     return [replace(message, nodes=tuple(nodes))]
 
 
-@pytest.mark.parametrize("mode", SPECULATING)
+@pytest.mark.parametrize("mode", [Mode.SEQUENTIAL, *slow([Mode.OVERLAPPED])])
 def test_rejection_rule_keeps_the_law(tiny_pair, mode: Mode) -> None:
     """Joint law of four tokens through both engines against the exact one; false alarms: 1e-6."""
     law = _law(tiny_pair[0], [1, 2, 3], 4)
@@ -543,6 +558,7 @@ def _tells_what_was_drawn(message):
     return [replace(message, nodes=nodes)]
 
 
+@pytest.mark.slow
 def test_rejection_rule_keeps_the_law_under_any_budget(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that would choose chains by the probabilities of their nodes gets to see none of them."""
     _only_the_unlikely(monkeypatch)

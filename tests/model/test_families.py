@@ -11,12 +11,15 @@ import transformers
 from tests.model.conformance import DOCS, Result, count, examine
 from tests.model.families import EXCLUDED, MAX_PARAMETERS, WHOLE_ONLY, Case, cases, family_names, small_config
 from tests.model.parallel.ranks import Ranks
+from tests.support.rings import nightly, slow
 
 from paceline.errors import ConfigError
 from paceline.model.parallel.plan import plan_shards
 
-QUICK = {"llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss, no plan", "doge"}
-"""Of each kind of attention one; the others are slow together."""
+FAST = {"llama", "doge"}
+"""One that conforms and one that is refused."""
+EACH_KIND = {"gemma2", "gemma3_text", "mixtral", "gpt_oss, no plan"}
+"""One family of each other kind of attention, for the slow ring; the nightly ring runs all."""
 README = DOCS.parents[1] / "README.md"
 
 
@@ -28,7 +31,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow) for case in cases()],
+    [
+        *(case for case in cases() if case.name in FAST),
+        *slow(case for case in cases() if case.name in EACH_KIND),
+        *nightly(case for case in cases() if case.name not in FAST | EACH_KIND),
+    ],
+    ids=lambda case: case.name,
 )
 def test_a_family_conforms_or_is_refused_with_the_reason(case: Case, two: Ranks, tmp_path: Path) -> None:
     """Tokens and logits against transformers, two ranks against one process: see ``conformance.py``."""
@@ -73,7 +81,7 @@ def test_the_tables_name_families_and_variants_only() -> None:
     """And none twice."""
     names = [case.name for case in cases()]
     assert len({*names}) == len(names) > 100
-    assert {*EXCLUDED, *WHOLE_ONLY, *QUICK} <= {*names}
+    assert {*EXCLUDED, *WHOLE_ONLY, *FAST, *EACH_KIND} <= {*names}
     assert not EXCLUDED.keys() & WHOLE_ONLY.keys()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support.models import noisy_copy, prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.rings import nightly, slow
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import inspect_checkpoint
@@ -88,8 +89,14 @@ def test_verifying_gives_the_bits_of_decoding(dtype: torch.dtype) -> None:
     assert report.holds, report
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("target", "draft"), [("int8", None), (None, "int8"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    ("target", "draft", "dtype"),
+    [
+        ("int8", None, torch.float32),
+        *slow([(None, "int8", torch.float32), ("int8", "int8", torch.bfloat16)]),
+        *nightly([("int8", "int8", torch.float32), ("int8", None, torch.bfloat16), (None, "int8", torch.bfloat16)]),
+    ],
+)
 def test_every_mode_gives_the_text_of_the_target_itself(target: str, draft: str, dtype: torch.dtype) -> None:
     """Plain, overlapped and sequential, whatever the draft is quantized to; and drafts are accepted."""
     models = loaded(dtype, target), loaded(dtype, draft, 0.05)
@@ -102,6 +109,7 @@ def test_every_mode_gives_the_text_of_the_target_itself(target: str, draft: str,
             assert pump.target.runner.num_forwards < 4 * 24
 
 
+@pytest.mark.slow
 def test_greedy_equals_generate_of_the_same_quantized_model() -> None:
     """In float32, where two orders of one sum do not change the text; the model that is not quantized says else."""
     model = reloaded(torch.float32, "int8")
@@ -113,6 +121,7 @@ def test_greedy_equals_generate_of_the_same_quantized_model() -> None:
     assert want != {name: generated(other, list(r.prompt), 24) for name, r in requests().items()}
 
 
+@pytest.mark.slow
 def test_verifying_with_another_copy_of_the_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: decoding reads int8, steps of several tokens read what was not quantized."""
     target, draft = loaded(torch.float32, "int8"), loaded(torch.float32, None, 0.05)
@@ -136,6 +145,7 @@ def test_verifying_with_another_copy_of_the_weights_is_caught(monkeypatch: pytes
     assert any(results[name].token_ids != r.token_ids for name, r in reference.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_torchao_loads_as_it_is(tmp_path: Path) -> None:
     """The same text as what was quantized at loading; to quantize it again is refused."""
     model = reloaded(torch.bfloat16, "int8")

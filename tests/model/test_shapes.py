@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from tests.support.models import prompt, random_model
+from tests.support.rings import nightly, slow
 from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError
@@ -58,8 +59,14 @@ def held_here(runner: ModelRunner) -> bool:
     return report.holds
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [
+        (torch.float32, "llama"),
+        *slow([(torch.bfloat16, "gemma3"), (torch.bfloat16, "llama")]),
+        *nightly([(torch.float32, "gemma3"), (torch.float32, "gpt2"), (torch.bfloat16, "gpt2")]),
+    ],
+)
 def test_chunk_sizes_1_to_40(dtype: torch.dtype, family: str) -> None:
     """Verifying n tokens gives the bits of decoding them one by one, n = 1..40, across the 64-key boundary."""
     runner = make(dtype, family=family)
@@ -73,7 +80,7 @@ def test_chunk_sizes_1_to_40(dtype: torch.dtype, family: str) -> None:
         assert different(in_chunks(runner, tokens, 40, [size], pages), want) == 0, size
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow([torch.float32])])
 def test_key_lengths_across_tiles(dtype: torch.dtype) -> None:
     """Around 256, 320, 512 and 1024 keys, where the attention kernel changes how it splits its sums."""
     runner = make(dtype)
@@ -89,7 +96,7 @@ def test_key_lengths_across_tiles(dtype: torch.dtype) -> None:
             assert different(in_chunks(runner, tokens[:stop], start, sizes, pages), want) == 0, (boundary, sizes)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow([torch.float32])])
 def test_prefill_in_any_chunks(dtype: torch.dtype) -> None:
     """The chunks of a prompt depend on who shares the step: logits and later decoding do not."""
     runner = make(dtype)
@@ -105,7 +112,7 @@ def test_prefill_in_any_chunks(dtype: torch.dtype) -> None:
         assert different(other, results[0]) == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow([torch.float32])])
 def test_batch_compositions(dtype: torch.dtype) -> None:
     """Random neighbours, short and long, near and far, before and after: the bits of being alone."""
     runner = make(dtype)
@@ -182,8 +189,14 @@ def test_the_self_test_says_when_it_holds(dtype: torch.dtype) -> None:
     assert runner.cache.num_used == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", ["MIN_TOKENS", "QUERY_MULTIPLE", "KEY_PAGES"])
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [
+        ("MIN_TOKENS", torch.float32),
+        *slow([("QUERY_MULTIPLE", torch.bfloat16), ("KEY_PAGES", torch.float32), ("MIN_TOKENS", torch.bfloat16)]),
+        *nightly([("QUERY_MULTIPLE", torch.float32), ("KEY_PAGES", torch.bfloat16)]),
+    ],
+)
 def test_each_rule_without_it(monkeypatch: pytest.MonkeyPatch, rule: str, dtype: torch.dtype) -> None:
     """A rule switched off: either the bits differ and the report says so, or this platform does not need the rule.
 
@@ -206,6 +219,7 @@ def test_each_rule_without_it(monkeypatch: pytest.MonkeyPatch, rule: str, dtype:
     assert (differ > 0) == (not report.holds)
 
 
+@pytest.mark.slow
 def test_at_least_one_rule_is_needed_in_fp32_where_mkl_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of all of the above: without any rule fp32 differs, if its products come from MKL."""
     if not torch.backends.mkl.is_available():
@@ -230,6 +244,7 @@ def test_padded_pages_cover_and_are_stable() -> None:
         assert shapes.padded_pages(shapes.padded_pages(n)) == shapes.padded_pages(n)
 
 
+@pytest.mark.slow
 def test_a_small_cache_or_a_short_model_is_checked_within_its_bounds() -> None:
     """The self-test adapts to what there is; too little is a configuration error, not a crash."""
     runner = make(torch.float32, pages=3)

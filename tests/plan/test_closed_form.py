@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from tests.support.rings import pairs_first
 
 from paceline.plan.closed_form import Load, Requests, System, colocated, overlapped, plain, predict, sequential
 from paceline.plan.outcomes import Outcomes, expected_tokens, prepared
@@ -27,9 +28,7 @@ def system(
     )
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
-@pytest.mark.parametrize("draft_ms", [0.5, 2.5, 5.0])
+@pytest.mark.parametrize(("mode", "k", "draft_ms"), pairs_first(list(Mode), [1, 2, 4, 8], [0.5, 2.5, 5.0]))
 def test_the_closed_form_is_the_simulation_at_one_session(mode: Mode, k: int, draft_ms: float) -> None:
     """Within 6 %: the closed form mixes the numbers of draft steps that a round has room for."""
     some = system(draft_ms=draft_ms)

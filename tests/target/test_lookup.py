@@ -101,6 +101,7 @@ def test_a_text_that_repeats_is_fast_with_a_draft_that_is_not(draft: dict[str, f
     assert stats.lookup_rows_used > 0.8 * stats.lookup_rows
 
 
+@pytest.mark.slow
 def test_a_text_that_does_not_repeat_is_proposed_next_to_nothing() -> None:
     """Nor is any of it where the draft has something, nor with a fixed K."""
     adaptive = Simulation(acceptance=0.8).run(5.0)

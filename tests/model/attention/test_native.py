@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.models import prompt, random_model
+from tests.support.rings import pairs_first
 from torch import Tensor
 
 from paceline.errors import EngineError
@@ -135,25 +136,26 @@ def by_definition(it: Inputs) -> Tensor:
 # -- it is attention ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("masks", ["causal", "window", "tree"])
+HEADS = {
+    "grouped": (2, 3, 64, 64),
+    "one each": (3, 1, 32, 32),
+    "one for all": (1, 7, 128, 128),
+    "latent": (1, 4, 192, 128),
+    "odd": (2, 2, 24, 40),
+    "odder": (1, 2, 17, 5),
+    "compressed": (1, 2, 576, 512),
+}
+"""KV heads, queries per KV head, key dimension, value dimension."""
+OPTIONS = [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}]
+
+
 @pytest.mark.parametrize(
-    ("kv_heads", "groups", "key_dim", "value_dim"),
-    [
-        (2, 3, 64, 64),
-        (3, 1, 32, 32),
-        (1, 7, 128, 128),
-        (1, 4, 192, 128),
-        (2, 2, 24, 40),
-        (1, 2, 17, 5),
-        (1, 2, 576, 512),
-    ],
-    ids=["grouped", "one each", "one for all", "latent", "odd", "odder", "compressed"],
+    ("options", "shape", "masks", "dtype"),
+    pairs_first(OPTIONS, list(HEADS), ["causal", "window", "tree"], DTYPES),
+    ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}], ids=str)
-def test_it_is_attention(
-    options: dict, kv_heads: int, groups: int, key_dim: int, value_dim: int, masks: str, dtype: torch.dtype
-) -> None:
+def test_it_is_attention(options: dict, shape: str, masks: str, dtype: torch.dtype) -> None:
+    kv_heads, groups, key_dim, value_dim = HEADS[shape]
     heads = {"kv_heads": kv_heads, "groups": groups, "key_dim": key_dim, "value_dim": value_dim}
     sinks = torch.linspace(-2, 2, kv_heads * groups) if "sinks" in options else None
     it = random_inputs(dtype=dtype, masks=masks, **heads, **options | {"sinks": sinks})

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.models import random_model
+from tests.support.rings import nightly
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -72,8 +73,11 @@ def test_a_row_has_the_same_bits_in_every_batch(tokens: int, outputs: int, input
     assert torch.equal(together, alone)
 
 
+_ROWS = [1, 2, 5, 12, 13, 30, 64, 512]
+
+
 @needed
-@pytest.mark.parametrize("tokens", [*range(1, 31), 37, 56, 57, 64, 100, 512])
+@pytest.mark.parametrize("tokens", [*_ROWS, *nightly(n for n in (*range(1, 31), 37, 56, 57, 100) if n not in _ROWS)])
 def test_every_number_of_rows_that_is_computed_together(tokens: int) -> None:
     """A sum of several panels, whose rows compete for the cache."""
     together, alone = rows_alone(linear, tokens, 160, 2048)

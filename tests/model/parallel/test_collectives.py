@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.model.parallel.ranks import TRANSPORTS, Ranks, die
+from tests.model.parallel.ranks import Ranks, die
+from tests.support.rings import slow
 from torch import Tensor
 from torch.distributed import FileStore
 
@@ -22,13 +23,13 @@ from paceline.model.parallel.shared_memory import SharedMemoryCollectives, conne
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, *slow([3])])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=["shared", *slow(["gloo"])])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -177,6 +178,7 @@ def test_other_threads_run_while_a_rank_waits(ranks: Ranks, transport: str) -> N
     assert all(count > 50 for count in ranks.run(count_while_waiting, 0.5, transport=transport)[1:])
 
 
+@pytest.mark.slow
 def test_ranks_at_different_operations_are_told_so(tmp_path: Path) -> None:
     """Over shared memory, by the size of what they exchange."""
     with Ranks(2, tmp_path) as ranks:

@@ -22,6 +22,7 @@ from tests.model.parallel.ranks import (
     run_shard,
 )
 from tests.support.models import FAMILIES, prompt, random_model
+from tests.support.rings import nightly, slow
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -99,19 +100,21 @@ def check_equal(ranks: Ranks, config: PretrainedConfig, folder: Path, dtype: tor
 PLANNED = [family for family in FAMILIES if family != "gpt2"]
 
 
-@pytest.mark.parametrize("family", PLANNED)
+@pytest.mark.parametrize("family", ["llama", *slow(family for family in PLANNED if family != "llama")])
 def test_two_ranks_equal_one_process(family: str, two: Ranks, tmp_path: Path) -> None:
     """float32 within 1e-5 of the largest logit, and the same greedy tokens."""
     check_equal(two, FAMILIES[family](), tmp_path, torch.float32, 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in PLANNED if family != "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", [*slow(["llama", "gemma3"]), *nightly(f for f in PLANNED if f not in ("llama", "gemma3", "qwen3_moe"))]
+)
 def test_two_ranks_are_near_one_process_in_bfloat16(family: str, two: Ranks, tmp_path: Path) -> None:
     """Within 3 % of the largest logit. Not of experts: a rounding can choose another one."""
     check_equal(two, FAMILIES[family](), tmp_path, torch.bfloat16, 0.03)
 
 
+@pytest.mark.slow
 def test_odd_vocabularies_tied_embeddings_and_biases(two: Ranks, tmp_path: Path) -> None:
     """301 tokens; one table for both ends; a bias in every layer, added once by those that are summed."""
     config = LlamaConfig(**{**SMALL_LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True})
@@ -142,8 +145,7 @@ def test_a_checkpoint_of_several_files(two: Ranks, tmp_path: Path) -> None:
         assert torch.equal(rows, same)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", [*slow(["llama"]), *nightly(["gemma2"])])
 def test_compiled_ranks_equal_eager_ones(family: str, two: Ranks, tmp_path: Path) -> None:
     """The exchange survives the export, and is called without the interpreter's lock; all ranks get the same bits."""
     _, path = saved(FAMILIES[family](), tmp_path)
@@ -165,7 +167,8 @@ def test_a_compiled_rank_is_compiled_once(two: Ranks, tmp_path: Path) -> None:
         assert len(list((tmp_path / "cache" / "compiled").glob("*.pt2"))) == 2
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, *nightly([True])], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verified_rows_have_the_bits_of_decoded_ones(
     dtype: torch.dtype, compile: bool, two: Ranks, tmp_path: Path
@@ -179,8 +182,7 @@ def test_verified_rows_have_the_bits_of_decoded_ones(
     assert said[0].startswith("batch-invariant: ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [*slow([2]), *nightly([4])])
 def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) -> None:
     """Greedy and at three temperatures, 300 tokens over the ranks: as from whole rows; the same for each degree."""
     config = LlamaConfig(**{**SMALL_LLAMA, "num_key_value_heads": 4, "pad_token_id": 0})
@@ -195,7 +197,7 @@ def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) 
     assert len({tuple(text) for text in texts}) == 5
 
 
-@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("degree", [*slow([2]), *nightly([4])])
 def test_greedy_tokens_do_not_depend_on_the_degree(degree: int, tmp_path: Path) -> None:
     config = LlamaConfig(**{**SMALL_LLAMA, "num_key_value_heads": 4})
     _, path = saved(config, tmp_path / "model")

@@ -31,6 +31,7 @@ def _rate(k: int | None, draft: str, num_sessions: int, seconds: float, skip: fl
     return simulation.run(start + seconds).tokens_per_s(start + skip * seconds, start + seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft", "num_sessions"), [("dead", 4), ("slow", 4)])
 def test_next_to_nothing_is_lost_to_a_draft_that_does_not_serve(draft: str, num_sessions: int) -> None:
     """At least 97 % of plain decoding, the first seconds included; 98 % from then on."""
@@ -48,6 +49,7 @@ def _first_seconds(k: int | None) -> float:
     return simulation.run(start + 2.0).tokens_per_s(start, start + 2.0)
 
 
+@pytest.mark.slow
 def test_little_is_lost_before_a_load_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than an eighth of plain decoding in the first two seconds, a trial included; more if a load began with
     drafts."""
@@ -76,7 +78,7 @@ def test_steps_with_prefill_chunks_are_measured_less_what_those_take(monkeypatch
     assert rate == pytest.approx(32 / cpu_cost(32), rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_sessions", list(_SECONDS))
 @pytest.mark.parametrize("draft", list(_DRAFTS))
 def test_no_fixed_setting_is_three_percent_faster(draft: str, num_sessions: int) -> None:
@@ -91,6 +93,7 @@ def test_no_fixed_setting_is_three_percent_faster(draft: str, num_sessions: int)
 # -- what it says of itself -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_says_why_drafting_is_on() -> None:
     """One session, with a good draft: by how much it is faster, how long proposals are, what a step takes."""
     target = Simulation(acceptance=0.8, calibrate=True).run(6.0).target
@@ -161,6 +164,7 @@ def test_the_error_of_a_rate() -> None:
     assert mixed.margin() == pytest.approx(2.5 * (1 + 2 / 99) * mixed.error())
 
 
+@pytest.mark.slow
 def test_drafts_leave_out_what_no_step_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside 8 sessions on a target that computes, proposals are short: fewer nodes, as many tokens per second."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.support.rings import nightly, slow
 from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 
 from paceline.target.control.session_gate import Judgement, judge, pause_s
@@ -49,17 +50,16 @@ def _throughputs(num_sessions: int, acceptance: float, until: float, **options) 
     return run(None), {k: run(k) for k in (0, 1, 2, 4, 8)}
 
 
-_FAST = [(1, 0.6, 10.0), (4, 0.3, 4.0), (16, 0.3, 2.0)]
-
-
-@pytest.mark.parametrize(("num_sessions", "acceptance", "until"), _FAST)
+@pytest.mark.parametrize(
+    ("num_sessions", "acceptance", "until"), [(16, 0.3, 2.0), *slow([(1, 0.6, 10.0), (4, 0.3, 4.0)])]
+)
 def test_adaptive_is_as_fast_as_the_best_fixed_k(num_sessions: int, acceptance: float, until: float) -> None:
     """At least 94 % in short runs, whose text differs by luck."""
     adaptive, fixed = _throughputs(num_sessions, acceptance, until)
     assert adaptive >= 0.94 * max(fixed.values()), (adaptive, fixed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("cost", [cpu_cost, gpu_cost])
 @pytest.mark.parametrize("acceptance", [0.3, 0.9])
 @pytest.mark.parametrize(("num_sessions", "until"), [(1, 20.0), (4, 12.0), (16, 8.0), (64, 6.0)])
@@ -70,14 +70,16 @@ def test_adaptive_is_as_fast_as_the_best_fixed_k_everywhere(num_sessions, accept
 
 
 _BAD = {"useless": {"acceptance": 0.0}, "slow": {"draft_step_s": 0.05}, "hanging": {"draft_step_s": 0.5}}
-_BAD_FAST = [("useless", 1, 0.0), ("useless", 4, 0.2), ("slow", 1, 0.2), ("hanging", 4, 0.0)]
+_BAD_FAST = [("useless", 1, 0.0), ("slow", 1, 0.2)]
+_BAD_SLOW = [("useless", 4, 0.2), ("hanging", 4, 0.0)]
 
 
 @pytest.mark.parametrize(
     ("draft", "num_sessions", "noise"),
     [
-        pytest.param(*case, marks=() if case in _BAD_FAST else pytest.mark.slow)
-        for case in itertools.product(_BAD, (1, 4, 16), (0.0, 0.2))
+        *_BAD_FAST,
+        *slow(_BAD_SLOW),
+        *nightly(c for c in itertools.product(_BAD, (1, 4, 16), (0.0, 0.2)) if c not in (*_BAD_FAST, *_BAD_SLOW)),
     ],
 )
 def test_a_draft_that_does_not_pay_costs_at_most_two_percent(draft: str, num_sessions: int, noise: float) -> None:
@@ -93,14 +95,16 @@ def test_a_draft_that_does_not_pay_costs_at_most_two_percent(draft: str, num_ses
     assert all(s.paused or s.on_trial for s in adaptive.target._scheduler.running if s.num_tokens > 300)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
+_USELESS, _SLOW = (1, {"acceptance": 0.0}), (4, {"draft_step_s": 0.05})
+_WEAK, _CROWDED = (16, {"acceptance": 0.5}), (16, {"acceptance": 0.9, "contention": 0.3})
+
+
 @pytest.mark.parametrize(
-    ("num_sessions", "options"),
+    ("num_sessions", "options", "noise"),
     [
-        (1, {"acceptance": 0.0}),
-        (4, {"draft_step_s": 0.05}),
-        pytest.param(16, {"acceptance": 0.5}, marks=pytest.mark.slow),
-        (16, {"acceptance": 0.9, "contention": 0.3}),
+        (*_USELESS, 0.2),
+        *slow([(*_SLOW, 0.0), (*_CROWDED, 0.2)]),
+        *nightly([(*_USELESS, 0.0), (*_SLOW, 0.2), (*_CROWDED, 0.0), (*_WEAK, 0.0), (*_WEAK, 0.2)]),
     ],
 )
 def test_short_sessions_do_not_each_pay_for_what_others_have_found_out(num_sessions, options, noise) -> None:
@@ -117,6 +121,7 @@ def test_short_sessions_do_not_each_pay_for_what_others_have_found_out(num_sessi
     assert adaptive.tokens_per_s(10.0, 40.0) >= 0.97 * plain.tokens_per_s(10.0, 40.0)
 
 
+@pytest.mark.slow
 def test_a_draft_that_has_become_good_is_noticed_by_short_sessions() -> None:
     """It was useless for twenty seconds."""
     simulation = Simulation(acceptance=0.0, max_tokens=100).run(20.0)
@@ -126,7 +131,7 @@ def test_a_draft_that_has_become_good_is_noticed_by_short_sessions() -> None:
     assert simulation.tokens_per_s(90.0, 100.0) > 1.5 * plain.tokens_per_s(0.0, 20.0)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("noise", [*slow([0.2]), *nightly([0.0])])
 def test_load_steps_switch_drafting_off_and_on_without_flapping(noise: float) -> None:
     """1, 16, 1 sessions of long texts at an acceptance that pays for one only."""
 
@@ -156,6 +161,7 @@ def test_sessions_that_are_paused_say_so() -> None:
 # -- what is counted ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stats_of_a_run() -> None:
     """Bubbles are the engine's own overhead, waits the draft's; every second is in one of the sums."""
     simulation = Simulation(load=lambda now: 1, acceptance=0.9, overhead_s=1e-3).run(10.0)
