@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files import embedded_paths
-from paceline.client.client import AsyncClient, AsyncStream
+from paceline.client import AsyncClient, AsyncStream
 from paceline.config import LocalConfig, ModelConfig
 from paceline.errors import DeadlineExceededError, EngineError, PacelineError, ResourceExhaustedError
 from paceline.local import LocalPipeline

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -388,6 +388,22 @@ class Result:
     seed: int
     matched_stop: int | str | None = None
     """What ended it: the stop or end-of-sequence token id, or the stop string. None unless it was one of these."""
+
+
+class Generation(Protocol):
+    """A request in progress: iterate over its chunks, then read ``result``. One consumer.
+
+    A service's ``client.Stream`` and the local pipeline's generation are two of them.
+    """
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+    @property
+    def result(self) -> Result:
+        """The finished request, waiting for it. Raises the PacelineError that it failed with."""
+
+    def cancel(self) -> None:
+        """Ends the request now; what has arrived is its result, finish_reason ``abort``."""
 
 
 PAGE_SIZE = 64

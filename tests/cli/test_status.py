@@ -116,7 +116,7 @@ def test_the_command(capsys):
 
 
 def test_no_target_is_a_status_of_its_own(capsys, monkeypatch):
-    monkeypatch.setattr("paceline.client.client.Client.server_info", lambda self, timeout_s: replace(INFO, pools={}))
+    monkeypatch.setattr("paceline.client.Client.server_info", lambda self, timeout_s: replace(INFO, pools={}))
     assert cli.main(["status"]) == 1
     assert "no target is up" in capsys.readouterr().out
 
@@ -132,7 +132,7 @@ def test_watching_goes_on_when_nobody_answers_for_a_while(capsys, monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr("paceline.client.client.Client.server_info", server_info)
+    monkeypatch.setattr("paceline.client.Client.server_info", server_info)
     assert cli.main(["status", "--watch", "0.01", "--json"]) == 130
     out, err = capsys.readouterr()
     assert [json.loads(line)["version"] for line in out.splitlines()] == ["1.2.3", "1.2.3"]

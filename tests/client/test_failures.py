@@ -66,7 +66,7 @@ def test_every_error_arrives_as_itself(server, generate, error, after):
         (grpc.StatusCode.UNAUTHENTICATED, InvalidRequestError, "boom"),
         (grpc.StatusCode.OUT_OF_RANGE, InvalidRequestError, "boom"),
         (grpc.StatusCode.ALREADY_EXISTS, InvalidRequestError, "boom"),
-        (grpc.StatusCode.UNIMPLEMENTED, ConfigError, "is no Paceline service of this version: boom"),
+        (grpc.StatusCode.UNIMPLEMENTED, ConfigError, "is not a Paceline service of this version: boom"),
         (grpc.StatusCode.UNAVAILABLE, EngineError, "cannot be reached: boom"),
         (grpc.StatusCode.NOT_FOUND, NotFoundError, "boom"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import threading
 
 import grpc
@@ -134,7 +133,7 @@ def test_a_service_that_does_not_start_in_time(server, ready):
 @either
 def test_a_service_that_is_up_and_not_ready(server, ready):
     server.health = "NOT_SERVING"
-    with pytest.raises(DeadlineExceededError, match=r"not ready within 1 s: it is up, and says that it is NOT_SERVING"):
+    with pytest.raises(DeadlineExceededError, match=r"not ready within 1 s: it is up, and reports NOT_SERVING"):
         ready(server.address, 1)
 
 
@@ -143,25 +142,6 @@ def test_waiting_ends_at_once_if_it_cannot_help(server, ready):
     server.info_error = ConfigError("the models do not fit")
     with pytest.raises(ConfigError, match="the models do not fit"):
         ready(server.address, 60)
-
-
-def test_importing_the_package_loads_neither_grpc_nor_torch():
-    script = """
-import sys, paceline
-assert not {"grpc", "torch", "transformers", "pydantic", "paceline.client.client"} & set(sys.modules)
-from paceline import AsyncClient, Client
-assert "grpc" in sys.modules
-assert not {"torch", "transformers", "ray"} & set(sys.modules)
-assert Client.__module__ == AsyncClient.__module__ == "paceline.client.client"
-try:
-    paceline.NoSuchName
-except AttributeError as error:
-    assert "NoSuchName" in str(error)
-else:
-    raise SystemExit(1)
-"""
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 # -- TLS -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What one stream of a service has said, and what it means. Knows nothing of connections."""
+"""One stream of a service: its messages become chunks, and in the end a Result or an error. Knows no connections."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Transcript:
     def __init__(self, request: Request, address: str, timeout_s: float | None) -> None:
         self.request = request
         self.over = False
-        """No message is to be awaited any more."""
+        """True when no further message is to be awaited."""
         self.cancelled = False
-        """By this client: the end is an abort, whatever the connection says."""
+        """True if this client cancelled the request: its end is an abort, whatever the connection reports."""
         self._address = address
         self._timeout_s = timeout_s
         self._result: Result | None = None
@@ -33,7 +33,7 @@ class Transcript:
         self._started_s = self._first_s = self._last_s = time.perf_counter()
 
     def feed(self, message: pb.GenerateResponse) -> Chunk | None:
-        """Takes in one message; the end follows it (``end``), even after the last one."""
+        """Takes in one message and returns its chunk, if it has one. ``end`` must follow the last message."""
         kind = message.WhichOneof("response")
         try:
             if kind == "complete":
@@ -54,7 +54,7 @@ class Transcript:
         return chunk
 
     def end(self, error: grpc.RpcError | None = None) -> None:
-        """The stream is over: after the result, by a cancel, or too early."""
+        """Closes the transcript: after the result, by a cancel, or too early."""
         self.over = True
         if self._result is not None:
             return
@@ -66,19 +66,19 @@ class Transcript:
             self._error = explained(error, self._address, self._timeout_s, self._num_tokens)
 
     def check(self) -> None:
-        """Raises what the stream failed with."""
+        """Raises the error that the stream failed with, if it did."""
         if self._error is not None:
             raise self._error
 
     @property
     def result(self) -> Result:
-        """Of a stream that is over. Raises what it failed with."""
+        """The result of a stream that is over. Raises the error that it failed with."""
         self.check()
         assert self._result is not None
         return self._result
 
     def _aborted(self) -> Result:
-        """What has come, by this client's clock."""
+        """The result of a cancelled request: what has arrived, by this client's clock."""
         stats = SpeculationStats()
         for chunk in self._chunks:
             if chunk.round is not None:
@@ -100,7 +100,7 @@ class Transcript:
 
 
 def explained(error: grpc.RpcError, address: str, timeout_s: float | None, num_tokens: int) -> PacelineError:
-    """The error to raise; what did not come from a Paceline server says where it happened."""
+    """Returns the error to raise; one that no Paceline server sent is told where it happened."""
     found = from_rpc_error(error)
     if not is_ours(error):
         code, reason = error.code(), str(found).rpartition("Failed to connect to remote host: ")[2]
@@ -111,6 +111,6 @@ def explained(error: grpc.RpcError, address: str, timeout_s: float | None, num_t
         elif num_tokens and isinstance(found, EngineError):
             found = EngineError(f"the stream from {address} broke after {num_tokens} tokens: {reason}")
         elif code is grpc.StatusCode.UNIMPLEMENTED:
-            found = ConfigError(f"what answers at {address} is no Paceline service of this version: {reason}")
+            found = ConfigError(f"the server at {address} is not a Paceline service of this version: {reason}")
     found.__cause__ = error
     return found

@@ -1,0 +1,310 @@
+"""What the blocking and the asyncio client share: addresses and TLS, the making of requests, the unary RPCs, and how
+long to wait for a service that starts. Nothing here waits.
+
+Retries: gRPC itself repeats a call that failed with UNAVAILABLE before the first message came, twice at most. A
+request keeps its id and seed then, so the tokens that a dead router had begun to send and those of the next router
+are equal. After the first message nothing is repeated, nor is a request too large for gRPC's buffer (256 KiB).
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stubs
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from paceline.client.transcript import Transcript
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    NotFoundError,
+    PacelineError,
+    ResourceExhaustedError,
+)
+from paceline.refusals import explain_parameter
+from paceline.rpc import generation as api
+from paceline.types import Chunk, Request, SamplingParams, SpeculationParams
+from paceline.v1 import generation_pb2 as pb
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+INFO_TIMEOUT_S = 10.0
+_LONGEST_TIMEOUT_S = 1e9
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": _SERVICE}],
+            "retryPolicy": {
+                "maxAttempts": 3,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_send_message_length", -1),  # unlimited
+    ("grpc.max_receive_message_length", -1),
+    # the ingress closes connections that ping more often than every five minutes
+    ("grpc.keepalive_time_ms", 360_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # a long silent stream is still pinged
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 3_000),  # gRPC's two minutes would outlast a restart of the service
+    ("grpc.service_config", json.dumps(_RETRIES)),
+)
+
+T = TypeVar("T")
+StreamT = TypeVar("StreamT")
+
+
+class Tls(BaseModel):
+    """TLS settings. Without any, the certificate authorities that gRPC knows are trusted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ca_file: Path | None = None
+    """PEM file of the authorities to trust."""
+    certificate_file: Path | None = None
+    """PEM file of the client's own certificate chain, with ``key_file``."""
+    key_file: Path | None = None
+    server_name: str | None = None
+    """The name in the server's certificate, if it is not the address's."""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files. Raises ConfigError."""
+        ca, key, chain = (_read(path) for path in (self.ca_file, self.key_file, self.certificate_file))
+        if (key is None) != (chain is None):
+            raise ConfigError("certificate_file and key_file go together: one of them is missing")
+        return grpc.ssl_channel_credentials(ca, key, chain)
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _request(
+    prompt: str | Sequence[int],
+    sampling: SamplingParams | None,
+    speculation: SpeculationParams | None,
+    stop: str | Sequence[str],
+    request_id: str | None,
+    fields: dict[str, Any],
+) -> Request:
+    """The request with an id and a seed. Raises InvalidRequestError."""
+    if sampling is not None and fields:
+        raise InvalidRequestError(f"sampling is given, and so is {', '.join(fields)}: give one or the other")
+    try:
+        sampling = sampling or SamplingParams(**fields)
+    except ValidationError as error:
+        raise InvalidRequestError(explain_parameter(error, SamplingParams)) from error
+    if sampling.seed is None:
+        sampling = sampling.model_copy(update={"seed": secrets.randbits(64)})
+    return Request(
+        request_id=request_id or uuid.uuid4().hex,
+        prompt=prompt if isinstance(prompt, str) else _token_ids(prompt),
+        sampling=sampling,
+        speculation=speculation or SpeculationParams(),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidRequestError("the prompt is bytes: text or a sequence of token ids is allowed")
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise InvalidRequestError(f"the prompt is neither text nor a sequence of token ids: {error}") from error
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """A time limit as gRPC takes it; None: no limit, or one beyond what gRPC can count. Raises InvalidRequestError."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidRequestError(f"timeout_s is {timeout_s}: more than 0 is allowed")
+    return None if timeout_s is None or timeout_s > _LONGEST_TIMEOUT_S else timeout_s
+
+
+def _checked_address(address: str) -> str:
+    """``HOST:PORT``, or a gRPC target that says its scheme. Raises ConfigError."""
+    scheme = address.partition(":")[0]
+    if scheme in ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "xds") and scheme != address:
+        return address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or "/" in host:
+        raise ConfigError(f"the address is {address!r}: it must be HOST:PORT, such as localhost:9000")
+    return address
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One unary RPC: its path, its request, the type of the answer, and the function that reads the answer."""
+
+    path: str
+    request: Message
+    answer: type[Message]
+    read: Callable[[Any], T]
+
+    def on(self, channel: Any) -> Any:
+        """The RPC on a blocking or an asyncio channel."""
+        return channel.unary_unary(
+            self.path,
+            request_serializer=type(self.request).SerializeToString,
+            response_deserializer=self.answer.FromString,
+        )
+
+
+def cancel_call(request_id: str) -> Call[bool]:
+    request = pb.CancelRequest(request_id=request_id)
+    return Call(f"/{_SERVICE}/Cancel", request, pb.CancelResponse, lambda answer: bool(answer.cancelled))
+
+
+def _check_serving(answer: Any) -> None:
+    """Raises EngineError unless the health check reports that a request would be served."""
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        raise EngineError(f"it is up, and reports {state}")
+
+
+MODEL_INFO = Call(
+    f"/{_SERVICE}/GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse, api.model_info_from_proto
+)
+SERVER_INFO = Call(
+    f"/{_SERVICE}/GetServerInfo", pb.GetServerInfoRequest(), pb.GetServerInfoResponse, api.server_info_from_proto
+)
+HEALTH = Call(
+    "/grpc.health.v1.Health/Check",
+    health_pb2.HealthCheckRequest(service=_SERVICE),
+    health_pb2.HealthCheckResponse,
+    _check_serving,
+)
+
+
+class Patience:
+    """The back-off of ``wait_ready``: how long one attempt may take, and the pause before the next one."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+        self._reason: PacelineError | None = None
+
+    @property
+    def attempt_s(self) -> float:
+        """Seconds for the next attempt."""
+        return min(max(self._end_s - time.monotonic(), 0.001), INFO_TIMEOUT_S)
+
+    def pause_s(self, error: PacelineError) -> float:
+        """Seconds to pause after ``error``. Raises it if waiting cannot help, DeadlineExceededError if time is up."""
+        if not isinstance(error, EngineError | DeadlineExceededError | NotFoundError | ResourceExhaustedError):
+            raise error
+        if self._reason is None or not isinstance(error, DeadlineExceededError):  # that one says nothing new
+            self._reason = error
+        if time.monotonic() + self._pause_s >= self._end_s:
+            message = f"the service at {self._address} was not ready within {self._timeout_s:g} s: {self._reason}"
+            raise DeadlineExceededError(message) from error
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+
+class ClientBase(Generic[StreamT]):
+    """What both clients are made of: address, credentials and the making of requests."""
+
+    def __init__(
+        self, address: str, *, tls: Tls | None = None, credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        """``address``: HOST:PORT. Without ``tls`` or ``credentials`` the connection is not encrypted.
+
+        Nothing is sent before the first request. Raises ConfigError.
+        """
+        if tls is not None and credentials is not None:
+            raise ConfigError("tls is given, and so are credentials: give one or the other")
+        self.address = _checked_address(address)
+        self._credentials = credentials if tls is None else tls.credentials()
+        self._options = list(_OPTIONS)
+        self._closed = False
+        if tls is not None and tls.server_name is not None:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+        self._connect()
+
+    def _connect(self) -> None:
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the client is closed")
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        logprobs: bool = False,
+        **sampling_fields: Any,
+    ) -> StreamT:
+        """Starts a request and returns its stream of chunks.
+
+        ``prompt``: text, or token ids of the target's tokenizer. ``sampling_fields``: fields of SamplingParams,
+        instead of ``sampling``. ``stop``: the text ends before the first of these. ``timeout_s``: for the whole
+        stream; None: no limit. ``request_id``: unique among the requests in progress; drawn if absent, as is the
+        seed. ``logprobs``: asks for the log probability of every token; without it, ``logprobs`` is empty.
+
+        Raises InvalidRequestError for a request that cannot be sent; errors of the service are raised by the stream.
+        """
+        self._require_open()
+        request = _request(prompt, sampling, speculation, stop, request_id, sampling_fields)
+        timeout_s = checked_timeout(timeout_s)
+        transcript = Transcript(request, self.address, timeout_s)
+        return self._open(api.request_to_proto(request, logprobs), transcript, timeout_s)
+
+    def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> StreamT:
+        raise NotImplementedError
+
+
+class StreamBase:
+    """The operations of a stream that do not wait."""
+
+    def __init__(self, call: Any, transcript: Transcript, client: object) -> None:
+        self._call = call
+        self._transcript = transcript
+        self._client = client  # its channel lives as long as the stream
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request, for ``client.cancel``."""
+        return self._transcript.request.request_id
+
+    def cancel(self) -> None:
+        """Ends the request now; what has arrived is its result, finish_reason ``abort``. Any thread may call it."""
+        if not self._transcript.over:
+            self._transcript.cancelled = True
+            self._call.cancel()
+
+    def _take(self, message: pb.GenerateResponse) -> Chunk | None:
+        chunk = self._transcript.feed(message)
+        if self._transcript.over:  # the message could not be read
+            self._call.cancel()
+        return chunk
