@@ -45,7 +45,7 @@ def test_ours_is_what_nothing_else_asks_for(pool):
 
 
 def test_a_pool_of_fixed_size_is_not_scaled():
-    log = {"level": "INFO", "json": False, "prompts": False}
+    log = {"level": "INFO", "json": False}
     assert ServiceConfig().scaling() == {"pools": {}, "max_sessions": 16, "log": log}
 
 

@@ -274,7 +274,7 @@ def _set_status(grpc_context: Any, error: Exception) -> None:
     """Ends a call with an error. The method then has to return: on a raise Serve would drop the trailers."""
     code, details, trailers = to_status(error)
     if not isinstance(error, PacelineError):
-        log.exception("a request failed unforeseen")
+        logs.unexpected(log, error)
     grpc_context.set_code(code)
     grpc_context.set_details(details)
     grpc_context.set_trailing_metadata(list(trailers))

@@ -41,8 +41,6 @@ class LogConfig(Strict):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     as_json: bool = Field(default=False, alias="json")
     """One JSON object per line."""
-    prompts: bool = False
-    """Log prompts and texts too. They are the clients' own: only for debugging."""
 
 
 class ServiceConfig(Strict):
