@@ -21,7 +21,8 @@ from typing import Any
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import PairConfig, RouterConfig, apply_worker_environment
-from paceline.metrics import Registry, RouterMetrics
+from paceline.metrics.registry import Registry
+from paceline.metrics.router import RouterMetrics
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import ModelFacts, Router
 from paceline.router.session import Session

@@ -5,7 +5,9 @@ from paceline.fleet.autoscaler import Autoscaler
 from paceline.fleet.monitor import Monitor
 from paceline.fleet.report import Reporter
 from paceline.fleet.signals import Fleet
-from paceline.metrics import Registry, ReplicaMetrics, RouterMetrics
+from paceline.metrics.registry import Registry
+from paceline.metrics.replica import ReplicaMetrics
+from paceline.metrics.router import RouterMetrics
 from paceline.types import ReplicaStatus, RouterView
 
 HEARD = {"router": 0, "target": 0, "draft": 0}

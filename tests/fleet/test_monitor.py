@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from paceline import metrics
 from paceline.fleet.monitor import Monitor
 from paceline.fleet.report import Report, Reporter
-from paceline.metrics import Registry, ReplicaMetrics, RouterMetrics
+from paceline.metrics import catalogue
+from paceline.metrics.engines import declared
+from paceline.metrics.registry import Registry
+from paceline.metrics.replica import ReplicaMetrics
+from paceline.metrics.router import RouterMetrics
 from paceline.types import Cause, ReplicaStatus, Round
 
 MODEL = "llama"
@@ -117,8 +120,8 @@ class TestSums:
         text = monitor.exposition()
         types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
         for name, kind in types.items():
-            assert metrics.declared(name) is not None
-            assert metrics.declared(name).kind == kind
+            assert declared(name) is not None
+            assert declared(name).kind == kind
         assert "paceline_target_new_field_total" in types
         assert types.keys() == set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
         assert "_created" not in text
@@ -221,10 +224,10 @@ class TestStrangers:
         ("name", "values"),
         [
             ("paceline_of_tomorrow", {(): 1.0}),
-            (metrics.ROUNDS.name, {(): 1.0}),
-            (metrics.ROUNDS.name, {("hit",): (1.0, 1.0)}),
-            (metrics.AHEAD.name, {(): (1.0, 1.0, 1.0)}),
-            (metrics.SESSIONS.name, {("running", "extra"): 1.0}),
+            (catalogue.ROUNDS.name, {(): 1.0}),
+            (catalogue.ROUNDS.name, {("hit",): (1.0, 1.0)}),
+            (catalogue.AHEAD.name, {(): (1.0, 1.0, 1.0)}),
+            (catalogue.SESSIONS.name, {("running", "extra"): 1.0}),
         ],
     )
     def test_what_another_version_reports_is_left_out_and_said_once(self, name, values, caplog):
@@ -296,7 +299,7 @@ class TestProperty:
                     pairs = zip(now, value, strict=True) if isinstance(value, tuple) else [(now, value)]
                     assert all(a >= b for a, b in pairs)
             shown = totals
-            assert sum(totals.get(metrics.ROUNDS.name, {}).values()) <= num_rounds
+            assert sum(totals.get(catalogue.ROUNDS.name, {}).values()) <= num_rounds
 
         for step in steps:
             match step:
@@ -322,9 +325,9 @@ class TestProperty:
             clock.now += random.choice([0.0, 0.0, 4.0, 12.0])
             check()
         totals = monitor.totals()
-        assert sum(totals[metrics.ROUNDS.name].values()) == num_rounds
-        assert totals[metrics.DRAFT_TOKENS.name] == {(MODEL,): num_drafted}
-        tokens = totals[metrics.TOKENS_PER_VERIFICATION.name][()]
+        assert sum(totals[catalogue.ROUNDS.name].values()) == num_rounds
+        assert totals[catalogue.DRAFT_TOKENS.name] == {(MODEL,): num_drafted}
+        tokens = totals[catalogue.TOKENS_PER_VERIFICATION.name][()]
         assert (tokens[0], tokens[-1]) == (num_tokens, num_rounds)
-        assert totals[metrics.INTER_TOKEN.name][(MODEL,)][0] == 0.25 * num_rounds
+        assert totals[catalogue.INTER_TOKEN.name][(MODEL,)][0] == 0.25 * num_rounds
         scrape(monitor)

@@ -7,8 +7,8 @@ import logging
 import pytest
 from tests.fleet.fleets import Process, Service, count, pools
 
-from paceline import metrics
 from paceline.fleet.signals import Line, Signals, conditional_acceptance, quantile
+from paceline.metrics import catalogue
 from paceline.types import Cause, Round
 
 
@@ -175,7 +175,7 @@ def test_the_acceptance_of_one_token(k, a):
 
 
 def test_percentiles_of_a_histogram():
-    bounds = metrics.TTFT.bounds
+    bounds = catalogue.TTFT.bounds
     counts = tuple(float(bound >= 1.0) * 10 for bound in bounds)
     assert quantile(bounds, (*counts, 10.0), 0.9) == pytest.approx(0.75 + 0.25 * 0.9)
     assert quantile(bounds, (*[0.0] * len(bounds), 5.0), 0.9) == bounds[-1]

@@ -11,12 +11,13 @@ import pytest
 import yaml
 from tests.k8s.support import K8S, REPOSITORY, needs_kubectl, of_kind, overlay
 
-from paceline import metrics
+from paceline.metrics import catalogue
+from paceline.metrics.declaration import CATALOGUE, Kind
 from paceline.types import Cause
 
 pytestmark = needs_kubectl
 
-_MONITOR_ONLY = {metrics.REPLICAS_UP.name}
+_MONITOR_ONLY = {catalogue.REPLICAS_UP.name}
 """Made by the monitor for its page: no process mirrors it to Ray."""
 _ANYWHERE = {"namespace", "ray_io_cluster", "ReplicaId", "le"}
 """Labels of every series: the scrape's, and the one that each process adds."""
@@ -25,11 +26,11 @@ _ANYWHERE = {"namespace", "ray_io_cluster", "ReplicaId", "le"}
 def exported():
     """Series of Ray's exporters -> labels of their own."""
     series = {}
-    for name, metric in metrics.CATALOGUE.items():
+    for name, metric in CATALOGUE.items():
         if name in _MONITOR_ONLY:
             continue
         ray = "ray_" + re.sub("[^a-zA-Z0-9_]", "_", name)
-        endings = ("_bucket", "_sum", "_count") if metric.kind is metrics.Kind.HISTOGRAM else ("",)
+        endings = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
         series.update((ray + ending, set(metric.labels)) for ending in endings)
     return series
 
@@ -169,7 +170,7 @@ def test_pages_name_only_metrics_that_are_exported():
     recorded = {rule["record"] for group in rules() for rule in group["rules"] if "record" in rule}
     for path in (REPOSITORY / "docs" / "runbook").glob("*.md"):
         for name in re.findall(r"`((?:ray_)?(?:vllm|paceline)[:_][a-z0-9_:]+)", path.read_text()):
-            assert name in known | set(metrics.CATALOGUE) | recorded, (path.name, name)
+            assert name in known | set(CATALOGUE) | recorded, (path.name, name)
 
 
 def test_pods_are_scraped_by_ports_that_they_have():

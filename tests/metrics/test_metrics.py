@@ -17,10 +17,14 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.fleet.fleets import Service, pools
 
-from paceline import metrics
 from paceline.draft.engine import DraftStats
-from paceline.metrics import CATALOGUE, Kind, Registry, ReplicaMetrics, RouterMetrics, declaration, engines
+from paceline.metrics import catalogue, declaration, engines
 from paceline.metrics import registry as registry_module
+from paceline.metrics.declaration import CATALOGUE, Kind
+from paceline.metrics.engines import declared, engine_counter
+from paceline.metrics.registry import Registry
+from paceline.metrics.replica import ReplicaMetrics
+from paceline.metrics.router import RouterMetrics
 from paceline.target.engine import TargetStats
 from paceline.types import Cause, FinishReason, ReplicaStatus, Result, Round, SpeculationStats, Timing, Usage
 
@@ -60,7 +64,7 @@ class TestDeclarations:
 
     def test_a_name_cannot_be_declared_twice(self):
         with pytest.raises(AssertionError, match="twice"):
-            declaration.declare(metrics.DRAFTS)
+            declaration.declare(catalogue.DRAFTS)
 
     def test_names_that_tools_read(self):
         assert {
@@ -89,12 +93,12 @@ class TestDeclarations:
 
     def test_a_declaration_is_found_by_the_name_of_its_series(self):
         for kind, field in [*engines.ENGINE_COUNTERS, ("target", "new_field"), ("draft", "wait_s")]:
-            metric = metrics.engine_counter(kind, field)
-            assert metrics.declared(metric.name) is not None
-            assert metrics.declared(metric.name).labels == metric.labels
-        assert metrics.engine_counter("target", "new_field").name == "paceline_target_new_field_total"
-        assert metrics.declared("paceline_nothing") is None
-        assert metrics.declared("python_info") is None
+            metric = engine_counter(kind, field)
+            assert declared(metric.name) is not None
+            assert declared(metric.name).labels == metric.labels
+        assert engine_counter("target", "new_field").name == "paceline_target_new_field_total"
+        assert declared("paceline_nothing") is None
+        assert declared("python_info") is None
 
 
 class TestRouter:
@@ -112,36 +116,36 @@ class TestRouter:
             (Round(3, 0, Cause.HIT), 1, 0.03),
             (Round(0, 0, Cause.TOKEN), 1, 0.02),
         )
-        assert samples[metrics.DRAFTS.name] == {(MODEL,): 2}
-        assert samples[metrics.DRAFT_TOKENS.name] == {(MODEL,): 7}
-        assert samples[metrics.ACCEPTED_TOKENS.name] == {(MODEL,): 3}
-        assert samples[metrics.ACCEPTED_PER_POS.name] == {
+        assert samples[catalogue.DRAFTS.name] == {(MODEL,): 2}
+        assert samples[catalogue.DRAFT_TOKENS.name] == {(MODEL,): 7}
+        assert samples[catalogue.ACCEPTED_TOKENS.name] == {(MODEL,): 3}
+        assert samples[catalogue.ACCEPTED_PER_POS.name] == {
             (MODEL, "0"): 1,
             (MODEL, "1"): 1,
             (MODEL, "2"): 1,
             (MODEL, "3"): 0,
         }
-        assert samples[metrics.GENERATION_TOKENS.name] == {(MODEL,): 7}
-        gap = samples[metrics.INTER_TOKEN.name][(MODEL,)]
+        assert samples[catalogue.GENERATION_TOKENS.name] == {(MODEL,): 7}
+        gap = samples[catalogue.INTER_TOKEN.name][(MODEL,)]
         assert gap[0] == pytest.approx(0.08)
         assert gap[-1] == 3
 
     def test_rounds_by_cause_tokens_and_depth(self):
         samples = self.count(*((Round(5, 2, cause), 3, 0.01) for cause in Cause))
-        assert samples[metrics.ROUNDS.name] == {(cause.value,): 1 for cause in Cause}
-        tokens = samples[metrics.TOKENS_PER_VERIFICATION.name][()]
+        assert samples[catalogue.ROUNDS.name] == {(cause.value,): 1 for cause in Cause}
+        tokens = samples[catalogue.TOKENS_PER_VERIFICATION.name][()]
         assert tokens[0] == 3 * len(Cause)
-        assert tokens[1 + metrics.TOKENS_PER_VERIFICATION.bounds.index(2.0)] == 0
-        assert tokens[1 + metrics.TOKENS_PER_VERIFICATION.bounds.index(3.0)] == len(Cause)
-        depth = samples[metrics.AHEAD.name][()]
+        assert tokens[1 + catalogue.TOKENS_PER_VERIFICATION.bounds.index(2.0)] == 0
+        assert tokens[1 + catalogue.TOKENS_PER_VERIFICATION.bounds.index(3.0)] == len(Cause)
+        depth = samples[catalogue.AHEAD.name][()]
         assert depth[0] == 5  # the hit; the four misses had nothing, the others had no outcome to meet
         assert depth[1] == 4
         assert depth[-1] == 5
 
     def test_all_positions_can_be_accepted(self):
         samples = self.count((Round(16, 16, Cause.HIT), 17, 0.1))
-        assert samples[metrics.ACCEPTED_PER_POS.name] == {(MODEL, str(i)): 1 for i in range(16)}
-        assert samples[metrics.TOKENS_PER_VERIFICATION.name][()][-2:] == (1, 1)
+        assert samples[catalogue.ACCEPTED_PER_POS.name] == {(MODEL, str(i)): 1 for i in range(16)}
+        assert samples[catalogue.TOKENS_PER_VERIFICATION.name][()][-2:] == (1, 1)
 
     def test_requests(self):
         registry = Registry()
@@ -182,17 +186,17 @@ class TestRouter:
         router.draft_reopened("lost")
         router.draft_link(0.0002)
         samples = registry.samples()
-        assert samples[metrics.DROPPED.name] == {("malformed",): 3}
-        assert samples[metrics.MOVED.name] == {("failover",): 1, ("drain",): 0}
-        assert samples[metrics.REOPENED.name] == {("lost",): 1}
-        assert samples[metrics.DRAFT_LINK.name][()][:4] == (0.0002, 0, 1, 1)
+        assert samples[catalogue.DROPPED.name] == {("malformed",): 3}
+        assert samples[catalogue.MOVED.name] == {("failover",): 1, ("drain",): 0}
+        assert samples[catalogue.REOPENED.name] == {("lost",): 1}
+        assert samples[catalogue.DRAFT_LINK.name][()][:4] == (0.0002, 0, 1, 1)
 
     def test_series_show_zero_before_the_first_event(self):
         samples = Registry().samples()
         assert samples == {}
         samples = self.count()
-        assert samples[metrics.DRAFTS.name] == {(MODEL,): 0}
-        assert samples[metrics.ROUNDS.name] == {(cause.value,): 0 for cause in Cause}
+        assert samples[catalogue.DRAFTS.name] == {(MODEL,): 0}
+        assert samples[catalogue.ROUNDS.name] == {(cause.value,): 0 for cause in Cause}
 
 
 class TestReplica:
@@ -203,7 +207,7 @@ class TestReplica:
             ReplicaMetrics(registry).update(status(kind, counters=fields))
             samples = registry.samples()
             for field, value in fields.items():
-                metric = metrics.engine_counter(kind, field)
+                metric = engine_counter(kind, field)
                 assert samples[metric.name] == {(MODEL,) if metric.labels else (): value}
 
     def test_special_names(self):
@@ -259,7 +263,7 @@ class TestRegistry:
         first, second = Registry(), Registry()
         RouterMetrics(first, MODEL).rejected("queue_full")
         RouterMetrics(second, MODEL)
-        assert metrics.REJECTED.name not in second.samples()
+        assert catalogue.REJECTED.name not in second.samples()
 
     def test_outside_ray_there_is_no_mirror(self):
         registry = Registry("router-0", mirror=True)
@@ -316,8 +320,8 @@ class TestMirror:
         registry.mirror(registry.samples())
         assert fake.written["vllm_spec_decode_num_draft_tokens", tags] == [3, 4]
         assert fake.written["vllm_inter_token_latency_seconds", tags] == [0.1, 0.1]
-        assert registry.samples()[metrics.DRAFT_TOKENS.name] == {(MODEL,): 7}
-        assert registry.samples()[metrics.INTER_TOKEN.name][(MODEL,)][-1] == 2
+        assert registry.samples()[catalogue.DRAFT_TOKENS.name] == {(MODEL,): 7}
+        assert registry.samples()[catalogue.INTER_TOKEN.name][(MODEL,)][-1] == 2
 
     def test_gauges_and_replicas(self, mirrored):
         registry, fake = mirrored

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import DraftModelConfig, ModelConfig, PairConfig, RouterConfig, apply_worker_environment
-from paceline.metrics import Registry, RouterMetrics
+from paceline.metrics.registry import Registry
+from paceline.metrics.router import RouterMetrics
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import ModelFacts, Router
 from paceline.types import Request, Result, SamplingParams, SpeculationParams

@@ -22,7 +22,8 @@ from paceline.cluster.replicas import CONTROL_TIMEOUT_S, Pusher, draft_name, int
 from paceline.config import ServiceConfig
 from paceline.errors import EngineError, NotFoundError, PacelineError
 from paceline.fleet.report import Reporter
-from paceline.metrics import Registry, RouterMetrics
+from paceline.metrics.registry import Registry
+from paceline.metrics.router import RouterMetrics
 from paceline.router.pool import Lease
 from paceline.router.router import ModelFacts
 from paceline.rpc.status import to_status

@@ -32,7 +32,8 @@ from paceline.config import (
 from paceline.fleet.follow import WANTED, WANTED_AT
 from paceline.fleet.monitor import Monitor
 from paceline.fleet.report import Report, Reporter
-from paceline.metrics import Registry, ReplicaMetrics
+from paceline.metrics.registry import Registry
+from paceline.metrics.replica import ReplicaMetrics
 from paceline.runtime.cores import CoreClaim
 from paceline.runtime.host import ReplicaServer
 from paceline.types import ServerInfo, Startup

@@ -19,10 +19,13 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from paceline import __version__, metrics
+from paceline import __version__
 from paceline.fleet.autoscaler import Autoscaler
 from paceline.fleet.report import Report
-from paceline.metrics import Kind, Registry, Samples, Value
+from paceline.metrics import catalogue
+from paceline.metrics.declaration import Kind, Metric, Samples, Value
+from paceline.metrics.engines import declared
+from paceline.metrics.registry import Registry, family
 from paceline.types import MISSES, Cause, ReplicaStatus, ServerInfo, Startup
 
 log = logging.getLogger(__name__)
@@ -93,24 +96,24 @@ class Monitor:
         self.autoscaler.decide(self._clock())
         pools = self.autoscaler.overview(self._clock())
         for name in self._sized - {pool.name for pool in pools}:
-            for metric in (metrics.SCALING_WANTED, metrics.SCALING_ACTUAL, metrics.SCALING_DEMAND):
+            for metric in (catalogue.SCALING_WANTED, catalogue.SCALING_ACTUAL, catalogue.SCALING_DEMAND):
                 self._own.gauge(metric, name).set(math.nan)
         self._sized = {pool.name for pool in pools}
         for pool in pools:
-            self._own.gauge(metrics.SCALING_ACTUAL, pool.name).set(pool.actual)
+            self._own.gauge(catalogue.SCALING_ACTUAL, pool.name).set(pool.actual)
             if pool.demand is not None:
-                self._own.gauge(metrics.SCALING_DEMAND, pool.name).set(pool.demand)
+                self._own.gauge(catalogue.SCALING_DEMAND, pool.name).set(pool.demand)
             if pool.wanted is None:
                 continue
-            self._own.gauge(metrics.SCALING_WANTED, pool.name).set(pool.wanted)
+            self._own.gauge(catalogue.SCALING_WANTED, pool.name).set(pool.wanted)
             if (last := before.get(pool.name)) is not None and last != pool.wanted:
                 direction = "up" if pool.wanted > last else "down"
-                self._own.counter(metrics.SCALING_CHANGES, pool.name, direction).inc()
+                self._own.counter(catalogue.SCALING_CHANGES, pool.name, direction).inc()
         self._own.mirror(self._own.samples())
 
     def exposition(self) -> str:
         """All metrics in Prometheus' text format: totals and histograms summed over processes, gauges as declared."""
-        families = [*_families(self.totals()), *_families(self._gauges()), *self._own.collect()]
+        families = [*_families(self.totals()), *_families(self._gauges()), *_families(self._own.samples())]
         return generate_latest(_Families(sorted(families, key=operator.attrgetter("name")))).decode()
 
     def server_info(self, starting: Sequence[Startup] = ()) -> ServerInfo:
@@ -126,9 +129,9 @@ class Monitor:
             share = busy.get(status.replica_id, 0.0)
             pools.setdefault(kind, []).append(replace(status, draining=status.draining or drains, busy_share=share))
         drafts, drafted, accepted = (
-            _sum(totals, metric) for metric in (metrics.DRAFTS, metrics.DRAFT_TOKENS, metrics.ACCEPTED_TOKENS)
+            _sum(totals, metric) for metric in (catalogue.DRAFTS, catalogue.DRAFT_TOKENS, catalogue.ACCEPTED_TOKENS)
         )
-        rounds = totals.get(metrics.ROUNDS.name, {})
+        rounds = totals.get(catalogue.ROUNDS.name, {})
         hits = _number(rounds.get((Cause.HIT.value,), 0.0))
         misses = sum(_number(rounds.get((cause.value,), 0.0)) for cause in MISSES)
         return ServerInfo(
@@ -138,8 +141,8 @@ class Monitor:
                 kind: tuple(sorted(statuses, key=lambda status: status.replica_id))
                 for kind, statuses in sorted(pools.items())
             },
-            sessions_running=int(_sum(gauges, metrics.REQUESTS_RUNNING)),
-            sessions_queued=int(_sum(gauges, metrics.REQUESTS_WAITING)),
+            sessions_running=int(_sum(gauges, catalogue.REQUESTS_RUNNING)),
+            sessions_queued=int(_sum(gauges, catalogue.REQUESTS_WAITING)),
             acceptance_rate=accepted / drafted if drafted else 0.0,
             acceptance_length=1.0 + (accepted / drafts if drafts else 0.0),
             hit_rate=hits / (hits + misses) if hits + misses else 0.0,
@@ -219,11 +222,11 @@ class Monitor:
                         summed[(*labels, source.report.source_id)] = value
                     else:
                         summed[labels] = _number(summed.get(labels, 0.0)) + _number(value)
-        gauges[metrics.REPLICAS_UP.name] = {(kind,): up.get(kind, 0.0) for kind in {"router", "target", "draft", *up}}
+        gauges[catalogue.REPLICAS_UP.name] = {(kind,): up.get(kind, 0.0) for kind in {"router", "target", "draft", *up}}
         return gauges
 
-    def _declared(self, name: str) -> metrics.Metric | None:
-        metric = metrics.declared(name)
+    def _declared(self, name: str) -> Metric | None:
+        metric = declared(name)
         if metric is None:
             self._refuse(name)
         return metric
@@ -236,11 +239,11 @@ class Monitor:
 
 
 def _is_gauge(name: str) -> bool:
-    metric = metrics.declared(name)
+    metric = declared(name)
     return metric is not None and metric.kind is Kind.GAUGE
 
 
-def _fits(metric: metrics.Metric, labels: tuple[str, ...], value: Value) -> bool:
+def _fits(metric: Metric, labels: tuple[str, ...], value: Value) -> bool:
     size = len(value) if isinstance(value, tuple) else 0
     expected = len(metric.bounds) + 2 if metric.kind is Kind.HISTOGRAM else 0
     return len(labels) == len(metric.labels) and size == expected
@@ -260,16 +263,16 @@ def _number(value: Value) -> float:
     return value
 
 
-def _sum(values: Mapping[str, _Values], metric: metrics.Metric) -> float:
+def _sum(values: Mapping[str, _Values], metric: Metric) -> float:
     return sum(_number(value) for value in values.get(metric.name, {}).values())
 
 
-def _families(values: Mapping[str, _Values]) -> Iterator[Family]:
+def _families(values: Samples) -> Iterator[Family]:
     for name, series in values.items():
-        metric = metrics.declared(name)
+        metric = declared(name)
         if metric is not None:
             labels = (*metric.labels, "replica_id") if metric.per_replica else metric.labels
-            yield metrics.family(metric, labels, series)
+            yield family(metric, labels, series)
 
 
 class _Families(Collector):

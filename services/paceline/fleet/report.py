@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.metrics import Registry, Samples
+from paceline.metrics.declaration import Samples
+from paceline.metrics.registry import Registry
 from paceline.types import ReplicaStatus, RouterView
 
 

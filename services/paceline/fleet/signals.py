@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline import metrics
+from paceline.metrics import catalogue
 from paceline.types import Cause
 
 if TYPE_CHECKING:
@@ -270,10 +270,10 @@ def _sum(sources: Iterable[_Source]) -> dict[str, float]:
 
 
 def _first_tokens_s(ours: Mapping[str, float]) -> float | None:
-    counts = tuple(ours.get(f"ttft {i}", 0.0) for i in range(len(metrics.TTFT.bounds) + 1))
+    counts = tuple(ours.get(f"ttft {i}", 0.0) for i in range(len(catalogue.TTFT.bounds) + 1))
     if counts[-1] < _LEAST_FIRST_TOKENS or math.isnan(counts[-1]):
         return None
-    return quantile(metrics.TTFT.bounds, counts, _QUANTILE)
+    return quantile(catalogue.TTFT.bounds, counts, _QUANTILE)
 
 
 _ENGINE_TOTALS = {
@@ -282,9 +282,9 @@ _ENGINE_TOTALS = {
     "router": {"cpu_s": "cpu_s"},
 }
 _ROUTER_TOTALS = (
-    ("proposals", metrics.DRAFTS),
-    ("drafted", metrics.DRAFT_TOKENS),
-    ("accepted", metrics.ACCEPTED_TOKENS),
+    ("proposals", catalogue.DRAFTS),
+    ("drafted", catalogue.DRAFT_TOKENS),
+    ("accepted", catalogue.ACCEPTED_TOKENS),
 )
 
 
@@ -297,14 +297,14 @@ def _totals(report: Report) -> dict[str, float]:
         return totals
     for name, metric in _ROUTER_TOTALS:
         totals[name] = sum(value for value in samples.get(metric.name, {}).values() if isinstance(value, float))
-    for labels, value in samples.get(metrics.ROUNDS.name, {}).items():
+    for labels, value in samples.get(catalogue.ROUNDS.name, {}).items():
         if len(labels) == 1 and isinstance(value, float):
             totals[labels[0]] = value
-    for value in samples.get(metrics.TTFT.name, {}).values():
-        if isinstance(value, tuple) and len(value) == len(metrics.TTFT.bounds) + 2:
+    for value in samples.get(catalogue.TTFT.name, {}).values():
+        if isinstance(value, tuple) and len(value) == len(catalogue.TTFT.bounds) + 2:
             for i, count in enumerate(value[1:]):
                 totals[f"ttft {i}"] = totals.get(f"ttft {i}", 0.0) + count
-    for value in samples.get(metrics.DRAFT_LINK.name, {}).values():
+    for value in samples.get(catalogue.DRAFT_LINK.name, {}).values():
         if isinstance(value, tuple):
             totals["link_s"], totals["links"] = value[0], value[-1]
     return totals

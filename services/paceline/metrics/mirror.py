@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.metrics.cells import Histogram
+from prometheus_client import Histogram
+
 from paceline.metrics.declaration import Kind, Metric, Samples
 
 
@@ -32,9 +33,9 @@ class RayMirror:
         self._metrics: dict[str, Any] = {}
         self._written: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def histogram(self, metric: Metric, labels: tuple[str, ...]) -> Histogram:
-        """A cell that passes each observation on."""
-        return _MirroredHistogram(metric.bounds, self._metric(metric), self._tags(metric, labels))
+    def histogram(self, own: Histogram, metric: Metric, labels: tuple[str, ...]) -> MirroredHistogram:
+        """Returns a histogram that observes in ``own`` and in Ray's."""
+        return MirroredHistogram(own, self._metric(metric), self._tags(metric, labels))
 
     def write(self, declarations: Mapping[str, Metric], samples: Samples) -> None:
         """Brings counters and gauges up to ``samples``."""
@@ -69,13 +70,13 @@ class RayMirror:
         return {**dict(zip(metric.labels, labels, strict=True)), "ReplicaId": self._replica_id}
 
 
-class _MirroredHistogram(Histogram):
-    __slots__ = ("_ray", "_tags")
+class MirroredHistogram:
+    """A histogram whose observations also go to Ray's exporter."""
 
-    def __init__(self, bounds: tuple[float, ...], ray_histogram: Any, tags: dict[str, str]) -> None:
-        super().__init__(bounds)
-        self._ray, self._tags = ray_histogram, tags
+    def __init__(self, own: Histogram, ray_histogram: Any, tags: Mapping[str, str]) -> None:
+        self._own, self._ray, self._tags = own, ray_histogram, tags
 
     def observe(self, amount: float) -> None:
-        super().observe(amount)
+        """Counts one observation."""
+        self._own.observe(amount)
         self._ray.observe(amount, self._tags)

@@ -1,23 +1,26 @@
-"""The metrics of one process: where its cells are kept by name and labels, and how they leave it, as samples, as
-prometheus_client's families, and mirrored to Ray's exporter.
-"""
+"""Metrics of one process: prometheus_client's own objects, made by their declarations, and how they leave it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.samples import Sample
 
-from paceline.metrics.cells import Counter, Gauge, Histogram
 from paceline.metrics.declaration import Kind, Metric, Samples, Value
-from paceline.metrics.mirror import RayMirror, inside_ray
+from paceline.metrics.mirror import MirroredHistogram, RayMirror, inside_ray
+
+_M = TypeVar("_M", bound=MetricWrapperBase)
 
 
 def family(metric: Metric, labels: Sequence[str], series: Mapping[tuple[str, ...], Value]) -> Family:
-    """The values of a metric as prometheus_client wants them, in the order of their labels."""
+    """Converts the values of a metric to a family of prometheus_client, in the order of their labels."""
     if metric.kind is Kind.HISTOGRAM:
         histogram = HistogramMetricFamily(metric.name, metric.documentation, labels=labels)
         bounds = [*(repr(float(bound)) for bound in metric.bounds), "+Inf"]
@@ -36,70 +39,67 @@ def family(metric: Metric, labels: Sequence[str], series: Mapping[tuple[str, ...
     return plain
 
 
-class Registry(Collector):
-    """The metrics of one process. ``collectors`` is what prometheus_client's exporters take.
+class Registry:
+    """Metrics of one process. ``collectors`` is what prometheus_client's exporters take.
 
     ``mirror``: inside a Ray worker, also feed Ray's exporter. Histograms are mirrored as they are observed; counters
     and gauges when ``mirror`` is called, once a second, because each write to Ray costs microseconds.
     """
 
     def __init__(self, replica_id: str = "", *, mirror: bool = False) -> None:
-        self.collectors = CollectorRegistry(auto_describe=False)
-        self.collectors.register(self)
-        self._metrics: dict[str, Metric] = {}
-        self._counters: dict[tuple[str, tuple[str, ...]], Counter] = {}
-        self._gauges: dict[tuple[str, tuple[str, ...]], Gauge] = {}
-        self._histograms: dict[tuple[str, tuple[str, ...]], Histogram] = {}
+        self.collectors = CollectorRegistry()
+        self._declared: dict[str, Metric] = {}
+        self._made: dict[str, MetricWrapperBase] = {}
         self._mirror = RayMirror(replica_id) if mirror and inside_ray() else None
 
     def counter(self, metric: Metric, *labels: str) -> Counter:
-        """The counter with these label values; it shows 0 from now on."""
-        counter = self._counters.get((metric.name, labels))
-        if counter is None:
-            counter = self._counters[self._declared(metric, Kind.COUNTER, labels)] = Counter()
-        return counter
+        """Returns the counter with these label values; it shows 0 from the first call on."""
+        assert metric.kind is Kind.COUNTER, metric.name
+        return self._bound(Counter, metric, labels)
 
     def gauge(self, metric: Metric, *labels: str) -> Gauge:
-        """The gauge with these label values."""
-        gauge = self._gauges.get((metric.name, labels))
-        if gauge is None:
-            gauge = self._gauges[self._declared(metric, Kind.GAUGE, labels)] = Gauge()
-        return gauge
+        """Returns the gauge with these label values; it shows 0 from the first call on."""
+        assert metric.kind is Kind.GAUGE, metric.name
+        return self._bound(Gauge, metric, labels)
 
-    def histogram(self, metric: Metric, *labels: str) -> Histogram:
-        """The histogram with these label values."""
-        histogram = self._histograms.get((metric.name, labels))
-        if histogram is None:
-            key = self._declared(metric, Kind.HISTOGRAM, labels)
-            if self._mirror is None:
-                histogram = Histogram(metric.bounds)
-            else:
-                histogram = self._mirror.histogram(metric, labels)
-            self._histograms[key] = histogram
-        return histogram
+    def histogram(self, metric: Metric, *labels: str) -> Histogram | MirroredHistogram:
+        """Returns the histogram with these label values."""
+        assert metric.kind is Kind.HISTOGRAM, metric.name
+        histogram = self._bound(functools.partial(Histogram, buckets=metric.bounds), metric, labels)
+        return histogram if self._mirror is None else self._mirror.histogram(histogram, metric, labels)
 
-    def _declared(self, metric: Metric, kind: Kind, labels: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        assert (metric.kind, len(metric.labels)) == (kind, len(labels)), (metric.name, labels)
-        self._metrics[metric.name] = metric
-        return metric.name, labels
+    def _bound(self, make: Callable[..., _M], metric: Metric, labels: tuple[str, ...]) -> _M:
+        """Returns the metric with its labels bound, and makes it at the first call."""
+        made = self._made.get(metric.name)
+        if made is None:
+            made = make(metric.name, metric.documentation, metric.labels, registry=self.collectors)
+            self._declared[metric.name], self._made[metric.name] = metric, made
+        assert len(metric.labels) == len(labels), (metric.name, labels)
+        return cast(_M, made.labels(*labels) if labels else made)
 
     def samples(self) -> Samples:
-        """All values now."""
-        samples: dict[str, dict[tuple[str, ...], Value]] = {name: {} for name in self._metrics}
-        for (name, labels), counter in list(self._counters.items()):
-            samples[name][labels] = counter.value
-        for (name, labels), gauge in list(self._gauges.items()):
-            samples[name][labels] = gauge.value
-        for (name, labels), histogram in list(self._histograms.items()):
-            samples[name][labels] = histogram.value
-        return samples
-
-    def collect(self) -> Iterator[Family]:
-        """The same as prometheus_client's families."""
-        for name, series in self.samples().items():
-            yield family(self._metrics[name], self._metrics[name].labels, series)
+        """Returns all values now."""
+        return {name: _values(self._declared[name], made) for name, made in list(self._made.items())}
 
     def mirror(self, samples: Samples) -> None:
         """Brings Ray's counters and gauges up to ``samples``; does nothing outside Ray."""
         if self._mirror is not None:
-            self._mirror.write(self._metrics, samples)
+            self._mirror.write(self._declared, samples)
+
+
+def _values(metric: Metric, made: MetricWrapperBase) -> dict[tuple[str, ...], Value]:
+    """The values of a metric by its labels; prometheus_client's times of creation are left out."""
+    samples = [sample for family in made.collect() for sample in family.samples]
+    if metric.kind is not Kind.HISTOGRAM:
+        return {_key(metric, s): s.value for s in samples if not s.name.endswith("_created")}
+    values: dict[tuple[str, ...], Value] = {}
+    for key, of_key in itertools.groupby(samples, functools.partial(_key, metric)):
+        numbers = list(of_key)  # in the order of the bounds: the count up to each of them
+        counts = tuple(s.value for s in numbers if s.name.endswith("_bucket"))
+        (total,) = (s.value for s in numbers if s.name.endswith("_sum"))
+        values[key] = (total, *counts)
+    return values
+
+
+def _key(metric: Metric, sample: Sample) -> tuple[str, ...]:
+    return tuple(sample.labels[label] for label in metric.labels)

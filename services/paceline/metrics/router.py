@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prometheus_client import Counter
+
 from paceline.metrics.catalogue import (
     ACCEPTED_PER_POS,
     ACCEPTED_TOKENS,
@@ -29,7 +31,6 @@ from paceline.metrics.catalogue import (
     TOKENS_PER_VERIFICATION,
     TTFT,
 )
-from paceline.metrics.cells import Counter
 from paceline.metrics.registry import Registry
 from paceline.types import Cause, FinishReason, Result, Round
 

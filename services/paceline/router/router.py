@@ -29,7 +29,7 @@ from paceline.errors import (
     ResourceExhaustedError,
 )
 from paceline.messages import CloseSession, SpeculationWanted, ToDraft, ToTarget
-from paceline.metrics import RouterMetrics
+from paceline.metrics.router import RouterMetrics
 from paceline.router.link import DRAFT, TARGET, Link, StreamKind, stop_links
 from paceline.router.pool import Candidate, Lease, Member, Pool, PrefixIndex, choose
 from paceline.router.session import Actions, Session, append_commits
