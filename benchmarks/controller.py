@@ -28,10 +28,10 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from paceline.cli.table import table
-from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, cache_dir
+from paceline.config import DraftModel, DraftSetup, LocalConfig, TargetModel, cache_dir
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.local import LocalPipeline
-from paceline.runtime.build import DraftFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine, EngineFactory
 from paceline.types import Mode, Rendezvous, SamplingParams, SpeculationParams
 from paceline_bench.grow import parse_size
@@ -53,13 +53,13 @@ _WARM_UP_TOKENS = 48
 class SlowFactory:
     """Builds a draft whose every tree step takes `delay_s` longer."""
 
-    config: LocalConfig
+    setup: DraftSetup
     delay_s: float
     rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
         """See EngineFactory."""
-        engine = DraftFactory(self.config, self.rendezvous)(emit)
+        engine = EngineSpec(self.setup, self.rendezvous).build(emit)
         drafter = engine._drafter  # type: ignore[attr-defined]
         expand = drafter.expand
 
@@ -133,9 +133,8 @@ class Bench:
         path = {"heavy": lambda: grown(str(DRAFT_DIR), args.grow_draft, "bfloat16"), "random": random_draft}
         model = {"dtype": "bfloat16", "compile": args.compile}
         self._config = LocalConfig(
-            target=ModelConfig.model_validate({"path": target, **model}),
-            draft=DraftModelConfig.model_validate({"path": path.get(draft, lambda: str(DRAFT_DIR))(), **model}),
-            max_sessions=max(args.sessions),
+            target=TargetModel.model_validate({"path": target, "max_sessions": max(args.sessions), **model}),
+            draft=DraftModel.model_validate({"path": path.get(draft, lambda: str(DRAFT_DIR))(), **model}),
         )
 
     @contextlib.contextmanager
@@ -144,13 +143,14 @@ class Bench:
         with contextlib.ExitStack() as stack:
             pipelines = {}
             for name, adaptive in ((AUTO, True), ("fixed", False)):
-                config = self._config.model_copy(update={"adaptive": adaptive})
+                target = self._config.target.model_copy(update={"adaptive": adaptive})
+                config = self._config.model_copy(update={"target": target})
                 pipelines[name] = stack.enter_context(LocalPipeline(config, draft_factory=self._factory(config)))
             yield pipelines
 
     def _factory(self, config: LocalConfig) -> EngineFactory | None:
-        if self._draft == "slow":
-            return SlowFactory(config, (_TIMES_SLOWER - 1) * _STEP_S)
+        if self._draft == "slow" and (setup := config.draft_setup()) is not None:
+            return SlowFactory(setup, (_TIMES_SLOWER - 1) * _STEP_S)
         return DeadFactory() if self._draft == "dead" else None
 
     def compare(self, pipelines: dict[str, LocalPipeline], temperature: float, sessions: int) -> Comparison:

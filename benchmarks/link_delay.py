@@ -24,7 +24,7 @@ from pathlib import Path
 import paced
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
-from paceline.config import DraftModelConfig, ModelConfig, PairConfig
+from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.plan.closed_form import Load, System
 from paceline.plan.outcomes import Outcomes
@@ -110,10 +110,10 @@ async def measure(options: argparse.Namespace) -> list[Cell]:
             Settings(target=target, draft=draft, grow_target=options.grow_target, grow_draft=options.grow_draft)
         )
         target, draft = grown.target, grown.draft
-    config = PairConfig(
-        target=ModelConfig(path=target), draft=DraftModelConfig(path=draft), max_sessions=4, max_model_len=1024,
-        tree_step_tokens=width,
-    )  # fmt: skip
+    config = LocalConfig(
+        target=TargetModel(path=target, max_sessions=4, max_model_len=1024),
+        draft=DraftModel(path=draft, tree_step_tokens=width),
+    )
     prompts = [p.token_ids for p in held_out_prompts(load_tokenizer(target), options.prompts)]
     with paced.processes() as started:
         kinds = [("target", paces[0]), ("draft", paces[1])]

@@ -20,13 +20,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from paceline.checkpoint.tokenizer import load_tokenizer
-from paceline.config import PairConfig, RouterConfig, apply_worker_environment
+from paceline.config import LocalConfig, RouterConfig, apply_worker_environment
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import ModelFacts, Router
 from paceline.router.session import Session
-from paceline.runtime.build import DraftFactory, TargetFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost, ReplicaServer
 from paceline.types import Cause, Chunk, Mode, Request, SamplingParams, SpeculationParams
 
@@ -69,19 +69,21 @@ class PacedFactory:
     """Builds the target's or the draft's engine and gives it its pace."""
 
     kind: str
-    config: PairConfig
+    config: LocalConfig
     pace: Pace
 
     def __call__(self, emit: Callable[[Sequence[Any]], None]) -> Any:
         if self.kind == "draft":
-            draft = DraftFactory(self.config)(emit)
+            setup = self.config.draft_setup()
+            assert setup is not None
+            draft: Any = EngineSpec(setup).build(emit)
             if self.pace.step_s:
-                drafter: Any = draft._drafter
+                drafter = draft._drafter
                 drafter._runner = PacedRunner(drafter._runner, self.pace)
             return draft
         from paceline.target.control.step_cost import StepCost
 
-        target: Any = TargetFactory(self.config)(emit)
+        target: Any = EngineSpec(self.config.target_setup()).build(emit)
         if self.pace.step_s:
             target.runner = PacedRunner(target.runner, self.pace)
             target.rows.cost = StepCost()
@@ -107,7 +109,12 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
             from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server as add
 
         host = EngineHost(
-            factory.kind, factory, describe, replica_id=replica_id, max_sessions=factory.config.max_sessions, core=core
+            factory.kind,
+            factory,
+            describe,
+            replica_id=replica_id,
+            max_sessions=factory.config.target.max_sessions,
+            core=core,
         )
         server = ReplicaServer(host, lambda host, grpc_server: add(Service(host), grpc_server))
         await server.start()
@@ -178,7 +185,7 @@ class InTurn:
     then the target once.
     """
 
-    def __init__(self, config: PairConfig, target: Pace, draft: Pace) -> None:
+    def __init__(self, config: LocalConfig, target: Pace, draft: Pace) -> None:
         self._from_target: deque[Any] = deque()
         self._from_draft: deque[Any] = deque()
         self._target = PacedFactory("target", config, target)(self._from_target.extend)
@@ -239,7 +246,7 @@ class InTurn:
             self._target.receive(actions.to_target)
 
 
-def _take_turns(config: PairConfig, target: Pace, draft: Pace, pipe: Connection) -> None:
+def _take_turns(config: LocalConfig, target: Pace, draft: Pace, pipe: Connection) -> None:
     """The process of an ``InTurn``: arguments of ``run`` in, a Window out."""
     apply_worker_environment()
     import torch
@@ -294,7 +301,7 @@ def processes() -> Iterator[list[Process]]:
 
 
 def replicas(
-    started: list[Process], config: PairConfig, paces: Sequence[tuple[str, Pace]], cores: Sequence[int] = ()
+    started: list[Process], config: LocalConfig, paces: Sequence[tuple[str, Pace]], cores: Sequence[int] = ()
 ) -> dict[str, list[Member]]:
     """Targets and drafts, ready to be connected to, by kind."""
     begun = []
@@ -309,7 +316,7 @@ def replicas(
     return members
 
 
-def in_turn(started: list[Process], config: PairConfig, target: Pace, draft: Pace, count: int) -> list[Process]:
+def in_turn(started: list[Process], config: LocalConfig, target: Pace, draft: Pace, count: int) -> list[Process]:
     """Co-located devices, ready to ``run``."""
     begun = [Process.start(_take_turns, config, target, draft) for _ in range(count)]
     started += begun
@@ -320,10 +327,10 @@ def in_turn(started: list[Process], config: PairConfig, target: Pace, draft: Pac
 
 @contextlib.asynccontextmanager
 async def routed(
-    config: PairConfig, members: dict[str, list[Member]], *, delay_s: float = 0.0
+    config: LocalConfig, members: dict[str, list[Member]], *, delay_s: float = 0.0
 ) -> AsyncIterator[Router]:
     """A router of its own to these replicas; ``delay_s`` is added to each way of its draft links."""
-    facts = ModelFacts(load_tokenizer(config.target.path), config.max_model_len or 4096, ())
+    facts = ModelFacts(load_tokenizer(config.target.path), config.target.max_model_len or 4096, ())
     pools = StaticPool("target", members["target"]), StaticPool("draft", members["draft"])
     settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S)
     router = Router(facts, *pools, settings, metrics=RouterMetrics(Registry("router"), "paced"), draft_delay_s=delay_s)

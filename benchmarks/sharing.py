@@ -20,7 +20,7 @@ from dataclasses import replace
 import paced
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
-from paceline.config import DraftModelConfig, ModelConfig, PairConfig
+from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.plan.closed_form import Load, Prediction, System, best_k, plain
 from paceline.plan.outcomes import Outcomes
@@ -122,10 +122,10 @@ def crossover(acceptance: float, sessions: int) -> str:
 
 async def measure(options: argparse.Namespace) -> None:
     """4 targets and a draft against 5 co-located, in turn window by window."""
-    config = PairConfig(
-        target=ModelConfig(path=str(TARGET_DIR)), draft=DraftModelConfig(path=str(DRAFT_DIR)), max_model_len=1024,
-        max_sessions=max(8, *options.sessions), tree_step_tokens=64,
-    )  # fmt: skip
+    config = LocalConfig(
+        target=TargetModel(path=str(TARGET_DIR), max_model_len=1024, max_sessions=max(8, *options.sessions)),
+        draft=DraftModel(path=str(DRAFT_DIR), tree_step_tokens=64),
+    )
     step_s, draft_step_s = options.step_ms / 1e3, options.draft_step * options.step_ms / 1e3
     target, draft = paced.Pace(step_s, step_s / ROWS), paced.Pace(draft_step_s, draft_step_s / ROWS)
     prompts = [p.token_ids for p in held_out_prompts(load_tokenizer(config.target.path), 24)]

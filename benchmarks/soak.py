@@ -33,7 +33,7 @@ from typing import Any
 
 from paceline.checkpoint.files import embedded_paths
 from paceline.client import AsyncClient, AsyncStream
-from paceline.config import LocalConfig, ModelConfig
+from paceline.config import LocalConfig, TargetModel
 from paceline.errors import DeadlineExceededError, EngineError, PacelineError, ResourceExhaustedError
 from paceline.local import LocalPipeline
 from paceline.types import Acceptance, FinishReason, Mode, Result, SamplingParams, ServerInfo, SpeculationParams
@@ -637,7 +637,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rng = parse(argv), None
     rng = random.Random(args.seed)
     engine = {"dtype": args.dtype, "compile": args.compile}
-    model = ModelConfig(path=args.target, **engine)
+    model = TargetModel(path=args.target, **engine)
     print("plain decoding of every template", file=sys.stderr, flush=True)
     with LocalPipeline(LocalConfig(target=model)) as pipeline:
         templates = make_templates(pipeline, args.templates, args.max_tokens, rng)

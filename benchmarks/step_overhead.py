@@ -33,7 +33,7 @@ import torch
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
-from paceline.config import DraftModelConfig, LocalConfig, ModelConfig
+from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.draft import engine as draft_engine
 from paceline.draft.build import build_draft_engine
 from paceline.drafters import model as model_drafter
@@ -217,17 +217,20 @@ def main() -> None:
     paths = [grown(str(TARGET_DIR), args.target_size, "bfloat16"), str(DRAFT_DIR)]
     if args.draft_size:
         paths[1] = grown(paths[1], args.draft_size, "bfloat16")
-    target_config = ModelConfig(path=paths[0], dtype="bfloat16", compile=True)
-    draft_config = DraftModelConfig(path=paths[1], dtype="bfloat16", compile=True)
-    weights = [weight_bytes(load_model(config)) for config in (target_config, draft_config)]
-    config = LocalConfig(target=target_config, draft=draft_config, max_sessions=max(args.sessions), adaptive=False)
+    run: dict[str, Any] = {"dtype": "bfloat16", "compile": True}
+    target_config = TargetModel(path=paths[0], max_sessions=max(args.sessions), adaptive=False, **run)
+    draft_config = DraftModel(path=paths[1], **run)
+    weights = [weight_bytes(load_model(model.path, model)) for model in (target_config, draft_config)]
+    config = LocalConfig(target=target_config, draft=draft_config)
+    draft_setup = config.draft_setup()
+    assert draft_setup is not None
     tokenizer = load_tokenizer(str(TARGET_DIR))
     prompts = held_out_prompts(tokenizer, max(args.sessions))
 
     watch = Stopwatch()
     outboxes: tuple[list[Any], list[Any]] = ([], [])
-    target = build_target_engine(config, outboxes[0].extend)
-    draft = build_draft_engine(config, outboxes[1].extend)
+    target = build_target_engine(config.target_setup(), outboxes[0].extend)
+    draft = build_draft_engine(draft_setup, outboxes[1].extend)
     drafter: Any = draft._drafter
     kv_bytes = sum(
         k[0, 0].nbytes + v[0, 0].nbytes

@@ -22,11 +22,11 @@ from typing import Any, Self
 
 from paceline.checkpoint.files import Checkpoint, read_checkpoint, require_path
 from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
-from paceline.config import DraftModelConfig, LocalConfig
+from paceline.config import DraftModel, LocalConfig
 from paceline.errors import EngineError, PacelineError
 from paceline.messages import SpeculationWanted, ToDraft, ToTarget
 from paceline.router.session import Actions, Session, append_commits
-from paceline.runtime.build import DraftFactory, TargetFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.ranks import led, process_ranks
 from paceline.runtime.workers import Emit, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
 from paceline.types import Chunk, Result, SamplingParams, SpeculationParams
@@ -71,20 +71,21 @@ class LocalPipeline:
 
         def make_worker(kind: str, factory: Any, on_messages: Emit, on_death: Callable[[str], None]) -> Worker:
             is_draft = kind == "draft"
-            rendezvous, followers = process_ranks(kind, config, cores[2 + others :] if is_draft else cores[2:])
-            if rendezvous is not None:
+            setup = config.draft_setup() if is_draft else config.target_setup()
+            rendezvous, followers = process_ranks(setup, cores[2 + others :] if is_draft else cores[2:])
+            if factory is None:
+                assert setup is not None
+                factory = EngineSpec(setup, rendezvous).build
+            elif rendezvous is not None:
                 factory = replace(factory, rendezvous=rendezvous)
             core = cores[is_draft] if len(cores) >= 2 else None
             return led(lambda died: make(kind, factory, on_messages, died, core), followers, on_death)
 
         def make_draft() -> Worker:
-            factory = draft_factory or DraftFactory(config)
-            return make_worker("draft", factory, self._from_draft, self._on_draft_death)
+            return make_worker("draft", draft_factory, self._from_draft, self._on_draft_death)
 
         self._make_draft = make_draft
-        self._target = make_worker(
-            "target", target_factory or TargetFactory(config), self._from_target, self._on_target_death
-        )
+        self._target = make_worker("target", target_factory, self._from_target, self._on_target_death)
         self._draft = make_draft() if config.draft is not None or draft_factory is not None else None
         self._draft_up = self._draft is not None
         self._draft_wanted = True  # by the target's controller, when it last spoke of any session
@@ -104,11 +105,11 @@ class LocalPipeline:
         target, draft = self.config.target, self.config.draft
         if checkpoint is None:
             require_path(target.path)
-            if isinstance(draft, DraftModelConfig):
+            if isinstance(draft, DraftModel):
                 require_path(draft.path)
         self.checkpoint = checkpoint or read_checkpoint(target.path)
         self.tokenizer = tokenizer or load_tokenizer(target.path)
-        if tokenizer is None and isinstance(draft, DraftModelConfig):
+        if tokenizer is None and isinstance(draft, DraftModel):
             read_checkpoint(draft.path)
             require_same_tokens(self.tokenizer, load_tokenizer(draft.path))
         self._loaded = True
@@ -154,7 +155,7 @@ class LocalPipeline:
     @property
     def max_model_len(self) -> int:
         """Longest context in tokens."""
-        limit = self.config.max_model_len
+        limit = self.config.target.max_model_len
         return self.checkpoint.max_model_len if limit is None else min(limit, self.checkpoint.max_model_len)
 
     def encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
@@ -212,7 +213,7 @@ class LocalPipeline:
     # -- the relay -----------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting and len(self._live) < self.config.max_sessions:
+        while self._waiting and len(self._live) < self.config.target.max_sessions:
             generation = self._waiting.popleft()
             self._live[generation.session.session_id] = generation
             actions = generation.session.open(self._draft_up, draft_wanted=self._draft_wanted)

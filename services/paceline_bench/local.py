@@ -20,9 +20,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from paceline.config import DraftModelConfig, DType, LocalConfig, ModelConfig, cache_dir
+from paceline.config import DraftModel, DType, LocalConfig, TargetModel, cache_dir
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.runtime.workers import available_cores
@@ -69,7 +69,7 @@ class Settings:
     growth: str = "best_first"
     tree_step_tokens: int | None = None
     compile: bool = True
-    worker: str = "process"
+    worker: Literal["process", "thread"] = "process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,20 +170,19 @@ class Bench:
             settings = self.settings
             steps = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
             self._target_log, self._draft_log = steps / "target", steps / "draft"
-            config = LocalConfig.model_validate(
-                {
-                    "target": self._model(settings.target),
-                    "draft": DraftModelConfig(**self._model(settings.draft)),
-                    "worker": settings.worker,
-                    "max_sessions": self._max_sessions,
-                    "tree_step_tokens": settings.tree_step_tokens,
-                }
+            run: dict[str, Any] = {"dtype": settings.dtype, "compile": settings.compile}
+            config = LocalConfig(
+                target=TargetModel(path=settings.target, max_sessions=self._max_sessions, **run),
+                draft=DraftModel(path=settings.draft, tree_step_tokens=settings.tree_step_tokens, **run),
+                worker=settings.worker,
             )
+            draft_setup = config.draft_setup()
+            assert draft_setup is not None
             self._pipeline = stack.enter_context(
                 LocalPipeline(
                     config,
-                    target_factory=TimedTargetFactory(config, self._target_log),
-                    draft_factory=TimedDraftFactory(config, self._draft_log),
+                    target_factory=TimedTargetFactory(config.target_setup(), self._target_log),
+                    draft_factory=TimedDraftFactory(draft_setup, self._draft_log),
                 )
             )
             if any(mode in replicas.MODES for mode in settings.baselines):
@@ -198,10 +197,6 @@ class Bench:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-    def _model(self, path: str) -> dict[str, object]:
-        config = ModelConfig(path=path, dtype=self.settings.dtype, compile=self.settings.compile)
-        return config.model_dump()
 
     def prompts(self) -> list[Prompt]:
         """Prompts of the run, as many as fill whole units. Raises ConfigError."""

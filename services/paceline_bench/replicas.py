@@ -164,8 +164,8 @@ def _main(connection: Connection, config: LocalConfig, core: int | None) -> None
     try:
         with LocalPipeline(
             config,
-            target_factory=TimedTargetFactory(config, nowhere),  # for its empty prefix cache
-            draft_factory=TimedDraftFactory(config, nowhere),
+            target_factory=TimedTargetFactory(config.target_setup(), nowhere),  # for its empty prefix cache
+            draft_factory=TimedDraftFactory(draft, nowhere) if (draft := config.draft_setup()) is not None else None,
         ) as pipeline:
             connection.send(True)
             while (work := connection.recv()) is not None:

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from paceline.config import DraftModelConfig, DType, LocalConfig, ModelConfig
+from paceline.config import DraftModel, DType, LocalConfig, TargetModel, TargetSetup
 from paceline.errors import ConfigError, EngineError
 from paceline.local import LocalPipeline
-from paceline.runtime.build import TargetFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine
 from paceline.types import Chunk, Rendezvous, ReplicaStatus, Result, SpeculationParams
 from paceline_bench.processes import Process, ServiceProcess, cpu_by_role, family, read_process
@@ -101,15 +101,13 @@ class Pipeline:
             pair = self._pair
             self._readers = stack.enter_context(ThreadPoolExecutor(_MAX_THREADS, "paceline-reader"))
             self._counters = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))) / "counters"
-            config = LocalConfig.model_validate(
-                {
-                    "target": self._model(pair.target),
-                    "draft": DraftModelConfig(**self._model(pair.draft)),
-                    "max_sessions": pair.max_sessions,
-                }
+            run: dict[str, Any] = {"dtype": pair.dtype, "compile": pair.compile}
+            config = LocalConfig(
+                target=TargetModel(path=pair.target, max_sessions=pair.max_sessions, **run),
+                draft=DraftModel(path=pair.draft, **run),
             )
             before = {p.pid for p in family(os.getpid())}
-            factory = _CountedTargetFactory(config, self._counters)
+            factory = _CountedTargetFactory(config.target_setup(), self._counters)
             self.pipeline = stack.enter_context(LocalPipeline(config, target_factory=factory))
             workers = [p for p in family(os.getpid()) if p.pid not in before and "spawn_main" in p.command]
             self._roles = dict(zip((p.pid for p in sorted(workers, key=_by_age)), ("target", "draft"), strict=False))
@@ -118,9 +116,6 @@ class Pipeline:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-    def _model(self, path: str) -> dict[str, Any]:
-        return ModelConfig(path=path, dtype=self._pair.dtype, compile=self._pair.compile).model_dump()
 
     def cpu_s(self) -> dict[str, float]:
         """By role, since each process started."""
@@ -161,13 +156,13 @@ def _reply(result: Result, chunks: Sequence[tuple[Chunk, float]]) -> Reply:
 class _CountedTargetFactory:
     """Builds the target engine; writes its counters to a file whenever it has run out of sessions."""
 
-    config: LocalConfig
+    setup: TargetSetup
     path: Path
     rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
         """See EngineFactory."""
-        return _Counted(TargetFactory(self.config, self.rendezvous)(emit), self.path)
+        return _Counted(EngineSpec(self.setup, self.rendezvous).build(emit), self.path)
 
 
 class _Counted:

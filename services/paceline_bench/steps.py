@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import LocalConfig
+from paceline.config import DraftSetup, TargetSetup
 from paceline.runtime.workers import Emit, Engine
 from paceline.types import Rendezvous
 
@@ -81,7 +81,7 @@ class TimedTargetFactory:
     """Builds the target engine. Whenever it is without sessions its prefix cache is emptied, so that no request
     profits from an earlier one with the same prompt."""
 
-    config: LocalConfig
+    setup: TargetSetup
     path: Path
     rendezvous: Rendezvous | None = None
 
@@ -89,7 +89,7 @@ class TimedTargetFactory:
         """See EngineFactory."""
         from paceline.target.build import build_target_engine
 
-        engine = build_target_engine(self.config, emit, self.rendezvous)
+        engine = build_target_engine(self.setup, emit, self.rendezvous)
         cache = engine.runner.cache
 
         def forget() -> None:
@@ -103,7 +103,7 @@ class TimedTargetFactory:
 class TimedDraftFactory:
     """Builds the draft engine; records its tree steps, not its prefill."""
 
-    config: LocalConfig
+    setup: DraftSetup
     path: Path
     rendezvous: Rendezvous | None = None
 
@@ -111,5 +111,5 @@ class TimedDraftFactory:
         """See EngineFactory."""
         from paceline.draft.build import build_draft_engine
 
-        engine = build_draft_engine(self.config, emit, self.rendezvous)
+        engine = build_draft_engine(self.setup, emit, self.rendezvous)
         return TimedEngine(engine, lambda: (engine.stats.tree_steps, engine.stats.leaves), self.path)

@@ -20,7 +20,7 @@ from paceline.checkpoint.quantization import (
     require_quantization,
     weight_bytes_per_parameter,
 )
-from paceline.config import ModelConfig, ServiceConfig
+from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model.loading import load_pretrained
 
@@ -128,8 +128,7 @@ def test_target_and_draft_are_quantised_apart() -> None:
     """Each by its own engine_kwargs, and not by default; other values are refused with those that are allowed."""
     models = {"model_loading_config": {"model_id": "m"}}
     args = {"target_config": models | {"engine_kwargs": {"quantization": "int8"}}, "draft_config": models}
-    pair = ServiceConfig.parse(args | {"draft_config": {"kind": "model", **models}}).pair()
-    assert isinstance(pair.draft, ModelConfig)
-    assert (pair.target.quantization, pair.draft.quantization) == ("int8", None)
+    service = ServiceConfig.parse(args | {"draft_config": {"kind": "model", **models}})
+    assert (service.target_setup().options.quantization, service.draft_setup().options.quantization) == ("int8", None)
     with pytest.raises(ConfigError, match=r"target_config\.engine_kwargs\.quantization is 'int3': it must be .*int8"):
         ServiceConfig.parse({"target_config": models | {"engine_kwargs": {"quantization": "int3"}}})

@@ -80,8 +80,8 @@ def test_a_service_that_may_start(capsys, models):
     assert status == 0
     rows = rows_of(out)
     assert list(rows) == ["target_config", "draft_config", "router_config"]
-    pair = ServiceConfig().pair()
-    target = target_estimate(pair, read_facts(checks.local_folder(models[1])), MAX_LEN)
+    setup = ServiceConfig().target_setup()
+    target = target_estimate(setup, read_facts(checks.local_folder(models[1])), MAX_LEN)
     assert rows["target_config"]["replicas"] == "2"
     assert rows["target_config"]["process"] == mib(ENGINE_PROCESS_BYTES)
     assert rows["target_config"]["KV"] == mib(target.kv_bytes)
@@ -96,11 +96,11 @@ def test_a_service_that_may_start(capsys, models):
 def test_json_has_the_same_estimate_and_adds_up(capsys, models):
     status, found = check_json(capsys, *models)
     assert (status, found["may_start"], found["findings"]) == (0, True, [])
-    pair = ServiceConfig().pair()
+    setup = ServiceConfig().target_setup()
     target, draft, router = found["pools"]
     for pool, estimate in (
-        (target, target_estimate(pair, read_facts(checks.local_folder(models[1])), MAX_LEN, left_bytes=64 * GIB)),
-        (draft, draft_estimate(pair, read_facts(checks.local_folder(models[3])), MAX_LEN)),
+        (target, target_estimate(setup, read_facts(checks.local_folder(models[1])), MAX_LEN, left_bytes=64 * GIB)),
+        (draft, draft_estimate(ServiceConfig().draft_setup(), read_facts(checks.local_folder(models[3])), MAX_LEN)),
     ):
         parts = pool["estimate"]
         assert parts["packed_bytes"] == parts["weights_bytes"] > 0

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from tests.config.support import CLUSTER, needs_ray
 
-from paceline.config import DraftModelConfig, NgramConfig, ServiceConfig
+from paceline.config import NgramOptions, ServiceConfig
 from paceline.embedded import DRAFT_DIR
 from paceline.errors import ConfigError
 
@@ -99,7 +99,7 @@ def test_overrides_change_single_keys():
     )
     assert config.target_config.engine_kwargs.max_sessions == 32
     assert config.draft_config.engine_kwargs.fan_out == 3
-    assert config.pair().draft == DraftModelConfig(path=str(DRAFT_DIR)), "what was not named is left as it was"
+    assert config.draft_setup().source == str(DRAFT_DIR), "what was not named is left as it was"
     assert config.router_config.request_timeout_s == 2.5
     assert config.log.as_json
     assert config.server.host == "::1"
@@ -112,10 +112,12 @@ def test_overrides_change_single_keys():
 def test_overrides_of_the_draft():
     assert ServiceConfig().with_overrides(["draft_config=null"]).draft_config is None
     ngram = ServiceConfig().with_overrides(["draft_config.kind=ngram"])
-    assert ngram.pair().draft == NgramConfig()
-    assert ngram.with_overrides(["draft_config.engine_kwargs.max_match=8"]).pair().draft == NgramConfig(max_match=8)
+    assert ngram.draft_setup().options == NgramOptions()
+    assert ngram.with_overrides(["draft_config.engine_kwargs.max_match=8"]).draft_setup().options == NgramOptions(
+        max_match=8
+    )
     built = ServiceConfig(draft_config=type(ngram.draft_config)())
-    assert built.with_overrides(["log.json=true"]).pair().draft == NgramConfig()
+    assert built.with_overrides(["log.json=true"]).draft_setup().options == NgramOptions()
     with pytest.raises(ConfigError, match=r"^draft_config names no model while target_config names 'org/large'"):
         ServiceConfig().with_overrides(["target_config.model_loading_config.model_id=org/large"])
 
@@ -152,7 +154,10 @@ def test_the_embedded_serve_config_file_validates():
     assert (application.name, application.route_prefix) == ("paceline", "/")
     assert application.import_path == "paceline.app:build"
     config = ServiceConfig.parse(application.args)
-    assert config.pair() == ServiceConfig().pair()
+    assert (config.target_setup(), config.draft_setup()) == (
+        ServiceConfig().target_setup(),
+        ServiceConfig().draft_setup(),
+    )
     assert ServiceConfig.from_file(file) == config
     assert schema.grpc_options.port == config.server.grpc_port
     assert schema.http_options.port == config.server.http_port

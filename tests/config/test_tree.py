@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+
 import pytest
+import yaml
 from tests.config.support import nested, refusal
 
-from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, PairConfig, ServiceConfig
+from paceline.config import (
+    DraftModel,
+    DraftOptions,
+    DraftSetup,
+    LocalConfig,
+    NgramOptions,
+    ServiceConfig,
+    TargetModel,
+    TargetOptions,
+    TargetSetup,
+)
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 
 
 def test_the_default_is_the_embedded_pair_with_one_replica_of_each():
     config = ServiceConfig()
-    assert config.pair() == PairConfig(
-        target=ModelConfig(path=str(TARGET_DIR)), draft=DraftModelConfig(path=str(DRAFT_DIR))
-    )
+    assert config.target_setup() == TargetSetup(str(TARGET_DIR), TargetOptions(), tree_budget=256)
+    assert config.draft_setup() == DraftSetup(str(DRAFT_DIR), DraftOptions(), str(TARGET_DIR), 16, None, 256)
     assert config == ServiceConfig.parse({})
     parts = (config.target_config, config.draft_config, config.router_config)
     options = [part.deployment_options() for part in parts]
@@ -41,68 +54,82 @@ def test_model_source_and_tokenizer_source_default_to_the_model():
     draft = loading.draft_config.model_loading_config
     assert (target.source, target.tokenizer) == ("org/large", "org/large")
     assert (draft.source, draft.tokenizer) == ("/s", "/t")
-    assert loading.pair().target.path == "org/large"
-    assert loading.pair().draft.path == "/s"
+    assert loading.target_setup().source == "org/large"
+    assert (loading.draft_setup().source, loading.draft_setup().target_source) == ("/s", "org/large")
 
 
-def test_pair_carries_every_engine_setting():
+TARGET_VALUES = {
+    "dtype": "float32", "compile": False, "device": "cpu", "quantization": "int8", "tensor_parallel_size": 2,
+    "rank_timeout_s": 3.0, "cuda_graphs": False, "max_cuda_graphs": 9, "attention": "sdpa", "max_sessions": 3,
+    "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "kv_pages": 20, "kv_fraction": None,
+}  # fmt: skip
+MODEL_VALUES = {name: TARGET_VALUES[name] for name in DraftOptions.model_fields if name in TARGET_VALUES}
+GROWING_VALUES = {"tree_budget": 32, "tree_step_tokens": 4, "fan_out": 2}
+DRAFT_VALUES = MODEL_VALUES | GROWING_VALUES | {"max_sessions": 6, "draft_top_m": 16}
+NGRAM_VALUES = GROWING_VALUES | {"min_match": 2, "max_match": 6}
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [(TargetOptions, TARGET_VALUES), (DraftOptions, DRAFT_VALUES), (NgramOptions, NGRAM_VALUES)],
+)
+def test_every_option_goes_from_yaml_and_from_a_local_config_to_the_builder(options, values, tmp_path):
+    """By one declaration: a field that is added to the class must be reachable everywhere without another edit."""
+    assert values.keys() == options.model_fields.keys(), "each option has a value here that is not its default"
+    changed = {name: value for name, value in values.items() if value is not None}
+    assert all(value != options.model_fields[name].default for name, value in changed.items())
+    part = {TargetOptions: "target_config", DraftOptions: "draft_config", NgramOptions: "draft_config"}[options]
+    kind = {"kind": "ngram"} if options is NgramOptions else {}
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump({part: {**kind, "engine_kwargs": changed}}))
+    target = TargetModel(path="t", **(changed if options is TargetOptions else {}))
+    draft = {DraftOptions: DraftModel, NgramOptions: NgramOptions}.get(options)
+    path = {"path": "d"} if options is DraftOptions else {}
+    for config in (
+        ServiceConfig.from_file(file),
+        ServiceConfig().with_overrides(
+            ([f"draft_config={json.dumps(kind)}"] if kind else [])
+            + [f"{part}.engine_kwargs.{name}={json.dumps(value)}" for name, value in changed.items()]
+        ),
+        LocalConfig(target=target, draft=None if draft is None else draft(**path, **changed)),
+    ):
+        setup = config.target_setup() if options is TargetOptions else config.draft_setup()
+        assert isinstance(setup.options, options)
+        assert {name: getattr(setup.options, name) for name in values} == values
+        assert pickle.loads(pickle.dumps(setup)) == setup, "what travels to a replica"
+
+
+def test_a_draft_follows_four_values_of_its_target_and_is_given_no_more():
     config = ServiceConfig.parse(
         {
-            "target_config": {
-                "engine_kwargs": {
-                    "dtype": "float32",
-                    "compile": False,
-                    "device": "cpu",
-                    "max_sessions": 3,
-                    "max_model_len": 512,
-                    "max_step_tokens": 64,
-                    "adaptive": False,
-                    "kv_fraction": 0.5,
-                }
-            },
-            "draft_config": {
-                "engine_kwargs": {
-                    "dtype": "bfloat16",
-                    "compile": True,
-                    "device": "cpu",
-                    "max_sessions": 6,
-                    "tree_budget": 32,
-                    "tree_step_tokens": 4,
-                    "fan_out": 2,
-                    "draft_top_m": 16,
-                }
-            },
+            "target_config": {"engine_kwargs": {"max_sessions": 3, "max_model_len": 512, "max_step_tokens": 64}},
+            "draft_config": {"engine_kwargs": {"max_sessions": 6}},
         }
     )
-    assert config.pair() == PairConfig(
-        target=ModelConfig(path=str(TARGET_DIR), dtype="float32", compile=False, device="cpu"),
-        draft=DraftModelConfig(path=str(DRAFT_DIR), dtype="bfloat16", compile=True, device="cpu"),
-        max_sessions=3,
-        draft_max_sessions=6,
-        max_model_len=512,
-        max_step_tokens=64,
-        adaptive=False,
-        kv_fraction=0.5,
-        tree_budget=32,
-        tree_step_tokens=4,
-        fan_out=2,
-        draft_top_m=16,
-    )
+    expected = DraftSetup(str(DRAFT_DIR), DraftOptions(max_sessions=6), str(TARGET_DIR), 6, 512, 64)
+    assert config.draft_setup() == expected
+    as_many = config.with_overrides(["draft_config.engine_kwargs.max_sessions=null"]).draft_setup()
+    assert as_many.num_sessions == 3, "as many as the target"
 
 
 def test_ngram_and_no_draft():
     ngram = ServiceConfig.parse({"draft_config": {"kind": "ngram", "engine_kwargs": {"max_match": 6, "fan_out": 3}}})
-    assert ngram.pair().draft == NgramConfig(max_match=6)
-    assert ngram.pair().fan_out == 3
+    assert ngram.draft_setup().options == NgramOptions(max_match=6, fan_out=3)
+    assert ngram.draft_setup().source is None
+    assert ngram.target_setup().tree_budget == 256
     plain = ServiceConfig.parse({"draft_config": None})
-    assert plain.pair() == PairConfig(target=ModelConfig(path=str(TARGET_DIR)))
+    assert plain.draft_setup() is None
+    assert plain.target_setup() == TargetSetup(str(TARGET_DIR))
 
 
-def test_local_config_is_a_pair():
-    config = LocalConfig(target=ModelConfig(path="x"), worker="thread", pin_cores=False, kv_pages=3)
-    assert isinstance(config, PairConfig)
+def test_a_local_config_has_the_setups_of_a_service():
+    config = LocalConfig(target=TargetModel(path="x", kv_pages=3), draft=NgramOptions(), worker="thread")
+    assert config.target_setup() == TargetSetup("x", config.target, tree_budget=256)
+    assert config.draft_setup() == DraftSetup(None, NgramOptions(), "x", 16, None, 256)
+    assert LocalConfig.model_validate_json(config.model_dump_json()) == config
+    assert LocalConfig(target=TargetModel(path="x")).draft_setup() is None
     with pytest.raises(ValueError, match=r"kv_fraction is 0.5 while kv_pages is 3"):
-        LocalConfig(target=ModelConfig(path="x"), kv_pages=3, kv_fraction=0.5)
+        TargetModel(path="x", kv_pages=3, kv_fraction=0.5)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.models import pair
 from tests.support.rings import pairs_first
 
-from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
+from paceline.config import DraftOptions, DraftSetup, NgramOptions, TargetOptions, TargetSetup
 from paceline.draft import build
 from paceline.draft import engine as engine_module
 from paceline.draft.engine import DraftEngine
@@ -343,21 +343,22 @@ def test_a_context_longer_than_the_draft_holds_ends_its_session_at_once() -> Non
 @pytest.mark.parametrize(
     ("draft", "options", "longest"),
     [
-        (NgramConfig(), {"max_model_len": 300}, 300),
-        (NgramConfig(), {"max_model_len": 1 << 18}, 1024),
-        (DraftModelConfig(path="small"), {"max_model_len": 300}, 300),
-        (DraftModelConfig(path="small"), {"max_model_len": 1 << 18}, 2048),
-        (DraftModelConfig(path="small"), {"max_sessions": 1, "tree_budget": 1}, 18 * 64),
+        (NgramOptions(tree_step_tokens=8), {"max_model_len": 300}, 300),
+        (NgramOptions(tree_step_tokens=8), {"max_model_len": 1 << 18}, 1024),
+        (DraftOptions(tree_step_tokens=8), {"max_model_len": 300}, 300),
+        (DraftOptions(tree_step_tokens=8), {"max_model_len": 1 << 18}, 2048),
+        (DraftOptions(tree_step_tokens=8, tree_budget=1), {"max_sessions": 1}, 18 * 64),
     ],
     ids=["n-gram", "n-gram: the target", "model", "model: its positions", "model: its cache"],
 )
 def test_what_is_built_holds_the_longest_context_that_it_can(
     draft: Any, options: dict[str, int], longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "load_model", lambda config, group: pair("llama")[1])
-    config = PairConfig(target=ModelConfig(path=str(TARGET_DIR)), draft=draft, tree_step_tokens=8, **options)
+    monkeypatch.setattr(build, "load_model", lambda *given: pair("llama")[1])
+    target = TargetSetup(str(TARGET_DIR), TargetOptions(**options))
+    setup = DraftSetup.beside(target, "small" if isinstance(draft, DraftOptions) else None, draft)
     sent: list[Nodes | SessionFailed] = []
-    engine = build.build_draft_engine(config, sent.extend)
+    engine = build.build_draft_engine(setup, sent.extend)
     engine.receive([open_session("fits", text=[1] * longest), open_session("longer", text=[1] * (longest + 1))])
     engine.step()
     assert engine.num_sessions == 1

@@ -13,7 +13,7 @@ import torch
 from tests.support.models import noisy_copy, prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 
-from paceline.config import DraftModelConfig, LocalConfig, ModelConfig
+from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.core import deferred as transfers
 from paceline.core import verification
 from paceline.core.noise import Stream, exact_log, gumbel, seed_bits, uniform
@@ -222,10 +222,11 @@ def test_the_local_pipeline_in_threads(tmp_path) -> None:
     folder = save_pair(tmp_path)
     options = {"dtype": "float32", "compile": False, "device": DEVICE, "cuda_graphs": True, "max_cuda_graphs": 16}
     config = LocalConfig(
-        target=ModelConfig(path=str(folder / "target"), **options),
-        draft=DraftModelConfig(path=str(folder / "draft"), **options),
-        worker="thread", pin_cores=False, max_sessions=4, adaptive=False,
-    )  # fmt: skip
+        target=TargetModel(path=str(folder / "target"), max_sessions=4, adaptive=False, **options),
+        draft=DraftModel(path=str(folder / "draft"), **options),
+        worker="thread",
+        pin_cores=False,
+    )
     with LocalPipeline(config) as pipeline:
         for temperature in (0.0, 0.9):
             sampling = SamplingParams(max_tokens=48, seed=5, ignore_eos=True, temperature=temperature)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.config import LocalConfig, ModelConfig
+from paceline.config import LocalConfig, TargetModel
 from paceline.local import LocalPipeline
 from paceline.messages import (
     CloseSession,
@@ -76,7 +76,7 @@ def serve(
         return build
 
     pipeline = LocalPipeline(
-        LocalConfig(target=ModelConfig(path="scripted"), worker="thread", pin_cores=False),
+        LocalConfig(target=TargetModel(path="scripted"), worker="thread", pin_cores=False),
         target_factory=factory("target", target),
         draft_factory=factory("draft", draft),
         tokenizer=Letters(),  # type: ignore[arg-type]

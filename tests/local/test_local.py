@@ -12,11 +12,11 @@ from tests.support.models import VOCAB, letters_tokenizer, prompt, save_pair
 
 from paceline import local
 from paceline.checkpoint.tokenizer import JsonTokenizer
-from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig
+from paceline.config import DraftModel, LocalConfig, NgramOptions, TargetModel
 from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 from paceline.local import LocalPipeline
 from paceline.messages import OpenSession, SessionFailed
-from paceline.runtime.build import DraftFactory, TargetFactory
+from paceline.runtime.build import EngineSpec
 from paceline.types import Acceptance, Cause, FinishReason, Mode, SamplingParams
 from paceline.types import SpeculationParams as Speculation
 
@@ -73,12 +73,15 @@ class TappedEngine:
         self.engine.close()
 
 
-def config_of(folder, **options):
+def config_of(folder, worker="thread", **options):
+    """A pair as its files are; ``options``: those of the target."""
+    run = {"dtype": "float32", "compile": False}
     return LocalConfig(
-        adaptive=False,  # what one test makes of its draft is no lesson for the next
-        target=ModelConfig(path=str(folder / "target"), dtype="float32", compile=False),
-        draft=DraftModelConfig(path=str(folder / "draft"), dtype="float32", compile=False),
-        **{"worker": "thread", "pin_cores": False, "max_sessions": 8, **options},
+        # what one test makes of its draft must not change the next
+        target=TargetModel(path=str(folder / "target"), adaptive=False, **run, **{"max_sessions": 8, **options}),
+        draft=DraftModel(path=str(folder / "draft"), **run),
+        worker=worker,
+        pin_cores=False,
     )
 
 
@@ -86,7 +89,7 @@ def config_of(folder, **options):
 def threaded(checkpoints):
     """A pipeline of thread workers, and the taps on its engines."""
     config = config_of(checkpoints)
-    target, draft = Tapped(TargetFactory(config)), Tapped(DraftFactory(config))
+    target, draft = (Tapped(EngineSpec(setup).build) for setup in (config.target_setup(), config.draft_setup()))
     with LocalPipeline(config, target_factory=target, draft_factory=draft) as pipeline:
         pipeline.taps = target, draft
         yield pipeline
@@ -167,7 +170,7 @@ def test_many_sessions_in_a_kv_cache_that_holds_two_of_them(checkpoints, threade
     requests = [(prompt(i, 60), sampled(80, seed=i, temperature=i % 2)) for i in range(12)]
     alone = [run(threaded, *request, Mode.PLAIN) for request in requests]
     config = config_of(checkpoints, kv_pages=6)
-    tap = Tapped(TargetFactory(config))
+    tap = Tapped(EngineSpec(config.target_setup()).build)
     most_held, modes = [], list(Mode)
     with LocalPipeline(config, target_factory=tap) as pipeline:
         engine = tap.engines[0].engine
@@ -301,7 +304,7 @@ def test_a_restarted_draft_takes_up_running_sessions(threaded, monkeypatch):
 
 def test_without_a_draft_model(checkpoints, threaded):
     expected = run(threaded, prompt(10, 20), sampled(), Mode.PLAIN)
-    for draft in (NgramConfig(), None):
+    for draft in (NgramOptions(), None):
         config = config_of(checkpoints).model_copy(update={"draft": draft})
         with LocalPipeline(config) as pipeline:
             assert run(pipeline, prompt(10, 20), sampled()).token_ids == expected.token_ids

@@ -14,7 +14,7 @@ from tests.model.families import small_config
 from tests.support.models import FAMILIES, SLIDING_WINDOW, VOCAB, random_model
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, MambaConfig, PreTrainedModel
 
-from paceline.config import ModelConfig
+from paceline.config import ModelOptions
 from paceline.errors import ConfigError
 from paceline.model.device import resolve_device, resolve_dtype
 from paceline.model.kv_cache import LayerSpec
@@ -29,7 +29,7 @@ def saved(model: PreTrainedModel, path: Path) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_loaded_model_says_of_itself(family: str, tmp_path: Path) -> None:
     """Layers, window, vocabulary and positions, from a checkpoint on disk."""
-    model = load_model(ModelConfig(path=saved(random_model(family), tmp_path), dtype="float32", compile=False))
+    model = load_model(saved(random_model(family), tmp_path), ModelOptions(dtype="float32", compile=False))
     heads, dim = {"phi3": (4, 16), "gpt2": (4, 16), "llama": (2, 16), "mistral": (2, 16)}.get(family, (2, 32))
     assert model.layers == [LayerSpec(heads, dim, dim)] * (3 if family == "gemma3" else 2)
     assert model.sliding_window == (SLIDING_WINDOW if family in ("gemma3", "gemma2", "mistral") else None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
 from paceline.checkpoint.quantization import METHODS, _is_installed
-from paceline.config import ModelConfig
+from paceline.config import ModelOptions
 from paceline.model.loading import load_model
 from paceline.model.selftest import check_invariance
 from paceline.types import SamplingParams
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_comes_quantized(
     if missing := [name for name, _ in METHODS[method].packages if not _is_installed(name)]:
         pytest.skip(f"not installed: {', '.join(missing)}")
     make(tmp_path, **options)
-    model = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16", device="cpu", compile=False))
+    model = load_model(str(tmp_path), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
     assert (model.quantization, model.dtype, model.vocab_size) == (runs_as, torch.bfloat16, 300)
     if model.batch_dependence is not None:
         assert options == {"load_in_8bit": True}

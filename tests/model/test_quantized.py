@@ -16,7 +16,7 @@ from tests.support.rings import nightly, slow
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import inspect_checkpoint
-from paceline.config import DraftModelConfig, ModelConfig, PairConfig
+from paceline.config import ModelOptions, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled.aot import artifact_key
@@ -150,31 +150,31 @@ def test_a_checkpoint_of_torchao_loads_as_it_is(tmp_path: Path) -> None:
     """The same text as what was quantized at loading; to quantize it again is refused."""
     model = reloaded(torch.bfloat16, "int8")
     model.save_pretrained(tmp_path)
-    again = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16", device="cpu", compile=False))
+    again = load_model(str(tmp_path), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
     assert again.quantization == "torchao"
     asked = requests()
     assert_same(plain_reference(again, asked), plain_reference(prepare(model, compile=False), asked))
     with pytest.raises(ConfigError, match="is quantised by 'torchao' already: set quantization to null"):
-        load_model(ModelConfig(path=str(tmp_path), quantization="int8", device="cpu"))
+        load_model(str(tmp_path), ModelOptions(quantization="int8", device="cpu"))
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     """GPT-2 has transformers' own transposed layers; nothing of it would be int8."""
     random_model("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"quantization is 'int8', and GPT2LMHeadModel .* has no linear layer"):
-        load_model(ModelConfig(path=str(tmp_path), quantization="int8", device="cpu", compile=False))
+        load_model(str(tmp_path), ModelOptions(quantization="int8", device="cpu", compile=False))
 
 
 def test_only_bfloat16_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """``auto`` runs eager and says why; ``true`` is refused with the same reason."""
     random_model("llama").save_pretrained(tmp_path)
-    config = ModelConfig(path=str(tmp_path), dtype="float32", quantization="int8", device="cpu")
+    options = ModelOptions(dtype="float32", quantization="int8", device="cpu")
     caplog.set_level("INFO", "paceline")
-    load_model(config)
+    load_model(str(tmp_path), options)
     reason = "int8 weights are compiled with dtype 'bfloat16', and dtype is 'float32'"
     assert any(record.getMessage().endswith(f"is not compiled: {reason}") for record in caplog.records)
     with pytest.raises(ConfigError, match=f"^compile is true, but {reason}: set compile to auto or false$"):
-        load_model(config.model_copy(update={"compile": True}))
+        load_model(str(tmp_path), options.model_copy(update={"compile": True}))
 
 
 def test_quantized_weights_are_not_split(tmp_path: Path) -> None:
@@ -207,18 +207,17 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
 ) -> None:
     """Beside a draft; alone it may run."""
     folder = save_pair(tmp_path)
-    monkeypatch.setattr(build, "load_model", lambda config, group: replace(load_model(config, group), **model))
+    monkeypatch.setattr(build, "load_model", lambda *given: replace(load_model(*given), **model))
     monkeypatch.setattr(build, "check_invariance", lambda runner, max_len: report)
-    options = {"dtype": "float32", "device": "cpu", "compile": False}
-    target = ModelConfig(path=str(folder / "target"), quantization="int8", **options)
-    draft = DraftModelConfig(path=str(folder / "draft"), **options)
+    options = TargetOptions(dtype="float32", device="cpu", compile=False, quantization="int8")
+    target = TargetSetup(str(folder / "target"), options, tree_budget=256)
     with pytest.raises(ConfigError) as caught:
-        build.build_target_engine(PairConfig(target=target, draft=draft), lambda events: None)
-    assert "is quantised by 'torchao', and speculation could change its output, for " + said in str(caught.value)
+        build.build_target_engine(target, lambda events: None)
+    assert "is quantized by 'torchao', and speculation could change its output, for " + said in str(caught.value)
     assert str(caught.value).endswith("set draft_config to null for plain decoding, or use another checkpoint")
-    build.build_target_engine(PairConfig(target=target), lambda events: None)
-    unquantized = target.model_copy(update={"quantization": None})
-    build.build_target_engine(PairConfig(target=unquantized, draft=draft), lambda events: None)
+    build.build_target_engine(replace(target, tree_budget=0), lambda events: None)
+    unquantized = replace(target, options=options.model_copy(update={"quantization": None}))
+    build.build_target_engine(unquantized, lambda events: None)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from tests.support.models import save_pair
 
 from paceline.checkpoint.files import read_facts
-from paceline.config import DraftModelConfig, ModelConfig, PairConfig
+from paceline.config import DraftOptions, DraftSetup, TargetOptions, TargetSetup
 from paceline.draft import build as draft_build
 from paceline.draft.build import build_draft_engine
 from paceline.errors import ConfigError
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch):
-    def load(config, group):
+    def load(*given):
         raise LookupError("loaded")
 
     monkeypatch.setattr(target_build, "load_model", load)
@@ -41,14 +41,19 @@ def memory(monkeypatch):
     return lambda num_bytes: monkeypatch.setattr(preflight, "available_bytes", lambda: num_bytes)
 
 
-def config(folder, **options):
-    run = {"compile": False, "device": "cpu", "dtype": "float32"}
-    target, draft = ModelConfig(path=f"{folder}/target", **run), DraftModelConfig(path=f"{folder}/draft", **run)
-    return PairConfig(target=target, draft=draft, **options)
+RUN = {"compile": False, "device": "cpu", "dtype": "float32"}
+
+
+def target_setup(folder, **options):
+    return TargetSetup(f"{folder}/target", TargetOptions(**RUN, **options), tree_budget=256)
+
+
+def draft_setup(folder, **options):
+    return DraftSetup.beside(target_setup(folder), f"{folder}/draft", DraftOptions(**RUN, **options))
 
 
 def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memory):
-    settings = config(folder, kv_pages=100)
+    settings = target_setup(folder, kv_pages=100)
     facts = read_facts(folder / "target", "float32")
     step = target_estimate(settings, facts, MAX_LEN).workspace_bytes
     memory(facts.weights_bytes + facts.kv_bytes(100) + step)
@@ -58,11 +63,11 @@ def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memor
     with pytest.raises(ConfigError, match=r"kv_pages is 100: it needs 100 KV pages, .* set it to at most 99$"):
         build_target_engine(settings, print)
     with pytest.raises(LookupError):
-        build_target_engine(config(folder, kv_pages=99), print)
+        build_target_engine(target_setup(folder, kv_pages=99), print)
 
 
 def test_a_draft_that_does_not_fit_is_refused(folder, memory):
-    settings = config(folder, draft_max_sessions=9)
+    settings = draft_setup(folder, max_sessions=9)
     estimate = draft_estimate(settings, read_facts(folder / "draft", "float32"), MAX_LEN)
     memory(estimate.device_bytes - 1)
     with pytest.raises(ConfigError, match=r"max_sessions is 9: .* this machine has .* set it to at most 8$"):
@@ -73,7 +78,7 @@ def test_a_draft_that_does_not_fit_is_refused(folder, memory):
 
 
 def test_too_little_for_the_load_is_logged(folder, memory, caplog):
-    settings = config(folder, max_sessions=64)
+    settings = target_setup(folder, max_sessions=64)
     estimate = target_estimate(settings, read_facts(folder / "target", "float32"), MAX_LEN)
     needed = estimate.device_bytes + estimate.tree_bytes + CODE_BYTES
     for num_bytes, expected in ((needed, 0), (needed - 1, 1)):
@@ -86,7 +91,7 @@ def test_too_little_for_the_load_is_logged(folder, memory, caplog):
 
 
 def test_a_gpu_holds_no_process(folder, monkeypatch):
-    settings = config(folder, kv_pages=100)
+    settings = target_setup(folder, kv_pages=100)
     facts = read_facts(folder / "target", "float32")
     monkeypatch.setattr(preflight, "resolve_device", lambda name: "cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (facts.weights_bytes, 1 << 40))
@@ -97,4 +102,4 @@ def test_a_gpu_holds_no_process(folder, monkeypatch):
 def test_a_model_that_must_be_fetched_is_not_judged(memory):
     memory(1)
     with pytest.raises(LookupError):
-        build_target_engine(PairConfig(target=ModelConfig(path="org/not-here")), print)
+        build_target_engine(TargetSetup("org/not-here"), print)

@@ -15,7 +15,16 @@ from torch import nn
 from transformers import LlamaConfig
 
 from paceline.checkpoint.files import ModelSize, read_facts
-from paceline.config import DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, PairConfig
+from paceline.config import (
+    DraftModel,
+    DraftOptions,
+    DraftSetup,
+    LocalConfig,
+    NgramOptions,
+    TargetModel,
+    TargetOptions,
+    TargetSetup,
+)
 from paceline.core import native
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.preflight.estimate import (
@@ -40,14 +49,17 @@ FACTS = ModelSize(
 )
 
 
-def config(compile=False, **options):
-    target = ModelConfig(path="target", compile=compile, attention="sdpa")
-    models = {"target": target, "draft": DraftModelConfig(path="draft")}
-    return PairConfig(**models | options)
+def target(tree_budget=256, **options):
+    """A target whose attention copies keys and values, with drafts of so many nodes."""
+    return TargetSetup("target", TargetOptions(**{"compile": False, "attention": "sdpa", **options}), tree_budget)
+
+
+def draft(**options):
+    return DraftSetup.beside(target(), "draft", DraftOptions(**options))
 
 
 def test_the_parts_of_a_target_by_hand():
-    estimate = target_estimate(config(max_sessions=8, max_step_tokens=128), FACTS, 2048)
+    estimate = target_estimate(target(max_sessions=8, max_step_tokens=128), FACTS, 2048)
     assert estimate.weights_bytes == 10 * MIB
     assert estimate.packed_bytes == 0
     assert estimate.num_pages == 8 * 17
@@ -58,7 +70,7 @@ def test_the_parts_of_a_target_by_hand():
     assert estimate.workspace_bytes == activations + attention
     many_words = replace(FACTS, vocab_size=50_000)
     logits = 128 * 50_000 * (2 + 4 + 4)  # 8 sessions could have 136 rows
-    several = config(max_sessions=8, max_step_tokens=128)
+    several = target(max_sessions=8, max_step_tokens=128)
     assert target_estimate(several, many_words, 2048).workspace_bytes == activations + logits > activations + attention
     assert (estimate.num_longest, estimate.num_typical) == (8 * 17 // 33, 8)
     assert estimate.total_bytes == sum(
@@ -69,8 +81,7 @@ def test_the_parts_of_a_target_by_hand():
 
 def test_attention_that_reads_pages_in_place_takes_no_copy_of_them(monkeypatch):
     def workspace(attention, on_gpu=False):
-        target = ModelConfig(path="target", compile=False, attention=attention)
-        return target_estimate(config(target=target), FACTS, 8192, on_gpu=on_gpu).workspace_bytes
+        return target_estimate(target(attention=attention), FACTS, 8192, on_gpu=on_gpu).workspace_bytes
 
     assert native.has_avx512() == (torch.backends.cpu.get_cpu_capability() == "AVX512")
     for flags, auto in (("avx512f avx512bw avx512dq avx512vl fma", "native"), ("avx2 fma", "sdpa")):
@@ -81,29 +92,29 @@ def test_attention_that_reads_pages_in_place_takes_no_copy_of_them(monkeypatch):
 
 
 def test_what_changes_the_parts_of_a_target():
-    plain = target_estimate(config(), FACTS, 1024)
-    assert target_estimate(config(draft=None), FACTS, 1024).tree_bytes == 0 < plain.tree_bytes
-    assert target_estimate(config(compile="auto"), FACTS, 1024).packed_bytes == FACTS.weights_bytes
-    assert target_estimate(config(compile="auto"), FACTS, 1024, on_gpu=True).packed_bytes == 0
-    assert target_estimate(config(max_step_tokens=512), FACTS, 1024).workspace_bytes > plain.workspace_bytes
-    small = target_estimate(config(kv_pages=4), FACTS, 1024)
+    plain = target_estimate(target(), FACTS, 1024)
+    assert target_estimate(target(tree_budget=0), FACTS, 1024).tree_bytes == 0 < plain.tree_bytes
+    assert target_estimate(target(compile="auto"), FACTS, 1024).packed_bytes == FACTS.weights_bytes
+    assert target_estimate(target(compile="auto"), FACTS, 1024, on_gpu=True).packed_bytes == 0
+    assert target_estimate(target(max_step_tokens=512), FACTS, 1024).workspace_bytes > plain.workspace_bytes
+    small = target_estimate(target(kv_pages=4), FACTS, 1024)
     assert (small.num_pages, small.num_longest, small.num_typical) == (4, 0, 0)
     assert small.workspace_bytes < plain.workspace_bytes, "no context is longer than the cache"
 
 
 def test_kv_fraction_is_a_share_of_what_the_other_parts_leave():
-    others = target_estimate(config(kv_fraction=0.5), FACTS, 1024)
+    others = target_estimate(target(kv_fraction=0.5), FACTS, 1024)
     left = others.total_bytes - others.kv_bytes + 1000 * FACTS.page_bytes
-    estimate = target_estimate(config(kv_fraction=0.5), FACTS, 1024, left_bytes=left)
+    estimate = target_estimate(target(kv_fraction=0.5), FACTS, 1024, left_bytes=left)
     assert estimate.num_pages == 499, "and the scratch page"
-    assert target_estimate(config(kv_fraction=1.0), FACTS, 1024, left_bytes=left).total_bytes == left
+    assert target_estimate(target(kv_fraction=1.0), FACTS, 1024, left_bytes=left).total_bytes == left
     assert estimate.least_kv_bytes == FACTS.kv_bytes(session_pages(1024))
-    assert target_estimate(config(kv_fraction=0.5), FACTS, 1024).num_pages == session_pages(1024)
+    assert target_estimate(target(kv_fraction=0.5), FACTS, 1024).num_pages == session_pages(1024)
 
 
 def test_a_rank_holds_its_share_of_matrices_and_kv_heads_and_all_norms():
     facts = replace(FACTS, num_whole=MIB, num_kv_heads=2)
-    settings = config(compile=True, max_sessions=8)
+    settings = target(compile=True, max_sessions=8)
     whole, half, eighth = (target_estimate(settings, facts, 2048, tensor_parallel_size=n) for n in (1, 2, 8))
     assert whole == replace(target_estimate(settings, facts, 2048), num_ranks=1)
     assert half.weights_bytes == half.packed_bytes == (MIB + 4 * MIB // 2) * 2
@@ -112,19 +123,19 @@ def test_a_rank_holds_its_share_of_matrices_and_kv_heads_and_all_norms():
     assert eighth.weights_bytes == (MIB + 4 * MIB // 8) * 2
     assert eighth.workspace_bytes < whole.workspace_bytes
     assert (half.num_pages, half.num_ranks, eighth.num_ranks) == (whole.num_pages, 2, 8)
-    draft = draft_estimate(config(), facts, 2048, tensor_parallel_size=2)
-    assert (draft.weights_bytes, draft.num_ranks) == (half.weights_bytes, 2)
+    half_draft = draft_estimate(draft(), facts, 2048, tensor_parallel_size=2)
+    assert (half_draft.weights_bytes, half_draft.num_ranks) == (half.weights_bytes, 2)
 
 
 def test_the_parts_of_a_draft():
     facts = replace(FACTS, vocab_size=500_000)
-    estimate = draft_estimate(config(draft_max_sessions=3, tree_step_tokens=16), facts, 2048)
-    assert estimate.num_pages == draft_pages(config(draft_max_sessions=3), 2048) == 3 * 21
+    estimate = draft_estimate(draft(max_sessions=3, tree_step_tokens=16), facts, 2048)
+    assert estimate.num_pages == draft_pages(draft(max_sessions=3), 2048) == 3 * 21
     assert estimate.tree_bytes == 3 * 256 * 1024
     assert (estimate.num_longest, estimate.num_typical) == (3 * 21 // 37, 3)
-    wider = draft_estimate(config(draft_max_sessions=3), facts, 2048)
+    wider = draft_estimate(draft(max_sessions=3), facts, 2048)
     assert wider.workspace_bytes - estimate.workspace_bytes == 16 * 500_000 * (2 + 4), "up to 32 rows when measured"
-    without = ngram_estimate(config(draft=NgramConfig(), draft_max_sessions=3))
+    without = ngram_estimate(DraftSetup.beside(target(max_sessions=3), None, NgramOptions()))
     assert without.total_bytes == ENGINE_PROCESS_BYTES + estimate.tree_bytes
 
 
@@ -148,7 +159,7 @@ TOLERANCE, TOLERANCE_BYTES = 0.25, 64 * MIB
 _PRELUDE = """
 import json, sys
 import paceline.draft.build, paceline.target.build, transformers.models.llama.modeling_llama
-from paceline.config import LocalConfig, PairConfig
+from paceline.config import LocalConfig
 
 def status(key):
     fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -163,23 +174,25 @@ _MEASURE = (
     _PRELUDE
     + """
 import torch
-from paceline.factories import DraftFactory, TargetFactory
-from paceline.memory import draft_session_pages, session_pages
-from paceline.model.runner import SequenceStep
-from paceline.sampling import Row, SamplerState, draft_candidates, process, sample_coupled
+from paceline.runtime.build import EngineSpec
+from paceline.preflight.host_memory import draft_session_pages, session_pages
+from paceline.core.processors import process
+from paceline.core.sampling import Row, SamplerState, draft_candidates, sample_coupled
+from paceline.model.step_plan import SequenceStep
 from paceline.types import SamplingParams
 
-role, config = sys.argv[1], PairConfig(**json.loads(sys.argv[2]))
+role, config = sys.argv[1], LocalConfig.model_validate_json(sys.argv[2])
+target, draft = config.target_setup(), config.draft_setup()
 before = status("VmRSS")
 if role == "target":
-    runner = TargetFactory(config)(lambda messages: None).runner
-    num_pages = session_pages(config.max_model_len)
+    runner = EngineSpec(target).build(lambda messages: None).runner
+    num_pages = session_pages(config.target.max_model_len)
 else:
-    drafter = DraftFactory(config)(lambda messages: None)._drafter
-    runner, num_pages = drafter._runner, draft_session_pages(config, config.max_model_len)
+    drafter = EngineSpec(draft).build(lambda messages: None)._drafter
+    runner, num_pages = drafter._runner, draft_session_pages(config.draft, config.target.max_model_len)
 loaded = status("VmRSS")
 count_peak_from_here()
-sessions, tokens, longest = config.max_sessions, config.max_step_tokens, config.max_model_len
+sessions, tokens, longest = config.target.max_sessions, config.target.max_step_tokens, config.target.max_model_len
 pages = runner.cache.allocate(num_pages)
 others = [runner.cache.allocate(1) for _ in range(sessions - 1)]
 chunk = range(longest - tokens + sessions - 1, longest)
@@ -194,7 +207,7 @@ else:
     width = drafter.max_leaves
     rows = range(longest, longest + width)
     tree = SequenceStep([5] * width, rows, rows, pages, width, torch.ones(width, rows.stop, dtype=torch.bool))
-    draft_candidates(runner.forward([tree]), [Row(state)] * width, config.draft_top_m)
+    draft_candidates(runner.forward([tree]), [Row(state)] * width, config.draft.draft_top_m)
 print(json.dumps({"before": before, "loaded": loaded, "peak": status("VmHWM")}))
 """
 )
@@ -228,6 +241,13 @@ def save_model(folder):
     return str(folder)
 
 
+def estimate_of(role, settings, facts, max_len):
+    """The estimate of one of a local config's engines."""
+    if role == "target":
+        return target_estimate(settings.target_setup(), facts, max_len)
+    return draft_estimate(settings.draft_setup(), facts, max_len)
+
+
 def assert_takes(estimate, role, settings):
     """Peak and growth of a process that runs its largest step, within 25 % + 64 MiB of the estimate."""
     measured = run_script(_MEASURE, role, settings.model_dump_json())
@@ -249,29 +269,28 @@ def assert_takes(estimate, role, settings):
 def test_a_process_takes_what_is_estimated(tmp_path, role, dtype, attention):
     path = save_model(tmp_path)
     model = {"path": path, "dtype": dtype, "compile": False, "device": "cpu", "attention": attention}
-    settings = PairConfig(
-        target=ModelConfig(**model), draft=DraftModelConfig(**model), max_sessions=16, max_model_len=4096
-    )
+    settings = LocalConfig(target=TargetModel(max_model_len=4096, **model), draft=DraftModel(**model))
     facts = read_facts(tmp_path, dtype)
     assert facts.num_parameters > 40 * 10**6
-    estimate = {"target": target_estimate, "draft": draft_estimate}[role](settings, facts, 4096)
+    estimate = estimate_of(role, settings, facts, 4096)
     assert estimate.workspace_bytes > 5 * MIB
-    assert estimate.num_pages == {"target": target_pages, "draft": draft_pages}[role](settings, 4096)
+    pages = {"target": target_pages(settings.target, 4096), "draft": draft_pages(settings.draft_setup(), 4096)}
+    assert estimate.num_pages == pages[role]
     assert_takes(estimate, role, settings)
 
 
-_LOAD = "import sys; from paceline.config import ModelConfig; from paceline.model.loading import load_model; "
+_LOAD = "import sys; from paceline.config import ModelOptions; from paceline.model.loading import load_model; "
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("role", "folder"), [("target", TARGET_DIR), ("draft", DRAFT_DIR)])
 def test_a_process_with_a_compiled_model_takes_what_is_estimated(role, folder):
     """The embedded pair. Compiled beforehand: a process keeps what its compiler took."""
-    run_script(_LOAD + "load_model(ModelConfig(path=sys.argv[1])); print(0)", str(folder))
-    settings = PairConfig(
-        target=ModelConfig(path=str(TARGET_DIR)), draft=DraftModelConfig(path=str(DRAFT_DIR)), max_model_len=1024
+    run_script(_LOAD + "load_model(sys.argv[1], ModelOptions()); print(0)", str(folder))
+    settings = LocalConfig(
+        target=TargetModel(path=str(TARGET_DIR), max_model_len=1024), draft=DraftModel(path=str(DRAFT_DIR))
     )
-    estimate = {"target": target_estimate, "draft": draft_estimate}[role](settings, read_facts(folder), 1024)
+    estimate = estimate_of(role, settings, read_facts(folder), 1024)
     assert estimate.packed_bytes == estimate.weights_bytes
     assert_takes(estimate, role, settings)
 
@@ -280,17 +299,17 @@ _SERVE = (
     _PRELUDE
     + """
 import random
-from paceline.factories import TargetFactory
+from paceline.runtime.build import EngineSpec
 from paceline.local import LocalPipeline
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
 engines = []
 
 def target(emit):
-    engines.append(TargetFactory(config)(emit))
+    engines.append(EngineSpec(config.target_setup()).build(emit))
     return engines[-1]
 
-config = LocalConfig(**json.loads(sys.argv[1]))
+config = LocalConfig.model_validate_json(sys.argv[1])
 with LocalPipeline(config, target_factory=target) as pipeline:
     loaded = status("VmRSS")
     count_peak_from_here()
@@ -315,18 +334,12 @@ def test_more_sessions_than_fit_take_no_more_than_is_estimated(tmp_path):
     facts, found = read_facts(tmp_path, "float32"), {}
     for kv_pages in (7, 16 * 4):
         settings = LocalConfig(
-            target=ModelConfig(**model),
-            draft=DraftModelConfig(**model),
-            max_sessions=16,
-            max_model_len=256,
-            kv_pages=kv_pages,
-            draft_max_sessions=2,
-            tree_step_tokens=8,
-            adaptive=False,
+            target=TargetModel(max_model_len=256, kv_pages=kv_pages, adaptive=False, **model),
+            draft=DraftModel(max_sessions=2, tree_step_tokens=8, **model),
             worker="thread",
         )
         found[kv_pages] = run_script(_SERVE, settings.model_dump_json())
-        both = (target_estimate(settings, facts, 256), draft_estimate(settings, facts, 256))
+        both = [estimate_of(role, settings, facts, 256) for role in ("target", "draft")]
         grown = found[kv_pages]["peak"] - found[kv_pages]["loaded"]
         assert grown <= sum(estimate.reserved_bytes for estimate in both), grown // MIB
     small, large = found.values()

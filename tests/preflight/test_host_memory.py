@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.models import pair
 
-from paceline.config import ModelConfig, PairConfig
+from paceline.config import DraftOptions, DraftSetup, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import CODE_BYTES, target_estimate
 from paceline.preflight.host_memory import available_bytes, draft_pages, fraction_pages, session_pages, target_pages
@@ -14,18 +14,18 @@ from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 GIB = 1 << 30
 
 
-def pair_config(**options):
-    return PairConfig(target=ModelConfig(path="x"), **options)
+def draft_setup(**options):
+    return DraftSetup.beside(TargetSetup("x"), "y", DraftOptions(**options))
 
 
 def test_pages_where_nothing_is_configured():
     per_session = -(-(1024 + MAX_DRAFT_TOKENS) // PAGE_SIZE)
-    assert target_pages(pair_config(), 2048) == 16 * per_session
-    assert target_pages(pair_config(max_sessions=1), 1 << 16) == session_pages(1 << 16), "one session of full length"
-    assert target_pages(pair_config(kv_pages=5), 2048) == 5
-    assert draft_pages(pair_config(), 2048) == 16 * ((256 + 1024) // PAGE_SIZE + 1)
-    assert draft_pages(pair_config(draft_max_sessions=48), 2048) == 3 * draft_pages(pair_config(), 2048)
-    assert draft_pages(pair_config(tree_budget=64), 100) == 16 * (-(-164 // PAGE_SIZE) + 1)
+    assert target_pages(TargetOptions(), 2048) == 16 * per_session
+    assert target_pages(TargetOptions(max_sessions=1), 1 << 16) == session_pages(1 << 16), "one session of full length"
+    assert target_pages(TargetOptions(kv_pages=5), 2048) == 5
+    assert draft_pages(draft_setup(), 2048) == 16 * ((256 + 1024) // PAGE_SIZE + 1)
+    assert draft_pages(draft_setup(max_sessions=48), 2048) == 3 * draft_pages(draft_setup(), 2048)
+    assert draft_pages(draft_setup(tree_budget=64), 100) == 16 * (-(-164 // PAGE_SIZE) + 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
@@ -65,16 +65,16 @@ def test_build_sizes_the_cache_by_the_memory_left(tmp_path, monkeypatch):
 
     model, _ = pair("llama")
     page = model.facts.page_bytes
-    monkeypatch.setattr(build, "load_model", lambda config, group: model)
-    config = pair_config(kv_fraction=0.5)
-    reserved = target_estimate(config, model.facts, model.max_len).reserved_bytes
+    monkeypatch.setattr(build, "load_model", lambda *given: model)
+    setup = TargetSetup("x", TargetOptions(kv_fraction=0.5))
+    reserved = target_estimate(setup, model.facts, model.max_len).reserved_bytes
     assert reserved > CODE_BYTES, "and what the largest step allocates"
     monkeypatch.setattr(preflight, "available_bytes", lambda: reserved + 200 * page)
-    engine = build.build_target_engine(config, lambda events: None)
+    engine = build.build_target_engine(setup, lambda events: None)
     assert engine.runner.cache.num_pages == 99
     monkeypatch.setattr(preflight, "available_bytes", lambda: reserved + 20 * page)
     with pytest.raises(ConfigError, match=r"^kv_fraction is 0.5: that share of the 0.00 GiB left"):
-        build.build_target_engine(pair_config(kv_fraction=0.5), lambda events: None)
+        build.build_target_engine(setup, lambda events: None)
 
 
 def machine(root, files):

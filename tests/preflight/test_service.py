@@ -95,7 +95,7 @@ def test_nothing_is_wrong_with_the_embedded_pair_and_a_fitting_one(folders):
 
 def test_the_checks_need_neither_torch_nor_ray():
     code = (
-        "import sys; from paceline.checks import check_service; from paceline.config import ServiceConfig; "
+        "import sys; from paceline.preflight.service import check_service; from paceline.config import ServiceConfig; "
         "check_service(ServiceConfig(), ports=False); "
         "print(sorted({'torch', 'ray', 'transformers', 'grpc'} & set(sys.modules)))"
     )
@@ -281,11 +281,13 @@ def replica_bytes(facts, num_pages):
 
 
 def target_workspace(config, facts, max_len=MAX_LEN, **changes):
-    return target_estimate(config.pair().model_copy(update=changes), facts, max_len).workspace_bytes
+    setup = config.target_setup()
+    setup = replace(setup, options=setup.options.model_copy(update=changes))
+    return target_estimate(setup, facts, max_len).workspace_bytes
 
 
 def draft_workspace(config, facts, max_len=MAX_LEN, **changes):
-    return draft_estimate(config.pair().model_copy(update=changes), facts, max_len).workspace_bytes
+    return draft_estimate(replace(config.draft_setup(), **changes), facts, max_len).workspace_bytes
 
 
 def refusals(config):
@@ -368,7 +370,7 @@ def test_kv_fraction_needs_one_session(folders, monkeypatch):
     facts = read_facts(folders / "target")
     config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=1.0")
     one_session = replica_bytes(facts, session_pages(MAX_LEN))
-    reserved = target_estimate(config.pair(), facts, MAX_LEN).reserved_bytes
+    reserved = target_estimate(config.target_setup(), facts, MAX_LEN).reserved_bytes
     with_memory(monkeypatch, one_session + reserved)
     assert [key for key, _ in refusals(config)] == ["target_config"], "it fits, and the router does not beside it"
     with_memory(monkeypatch, one_session + reserved - 1)
@@ -382,7 +384,7 @@ def test_kv_fraction_needs_one_session(folders, monkeypatch):
 def test_a_share_that_holds_no_session_is_refused_as_the_replica_would(folders, monkeypatch):
     facts = read_facts(folders / "target")
     config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=0.5")
-    reserved = target_estimate(config.pair(), facts, MAX_LEN).reserved_bytes
+    reserved = target_estimate(config.target_setup(), facts, MAX_LEN).reserved_bytes
     with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)) + reserved)
     ((key, message),) = refusals(config)
     assert key == "target_config.engine_kwargs.kv_fraction"
@@ -407,16 +409,16 @@ def test_a_draft_that_does_not_fit(folders, monkeypatch):
     facts = read_facts(folders / "draft")
     config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1")
     config = config.with_overrides(["draft_config.engine_kwargs.max_sessions=64"])
-    per_session = draft_pages(config.pair(), MAX_LEN) // 64
-    target = replica_bytes(read_facts(folders / "target"), target_pages(config.pair(), MAX_LEN))
-    step = draft_workspace(config, facts, draft_max_sessions=5)
+    per_session = draft_pages(config.draft_setup(), MAX_LEN) // 64
+    target = replica_bytes(read_facts(folders / "target"), target_pages(config.target_config.engine_kwargs, MAX_LEN))
+    step = draft_workspace(config, facts, num_sessions=5)
     with_memory(monkeypatch, replica_bytes(facts, 5 * per_session + 3) + step)
     assert target < replica_bytes(facts, 5 * per_session)
     ((key, message),) = refusals(config)
     assert key == "draft_config.engine_kwargs.max_sessions"
     assert nearest(message) == 5
     config = config.with_overrides(["target_config.engine_kwargs.max_model_len=100"])
-    step = max(target_workspace(config, facts, 100), draft_workspace(config, facts, 100, draft_max_sessions=3))
+    step = max(target_workspace(config, facts, 100), draft_workspace(config, facts, 100, num_sessions=3))
     with_memory(monkeypatch, replica_bytes(facts, per_session) + step - 1)
     ((_, message),) = refusals(config)
     assert nearest(message) > 1, "shorter contexts need fewer pages"
@@ -426,7 +428,7 @@ def test_a_draft_of_which_not_one_session_fits_takes_smaller_trees(folders, monk
     facts = read_facts(folders / "draft")
     settings = ["target_config.engine_kwargs.max_model_len=100", "draft_config.engine_kwargs.tree_budget=4000"]
     config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1", *settings)
-    step = draft_workspace(config, facts, 100, draft_max_sessions=1, tree_budget=19 * 64 - 100)
+    step = draft_workspace(config, facts, 100, num_sessions=1, tree_budget=19 * 64 - 100)
     with_memory(monkeypatch, replica_bytes(facts, 20) + step)
     ((key, message),) = refusals(config)
     assert key == "draft_config.engine_kwargs.tree_budget"
@@ -440,7 +442,7 @@ def test_a_draft_of_which_not_one_session_fits_takes_smaller_trees(folders, monk
 def test_replicas_that_fit_alone_but_not_together(folders, monkeypatch):
     config = service(folders, "target", "draft", "target_config.deployment_config.num_replicas=3")
     facts = read_facts(folders / "target")
-    alone = replica_bytes(facts, target_pages(config.pair(), MAX_LEN))
+    alone = replica_bytes(facts, target_pages(config.target_config.engine_kwargs, MAX_LEN))
     with_memory(monkeypatch, 3 * alone)
     finding = one(config)
     assert (finding.severity, finding.key) == (ERROR, "target_config")
@@ -530,7 +532,7 @@ def test_an_address_of_another_machine(host):
 
 
 def test_the_embedded_pair_is_where_it_is_said_to_be():
-    assert local_folder(ServiceConfig().pair().target.path) == Path(TARGET_DIR)
+    assert local_folder(ServiceConfig().target_setup().source) == Path(TARGET_DIR)
     assert read_facts(DRAFT_DIR).num_parameters < read_facts(TARGET_DIR).num_parameters / 4
 
 

@@ -29,7 +29,7 @@ from paceline.messages import OpenSession, Outcome
 from paceline.model.compiled.graphs import require_graphs
 from paceline.model.parallel import runner as ranks_module
 from paceline.model.parallel.runner import Picks
-from paceline.runtime.build import FollowerFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.ranks import LedWorker, process_ranks
 from paceline.runtime.workers import ProcessWorker
 from paceline.target.build import build_target_engine
@@ -61,10 +61,15 @@ def config_of(folder: Path, *, target: int = 1, draft: int | None = 1, **options
     model = {"dtype": "float32", "compile": False, "rank_timeout_s": RANK_TIMEOUT_S}
     drafter = None if draft is None else {"path": str(folder / "draft"), "tensor_parallel_size": draft, **model}
     return LocalConfig(
-        target={"path": str(folder / "target"), "tensor_parallel_size": target, **model},
-        draft=None if drafter is None else {"kind": "model", **drafter},
-        adaptive=False,
-        **{"pin_cores": False, "worker": "thread", "max_model_len": 256} | options,
+        target={
+            "path": str(folder / "target"),
+            "tensor_parallel_size": target,
+            "adaptive": False,
+            "max_model_len": 256,
+            **model,
+        },
+        draft=drafter,
+        **{"pin_cores": False, "worker": "thread"} | options,
     )
 
 
@@ -260,13 +265,13 @@ def test_without_a_compiler_ranks_exchange_over_gloo(
 def test_ranks_meet_at_a_port_too(checkpoints: Path, plain: list[tuple[int, ...]]) -> None:
     """As on several hosts. The port is the system's choice; engines without a pipeline around them."""
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    config = config_of(checkpoints, target=2, draft=None)
     rendezvous = Rendezvous(f"tcp:127.0.0.1:{store.port}", 2, timeout_s=RANK_TIMEOUT_S)
     deaths: list[str] = []
-    follower = ProcessWorker("rank", FollowerFactory("target", config, rendezvous.of(1)), deaths.extend, deaths.append)
+    setup = config_of(checkpoints, target=2, draft=None).target_setup()
+    follower = ProcessWorker("rank", EngineSpec(setup, rendezvous.of(1)).build, deaths.extend, deaths.append)
     follower.spawn()
     outcomes: list[Outcome] = []
-    engine = build_target_engine(config, outcomes.extend, rendezvous)  # type: ignore[arg-type]
+    engine = build_target_engine(setup, outcomes.extend, rendezvous)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=40, seed=0, **SAMPLING[0])
     prompt = tuple(load_tokenizer(str(checkpoints / "target")).encode(TEXTS[0]))
     engine.receive([OpenSession("s", 1, prompt, len(prompt), 0, sampling, MODES[0])])
@@ -356,9 +361,9 @@ def test_the_death_of_several_ranks_is_told_once() -> None:
 
 
 def test_one_rank_needs_no_meeting(checkpoints: Path) -> None:
-    assert process_ranks("target", config_of(checkpoints)) == (None, [])
-    assert process_ranks("draft", config_of(checkpoints, draft=None)) == (None, [])
-    rendezvous, followers = process_ranks("target", config_of(checkpoints, target=3))
+    assert process_ranks(config_of(checkpoints).target_setup()) == (None, [])
+    assert process_ranks(config_of(checkpoints, draft=None).draft_setup()) == (None, [])
+    rendezvous, followers = process_ranks(config_of(checkpoints, target=3).target_setup())
     assert rendezvous is not None
     assert (rendezvous.degree, rendezvous.rank, len(followers)) == (3, 0, 2)
 

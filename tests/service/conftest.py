@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from tests.support.models import save_pair
 
-from paceline.config import LocalConfig
 from paceline.local import LocalPipeline
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
@@ -21,8 +20,7 @@ def plain(checkpoints):
     """Prompt and sampling to the tokens of plain decoding in one process: the oracle."""
     from tests.service.support import tiny_pair
 
-    pair = tiny_pair(checkpoints)
-    config = LocalConfig(**{**pair.model_dump(), "draft": None, "worker": "thread", "pin_cores": False})
+    config = tiny_pair(checkpoints).model_copy(update={"draft": None})
     known = {}
     with LocalPipeline(config) as pipeline:
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 
 from paceline.checkpoint.tokenizer import load_tokenizer
-from paceline.config import DraftModelConfig, ModelConfig, PairConfig, RouterConfig, apply_worker_environment
+from paceline.config import DraftModel, LocalConfig, RouterConfig, TargetModel, apply_worker_environment
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.pool import Member, StaticPool
@@ -28,14 +28,16 @@ _context.set_forkserver_preload(["paceline.target.build", "paceline.draft.build"
 EOS_IDS = (7,)
 
 
-def tiny_pair(folder, **changes) -> PairConfig:
+def tiny_pair(folder, **changes) -> LocalConfig:
     """The pair of the ``checkpoints`` fixture, in float32 and as it is."""
     exact = {"dtype": "float32", "compile": False, "device": "cpu"}
-    return PairConfig(
-        adaptive=False,  # what one test makes of its draft is no lesson for the next
-        target=ModelConfig(path=str(folder / "target"), **exact),
-        draft=DraftModelConfig(path=str(folder / "draft"), **exact),
-        **{"max_model_len": 2048, "tree_step_tokens": 8, "max_sessions": 8, **changes},
+    target = {"max_model_len": 2048, "max_sessions": 8, **exact, **changes}
+    return LocalConfig(
+        # what one test makes of its draft must not change the next
+        target=TargetModel(path=str(folder / "target"), adaptive=False, **target),
+        draft=DraftModel(path=str(folder / "draft"), tree_step_tokens=8, **exact),
+        worker="thread",
+        pin_cores=False,
     )
 
 
@@ -69,7 +71,10 @@ def _main(kind, config, replica_id, pause_s, pipe):
         from paceline.runtime.draft_server import draft_server
         from paceline.runtime.target_server import target_server
 
-        server = (target_server if kind == "target" else draft_server)(config, replica_id=replica_id)
+        make, setup = (
+            (target_server, config.target_setup()) if kind == "target" else (draft_server, config.draft_setup())
+        )
+        server = make(setup, replica_id=replica_id)
         build = server.host._factory
         server.host._factory = lambda emit: _Slowed(build(emit), pause_s)
         await server.start()
@@ -84,7 +89,7 @@ class Replica:
     """A replica in a process of its own."""
 
     kind: str
-    config: PairConfig
+    config: LocalConfig
     replica_id: str
     pause_s: float = 0.0
     address: str = ""
@@ -140,7 +145,7 @@ async def routed(config, targets, drafts, **settings):
         StaticPool("target", [r.member for r in targets]),
         StaticPool("draft", [r.member for r in drafts]),
     )
-    facts = ModelFacts(load_tokenizer(config.target.path), config.max_model_len, EOS_IDS)
+    facts = ModelFacts(load_tokenizer(config.target.path), config.target.max_model_len, EOS_IDS)
     metrics = RouterMetrics(Registry("router"), "tiny")
     delay_s = settings.pop("draft_delay_s", 0.0)
     router = Router(facts, *pools, RouterConfig(**settings), metrics=metrics, draft_delay_s=delay_s)

@@ -1,7 +1,7 @@
 """Quantised weights: which method runs where, what it needs, and how many bytes it takes. Free of torch.
 
 A checkpoint may come quantised, by any method that transformers loads; or its weights are quantised while they are
-loaded (``ModelConfig.quantization``). Either way what runs is the target, and speculation reproduces it.
+loaded (``ModelOptions.quantization``). Either way what runs is the target, and speculation reproduces it.
 """
 
 from __future__ import annotations

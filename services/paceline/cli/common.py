@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from paceline.checkpoint.files import embedded_paths
-from paceline.config import DrafterConfig, DraftModelConfig, LocalConfig, ModelConfig, NgramConfig, wants_colour
+from paceline.config import DraftModel, LocalConfig, NgramOptions, TargetModel, wants_colour
 from paceline.errors import ConfigError
 from paceline.types import Chunk
 
@@ -20,23 +20,21 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConfig:
     """The pipeline that the model flags describe. Raises ConfigError."""
     embedded_target, embedded_draft = embedded_paths()
-    compile = "auto" if args.compile is None else args.compile
-    dtype = args.dtype or "auto"
-    target = ModelConfig(
+    run: dict[str, Any] = given(args, ["dtype", "compile"])
+    target = TargetModel(
         path=path_of("--target", args.target, str(embedded_target)),
-        dtype=dtype,
-        compile=compile,
+        **run,
         **given(args, ["tensor_parallel_size"]),
     )
     if args.target is not None and args.draft is None and args.drafter != "ngram" and with_draft:
         raise ConfigError("--target is given without --draft: name one, or use --drafter ngram or --mode plain")
     if args.drafter == "ngram" and args.draft is not None:
         raise ConfigError(f"--draft {args.draft} is given with --drafter ngram, which needs no model")
-    draft: DrafterConfig | None = None
+    draft: DraftModel | NgramOptions | None = None
     if with_draft and args.drafter == "ngram":
-        draft = NgramConfig()
+        draft = NgramOptions()
     elif with_draft:
-        draft = DraftModelConfig(path=path_of("--draft", args.draft, str(embedded_draft)), dtype=dtype, compile=compile)
+        draft = DraftModel(path=path_of("--draft", args.draft, str(embedded_draft)), **run)
     return LocalConfig(target=target, draft=draft)
 
 

@@ -24,7 +24,7 @@ from ray.serve import Application
 from paceline import __version__
 from paceline.cluster.ingress import Router
 from paceline.cluster.replicas import Draft, MonitorReplica, Target, draft_name
-from paceline.config import MONITOR_SCALING, ServiceConfig
+from paceline.config import MONITOR_SCALING, ModelDraftConfig, ServiceConfig
 from paceline.errors import ConfigError
 
 APPLICATION = "paceline"
@@ -60,7 +60,7 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
     names = (config.target_config.model_loading_config, config.draft_config and draft_name(config.draft_config))
     needs = (*names, config.target_config.engine_kwargs, config.router_config, config.server)
     router = _deployment(Router, config, config.router_config.deployment_options(), "Router", needs)
-    return cast(Application, router.bind(config.to_dict(), targets, drafts, bound))
+    return cast(Application, router.bind(config, targets, drafts, bound))
 
 
 build_spec_decode_app = build
@@ -78,10 +78,13 @@ def build_target_deployment(
     """The pool of targets. ``bind_kwargs``: more arguments of its class; ``override_serve_options``: of Serve's."""
     options = config.target_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
     needs = (config.target_config,)
-    name = name_prefix + deployment_name(config.target_config.model_loading_config.model_id)
+    model_id = config.target_config.model_loading_config.model_id
+    name = name_prefix + deployment_name(model_id)
     return cast(
         Application,
-        _deployment(deployment_cls, config, options, name, needs).bind(config.to_dict(), **(bind_kwargs or {})),
+        _deployment(deployment_cls, config, options, name, needs).bind(
+            config.target_setup(), model=model_id, log_config=config.log, **(bind_kwargs or {})
+        ),
     )
 
 
@@ -99,10 +102,15 @@ def build_draft_deployment(
     options = config.draft_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
     target = config.target_config
     needs = (config.draft_config, target.model_loading_config, target.engine_kwargs)
-    name = name_prefix + deployment_name(draft_name(config.draft_config))
+    model = draft_name(config.draft_config)
+    tokenizers = None
+    if isinstance(config.draft_config, ModelDraftConfig):
+        tokenizers = target.model_loading_config.tokenizer, config.draft_config.model_loading_config.tokenizer
     return cast(
         Application,
-        _deployment(deployment_cls, config, options, name, needs).bind(config.to_dict(), **(bind_kwargs or {})),
+        _deployment(deployment_cls, config, options, name_prefix + deployment_name(model), needs).bind(
+            config.draft_setup(), model=model, log_config=config.log, tokenizers=tokenizers, **(bind_kwargs or {})
+        ),
     )
 
 

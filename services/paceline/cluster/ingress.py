@@ -40,7 +40,7 @@ class Router:
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
-        config: Mapping[str, Any],
+        config: ServiceConfig,
         targets: DeploymentHandle,
         drafts: DeploymentHandle | None,
         monitor: DeploymentHandle,
@@ -50,7 +50,7 @@ class Router:
         from paceline.router import router as core
         from paceline.router.service import GenerationDoor
 
-        self.config = ServiceConfig.parse(config)
+        self.config = config
         self._monitor, self._targets = monitor, targets
         self._replica_id = replica_id()
         logs.configure_replica(self.config.log, self._replica_id)

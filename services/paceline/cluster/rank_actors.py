@@ -23,11 +23,11 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline import logs
-from paceline.config import LogConfig, PairConfig, apply_worker_environment
+from paceline.config import DraftSetup, LogConfig, TargetSetup, apply_worker_environment
 from paceline.errors import ConfigError, EngineError, PacelineError
-from paceline.runtime.build import FollowerFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.cores import CoreClaim
-from paceline.runtime.ranks import MakeWorker, meeting_file, rank_name, sharded_model
+from paceline.runtime.ranks import MakeWorker, meeting_file, rank_name, sharded_options
 from paceline.runtime.workers import EngineFactory, pin
 from paceline.types import START_TIMEOUT_S, Rendezvous
 
@@ -152,7 +152,7 @@ class ActorWorker:
 
 
 def actor_ranks(
-    kind: str, config: PairConfig, replica_id: str, node: str, log_config: LogConfig
+    setup: TargetSetup | DraftSetup, replica_id: str, node: str, log_config: LogConfig
 ) -> tuple[Rendezvous | None, list[MakeWorker]]:
     """Where this replica's ranks meet, and makers of the actors for all but the first, which is the replica itself.
 
@@ -161,10 +161,10 @@ def actor_ranks(
     Raises:
         ConfigError: the replica's placement group has no bundle for each rank.
     """
-    model = sharded_model(kind, config)
-    if model is None:
+    options = sharded_options(setup)
+    if options is None:
         return None, []
-    degree, group = model.tensor_parallel_size, get_current_placement_group()
+    degree, group = options.tensor_parallel_size, get_current_placement_group()
     num_bundles = 1 if group is None else group.bundle_count
     if group is None or num_bundles < degree:
         raise ConfigError(
@@ -179,11 +179,11 @@ def actor_ranks(
 
         store = TCPStore(node, 0, None, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         meeting = f"tcp:{node}:{store.port}"
-    rendezvous = Rendezvous(meeting, degree, timeout_s=model.rank_timeout_s)
+    rendezvous = Rendezvous(meeting, degree, timeout_s=options.rank_timeout_s)
 
     def maker(rank: int) -> MakeWorker:
-        factory = FollowerFactory(kind, config, rendezvous.of(rank))
-        name = f"{rank_name(kind, rank)} of {replica_id}"
-        return lambda on_death: ActorWorker(name, group, rank, factory, log_config, on_death, keep=store)
+        spec = EngineSpec(setup, rendezvous.of(rank))
+        name = f"{rank_name(spec.kind, rank)} of {replica_id}"
+        return lambda on_death: ActorWorker(name, group, rank, spec.build, log_config, on_death, keep=store)
 
     return rendezvous, [maker(rank) for rank in range(1, degree)]

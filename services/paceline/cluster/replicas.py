@@ -22,11 +22,11 @@ from paceline import logs
 from paceline.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from paceline.cluster.rank_actors import actor_ranks
 from paceline.config import (
+    DraftSetup,
     LogConfig,
     ModelDraftConfig,
     NgramDraftConfig,
-    PairConfig,
-    ServiceConfig,
+    TargetSetup,
     apply_worker_environment,
 )
 from paceline.fleet.follow import WANTED, WANTED_AT
@@ -135,15 +135,25 @@ class _EngineReplica:
     kind = ""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Mapping[str, Any], monitor: DeploymentHandle | None = None
+        self,
+        setup: TargetSetup | DraftSetup,
+        *,
+        model: str,
+        log_config: LogConfig,
+        tokenizers: tuple[str, str] | None = None,
+        monitor: DeploymentHandle | None = None,
     ) -> None:
-        """Builds the engine; returns when it is ready. Raises ConfigError or EngineError."""
+        """Builds the engine; returns when it is ready. Raises ConfigError or EngineError.
+
+        ``model``: the name that statuses show. ``tokenizers``: sources of the target's and the draft's, which must
+        have the same content.
+        """
         apply_worker_environment()
         started = time.monotonic()
-        self.config = ServiceConfig.parse(config)
+        self._setup = setup
         self._monitor = monitor
         self._replica_id = replica_id()
-        logs.configure_replica(self.config.log, self._replica_id)
+        logs.configure_replica(log_config, self._replica_id)
         self._node = ray.util.get_node_ip_address()
         self._core = CoreClaim.take() if self._runs_on_cpu() else None
         registry = Registry(self._replica_id, mirror=True)
@@ -152,22 +162,22 @@ class _EngineReplica:
         self._pusher: Pusher | None = None
         self._num_leases = 0
         self._stopped = False
-        notes = _Notes(f"loading {self._model()}")
+        notes = _Notes(f"loading {model}")
         logging.getLogger("paceline").addHandler(notes)
         startup = None
         if monitor is not None:
             startup = Pusher(lambda: self._note_startup(notes.text, time.monotonic() - started))
         try:
-            pair = self.config.pair()
+            if tokenizers is not None:
+                require_same_tokens(*map(load_tokenizer, tokenizers))
             self._server = self._make_server(
-                pair,
                 replica_id=self._replica_id,
                 bind=self._node,
                 node=self._node,
                 token=internal_token(),
-                model=self._model(),
+                model=model,
                 core=None if self._core is None else self._core.core,
-                ranks=actor_ranks(self.kind, pair, self._replica_id, self._node, self.config.log),
+                ranks=actor_ranks(setup, self._replica_id, self._node, log_config),
             )
             await self._server.start()
             self._host = self._server.host
@@ -179,10 +189,7 @@ class _EngineReplica:
             self._pusher = Pusher(self._report)
         log.info("%s %s is ready after %.1f s", self.kind, self._replica_id, time.monotonic() - started)
 
-    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
-        raise NotImplementedError
-
-    def _model(self) -> str:
+    def _make_server(self, **options: Any) -> ReplicaServer:
         raise NotImplementedError
 
     def _runs_on_cpu(self) -> bool:
@@ -253,19 +260,18 @@ class Target(_EngineReplica):
 
     kind = "target"
 
-    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
+    _setup: TargetSetup
+
+    def _make_server(self, **options: Any) -> ReplicaServer:
         from paceline.runtime.target_server import target_server
 
-        return target_server(config, **options)
-
-    def _model(self) -> str:
-        return self.config.target_config.model_loading_config.model_id
+        return target_server(self._setup, **options)
 
     async def dtype(self) -> str:
         """Of the weights: float32 or bfloat16."""
         from paceline.preflight.device import dtype_name  # loads torch
 
-        return dtype_name(self.config.pair().target)
+        return dtype_name(self._setup.options)
 
 
 class Draft(_EngineReplica):
@@ -273,22 +279,15 @@ class Draft(_EngineReplica):
 
     kind = "draft"
 
-    def _make_server(self, config: PairConfig, **options: Any) -> ReplicaServer:
+    _setup: DraftSetup
+
+    def _make_server(self, **options: Any) -> ReplicaServer:
         from paceline.runtime.draft_server import draft_server
 
-        if isinstance(self.config.draft_config, ModelDraftConfig):
-            require_same_tokens(
-                load_tokenizer(self.config.target_config.model_loading_config.tokenizer),
-                load_tokenizer(self.config.draft_config.model_loading_config.tokenizer),
-            )
-        return draft_server(config, **options)
-
-    def _model(self) -> str:
-        assert self.config.draft_config is not None
-        return draft_name(self.config.draft_config)
+        return draft_server(self._setup, **options)
 
     def _runs_on_cpu(self) -> bool:
-        return isinstance(self.config.draft_config, ModelDraftConfig) and super()._runs_on_cpu()
+        return self._setup.source is not None and super()._runs_on_cpu()
 
 
 def draft_name(config: ModelDraftConfig | NgramDraftConfig) -> str:

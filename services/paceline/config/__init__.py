@@ -1,8 +1,8 @@
 """Configuration: parsed once, frozen, handed down by the slice. A misspelt key is an error that names itself.
 
-Each module knows those before it: base, models, engines; policies, autoscaling, deployments; pools, which join both
-rows; files; service, which is the whole tree. ``environment`` stands alone and is the only module that reads or sets
-environment variables.
+Each module knows those before it: base, options, loading; policies, autoscaling, deployments; pools, which join both
+rows; files; service, which is the whole tree. ``local`` needs the options alone. ``environment`` is the only module
+that reads or sets environment variables.
 """
 
 from paceline.config.autoscaling import (
@@ -15,17 +15,19 @@ from paceline.config.autoscaling import (
     TargetAutoscaling,
 )
 from paceline.config.deployments import DeploymentConfig, RayActorOptions
-from paceline.config.engines import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
 from paceline.config.environment import apply_worker_environment, cache_dir, wants_colour
-from paceline.config.models import (
-    DrafterConfig,
-    DraftModelConfig,
+from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
+from paceline.config.local import DraftModel, LocalConfig, TargetModel
+from paceline.config.options import (
+    DraftOptions,
+    DraftSetup,
     DType,
-    LocalConfig,
-    ModelConfig,
-    NgramConfig,
-    PairConfig,
+    Growing,
+    ModelOptions,
+    NgramOptions,
     Quantization,
+    TargetOptions,
+    TargetSetup,
 )
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
 from paceline.config.pools import ModelDraftConfig, NgramDraftConfig, RouterConfig, TargetConfig
@@ -41,17 +43,18 @@ __all__ = [
     "DType",
     "DeploymentConfig",
     "DraftAutoscaling",
-    "DraftModelConfig",
+    "DraftModel",
+    "DraftOptions",
     "DraftPolicy",
-    "DrafterConfig",
+    "DraftSetup",
+    "Growing",
     "LocalConfig",
     "LogConfig",
-    "ModelConfig",
     "ModelDraftConfig",
     "ModelLoadingConfig",
-    "NgramConfig",
+    "ModelOptions",
     "NgramDraftConfig",
-    "PairConfig",
+    "NgramOptions",
     "PolicyFunction",
     "Quantization",
     "RayActorOptions",
@@ -62,7 +65,10 @@ __all__ = [
     "ServiceConfig",
     "TargetAutoscaling",
     "TargetConfig",
+    "TargetModel",
+    "TargetOptions",
     "TargetPolicy",
+    "TargetSetup",
     "apply_worker_environment",
     "cache_dir",
     "wants_colour",

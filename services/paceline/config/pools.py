@@ -16,14 +16,8 @@ from paceline.config.deployments import (
     RouterDeployment,
     TargetDeployment,
 )
-from paceline.config.engines import (
-    EMBEDDED_DRAFT,
-    EMBEDDED_TARGET,
-    DraftEngineKwargs,
-    ModelLoadingConfig,
-    NgramEngineKwargs,
-    TargetEngineKwargs,
-)
+from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
+from paceline.config.options import DraftOptions, ModelOptions, NgramOptions, TargetOptions
 from paceline.refusals import Fault
 
 _ENGINE_CPUS, _ROUTER_CPUS = 0.9, 0.2
@@ -115,7 +109,7 @@ class _ModelReplicas(_Replicas):
         return self._options(self.accelerator_type, wants_gpu=self._wants_gpu, num_ranks=num_ranks)
 
     @property
-    def _engine(self) -> TargetEngineKwargs | DraftEngineKwargs:
+    def _engine(self) -> ModelOptions:
         raise NotImplementedError
 
     @property
@@ -132,11 +126,11 @@ class TargetConfig(_ModelReplicas):
     """The pool of targets."""
 
     model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_TARGET)
-    engine_kwargs: TargetEngineKwargs = TargetEngineKwargs()
+    engine_kwargs: TargetOptions = TargetOptions()
     deployment_config: TargetDeployment = TargetDeployment()
 
     @property
-    def _engine(self) -> TargetEngineKwargs:
+    def _engine(self) -> TargetOptions:
         return self.engine_kwargs
 
 
@@ -145,11 +139,11 @@ class ModelDraftConfig(_ModelReplicas):
 
     kind: Literal["model"] = "model"
     model_loading_config: ModelLoadingConfig = ModelLoadingConfig(model_id=EMBEDDED_DRAFT)
-    engine_kwargs: DraftEngineKwargs = DraftEngineKwargs()
+    engine_kwargs: DraftOptions = DraftOptions()
     deployment_config: DraftDeployment = DraftDeployment()
 
     @property
-    def _engine(self) -> DraftEngineKwargs:
+    def _engine(self) -> DraftOptions:
         return self.engine_kwargs
 
 
@@ -157,7 +151,7 @@ class NgramDraftConfig(_Replicas):
     """The pool of drafts: continuations copied from the session's own context."""
 
     kind: Literal["ngram"] = "ngram"
-    engine_kwargs: NgramEngineKwargs = NgramEngineKwargs()
+    engine_kwargs: NgramOptions = NgramOptions()
     deployment_config: DraftDeployment = DraftDeployment()
 
 

@@ -12,10 +12,10 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Strict
-from paceline.config.engines import EMBEDDED_TARGET, resolve
 from paceline.config.files import args_of_application, first_line, read_yaml, set_key
-from paceline.config.models import DrafterConfig, DraftModelConfig, ModelConfig, ModelSettings, NgramConfig, PairConfig
-from paceline.config.pools import DraftConfig, ModelDraftConfig, NgramDraftConfig, RouterConfig, TargetConfig
+from paceline.config.loading import EMBEDDED_TARGET, resolve
+from paceline.config.options import DraftSetup, TargetSetup
+from paceline.config.pools import DraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
 from paceline.errors import ConfigError
 from paceline.refusals import Fault, explain
 
@@ -124,24 +124,20 @@ class ServiceConfig(Strict):
         max_sessions = self.target_config.engine_kwargs.max_sessions
         return {"pools": pools, "max_sessions": max_sessions, "log": self.log.model_dump(by_alias=True)}
 
-    def pair(self) -> PairConfig:
-        """What the engine builders are given."""
+    def target_setup(self) -> TargetSetup:
+        """What a target replica builds its engine from."""
         target, draft = self.target_config, self.draft_config
-        engine = target.engine_kwargs.model_dump()
-        tree: dict[str, Any] = {}
-        drafter: DrafterConfig | None = None
-        if draft is not None:
-            tree = draft.engine_kwargs.model_dump()
-        if isinstance(draft, ModelDraftConfig):
-            tree["draft_max_sessions"] = tree.pop("max_sessions")
-            drafter = DraftModelConfig(path=draft.model_loading_config.source, **_take(tree, _MODEL_KEYS))
-        elif isinstance(draft, NgramDraftConfig):
-            drafter = NgramConfig(**_take(tree, ("min_match", "max_match")))
-        model = ModelConfig(path=target.model_loading_config.source, **_take(engine, _MODEL_KEYS))
-        return PairConfig(target=model, draft=drafter, **engine, **tree)
+        tree_budget = 0 if draft is None else draft.engine_kwargs.tree_budget
+        return TargetSetup(target.model_loading_config.source, target.engine_kwargs, tree_budget)
 
+    def draft_setup(self) -> DraftSetup | None:
+        """What a draft replica builds its engine from. None: plain decoding."""
+        draft = self.draft_config
+        if draft is None:
+            return None
+        source = draft.model_loading_config.source if isinstance(draft, ModelDraftConfig) else None
+        return DraftSetup.beside(self.target_setup(), source, draft.engine_kwargs)
 
-_MODEL_KEYS = tuple(ModelSettings.model_fields)
 
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",
@@ -150,7 +146,3 @@ _ELSEWHERE = {
     "gang_scheduling_config": "placement_group_config: the processes of one replica are no gang",
 }
 """Options of Ray Serve that have another name here."""
-
-
-def _take(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: data.pop(key) for key in keys}

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.checkpoint.files import inspect_checkpoint
-from paceline.config import DraftModelConfig, ModelConfig, NgramConfig, PairConfig
+from paceline.checkpoint.files import Checkpoint, inspect_checkpoint
+from paceline.config import DraftSetup, NgramOptions
 from paceline.core import rows
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.protocol import Drafter
-from paceline.errors import ConfigError
 from paceline.messages import Nodes, SessionFailed
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
@@ -33,6 +32,8 @@ _WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
 _AFFORDABLE = 1.25
 _TIMED_FORWARDS = 5
 _log = logging.getLogger(__name__)
+
+Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
 
 def affordable_width(runner: ModelRunner) -> int:
@@ -65,72 +66,74 @@ def affordable_width(runner: ModelRunner) -> int:
 
 
 def build_draft_engine(
-    config: PairConfig,
-    emit: Callable[[Sequence[Nodes | SessionFailed]], None],
+    setup: DraftSetup,
+    emit: Emit,
     rendezvous: Rendezvous | None = None,
 ) -> DraftEngine:
-    """Loads the drafter that ``config.draft`` describes.
+    """Loads the drafter that the setup describes.
 
     ``rendezvous``: where the other ranks of a draft model come; this is the first.
 
     Raises:
-        ConfigError: there is none, or it cannot be loaded, or the device has no room for it.
+        ConfigError: the draft model cannot be loaded or run, or the device has no room for it.
         EngineError: another rank has failed.
     """
-    with ranked(config.draft, rendezvous) as group:
-        return _engine(config, emit, group)
+    rows.prepare()
+    if isinstance(setup.options, NgramOptions):
+        return _ngram_engine(setup, setup.options, emit)
+    with ranked(*setup.model, rendezvous) as group:
+        return _model_engine(setup, emit, group)
 
 
-def build_draft_follower(config: PairConfig, rendezvous: Rendezvous) -> Follower:
-    """Another rank of the same draft model. Raises as ``build_draft_engine``."""
-    assert isinstance(config.draft, DraftModelConfig)
-    with ranked(config.draft, rendezvous) as group:
-        _, runner, _ = _runner(config, config.draft, group)
+def build_draft_follower(setup: DraftSetup, rendezvous: Rendezvous) -> Follower:
+    """Builds another rank of a draft model. Raises as ``build_draft_engine``."""
+    with ranked(*setup.model, rendezvous) as group:
+        _, runner, _ = _runner(setup, group)
         return Follower(runner)
 
 
-def _runner(config: PairConfig, draft: ModelConfig, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
-    """The model, a runner, and the longest context. The same on every rank."""
-    require_draft(config, group)
-    model = load_model(draft, group)
-    max_len = min(config.max_model_len or model.max_len, model.max_len)
-    return model, model.runner(draft_pages(config, max_len)), max_len
+def _runner(setup: DraftSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
+    """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
+    require_draft(setup, group)
+    model = load_model(*setup.model, group)
+    max_len = min(setup.max_model_len or model.max_len, model.max_len)
+    return model, model.runner(draft_pages(setup, max_len)), max_len
 
 
-def _engine(
-    config: PairConfig, emit: Callable[[Sequence[Nodes | SessionFailed]], None], group: Collectives | None
-) -> DraftEngine:
-    drafter: Drafter
-    rows.prepare()
-    if config.draft is None:
-        raise ConfigError("draft is not configured: name a draft model or an n-gram drafter")
-    target = inspect_checkpoint(config.target.path)
-    if isinstance(config.draft, NgramConfig):
-        max_context_len = min(config.max_model_len or target.max_model_len, target.max_model_len)
-        drafter = NgramDrafter(
-            min_match=config.draft.min_match,
-            max_match=config.draft.max_match,
-            max_leaves=config.tree_step_tokens or _NGRAM_WIDTH,
-        )
-    else:
-        model, runner, max_len = _runner(config, config.draft, group)
-        max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
-        most = config.tree_step_tokens or _WIDTHS[-1]
-        max_pages = min(pages_for(max_context_len + config.tree_budget) + 1, runner.cache.num_pages)
-        num_sessions = min(most, config.draft_max_sessions or config.max_sessions)
-        limits = Limits(num_sessions, most, max_pages, is_tree=True)
-        record_steps(runner, limits, model.max_len, config.draft.cuda_graphs)
-        drafter = ModelDrafter(
-            runner,
-            max_leaves=config.tree_step_tokens or affordable_width(runner),
-            max_prefill_tokens=config.max_step_tokens,
-            top_m=config.draft_top_m,
-        )
+def _ngram_engine(setup: DraftSetup, options: NgramOptions, emit: Emit) -> DraftEngine:
+    drafter = NgramDrafter(
+        min_match=options.min_match,
+        max_match=options.max_match,
+        max_leaves=options.tree_step_tokens or _NGRAM_WIDTH,
+    )
+    target = inspect_checkpoint(setup.target_source)
+    return _engine(setup, emit, drafter, target, min(setup.max_model_len or target.max_model_len, target.max_model_len))
+
+
+def _model_engine(setup: DraftSetup, emit: Emit, group: Collectives | None) -> DraftEngine:
+    target = inspect_checkpoint(setup.target_source)
+    _, options = setup.model
+    model, runner, max_len = _runner(setup, group)
+    max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
+    most = options.tree_step_tokens or _WIDTHS[-1]
+    max_pages = min(pages_for(max_context_len + options.tree_budget) + 1, runner.cache.num_pages)
+    limits = Limits(min(most, setup.num_sessions), most, max_pages, is_tree=True)
+    record_steps(runner, limits, model.max_len, options.cuda_graphs)
+    drafter = ModelDrafter(
+        runner,
+        max_leaves=options.tree_step_tokens or affordable_width(runner),
+        max_prefill_tokens=setup.max_step_tokens,
+        top_m=options.draft_top_m,
+    )
+    return _engine(setup, emit, drafter, target, max_context_len)
+
+
+def _engine(setup: DraftSetup, emit: Emit, drafter: Drafter, target: Checkpoint, max_context_len: int) -> DraftEngine:
     return DraftEngine(
         drafter,
         emit,
         vocab_size=target.vocab_size,
-        tree_budget=config.tree_budget,
-        fan_out=config.fan_out,
+        tree_budget=setup.options.tree_budget,
+        fan_out=setup.options.fan_out,
         max_context_len=max_context_len,
     )

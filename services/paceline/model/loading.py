@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from paceline.checkpoint.files import ModelSize, facts_of, gib, inspect_checkpoint
-from paceline.config import ModelConfig, Quantization, cache_dir
+from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.errors import ConfigError
 from paceline.model.attention.kernels import Attention, kernel_for
 from paceline.model.compiled.aot import NoCompilerError, compiled_step
@@ -91,7 +91,7 @@ class LoadedModel:
         return (LeadingRunner if leads else RankRunner)(self.step, cache, share=self.share, **options)
 
 
-def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedModel:
+def load_model(path: str, options: ModelOptions, group: Collectives | None = None) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     Raises:
@@ -99,27 +99,27 @@ def load_model(config: ModelConfig, group: Collectives | None = None) -> LoadedM
             demanded where there are none, or it cannot be split into so many ranks.
         EngineError: another rank has failed.
     """
-    device = torch.device(resolve_device(config.device)) if group is None else group.device
-    require_graphs(config.cuda_graphs, device, num_ranks=config.tensor_parallel_size)
-    dtype = resolve_dtype(config.dtype, device)
+    device = torch.device(resolve_device(options.device)) if group is None else group.device
+    require_graphs(options.cuda_graphs, device, num_ranks=options.tensor_parallel_size)
+    dtype = resolve_dtype(options.dtype, device)
     can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
     if group is None:
-        model = load_pretrained(config.path, dtype, device, config.quantization)
+        model = load_pretrained(path, dtype, device, options.quantization)
     else:
-        require_whole(inspect_checkpoint(config.path), config.quantization, group.degree)
-        model = load_shard(config.path, dtype, group, progress=_progress(group))
-    compile = can_compile if config.compile == "auto" else config.compile
-    if config.compile == "auto" and compile and (reason := why_eager(model)):
-        log.info("model %r is not compiled: %s", config.path, reason)
+        require_whole(inspect_checkpoint(path), options.quantization, group.degree)
+        model = load_shard(path, dtype, group, progress=_progress(group))
+    compile = can_compile if options.compile == "auto" else options.compile
+    if options.compile == "auto" and compile and (reason := why_eager(model)):
+        log.info("model %r is not compiled: %s", path, reason)
         compile = False
     try:
-        loaded = prepare(model, compile=compile, attention=config.attention)
+        loaded = prepare(model, compile=compile, attention=options.attention)
     except NoCompilerError:
-        if config.compile != "auto":
+        if options.compile != "auto":
             raise
-        log.warning("model %r is not compiled, and slower: there is no C++ compiler", config.path)
-        loaded = prepare(model, compile=False, attention=config.attention)
-    return replace(loaded, cuda_graphs=config.cuda_graphs, max_cuda_graphs=config.max_cuda_graphs)
+        log.warning("model %r is not compiled, and slower: there is no C++ compiler", path)
+        loaded = prepare(model, compile=False, attention=options.attention)
+    return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
 
 
 def _progress(group: Collectives) -> Progress:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoint.files import ModelSize, read_checkpoint, read_facts
-from paceline.config import ModelConfig, PairConfig
+from paceline.config import DraftSetup, ModelOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.model.device import resolve_device, resolve_dtype
 from paceline.model.parallel.collectives import Collectives
@@ -21,35 +21,38 @@ from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.host_memory import available_bytes
 from paceline.preflight.service import local_folder
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
-def dtype_name(config: ModelConfig) -> str:
-    """The dtype that a model's weights have on this machine: ``float32`` or ``bfloat16``."""
-    return str(resolve_dtype(config.dtype, torch.device(resolve_device(config.device)))).removeprefix("torch.")
+def dtype_name(options: ModelOptions) -> str:
+    """The dtype of a model's weights on this machine: ``float32`` or ``bfloat16``."""
+    return str(resolve_dtype(options.dtype, torch.device(resolve_device(options.device)))).removeprefix("torch.")
 
 
-def require_target(config: PairConfig, group: Collectives | None = None) -> None:
+def require_target(setup: TargetSetup, group: Collectives | None = None) -> None:
     """Raises ConfigError, with the numbers and the nearest setting, if the target is certain not to fit.
 
-    ``group``: of its ranks, which must all ask.
+    ``group``: its ranks, all of which must ask.
     """
-    left = room(config.target, group)
-    if (facts := _facts(config.target)) is not None:
-        _say(check_target(config, facts, _limit(config.target), left))
+    room = room_for(setup.options, group)
+    if (size := _size(setup.source, setup.options)) is not None:
+        _report(check_target(setup, size, _limit(setup.source), room))
 
 
-def require_draft(config: PairConfig, group: Collectives | None = None) -> None:
-    """The same of a draft model."""
-    assert isinstance(config.draft, ModelConfig)
-    left = room(config.draft, group)
-    if (facts := _facts(config.draft)) is not None:
-        _say(check_draft(config, facts, _limit(config.draft), left))
+def require_draft(setup: DraftSetup, group: Collectives | None = None) -> None:
+    """Raises ConfigError, with the numbers and the nearest setting, if the draft model is certain not to fit.
+
+    ``group``: its ranks, all of which must ask.
+    """
+    source, options = setup.model
+    room = room_for(options, group)
+    if (size := _size(source, options)) is not None:
+        _report(check_draft(setup, size, _limit(source), room))
 
 
-def room(model: ModelConfig, group: Collectives | None = None) -> Room:
-    """What the device of a model has left for a rank, now that the process is there."""
-    device = torch.device(resolve_device(model.device)) if group is None else group.device
+def room_for(options: ModelOptions, group: Collectives | None = None) -> Room:
+    """The memory that a model's device has free for one rank, whose process runs already."""
+    device = torch.device(resolve_device(options.device)) if group is None else group.device
     return Room(left_bytes(device, group), started=True, on_gpu=device.type == "cuda")
 
 
@@ -61,22 +64,22 @@ def left_bytes(device: torch.device, group: Collectives | None = None) -> int:
     return agreed(available_bytes() // (1 if group is None else group.degree), group)
 
 
-def _facts(model: ModelConfig) -> ModelSize | None:
-    """None: its files are not here yet, or cannot be read, which loading says."""
-    dtype = resolve_dtype(model.dtype, torch.device(resolve_device(model.device)))
+def _size(source: str, options: ModelOptions) -> ModelSize | None:
+    """The size of a checkpoint; None if its files are not here yet, or cannot be read, which loading reports."""
     try:
-        folder = local_folder(model.path)
-        return None if folder is None else read_facts(folder, str(dtype).removeprefix("torch."), model.quantization)
+        folder = local_folder(source)
+        return None if folder is None else read_facts(folder, dtype_name(options), options.quantization)
     except ConfigError:
         return None
 
 
-def _limit(model: ModelConfig) -> int:
-    return read_checkpoint(str(local_folder(model.path) or Path(model.path))).max_model_len
+def _limit(source: str) -> int:
+    return read_checkpoint(str(local_folder(source) or Path(source))).max_model_len
 
 
-def _say(findings: list[Finding]) -> None:
+def _report(findings: list[Finding]) -> None:
+    """Logs warnings. Raises ConfigError for the first error."""
     for finding in findings:
         if finding.severity is Severity.ERROR:
             raise ConfigError(finding.message)
-        _log.warning("%s", finding.message)
+        log.warning("%s", finding.message)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.checkpoint.files import ModelSize
-from paceline.config import ModelConfig, PairConfig
+from paceline.config import DraftSetup, ModelOptions, TargetSetup
 from paceline.core import native
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
@@ -106,49 +106,50 @@ class MemoryEstimate:
 
 
 def target_estimate(
-    config: PairConfig,
-    facts: ModelSize,
+    setup: TargetSetup,
+    size: ModelSize,
     max_len: int,
     *,
     on_gpu: bool = False,
     left_bytes: int = 0,
     tensor_parallel_size: int | None = None,
 ) -> MemoryEstimate:
-    """Of a rank of a target whose contexts reach ``max_len`` tokens.
+    """Estimates the memory of one target rank for contexts of up to ``max_len`` tokens.
 
     ``left_bytes``: what is free for the rank before it starts. kv_fraction takes its share of what the other parts
     leave of it; 0: unknown, and kv_fraction counts as one session of full length. ``tensor_parallel_size``: into how
-    many parts ``facts`` are split; None: as configured.
+    many parts ``size`` is split; None: as configured.
     """
-    num_ranks = tensor_parallel_size or config.target.tensor_parallel_size
-    facts = facts.of_rank(num_ranks)
+    options = setup.options
+    num_ranks = tensor_parallel_size or options.tensor_parallel_size
+    size = size.of_rank(num_ranks)
     longest, typical = session_pages(max_len), session_pages(min(max_len, DEFAULT_SESSION_TOKENS))
-    least = longest if config.kv_fraction is not None else target_pages(config, max_len)
+    least = longest if options.kv_fraction is not None else target_pages(options, max_len)
     estimate = MemoryEstimate(
         process_bytes=ENGINE_PROCESS_BYTES,
-        weights_bytes=facts.weights_bytes,
-        packed_bytes=_packed_bytes(config.target, facts, on_gpu),
-        least_kv_bytes=facts.kv_bytes(least),
-        tree_bytes=_tree_bytes(config, config.max_sessions) if config.draft is not None else 0,
+        weights_bytes=size.weights_bytes,
+        packed_bytes=_packed_bytes(options, size, on_gpu),
+        least_kv_bytes=size.kv_bytes(least),
+        tree_bytes=options.max_sessions * setup.tree_budget * _NODE_BYTES,
         workspace_bytes=_workspace_bytes(
-            facts,
-            config.max_step_tokens,
-            config.max_sessions,
+            size,
+            options.max_step_tokens,
+            options.max_sessions,
             min(longest, least),
-            num_logits=config.max_sessions * (MAX_DRAFT_TOKENS + 1),
+            num_logits=options.max_sessions * (MAX_DRAFT_TOKENS + 1),
             num_copies=2,
-            gathers=_gathers(config.target, on_gpu),
+            gathers=_gathers(options, on_gpu),
         ),
         num_ranks=num_ranks,
         on_gpu=on_gpu,
     )
     num_pages = least
-    if config.kv_fraction is not None and facts.page_bytes:
-        left = left_bytes - estimate.total_bytes
-        num_pages = max(least, int(config.kv_fraction * left) // facts.page_bytes - 1)
+    if options.kv_fraction is not None and size.page_bytes:
+        free = left_bytes - estimate.total_bytes
+        num_pages = max(least, int(options.kv_fraction * free) // size.page_bytes - 1)  # one is the scratch page
     return replace(
         estimate,
-        kv_bytes=facts.kv_bytes(num_pages),
+        kv_bytes=size.kv_bytes(num_pages),
         num_pages=num_pages,
         max_len=max_len,
         num_longest=num_pages // longest,
@@ -157,35 +158,35 @@ def target_estimate(
 
 
 def draft_estimate(
-    config: PairConfig,
-    facts: ModelSize,
+    setup: DraftSetup,
+    size: ModelSize,
     max_len: int,
     *,
     on_gpu: bool = False,
     tensor_parallel_size: int | None = None,
 ) -> MemoryEstimate:
-    """Of a rank of a draft model whose contexts reach ``max_len`` tokens."""
-    assert isinstance(config.draft, ModelConfig)
-    num_ranks = tensor_parallel_size or config.draft.tensor_parallel_size
-    facts = facts.of_rank(num_ranks)
-    num_pages, sessions = draft_pages(config, max_len), config.num_draft_sessions
-    longest = draft_session_pages(config, max_len)
-    typical = draft_session_pages(config, min(max_len, DEFAULT_SESSION_TOKENS))
+    """Estimates the memory of one rank of a draft model for contexts of up to ``max_len`` tokens."""
+    _, options = setup.model
+    num_ranks = tensor_parallel_size or options.tensor_parallel_size
+    size = size.of_rank(num_ranks)
+    num_pages = draft_pages(setup, max_len)
+    longest = draft_session_pages(options, max_len)
+    typical = draft_session_pages(options, min(max_len, DEFAULT_SESSION_TOKENS))
     return MemoryEstimate(
         process_bytes=ENGINE_PROCESS_BYTES,
-        weights_bytes=facts.weights_bytes,
-        packed_bytes=_packed_bytes(config.draft, facts, on_gpu),
-        kv_bytes=facts.kv_bytes(num_pages),
-        least_kv_bytes=facts.kv_bytes(num_pages),
-        tree_bytes=_tree_bytes(config, sessions),
+        weights_bytes=size.weights_bytes,
+        packed_bytes=_packed_bytes(options, size, on_gpu),
+        kv_bytes=size.kv_bytes(num_pages),
+        least_kv_bytes=size.kv_bytes(num_pages),
+        tree_bytes=_draft_tree_bytes(setup),
         workspace_bytes=_workspace_bytes(
-            facts,
-            config.max_step_tokens,
-            sessions,
+            size,
+            setup.max_step_tokens,
+            setup.num_sessions,
             min(longest, num_pages),
-            num_logits=config.tree_step_tokens or MEASURED_LEAVES,
+            num_logits=options.tree_step_tokens or MEASURED_LEAVES,
             num_copies=1,
-            gathers=_gathers(config.draft, on_gpu),
+            gathers=_gathers(options, on_gpu),
         ),
         num_pages=num_pages,
         max_len=max_len,
@@ -196,30 +197,30 @@ def draft_estimate(
     )
 
 
-def ngram_estimate(config: PairConfig) -> MemoryEstimate:
-    """Of a draft without a model."""
-    return MemoryEstimate(ENGINE_PROCESS_BYTES, tree_bytes=_tree_bytes(config, config.num_draft_sessions))
+def ngram_estimate(setup: DraftSetup) -> MemoryEstimate:
+    """Estimates the memory of a draft replica without a model."""
+    return MemoryEstimate(ENGINE_PROCESS_BYTES, tree_bytes=_draft_tree_bytes(setup))
 
 
-def _tree_bytes(config: PairConfig, num_sessions: int) -> int:
-    return num_sessions * config.tree_budget * _NODE_BYTES
+def _draft_tree_bytes(setup: DraftSetup) -> int:
+    return setup.num_sessions * setup.options.tree_budget * _NODE_BYTES
 
 
-def _packed_bytes(model: ModelConfig, facts: ModelSize, on_gpu: bool) -> int:
-    compiled = not on_gpu if model.compile == "auto" else model.compile
-    return facts.weights_bytes if compiled else 0
+def _packed_bytes(options: ModelOptions, size: ModelSize, on_gpu: bool) -> int:
+    compiled = not on_gpu if options.compile == "auto" else options.compile
+    return size.weights_bytes if compiled else 0
 
 
-def _gathers(model: ModelConfig, on_gpu: bool) -> bool:
-    """Whether attention copies keys and values: torch's does, ours do not (``model/kernels.py``). A CPU is taken to be
-    like this machine's."""
-    if on_gpu or model.attention in ("sdpa", "triton"):
-        return model.attention != "triton"
+def _gathers(options: ModelOptions, on_gpu: bool) -> bool:
+    """True if attention copies keys and values: torch's does, ours do not (``model/attention/kernels.py``). A CPU is
+    taken to be like this machine's."""
+    if on_gpu or options.attention in ("sdpa", "triton"):
+        return options.attention != "triton"
     return not native.has_avx512()
 
 
 def _workspace_bytes(
-    facts: ModelSize,
+    size: ModelSize,
     max_tokens: int,
     max_sessions: int,
     max_pages: int,
@@ -241,9 +242,9 @@ def _workspace_bytes(
     Sampling on GPUs needs more: there the noise of all rows is made at once.
     """
     tokens, sessions = padded_tokens(max_tokens), min(max_sessions, max_tokens)
-    activations = tokens * facts.item_bytes * (6 * facts.hidden_size + 3 * facts.intermediate_size)
+    activations = tokens * size.item_bytes * (6 * size.hidden_size + 3 * size.intermediate_size)
     query_rows = -(-tokens // QUERY_ROW_LEN) + sessions
-    attention = query_rows * padded_pages(max_pages) * facts.page_bytes // facts.num_layers if gathers else 0
+    attention = query_rows * padded_pages(max_pages) * size.page_bytes // size.num_layers if gathers else 0
     rows = padded_tokens(min(max_tokens, num_logits))
-    logits = rows * facts.vocab_size * (facts.item_bytes + num_copies * _FLOAT32_BYTES)
+    logits = rows * size.vocab_size * (size.item_bytes + num_copies * _FLOAT32_BYTES)
     return activations + max(attention, logits)

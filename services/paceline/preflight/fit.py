@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.checkpoint.files import ModelSize, gib
-from paceline.config import PairConfig
+from paceline.config import DraftSetup, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import CODE_BYTES, PROCESS_BYTES, MemoryEstimate, draft_estimate, target_estimate
 from paceline.preflight.findings import Finding, Severity
@@ -79,89 +79,94 @@ class _Fit:
             needs = f"under load a replica takes about {gib(self._of(estimate))}"
         return Finding(self.severity, key, f"{key} is {value}: {needs}, {here}: set it to at most {remedy}")
 
-    def too_large(self, key: str, facts: ModelSize, **smallest: float) -> Finding:
+    def too_large(self, key: str, size: ModelSize, **smallest: float) -> Finding:
         """No setting helps. ``smallest``: those that need the least."""
         needed = self.needed(**smallest)
         remedy = "choose a smaller model or a larger machine"
-        fitting = facts.num_parameters - -(-(needed - self.room.left) // facts.item_bytes)
+        fitting = size.num_parameters - -(-(needed - self.room.left) // size.item_bytes)
         if fitting > 0:
             remedy = f"choose a smaller model, of at most {fitting:,} parameters, or a larger machine"
-        if facts.item_bytes > 2 and needed - facts.weights_bytes // 2 < self.room.left:
+        if size.item_bytes > 2 and needed - size.weights_bytes // 2 < self.room.left:
             remedy = "set dtype to bfloat16, or " + remedy
         amount = "at least" if self.severity is Severity.ERROR else "about"
-        problem = f"names a model with {facts.num_parameters:,} parameters, which needs {amount} {gib(needed)}"
+        problem = f"names a model with {size.num_parameters:,} parameters, which needs {amount} {gib(needed)}"
         message = f"{key} {problem}, and {self.room}: {remedy}"
         return Finding(self.severity, key, message)
 
 
-def check_target(config: PairConfig, facts: ModelSize, limit: int, room: Room) -> list[Finding]:
-    """At most one finding. ``limit``: tokens that the target was made for."""
+def check_target(setup: TargetSetup, size: ModelSize, limit: int, room: Room) -> list[Finding]:
+    """At most one finding, with the nearest setting that fits. ``limit``: tokens that the target was made for."""
+    options = setup.options
 
     def of(**changes: float) -> MemoryEstimate:
-        changed = config.model_copy(update=changes)
-        return target_estimate(changed, facts, _max_len(changed, limit), on_gpu=room.on_gpu)
+        changed = options.model_copy(update=changes)
+        max_len = _max_len(changed.max_model_len, limit)
+        return target_estimate(replace(setup, options=changed), size, max_len, on_gpu=room.on_gpu)
 
     certain, likely = _Fit(Severity.ERROR, of, room), _Fit(Severity.WARNING, of, room)
     if not certain.holds():
-        return [_smaller_target(certain, config, facts, limit)]
-    if config.kv_fraction is not None and facts.page_bytes:
-        refused = _check_fraction(config.kv_fraction, facts, of(), _max_len(config, limit), room)
+        return [_smaller_target(certain, options, size, limit)]
+    if options.kv_fraction is not None and size.page_bytes:
+        refused = _check_fraction(options.kv_fraction, size, of(), _max_len(options.max_model_len, limit), room)
         return [refused] if refused else []
-    return [] if likely.holds() else [_smaller_target(likely, config, facts, limit)]
+    return [] if likely.holds() else [_smaller_target(likely, options, size, limit)]
 
 
-def check_draft(config: PairConfig, facts: ModelSize, limit: int, room: Room) -> list[Finding]:
-    """The same of a draft model. ``limit``: tokens that both models were made for."""
+def check_draft(setup: DraftSetup, size: ModelSize, limit: int, room: Room) -> list[Finding]:
+    """At most one finding, with the nearest setting that fits. ``limit``: tokens that both models were made for."""
+    options, max_len = setup.options, _max_len(setup.max_model_len, limit)
 
-    def of(**changes: float) -> MemoryEstimate:
-        return draft_estimate(config.model_copy(update=changes), facts, _max_len(config, limit), on_gpu=room.on_gpu)
+    def of(num_sessions: float = setup.num_sessions, tree_budget: float = options.tree_budget) -> MemoryEstimate:
+        changed = options.model_copy(update={"tree_budget": tree_budget})
+        changed_setup = replace(setup, options=changed, num_sessions=int(num_sessions))
+        return draft_estimate(changed_setup, size, max_len, on_gpu=room.on_gpu)
 
     for severity in Severity:
         fit = _Fit(severity, of, room)
         if not fit.holds():
-            return [_smaller_draft(fit, config, facts)]
+            return [_smaller_draft(fit, setup, size)]
     return []
 
 
-def _max_len(config: PairConfig, limit: int) -> int:
-    return min(config.max_model_len or limit, limit)
+def _max_len(configured: int | None, limit: int) -> int:
+    return min(configured or limit, limit)
 
 
 def _check_fraction(
-    kv_fraction: float, facts: ModelSize, estimate: MemoryEstimate, max_len: int, room: Room
+    kv_fraction: float, size: ModelSize, estimate: MemoryEstimate, max_len: int, room: Room
 ) -> Finding | None:
     """What the replica itself would say of kv_fraction, once it has loaded the model."""
     after = room.left - room.least(estimate) + estimate.least_kv_bytes + estimate.workspace_bytes
     try:
-        fraction_pages(kv_fraction, max_len, facts.page_bytes, after - estimate.reserved_bytes)
+        fraction_pages(kv_fraction, max_len, size.page_bytes, after - estimate.reserved_bytes)
     except ConfigError as problem:
         return Finding.error(f"{_TARGET}.engine_kwargs.kv_fraction", str(problem).removeprefix("kv_fraction "))
     return None
 
 
-def _smaller_target(fit: _Fit, config: PairConfig, facts: ModelSize, limit: int) -> Finding:
+def _smaller_target(fit: _Fit, options: TargetOptions, size: ModelSize, limit: int) -> Finding:
     """The setting that decides how many pages there are, else the number of sessions, else their length."""
     engine, model = f"{_TARGET}.engine_kwargs", f"{_TARGET}.model_loading_config"
-    if config.kv_pages is not None:
-        if fitting := fit.largest("kv_pages", 1, config.kv_pages):
-            return fit.finding(f"{engine}.kv_pages", config.kv_pages, f"{fitting}")
-        return fit.too_large(model, facts, kv_pages=1)
-    if fitting := fit.largest("max_sessions", 1, config.max_sessions):
-        return fit.finding(f"{engine}.max_sessions", config.max_sessions, f"{fitting}")
-    max_len = _max_len(config, limit)
+    if options.kv_pages is not None:
+        if fitting := fit.largest("kv_pages", 1, options.kv_pages):
+            return fit.finding(f"{engine}.kv_pages", options.kv_pages, f"{fitting}")
+        return fit.too_large(model, size, kv_pages=1)
+    if fitting := fit.largest("max_sessions", 1, options.max_sessions):
+        return fit.finding(f"{engine}.max_sessions", options.max_sessions, f"{fitting}")
+    max_len = _max_len(options.max_model_len, limit)
     longest = fit.largest("max_model_len", _SHORTEST, max_len, max_sessions=1)
     if longest < _SHORTEST:
-        return fit.too_large(model, facts, max_model_len=_SHORTEST, max_sessions=1)
-    sessions = fit.largest("max_sessions", 1, config.max_sessions, max_model_len=longest)
-    remedy = f"{longest}" if sessions == config.max_sessions else f"{longest} and max_sessions to at most {sessions}"
+        return fit.too_large(model, size, max_model_len=_SHORTEST, max_sessions=1)
+    sessions = fit.largest("max_sessions", 1, options.max_sessions, max_model_len=longest)
+    remedy = f"{longest}" if sessions == options.max_sessions else f"{longest} and max_sessions to at most {sessions}"
     return fit.finding(f"{engine}.max_model_len", max_len, remedy)
 
 
-def _smaller_draft(fit: _Fit, config: PairConfig, facts: ModelSize) -> Finding:
+def _smaller_draft(fit: _Fit, setup: DraftSetup, size: ModelSize) -> Finding:
     """Fewer sessions, else smaller trees of one."""
-    engine, sessions = f"{_DRAFT}.engine_kwargs", config.num_draft_sessions
-    if fitting := fit.largest("draft_max_sessions", 1, sessions):
+    engine, sessions, budget = f"{_DRAFT}.engine_kwargs", setup.num_sessions, setup.options.tree_budget
+    if fitting := fit.largest("num_sessions", 1, sessions):
         return fit.finding(f"{engine}.max_sessions", sessions, f"{fitting}")
-    if fitting := fit.largest("tree_budget", 1, config.tree_budget, draft_max_sessions=1):
-        return fit.finding(f"{engine}.tree_budget", config.tree_budget, f"{fitting} and max_sessions to at most 1")
-    return fit.too_large(f"{_DRAFT}.model_loading_config", facts, draft_max_sessions=1, tree_budget=1)
+    if fitting := fit.largest("tree_budget", 1, budget, num_sessions=1):
+        return fit.finding(f"{engine}.tree_budget", budget, f"{fitting} and max_sessions to at most 1")
+    return fit.too_large(f"{_DRAFT}.model_loading_config", size, num_sessions=1, tree_budget=1)

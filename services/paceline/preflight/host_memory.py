@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.checkpoint.files import gib
-from paceline.config import PairConfig
+from paceline.config import DraftSetup, Growing, TargetOptions
 from paceline.errors import ConfigError
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE, pages_for
 
@@ -23,20 +23,20 @@ def session_pages(max_len: int) -> int:
     return pages_for(max_len + MAX_DRAFT_TOKENS)
 
 
-def target_pages(config: PairConfig, max_len: int) -> int:
-    """KV pages of a target whose contexts reach ``max_len`` tokens, unless kv_fraction decides."""
+def target_pages(options: TargetOptions, max_len: int) -> int:
+    """KV pages of a target for contexts of up to ``max_len`` tokens, unless kv_fraction decides."""
     typical = session_pages(min(max_len, DEFAULT_SESSION_TOKENS))
-    return config.kv_pages or max(session_pages(max_len), config.max_sessions * typical)
+    return options.kv_pages or max(session_pages(max_len), options.max_sessions * typical)
 
 
-def draft_pages(config: PairConfig, max_len: int) -> int:
+def draft_pages(setup: DraftSetup, max_len: int) -> int:
     """KV pages of a draft model: contexts and speculation trees of all its sessions."""
-    return config.num_draft_sessions * draft_session_pages(config, min(max_len, DEFAULT_SESSION_TOKENS))
+    return setup.num_sessions * draft_session_pages(setup.options, min(max_len, DEFAULT_SESSION_TOKENS))
 
 
-def draft_session_pages(config: PairConfig, num_tokens: int) -> int:
-    """Pages of one session of a draft model: its context, its tree, and what both leave of their last pages."""
-    return pages_for(config.tree_budget + num_tokens) + 1
+def draft_session_pages(options: Growing, num_tokens: int) -> int:
+    """KV pages of one session of a draft model: its context and its tree, each of which may end inside a page."""
+    return pages_for(options.tree_budget + num_tokens) + 1
 
 
 def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes: int) -> int:

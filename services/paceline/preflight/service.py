@@ -18,12 +18,13 @@ from paceline.checkpoint.files import Checkpoint, ModelSize, gib, read_checkpoin
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
 from paceline.config import (
     DeploymentConfig,
-    ModelConfig,
+    DraftSetup,
     ModelDraftConfig,
     NgramDraftConfig,
-    PairConfig,
     ServiceConfig,
     TargetConfig,
+    TargetOptions,
+    TargetSetup,
 )
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import (
@@ -124,23 +125,22 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
     the service runs already.
     """
     findings: list[Finding] = []
-    pair, draft_config = config.pair(), config.draft_config
-    target = _read_model(_TARGET, config.target_config, pair.target, findings)
-    draft = None
-    if isinstance(draft_config, ModelDraftConfig) and isinstance(pair.draft, ModelConfig):
-        draft = _read_model(_DRAFT, draft_config, pair.draft, findings)
+    target_setup, draft_setup, draft_config = config.target_setup(), config.draft_setup(), config.draft_config
+    target, draft = _read_model(_TARGET, config.target_config, findings), None
+    if isinstance(draft_config, ModelDraftConfig):
+        draft = _read_model(_DRAFT, draft_config, findings)
     left = available_bytes() if memory else None
     pools = (
-        _target_pool(config, pair, target, left or 0),
-        *_draft_pools(config, pair, target, draft),
+        _target_pool(config, target_setup, target, left or 0),
+        *_draft_pools(config, draft_setup, target, draft),
         _router_pool(config),
     )
     if target is not None:
-        findings += _check_lengths(pair, target.limit)
+        findings += _check_lengths(target_setup.options, target.limit)
         if draft is not None:
-            findings += _check_together(target, draft, target.max_len(pair))
+            findings += _check_together(target, draft, target.max_len(target_setup.options.max_model_len))
     if left is not None:
-        findings += _check_memory(pair, pools, target, draft, left)
+        findings += _check_memory(target_setup, draft_setup, pools, target, draft, left)
     if cores:
         findings += _check_cores(config)
     if ports:
@@ -167,16 +167,14 @@ class _Model:
         """The longest context that it was made for."""
         return self.checkpoint.max_model_len
 
-    def max_len(self, pair: PairConfig) -> int:
+    def max_len(self, configured: int | None) -> int:
         """The longest context that it may have."""
-        return min(pair.max_model_len or self.limit, self.limit)
+        return min(configured or self.limit, self.limit)
 
 
-def _read_model(
-    pool: str, config: TargetConfig | ModelDraftConfig, model: ModelConfig, findings: list[Finding]
-) -> _Model | None:
+def _read_model(pool: str, config: TargetConfig | ModelDraftConfig, findings: list[Finding]) -> _Model | None:
     """The model of a pool, unless it is not here or something is wrong with it, which ``findings`` then says."""
-    loading, key = config.model_loading_config, f"{pool}.model_loading_config"
+    options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
     key += ".model_source" if loading.model_source is not None else ".model_id"
     try:
         folder = local_folder(loading.source)
@@ -185,7 +183,7 @@ def _read_model(
             findings.append(Finding.warning(key, f"{loading.source!r} {fetched}, and was not checked"))
             return None
         checkpoint = read_checkpoint(str(folder))
-        facts = read_facts(folder, model.dtype, model.quantization)
+        facts = read_facts(folder, options.dtype, options.quantization)
     except ConfigError as error:
         findings.append(Finding.error(key, f"cannot be used: {error}"))
         return None
@@ -202,7 +200,7 @@ def _read_model(
         )
         findings.append(Finding.error(f"{key}.tokenizer_source", problem))
         return None
-    findings += _check_degree(pool, model.tensor_parallel_size, str(folder))
+    findings += _check_degree(pool, options.tensor_parallel_size, str(folder))
     return _Model(checkpoint, tokenizer, facts, "n_positions" in read_json(str(folder), "config.json"))
 
 
@@ -217,15 +215,15 @@ def _check_degree(key: str, size: int, folder: str) -> list[Finding]:
     return [Finding.error(f"{key}.engine_kwargs.tensor_parallel_size", problem)]
 
 
-def _check_lengths(pair: PairConfig, limit: int) -> list[Finding]:
+def _check_lengths(options: TargetOptions, limit: int) -> list[Finding]:
     """``limit``: the longest context that the target was made for."""
-    engine, max_len = f"{_TARGET}.engine_kwargs", pair.max_model_len or limit
+    engine, max_len = f"{_TARGET}.engine_kwargs", options.max_model_len or limit
     if max_len > limit:
         return [Finding.error(f"{engine}.max_model_len", f"is {max_len}: the target was made for at most {limit}")]
     needed = session_pages(max_len)
-    if pair.kv_pages is not None and pair.kv_pages < needed:
-        longest = pair.kv_pages * PAGE_SIZE - MAX_DRAFT_TOKENS
-        problem = f"is {pair.kv_pages}, which holds no session longer than {longest} tokens: {max_len} need {needed}"
+    if options.kv_pages is not None and options.kv_pages < needed:
+        longest = options.kv_pages * PAGE_SIZE - MAX_DRAFT_TOKENS
+        problem = f"is {options.kv_pages}, which holds no session longer than {longest} tokens: {max_len} need {needed}"
         return [Finding.warning(f"{engine}.kv_pages", problem)]
     return []
 
@@ -270,34 +268,36 @@ def local_folder(source: str) -> Path | None:
 # -- the machine -------------------------------------------------------------------------------------------
 
 
-def _target_pool(config: ServiceConfig, pair: PairConfig, target: _Model | None, left: int) -> Pool:
+def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | None, left: int) -> Pool:
     part = config.target_config
     on_gpu = _on_gpu(part)
     estimate = None
     if target is not None:
         estimate = target_estimate(
-            pair,
+            setup,
             target.facts,
-            target.max_len(pair),
+            target.max_len(setup.options.max_model_len),
             on_gpu=on_gpu,
-            left_bytes=0 if on_gpu else left // pair.target.tensor_parallel_size,
+            left_bytes=0 if on_gpu else left // setup.options.tensor_parallel_size,
         )
     return Pool(_TARGET, part.model_loading_config.model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
 
 
 def _draft_pools(
-    config: ServiceConfig, pair: PairConfig, target: _Model | None, draft: _Model | None
+    config: ServiceConfig, setup: DraftSetup | None, target: _Model | None, draft: _Model | None
 ) -> Iterator[Pool]:
-    """None for plain decoding."""
+    """The pool of drafts, if there is one."""
     part = config.draft_config
+    if part is None or setup is None:
+        return
     if isinstance(part, NgramDraftConfig):
-        yield Pool(_DRAFT, None, _num_replicas(part.deployment_config), False, ngram_estimate(pair))
-    elif part is not None:
+        yield Pool(_DRAFT, None, _num_replicas(part.deployment_config), False, ngram_estimate(setup))
+    else:
         on_gpu = _on_gpu(part)
         estimate = None
         if draft is not None:
-            max_len = min(draft.max_len(pair), target.limit if target is not None else draft.limit)
-            estimate = draft_estimate(pair, draft.facts, max_len, on_gpu=on_gpu)
+            max_len = min(draft.max_len(setup.max_model_len), target.limit if target is not None else draft.limit)
+            estimate = draft_estimate(setup, draft.facts, max_len, on_gpu=on_gpu)
         model_id = part.model_loading_config.model_id
         yield Pool(_DRAFT, model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
 
@@ -308,7 +308,12 @@ def _router_pool(config: ServiceConfig) -> Pool:
 
 
 def _check_memory(
-    pair: PairConfig, pools: Sequence[Pool], target: _Model | None, draft: _Model | None, left: int
+    target_setup: TargetSetup,
+    draft_setup: DraftSetup | None,
+    pools: Sequence[Pool],
+    target: _Model | None,
+    draft: _Model | None,
+    left: int,
 ) -> list[Finding]:
     """Replicas that run on CPUs against the memory that this machine has left."""
     if target is None:
@@ -316,11 +321,13 @@ def _check_memory(
     on_cpu = {pool.key for pool in pools if not pool.on_gpu}
     findings: list[Finding] = []
     if _TARGET in on_cpu:  # ranks share the machine
-        findings += check_target(pair, target.facts, target.limit, Room(left // pair.target.tensor_parallel_size))
-    if draft is not None and _DRAFT in on_cpu and isinstance(pair.draft, ModelConfig):
-        limit, room = min(target.limit, draft.limit), Room(left // pair.draft.tensor_parallel_size)
-        findings += check_draft(pair, draft.facts, limit, room)
-    return findings or _check_sum(pair, pools, left)
+        room = Room(left // target_setup.options.tensor_parallel_size)
+        findings += check_target(target_setup, target.facts, target.limit, room)
+    if draft is not None and _DRAFT in on_cpu and draft_setup is not None:
+        _, options = draft_setup.model
+        room = Room(left // options.tensor_parallel_size)
+        findings += check_draft(draft_setup, draft.facts, min(target.limit, draft.limit), room)
+    return findings or _check_sum(target_setup.options.kv_fraction, pools, left)
 
 
 def _expected_bytes(pools: Sequence[Pool]) -> int:
@@ -328,7 +335,7 @@ def _expected_bytes(pools: Sequence[Pool]) -> int:
     return RAY_BYTES + sum(pool.machine_bytes for pool in pools)
 
 
-def _check_sum(pair: PairConfig, pools: Sequence[Pool], left: int) -> list[Finding]:
+def _check_sum(kv_fraction: float | None, pools: Sequence[Pool], left: int) -> list[Finding]:
     """Replicas that fit one by one: how many of the largest do, beside the others."""
     least = sum(pool.least_bytes for pool in pools)
     expected = _expected_bytes(pools)
@@ -342,16 +349,16 @@ def _check_sum(pair: PairConfig, pools: Sequence[Pool], left: int) -> list[Findi
     fitting = (left - others) * largest.num_replicas // max(largest.machine_bytes, 1)
     if fitting >= 1:
         remedy = f"set {largest.key}.deployment_config.num_replicas to at most {fitting}, or {remedy}"
-    if share := _fitting_fraction(pair, pools, left):
+    if share := _fitting_fraction(kv_fraction, pools, left):
         remedy = f"set {_TARGET}.engine_kwargs.kv_fraction to at most {share:g}, or {remedy}"
     return [(Finding.error if least > left else Finding.warning)(_TARGET, f"{problem}: {remedy}")]
 
 
-def _fitting_fraction(pair: PairConfig, pools: Sequence[Pool], left: int) -> float:
+def _fitting_fraction(kv_fraction: float | None, pools: Sequence[Pool], left: int) -> float:
     """The kv_fraction with which all replicas fit, in steps of a thousandth; 0 if there is none."""
     target = next(pool for pool in pools if pool.key == _TARGET)
     estimate = target.estimate
-    if pair.kv_fraction is None or target.on_gpu or estimate is None or not estimate.kv_bytes:
+    if kv_fraction is None or target.on_gpu or estimate is None or not estimate.kv_bytes:
         return 0.0
     all_kv = target.num_processes * estimate.kv_bytes
     room = (left - _expected_bytes(pools) + all_kv) / target.num_processes

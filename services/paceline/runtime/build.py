@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.config import ModelConfig, NgramConfig, PairConfig, cache_dir
+from paceline.config import DraftSetup, ModelOptions, TargetSetup, cache_dir
 from paceline.errors import EngineError, PacelineError
 from paceline.runtime.workers import Emit, Engine, settle
 from paceline.types import Rendezvous
@@ -16,66 +16,58 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class TargetFactory:
-    """Builds the target engine in its worker; of a tensor-parallel one its first rank."""
+class EngineSpec:
+    """How to build one engine, or one rank of it; its ``build`` is what a worker is given."""
 
-    config: PairConfig
+    setup: TargetSetup | DraftSetup
     rendezvous: Rendezvous | None = None
+    """Where the ranks of a tensor-parallel engine meet, and which of them this is; the first is the engine itself."""
 
-    def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
-        from paceline.target.build import build_target_engine
+    @property
+    def kind(self) -> str:
+        """``target`` or ``draft``."""
+        return "target" if isinstance(self.setup, TargetSetup) else "draft"
 
-        with _building("target", self.config.target):
-            return build_target_engine(self.config, emit, self.rendezvous)
+    def build(self, emit: Emit) -> Engine:
+        """Builds the engine, or the follower that another rank of it is. Imports torch.
 
+        Raises:
+            ConfigError: the model cannot be loaded or run, or the settings do not fit it.
+            EngineError: another rank has failed, or building failed unexpectedly.
+        """
+        setup = self.setup
+        with self._reported():
+            return self._target(emit, setup) if isinstance(setup, TargetSetup) else self._draft(emit, setup)
 
-@dataclass(frozen=True, slots=True)
-class DraftFactory:
-    """Builds the draft engine in its worker; of a tensor-parallel one its first rank."""
+    def _target(self, emit: Emit, setup: TargetSetup) -> Engine:
+        from paceline.target.build import build_target_engine, build_target_follower
 
-    config: PairConfig
-    rendezvous: Rendezvous | None = None
+        if self.rendezvous is not None and self.rendezvous.rank > 0:
+            return build_target_follower(setup, self.rendezvous)
+        return build_target_engine(setup, emit, self.rendezvous)
 
-    def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
-        from paceline.draft.build import build_draft_engine
+    def _draft(self, emit: Emit, setup: DraftSetup) -> Engine:
+        from paceline.draft.build import build_draft_engine, build_draft_follower
 
-        with _building("draft", self.config.draft):
-            return build_draft_engine(self.config, emit, self.rendezvous)
+        if self.rendezvous is not None and self.rendezvous.rank > 0:
+            return build_draft_follower(setup, self.rendezvous)
+        return build_draft_engine(setup, emit, self.rendezvous)
 
-
-@contextlib.contextmanager
-def _building(name: str, config: ModelConfig | NgramConfig | None) -> Iterator[None]:
-    """Says how a model is run, and whose it was if building the engine fails in an unforeseen way."""
-    if not isinstance(config, ModelConfig):
-        yield
-        return
-    facts = f"dtype {config.dtype}, device {config.device}, compile {config.compile}"
-    facts += f", quantization {config.quantization}" if config.quantization else ""
-    log.info("%s %s: %s; compiled models are kept in %s", name, config.path, facts, cache_dir() / "compiled")
-    try:
-        yield
-        settle()
-    except PacelineError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise EngineError(f"the {name} could not be built from {config.path!r}: {reason}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class FollowerFactory:
-    """Builds a follower in its worker: ``build(config, rendezvous)`` is imported there, and torch with it."""
-
-    kind: str
-    config: PairConfig
-    rendezvous: Rendezvous
-
-    def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
-        from paceline.draft.build import build_draft_follower
-        from paceline.target.build import build_target_follower
-
-        build = build_target_follower if self.kind == "target" else build_draft_follower
-        return build(self.config, self.rendezvous)
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Logs how a model runs, and adds its path to unexpected errors."""
+        source, options = self.setup.source, self.setup.options
+        if not isinstance(options, ModelOptions):
+            yield
+            return
+        how = f"dtype {options.dtype}, device {options.device}, compile {options.compile}"
+        how += f", quantization {options.quantization}" if options.quantization else ""
+        log.info("loading %s %s: %s; compile cache: %s", self.kind, source, how, cache_dir() / "compiled")
+        try:
+            yield
+            settle()
+        except PacelineError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise EngineError(f"the {self.kind} could not be built from {source!r}: {reason}") from error

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from paceline.config import PairConfig
+from paceline.config import DraftSetup
 from paceline.draft.engine import DraftEngine
 from paceline.errors import EngineError
 from paceline.rpc.streams import decode_to_draft, encode_from_draft
-from paceline.runtime.build import DraftFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost, ReplicaServer
 from paceline.runtime.ranks import MakeWorker, process_ranks
 from paceline.types import Rendezvous
@@ -44,7 +44,7 @@ def describe(engine: DraftEngine) -> Mapping[str, Any]:
 
 
 def draft_server(
-    config: PairConfig,
+    setup: DraftSetup,
     *,
     replica_id: str,
     bind: str = "127.0.0.1",
@@ -55,17 +55,17 @@ def draft_server(
     ranks: tuple[Rendezvous | None, Sequence[MakeWorker]] | None = None,
 ) -> ReplicaServer:
     """A draft replica, not started yet. ``core`` and ``ranks``: see ``target_server``."""
-    rendezvous, followers = ranks or process_ranks("draft", config)
+    rendezvous, followers = ranks or process_ranks(setup)
 
     def add(host: EngineHost, server: aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftService(host), server)
 
     host = EngineHost(
         "draft",
-        DraftFactory(config, rendezvous),
+        EngineSpec(setup, rendezvous).build,
         describe,
         replica_id=replica_id,
-        max_sessions=config.num_draft_sessions,
+        max_sessions=setup.num_sessions,
         model=model,
         node=node,
         core=core,

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config import ModelConfig, PairConfig
+from paceline.config import DraftSetup, ModelOptions, TargetSetup
 from paceline.errors import EngineError, PacelineError
-from paceline.runtime.build import FollowerFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import ProcessWorker, Worker
 from paceline.types import Rendezvous
 
@@ -112,10 +112,10 @@ class LedWorker:
             log.info("%s", reason)
 
 
-def sharded_model(kind: str, config: PairConfig) -> ModelConfig | None:
-    """The target or draft, if it has several ranks."""
-    model = config.target if kind == "target" else config.draft
-    return model if isinstance(model, ModelConfig) and model.tensor_parallel_size > 1 else None
+def sharded_options(setup: TargetSetup | DraftSetup | None) -> ModelOptions | None:
+    """The options of an engine's model, if there is one and it has several ranks."""
+    options = setup and setup.options
+    return options if isinstance(options, ModelOptions) and options.tensor_parallel_size > 1 else None
 
 
 def meeting_file() -> str:
@@ -124,22 +124,23 @@ def meeting_file() -> str:
 
 
 def process_ranks(
-    kind: str, config: PairConfig, cores: Sequence[int] = ()
+    setup: TargetSetup | DraftSetup | None, cores: Sequence[int] = ()
 ) -> tuple[Rendezvous | None, list[MakeWorker]]:
     """Where the engine's ranks meet on this host, and makers of a process for each but the first.
 
-    ``kind``: target or draft. ``cores``: to pin the followers to, if there are enough.
+    ``cores``: to pin the followers to, if there are enough.
     """
-    model = sharded_model(kind, config)
-    if model is None:
+    options = sharded_options(setup)
+    if setup is None or options is None:
         return None, []
-    degree = model.tensor_parallel_size
-    rendezvous = Rendezvous(meeting_file(), degree, timeout_s=model.rank_timeout_s)
+    degree = options.tensor_parallel_size
+    rendezvous = Rendezvous(meeting_file(), degree, timeout_s=options.rank_timeout_s)
     pinned = [*cores] if len(cores) >= degree - 1 else [None] * degree
 
     def maker(rank: int) -> MakeWorker:
-        factory = FollowerFactory(kind, config, rendezvous.of(rank))
-        return lambda on_death: ProcessWorker(rank_name(kind, rank), factory, _ignore, on_death, pinned[rank - 1])
+        spec = EngineSpec(setup, rendezvous.of(rank))
+        name = rank_name(spec.kind, rank)
+        return lambda on_death: ProcessWorker(name, spec.build, _ignore, on_death, pinned[rank - 1])
 
     return rendezvous, [maker(rank) for rank in range(1, degree)]
 

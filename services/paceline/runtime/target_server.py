@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from paceline.config import PairConfig
+from paceline.config import TargetSetup
 from paceline.errors import EngineError
 from paceline.rpc.streams import decode_to_target, encode_from_target
-from paceline.runtime.build import TargetFactory
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost, ReplicaServer
 from paceline.runtime.ranks import MakeWorker, process_ranks
 from paceline.target.control.report import Explainer
@@ -54,7 +54,7 @@ def describe(engine: TargetEngine, explainer: Explainer) -> Mapping[str, Any]:
 
 
 def target_server(
-    config: PairConfig,
+    setup: TargetSetup,
     *,
     replica_id: str,
     bind: str = "127.0.0.1",
@@ -68,17 +68,17 @@ def target_server(
 
     ``ranks``: where they meet, and makers of all but the first. None: processes of this host, if there are several.
     """
-    rendezvous, followers = ranks or process_ranks("target", config)
+    rendezvous, followers = ranks or process_ranks(setup)
 
     def add(host: EngineHost, server: aio.Server) -> None:
         target_pb2_grpc.add_TargetServiceServicer_to_server(TargetService(host), server)
 
     host = EngineHost(
         "target",
-        TargetFactory(config, rendezvous),
+        EngineSpec(setup, rendezvous).build,
         functools.partial(describe, explainer=Explainer()),
         replica_id=replica_id,
-        max_sessions=config.max_sessions,
+        max_sessions=setup.options.max_sessions,
         model=model,
         node=node,
         core=core,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from paceline.checkpoint.files import gib
-from paceline.config import PairConfig
+from paceline.config import TargetSetup
 from paceline.errors import ConfigError
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_target_engine(
-    config: PairConfig, emit: Callable[[Sequence[FromTarget]], None], rendezvous: Rendezvous | None = None
+    setup: TargetSetup, emit: Callable[[Sequence[FromTarget]], None], rendezvous: Rendezvous | None = None
 ) -> TargetEngine:
     """Loads the target, sizes its KV cache and compares the bits of decoding and verification.
 
@@ -35,68 +35,71 @@ def build_target_engine(
         ConfigError: the model cannot be loaded or run, or the settings do not fit it, or the device has no room.
         EngineError: another rank has failed.
     """
-    with ranked(config.target, rendezvous) as group:
-        model, runner, max_len = _runner(config, group)
-        return _engine(config, emit, model, runner, max_len)
+    with ranked(setup.source, setup.options, rendezvous) as group:
+        model, runner, max_len = _runner(setup, group)
+        return _engine(setup, emit, model, runner, max_len)
 
 
-def build_target_follower(config: PairConfig, rendezvous: Rendezvous) -> Follower:
-    """Another rank of the same target. Raises as ``build_target_engine``."""
-    with ranked(config.target, rendezvous) as group:
-        _, runner, _ = _runner(config, group)
+def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Follower:
+    """Builds another rank of a target. Raises as ``build_target_engine``."""
+    with ranked(setup.source, setup.options, rendezvous) as group:
+        _, runner, _ = _runner(setup, group)
         return Follower(runner)
 
 
-def _runner(config: PairConfig, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
-    """The model, a runner with as many KV pages as there shall be, and the longest context. The same on every rank."""
-    require_target(config, group)
-    model = load_model(config.target, group)
-    max_len = config.max_model_len or model.max_len
+def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
+    """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
+    options = setup.options
+    require_target(setup, group)
+    model = load_model(setup.source, options, group)
+    max_len = options.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
-            f"max_model_len is {max_len}: the target {config.target.path!r} was made for at most {model.max_len}"
+            f"max_model_len is {max_len}: the target {setup.source!r} was made for at most {model.max_len}"
         )
-    if config.kv_fraction is None:
-        num_pages = target_pages(config, max_len)
+    if options.kv_fraction is None:
+        num_pages = target_pages(options, max_len)
     else:
         on_gpu = model.device.type == "cuda"
-        estimate = target_estimate(config, model.facts, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
-        left = left_bytes(model.device, group) - estimate.reserved_bytes
-        num_pages = fraction_pages(config.kv_fraction, max_len, model.facts.page_bytes, left)
-        _log.info("target: %d KV pages are %g of the %s left", num_pages, config.kv_fraction, gib(left))
+        # The loaded model's size is that of this rank already.
+        estimate = target_estimate(setup, model.facts, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
+        free = left_bytes(model.device, group) - estimate.reserved_bytes
+        num_pages = fraction_pages(options.kv_fraction, max_len, model.facts.page_bytes, free)
+        _log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
     return model, model.runner(num_pages), max_len
 
 
 def _engine(
-    config: PairConfig,
+    setup: TargetSetup,
     emit: Callable[[Sequence[FromTarget]], None],
     model: LoadedModel,
     runner: ModelRunner,
     max_len: int,
 ) -> TargetEngine:
-    limits = Limits(config.max_sessions, config.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
-    record_steps(runner, limits, model.max_len, config.target.cuda_graphs)
+    options = setup.options
+    limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
+    record_steps(runner, limits, model.max_len, options.cuda_graphs)
     report = check_invariance(runner, max_len)
-    _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", config.target.path, report)
-    if config.draft is not None and model.quantization is not None:
-        _require_lossless(model, report, config.target.path)
+    _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", setup.source, report)
+    if setup.tree_budget and model.quantization is not None:
+        _require_lossless(model, report, setup.source)
     engine = TargetEngine(
         runner,
         emit,
-        max_sessions=config.max_sessions,
-        max_step_tokens=config.max_step_tokens,
+        max_sessions=options.max_sessions,
+        max_step_tokens=options.max_step_tokens,
         max_model_len=max_len,
-        adaptive=config.adaptive,
+        adaptive=options.adaptive,
     )
     engine.calibrate()
     return engine
 
 
 def _require_lossless(model: LoadedModel, report: InvarianceReport, path: str) -> None:
-    """Raises ConfigError if quantised weights make verification another model than decoding."""
+    """Raises ConfigError if quantized weights make verification another model than decoding."""
     reason = model.batch_dependence or (None if report.holds else f"it is {report}")
     if reason is not None:
         raise ConfigError(
-            f"the target {path!r} is quantised by {model.quantization!r}, and speculation could change its output, for "
+            f"the target {path!r} is quantized by {model.quantization!r}, and speculation could change its output, for "
             f"{reason}: set draft_config to null for plain decoding, or use another checkpoint"
         )

@@ -78,7 +78,7 @@ def application(config, versions):
     targets = service.build_target_deployment(config, bind_kwargs={"monitor": monitor}, deployment_cls=breakable())
     drafts = service.build_draft_deployment(config, bind_kwargs={"monitor": monitor})
     router = service._deployment(service.Router, config, config.router_config.deployment_options(), "Router", ()).bind(
-        config.to_dict(), targets, drafts, monitor
+        config, targets, drafts, monitor
     )
     parts = {"monitor": monitor, "target": targets, "draft": drafts, "router": router}
     for name, part in parts.items():

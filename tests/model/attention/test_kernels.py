@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from tests.support.models import SLIDING_WINDOW, prompt, random_model
 
-from paceline.config import ModelConfig, ServiceConfig
+from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import choose_kernel
@@ -86,18 +86,18 @@ def test_what_cannot_run_on_the_cpu_is_refused(change: dict, reason: str) -> Non
 
 def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     kwargs = {"engine_kwargs": {"attention": "triton"}}
-    pair = ServiceConfig.parse({"target_config": kwargs, "draft_config": kwargs}).pair()
-    assert (pair.target.attention, pair.draft.attention) == ("triton", "triton")
+    service = ServiceConfig.parse({"target_config": kwargs, "draft_config": kwargs})
+    assert [setup.options.attention for setup in (service.target_setup(), service.draft_setup())] == ["triton"] * 2
     random_model("llama").save_pretrained(tmp_path)
-    config = ModelConfig(path=str(tmp_path), device="cpu", compile=False)
+    path, options = str(tmp_path), ModelOptions(device="cpu", compile=False)
     with caplog.at_level(logging.INFO, "paceline"):
-        load_model(config)
-        load_model(config.model_copy(update={"attention": "sdpa"}))
+        load_model(path, options)
+        load_model(path, options.model_copy(update={"attention": "sdpa"}))
     default = "sdpa" if cpu_attention.unavailable() else "native"
     assert f"attention of LlamaForCausalLM on cpu: {default}" in caplog.text
     assert caplog.text.count("attention of LlamaForCausalLM on cpu: sdpa") == 1 + (default == "sdpa")
     with pytest.raises(ConfigError, match="attention is 'triton', which runs on CUDA only"):
-        load_model(config.model_copy(update={"attention": "triton"}))
+        load_model(path, options.model_copy(update={"attention": "triton"}))
 
 
 # -- the kernel --------------------------------------------------------------------------------------------

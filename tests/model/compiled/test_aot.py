@@ -13,7 +13,7 @@ from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, in_mode, plain_reference
 from transformers import LlamaConfig, PreTrainedModel
 
-from paceline.config import ModelConfig
+from paceline.config import ModelOptions
 from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import aot as compile_module
 from paceline.model.compiled import package
@@ -171,12 +171,12 @@ def test_without_a_compiler_a_model_runs_eagerly_unless_it_must_be_compiled(
     smallest().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
     monkeypatch.setattr(compile_module, "find_compiler", lambda: None)
-    config = ModelConfig(path=str(tmp_path / "model"), dtype="float32", device="cpu")
-    loaded = load_model(config)
+    path, options = str(tmp_path / "model"), ModelOptions(dtype="float32", device="cpu")
+    loaded = load_model(path, options)
     assert isinstance(loaded.step, Step)
     assert "there is no C++ compiler" in caplog.text
     with pytest.raises(NoCompilerError, match="set compile to auto or false"):
-        load_model(config.model_copy(update={"compile": True}))
+        load_model(path, options.model_copy(update={"compile": True}))
 
 
 def test_the_compiler_is_the_one_that_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tests.support.models import noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.support.rings import slow
 
-from paceline.config import ModelConfig, PairConfig, ServiceConfig
+from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model import loading
 from paceline.model.compiled.backend import DeviceBackend, HostBackend
@@ -331,7 +331,7 @@ def test_a_model_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> No
 def test_graphs_are_refused_on_the_cpu(tmp_path) -> None:
     message = r"^cuda_graphs is true but the model runs on device 'cpu': use 'auto' or false, or device 'cuda'$"
     with pytest.raises(ConfigError, match=message):
-        load_model(ModelConfig(path=str(tmp_path), device="cpu", cuda_graphs=True))
+        load_model(str(tmp_path), ModelOptions(device="cpu", cuda_graphs=True))
     cache = prepare(random_model("llama"), compile=False).runner(1).cache
     with pytest.raises(ConfigError, match=message):
         make_backend(cache, torch.float32, None, True, 8)
@@ -344,10 +344,9 @@ def test_the_choice_reaches_both_models() -> None:
         {"target_config": {"engine_kwargs": {"cuda_graphs": False, "max_cuda_graphs": 9}},
          "draft_config": {"engine_kwargs": {"cuda_graphs": True}}}
     )  # fmt: skip
-    pair = config.pair()
-    assert isinstance(pair, PairConfig)
-    assert (pair.target.cuda_graphs, pair.target.max_cuda_graphs) == (False, 9)
-    assert (pair.draft.cuda_graphs, pair.draft.max_cuda_graphs) == (True, 64)
+    target, draft = config.target_setup().options, config.draft_setup().options
+    assert (target.cuda_graphs, target.max_cuda_graphs) == (False, 9)
+    assert (draft.cuda_graphs, draft.max_cuda_graphs) == (True, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

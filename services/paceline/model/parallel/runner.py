@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, TCPStore
 
-from paceline.config import ModelConfig, NgramConfig
+from paceline.config import ModelOptions
 from paceline.core.processors import Row
 from paceline.core.sampling import RowKeys
 from paceline.errors import ConfigError, EngineError, RanksLostError
@@ -239,7 +239,7 @@ class Follower:
 
 
 @contextlib.contextmanager
-def ranked(config: ModelConfig | NgramConfig | None, rendezvous: Rendezvous | None) -> Iterator[Collectives | None]:
+def ranked(path: str, options: ModelOptions, rendezvous: Rendezvous | None) -> Iterator[Collectives | None]:
     """The exchange with the other ranks while an engine is built; left if that fails. None without a rendezvous.
 
     Raises:
@@ -249,8 +249,7 @@ def ranked(config: ModelConfig | NgramConfig | None, rendezvous: Rendezvous | No
     if rendezvous is None:
         yield None
         return
-    assert isinstance(config, ModelConfig)
-    group = _join(rendezvous, _rank_device(config, rendezvous))
+    group = _join(rendezvous, _rank_device(path, options, rendezvous))
     try:
         yield group
     except BaseException:
@@ -281,11 +280,11 @@ def _join(rendezvous: Rendezvous, device: torch.device) -> Collectives:
     )
 
 
-def _rank_device(config: ModelConfig, rendezvous: Rendezvous) -> torch.device:
+def _rank_device(path: str, options: ModelOptions, rendezvous: Rendezvous) -> torch.device:
     """The rank's own accelerator: the only one that it sees, or the one of its number."""
     from paceline.model.device import resolve_device
 
-    device = torch.device(resolve_device(config.device))
+    device = torch.device(resolve_device(options.device))
     if device.type != "cuda":
         return device
     num_devices = torch.cuda.device_count()
@@ -293,7 +292,7 @@ def _rank_device(config: ModelConfig, rendezvous: Rendezvous) -> torch.device:
         return torch.device("cuda", rendezvous.rank)
     if rendezvous.store.startswith("file:"):
         raise ConfigError(
-            f"tensor_parallel_size of {config.path!r} is {rendezvous.degree} and there are {num_devices} GPUs: "
+            f"tensor_parallel_size of {path!r} is {rendezvous.degree} and there are {num_devices} GPUs: "
             f"at most {num_devices} are allowed here"
         )
     return torch.device("cuda", 0)

@@ -1,0 +1,37 @@
+"""Where the models of a service are, in the shape of Ray Serve LLM."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from paceline.config.base import Strict
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+
+EMBEDDED_TARGET, EMBEDDED_DRAFT = "paceline/embedded-target", "paceline/embedded-draft"
+"""Model ids of the pair that comes with the package: they stand for its directories on every node."""
+
+
+class ModelLoadingConfig(Strict):
+    """Which model, and from where."""
+
+    model_id: str = Field(min_length=1)
+    """The name that clients see."""
+    model_source: str | None = Field(default=None, min_length=1)
+    """Directory of a checkpoint, or an id that transformers resolves. None: model_id."""
+    tokenizer_source: str | None = Field(default=None, min_length=1)
+    """The same for its tokenizer. None: where the model is."""
+
+    @property
+    def source(self) -> str:
+        """Where the checkpoint is."""
+        return resolve(self.model_source or self.model_id)
+
+    @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer is."""
+        return self.source if self.tokenizer_source is None else resolve(self.tokenizer_source)
+
+
+def resolve(name: str) -> str:
+    """A model id as a place: the embedded pair's directories, or the name itself."""
+    return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR)}.get(name, name)

@@ -1,0 +1,46 @@
+"""A target and at most one draft on one machine, as ``paceline.local`` wires them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.base import Strict
+from paceline.config.options import DraftOptions, DraftSetup, NgramOptions, TargetOptions, TargetSetup
+
+
+class TargetModel(TargetOptions):
+    """A target, and how it runs."""
+
+    path: str = Field(min_length=1)
+    """Directory of a checkpoint, or an id that transformers resolves (cache, then hub)."""
+
+
+class DraftModel(DraftOptions):
+    """A smaller model with the target's tokenizer, and how it runs."""
+
+    path: str = Field(min_length=1)
+    """Directory of a checkpoint, or an id that transformers resolves (cache, then hub)."""
+
+
+class LocalConfig(Strict):
+    """A pair on one machine."""
+
+    target: TargetModel
+    draft: DraftModel | NgramOptions | None = None
+    """None: plain decoding only."""
+    worker: Literal["process", "thread"] = "process"
+    """Where the engines run. ``thread`` shares one interpreter lock between both: for debugging and tests."""
+    pin_cores: bool = True
+    """Give each engine a core of its own where there are at least two."""
+
+    def target_setup(self) -> TargetSetup:
+        """What the target engine is built from."""
+        return TargetSetup(self.target.path, self.target, 0 if self.draft is None else self.draft.tree_budget)
+
+    def draft_setup(self) -> DraftSetup | None:
+        """What the draft engine is built from. None: there is no draft."""
+        if self.draft is None:
+            return None
+        return DraftSetup.beside(self.target_setup(), getattr(self.draft, "path", None), self.draft)

@@ -1,0 +1,160 @@
+"""Options of the engines, each declared here and nowhere else. Knows nothing of Ray Serve and of files.
+
+    ModelOptions ──▶ TargetOptions
+         └─────────▶ DraftOptions ◀── Growing ──▶ NgramOptions
+
+YAML holds them as ``engine_kwargs``, ``LocalConfig`` beside a path, and the builders take them inside a TargetSetup or
+DraftSetup, which are what one engine is built from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Strict
+from paceline.refusals import Fault
+
+DType = Literal["auto", "float32", "bfloat16"]
+"""``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""
+
+Device = Literal["auto", "cpu", "cuda"]
+"""``auto``: CUDA where there is a device, else the CPU."""
+
+Quantization = Literal["int8"]
+"""``int8``: the weights of linear layers as 8-bit integers with one scale for each output, rounded while they are
+loaded; activations keep the dtype."""
+
+
+class ModelOptions(Strict):
+    """How a model runs. A new option of both models costs one edit: a field of this class."""
+
+    dtype: DType = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
+    device: Device = "auto"
+    quantization: Quantization | None = None
+    """None: the weights as they are in the checkpoint, which may come quantized."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks that share the weights and the KV cache, each a process with a core or an accelerator of its own."""
+    rank_timeout_s: float = Field(default=10.0, gt=0)
+    """How much later than another a rank may come to an exchange before it counts as hung, and the engine as dead."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
+    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
+    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
+    attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
+    """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
+
+
+class TargetOptions(ModelOptions):
+    """How a target engine runs. A new option costs one edit: a field of this class."""
+
+    max_sessions: int = Field(default=16, ge=1, le=1024)
+    """Sessions that are in progress at once on one replica; further ones wait."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest context in tokens. None: what the target was trained for."""
+    max_step_tokens: int = Field(default=256, ge=32, le=65536)
+    """Tokens of one forward, prefill chunks and proposals together."""
+    adaptive: bool = True
+    """As many draft tokens per step as pay by measured times, and no draft where none do. False: as many as a request
+    allows, always."""
+    kv_pages: int | None = Field(default=None, ge=1)
+    """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions, or one at
+    max_model_len."""
+    kv_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Instead of kv_pages: the share of the memory left beside weights and workspace that becomes KV pages."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.kv_pages is not None and self.kv_fraction is not None:
+            raise Fault("kv_fraction", f"is {self.kv_fraction} while kv_pages is {self.kv_pages}: give one of them")
+        return self
+
+
+class Growing(Strict):
+    """How any drafter grows its speculation trees. A new option of all drafters costs one edit: a field here."""
+
+    tree_budget: int = Field(default=256, ge=1, le=4096)
+    """Nodes kept per session beyond the context."""
+    tree_step_tokens: int | None = Field(default=None, ge=1, le=1024)
+    """Tree nodes in one step, all sessions together. None: for n-grams 64, for a model as many as one forward takes at
+    little more than the cost of one, measured at start-up."""
+    fan_out: int = Field(default=6, ge=1, le=32)
+    """F, alternative next tokens prepared at a position."""
+
+
+class DraftOptions(Growing, ModelOptions):
+    """How the engine of a draft model runs. A new option costs one edit: a field of this class."""
+
+    max_sessions: int | None = Field(default=None, ge=1, le=16384)
+    """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
+    draft_top_m: int = Field(default=256, ge=1, le=65536)
+    """Candidates of the distribution that are ranked; the rest of its tail is never proposed."""
+
+
+class NgramOptions(Growing):
+    """How the n-gram drafter runs, which copies continuations from earlier occurrences of the last tokens in the
+    session's own context. A new option costs one edit: a field of this class."""
+
+    min_match: int = Field(default=1, ge=1, le=16)
+    """The shortest suffix that is looked up, in tokens."""
+    max_match: int = Field(default=4, ge=1, le=16)
+    """The longest suffix that is looked up, in tokens; longer ones are tried first."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_match > self.max_match:
+            raise Fault("min_match", f"is {self.min_match}: it must be at most max_match, which is {self.max_match}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSetup:
+    """Everything that a target engine is built from: its slice of the configuration, validated."""
+
+    source: str
+    """Directory of the checkpoint, or an id that transformers resolves (cache, then hub)."""
+    options: TargetOptions = field(default_factory=TargetOptions)
+    tree_budget: int = 0
+    """Nodes per session that its drafts may send. 0: there is no draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """Everything that a draft engine is built from: its slice of the configuration, validated, and the few values of
+    its target that it follows."""
+
+    source: str | None
+    """Directory or id of the draft model's checkpoint. None: the options are those of the n-gram drafter."""
+    options: DraftOptions | NgramOptions
+    target_source: str
+    """Directory or id of the target's checkpoint, whose vocabulary and context length are those of the drafts."""
+    num_sessions: int
+    """Sessions that the engine is sized for."""
+    max_model_len: int | None
+    """Longest context in tokens. None: what the models were trained for."""
+    max_step_tokens: int
+    """Prompt tokens of one forward."""
+
+    @classmethod
+    def beside(cls, target: TargetSetup, source: str | None, options: DraftOptions | NgramOptions) -> Self:
+        """The setup of a draft for this target."""
+        num_sessions = options.max_sessions if isinstance(options, DraftOptions) else None
+        return cls(
+            source,
+            options,
+            target.source,
+            num_sessions or target.options.max_sessions,
+            target.options.max_model_len,
+            target.options.max_step_tokens,
+        )
+
+    @property
+    def model(self) -> tuple[str, DraftOptions]:
+        """Source and options of the draft model. Must not be asked of the n-gram drafter."""
+        assert self.source is not None
+        assert isinstance(self.options, DraftOptions)
+        return self.source, self.options
