@@ -1,4 +1,4 @@
-"""Which quantised weights run where: each refusal is one sentence with what to do."""
+"""Which quantized weights run where: each refusal is one sentence with what to do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def named(method: str) -> dict:
 
 
 def checkpoint(folder: Path, quantization_config: dict) -> str:
-    """A directory whose configuration says how its weights are quantised; there are none."""
+    """A directory whose configuration says how its weights are quantized; there are none."""
     FAMILIES["llama"]().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLM"], "quantization_config": quantization_config}
@@ -48,11 +48,11 @@ def test_every_method_of_transformers_is_known() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_missing_is_named(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with a CPU and no package for quantised weights at all."""
+    """On a machine with a CPU and no package for quantized weights at all."""
     monkeypatch.setattr(quantization, "_is_installed", lambda name: False)
     path = checkpoint(tmp_path, named(method))
     known = METHODS[method]
-    subject = f"model '{path}' is quantised by '{method}', which "
+    subject = f"model '{path}' is quantized by '{method}', which "
     if not known.devices:
         said = "transformers cannot load ready-made: use another checkpoint of this model"
     elif "cpu" not in known.devices:
@@ -83,7 +83,7 @@ def test_a_gpu_with_every_package_runs_what_transformers_loads(method: str, monk
 def test_an_unknown_method_is_refused(tmp_path: Path) -> None:
     """transformers would skip it, and take the packed weights for weights."""
     path = checkpoint(tmp_path, {"quant_method": "q17"})
-    with pytest.raises(ConfigError, match="quantised by 'q17', which transformers does not know"):
+    with pytest.raises(ConfigError, match="quantized by 'q17', which transformers does not know"):
         load_pretrained(path, torch.bfloat16)
 
 
@@ -107,13 +107,13 @@ def test_outliers_of_the_batch() -> None:
 
 
 def test_int8_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no checkpoint that is quantised already."""
+    """And no checkpoint that is quantized already."""
     monkeypatch.setattr(quantization, "_is_installed", lambda name: False)
     with pytest.raises(ConfigError) as caught:
         require_quantization("int8", "m", None)
     said = "quantization is 'int8', which needs the package torchao: pip install torchao, or set quantization to null"
     assert str(caught.value) == said
-    with pytest.raises(ConfigError, match="model 'm' is quantised by 'gptq' already: set quantization to null to run"):
+    with pytest.raises(ConfigError, match="model 'm' is quantized by 'gptq' already: set quantization to null to run"):
         require_quantization("int8", "m", "gptq")
 
 
@@ -124,7 +124,7 @@ def test_bytes_of_a_weight() -> None:
     ]  # fmt: skip
 
 
-def test_target_and_draft_are_quantised_apart() -> None:
+def test_target_and_draft_are_quantized_apart() -> None:
     """Each by its own engine_kwargs, and not by default; other values are refused with those that are allowed."""
     models = {"model_loading_config": {"model_id": "m"}}
     args = {"target_config": models | {"engine_kwargs": {"quantization": "int8"}}, "draft_config": models}

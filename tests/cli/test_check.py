@@ -214,7 +214,7 @@ def test_what_cannot_be_read_is_a_mistake_of_usage(capsys):
 def test_it_needs_neither_torch_nor_ray():
     grpc_port, http_port = free_ports(2)
     code = (
-        "import sys; from paceline.cli import main; "
+        "import sys; from paceline.cli.main import main; "
         f"main(['check', '--grpc-port', '{grpc_port}', '--http-port', '{http_port}']); "
         "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )

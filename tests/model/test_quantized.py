@@ -154,7 +154,7 @@ def test_a_checkpoint_of_torchao_loads_as_it_is(tmp_path: Path) -> None:
     assert again.quantization == "torchao"
     asked = requests()
     assert_same(plain_reference(again, asked), plain_reference(prepare(model, compile=False), asked))
-    with pytest.raises(ConfigError, match="is quantised by 'torchao' already: set quantization to null"):
+    with pytest.raises(ConfigError, match="is quantized by 'torchao' already: set quantization to null"):
         load_model(str(tmp_path), ModelOptions(quantization="int8", device="cpu"))
 
 

@@ -286,8 +286,11 @@ def target_workspace(config, facts, max_len=MAX_LEN, **changes):
     return target_estimate(setup, facts, max_len).workspace_bytes
 
 
-def draft_workspace(config, facts, max_len=MAX_LEN, **changes):
-    return draft_estimate(replace(config.draft_setup(), **changes), facts, max_len).workspace_bytes
+def draft_workspace(config, facts, max_len=MAX_LEN, *, num_sessions, tree_budget=256):
+    setup = config.draft_setup()
+    options = setup.options.model_copy(update={"tree_budget": tree_budget})
+    setup = replace(setup, options=options, num_sessions=num_sessions)
+    return draft_estimate(setup, facts, max_len).workspace_bytes
 
 
 def refusals(config):

@@ -34,7 +34,7 @@ class Checkpoint:
     vocab_size: int
     """Rows of the output layer: token ids are below it."""
     quantization: Mapping[str, Any] | None = None
-    """The ``quantization_config`` of weights that are quantised in the files."""
+    """The ``quantization_config`` of weights that are quantized in the files."""
 
 
 def require_path(path: str) -> None:
@@ -263,7 +263,7 @@ class ModelSize:
     num_kv_heads: int = 1
     """Attention heads that keep keys and values, in one layer."""
     saved_bytes: int = 0
-    """By how much quantised weights are smaller than ``item_bytes`` for each number."""
+    """By how much quantized weights are smaller than ``item_bytes`` for each number."""
 
     def of_rank(self, tensor_parallel_size: int) -> ModelSize:
         """What one of ``tensor_parallel_size`` ranks holds: its share of every matrix, and at least one KV head.

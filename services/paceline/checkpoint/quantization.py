@@ -1,6 +1,6 @@
-"""Quantised weights: which method runs where, what it needs, and how many bytes it takes. Free of torch.
+"""Quantized weights: which method runs where, what it needs, and how many bytes it takes. Free of torch.
 
-A checkpoint may come quantised, by any method that transformers loads; or its weights are quantised while they are
+A checkpoint may come quantized, by any method that transformers loads; or its weights are quantized while they are
 loaded (``ModelOptions.quantization``). Either way what runs is the target, and speculation reproduces it.
 """
 
@@ -21,7 +21,7 @@ class Method:
     packages: tuple[tuple[str, str], ...] = ()
     """Each by the name it is imported by and the name it is installed by."""
     devices: tuple[str, ...] = ("cpu", "cuda")
-    """Devices that its kernels run on, or that transformers dequantises it for. Empty: it loads no such checkpoint."""
+    """Devices that its kernels run on, or that transformers dequantizes it for. Empty: it loads no such checkpoint."""
 
 
 _ACCELERATE = ("accelerate", "accelerate")
@@ -71,9 +71,9 @@ def method_of(config: Mapping[str, Any]) -> str:
 
 
 def require_method(path: str, method: str, device: str) -> None:
-    """Raises ConfigError in one sentence if the checkpoint at ``path``, quantised by ``method``, cannot run here."""
+    """Raises ConfigError in one sentence if the checkpoint at ``path``, quantized by ``method``, cannot run here."""
     known = METHODS.get(method)
-    subject = f"model {path!r} is quantised by {method!r}"
+    subject = f"model {path!r} is quantized by {method!r}"
     if known is None:
         raise ConfigError(f"{subject}, which transformers does not know: use another checkpoint of this model")
     if not known.devices:
@@ -86,15 +86,15 @@ def require_method(path: str, method: str, device: str) -> None:
 
 
 def require_quantization(quantization: str, path: str, method: str | None) -> None:
-    """Raises ConfigError in one sentence if weights cannot be quantised at loading.
+    """Raises ConfigError in one sentence if weights cannot be quantized at loading.
 
-    ``method``: what the checkpoint at ``path`` is quantised by already, if it is.
+    ``method``: what the checkpoint at ``path`` is quantized by already, if it is.
     """
     subject = f"quantization is {quantization!r}"
     if method is not None:
         raise ConfigError(
-            f"{subject}, and model {path!r} is quantised by {method!r} already: set quantization to null to run it as "
-            "it is, or name a checkpoint that is not quantised"
+            f"{subject}, and model {path!r} is quantized by {method!r} already: set quantization to null to run it as "
+            "it is, or name a checkpoint that is not quantized"
         )
     if not _is_installed("torchao"):
         _raise_missing(subject, ["torchao"], "or set quantization to null")

@@ -55,7 +55,7 @@ class LoadedModel:
     share: Share | None = None
     """Of a rank's model."""
     quantization: str | None = None
-    """The method that its weights are quantised by."""
+    """The method that its weights are quantized by."""
     batch_dependence: str | None = None
     """Why tokens of one step change each other's logits; None if nothing is known to."""
     cuda_graphs: CudaGraphs = "auto"
@@ -193,7 +193,7 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Loads a causal language model with transformers to ``device``, by default the CPU.
 
-    Its weights may come quantised, or are quantised here. What its files hold beyond the model is warned of.
+    Its weights may come quantized, or are quantized here. What its files hold beyond the model is warned of.
 
     Raises:
         ConfigError: with the reason in one sentence; also for parameters that no weight file holds, which
