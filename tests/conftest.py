@@ -13,10 +13,30 @@ settings.load_profile("paceline")
 TOOLS = ("tests/bench/", "tests/plan/", "tests/k8s/", "tests/cluster/test_files.py", "tests/cli/test_plan.py")
 """What these tests cover does not serve: benchmark, planner, manifests and cluster files."""
 
+GROUPS = {
+    "processes": (
+        "tests/service/",
+        "tests/runtime/test_ranks.py",
+        "tests/model/test_families.py",
+        "tests/model/parallel/test_collectives.py",
+        "tests/model/parallel/test_plan.py",
+    ),
+    "local": ("tests/local/",),
+    "command": ("tests/cli/test_main.py",),
+    "client": ("tests/client/",),
+}
+"""Tests of one group run one after the other in one process.
+
+``processes``: several processes that exchange messages all the time. The others share fixtures that take seconds.
+"""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of the tools, before any option chooses among the marks."""
+    """Gives the marks that go by folder, before any option chooses among the marks."""
     for item in items:
         if item.nodeid.startswith(TOOLS):
             item.add_marker(pytest.mark.tools)
+        for name, folders in GROUPS.items():
+            if item.nodeid.startswith(folders):
+                item.add_marker(pytest.mark.xdist_group(name))

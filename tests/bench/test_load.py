@@ -4,7 +4,6 @@ statistical bound would fail a right generator with one seed in 10,000."""
 from __future__ import annotations
 
 import asyncio
-import time
 
 import numpy as np
 import pytest
@@ -63,17 +62,16 @@ def test_a_closed_load_keeps_as_many_in_progress_and_a_refusal_is_an_answer() ->
 
 def test_an_open_load_does_not_wait_for_answers() -> None:
     load = Load(rate=200.0)
+    in_progress, all_are = [], asyncio.Event()
 
-    async def send(number: int) -> float:
-        await asyncio.sleep(0.3)
-        return time.perf_counter()
+    async def send(number: int) -> None:
+        in_progress.append(number)
+        if len(in_progress) == 12:
+            all_are.set()
+        await asyncio.wait_for(all_are.wait(), 60)
 
     done = asyncio.run(drive(load, 12, 3, send))
-    due = arrivals_s(load, 12, 3)
-    assert due[-1] < 0.25, "all arrive before the first is answered"
-    for sent, at_s in zip(done, due, strict=True):
-        assert at_s <= sent.submitted_s < at_s + 0.2
-    assert done[-1].submitted_s < 0.3
+    assert all(sent.submitted_s >= at_s for sent, at_s in zip(done, arrivals_s(load, 12, 3), strict=True))
 
 
 def test_any_other_error_ends_the_load() -> None:

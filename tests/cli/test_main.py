@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.fake_service import SEED, WORDS, FakeService, Wire, endless, failing, sentence, silent
+from tests.support.rings import nightly, slow
 from transformers import BertConfig, BertForMaskedLM
 
 from paceline import __version__
@@ -278,6 +279,7 @@ def test_json_has_its_documented_form(plain_json):
     assert plain_json["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_overlapped_from_standard_input_gives_the_same_text_and_says_how_it_ran(plain_json):
     done = run("generate", "-", "--max-tokens", "24", "--verbose", *EAGER, stdin=PROMPT)
     assert done.returncode == 0, done.stderr
@@ -479,9 +481,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(
-    "when", ["streaming", *(pytest.param(w, marks=pytest.mark.slow) for w in ("starting", "compiling"))]
-)
+@pytest.mark.parametrize("when", [*slow(["streaming", "starting"]), *nightly(["compiling"])])
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
     """A real SIGINT to the whole process group, as a terminal sends it."""

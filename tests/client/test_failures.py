@@ -126,10 +126,8 @@ def test_an_unavailable_service_is_asked_again_before_the_first_message(server, 
 def test_the_deadline(server, generate, script):
     server.script = script
     request_id = f"deadline-{generate.__name__}-{script.__name__}"
-    started_s = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"the time limit of 0\.3 s was over after \d+ tokens"):
         generate(server.address, "hi", timeout_s=0.3, request_id=request_id)
-    assert 0.25 < time.monotonic() - started_s < 10
     server.wait_cancelled(request_id)
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 from tests.faults.pump import LINKS, LONGEST, RATES, FaultyPump
 from tests.faults.runs import _at_outcome, _draft_refuses, accepted, run
+from tests.support.rings import slow
 
 from paceline.types import Result
 
@@ -26,7 +27,7 @@ def two(reference: dict[str, Result]) -> dict[str, Result]:
     return dict(itertools.islice(reference.items(), 2))
 
 
-@pytest.mark.parametrize("keeps_talking", [False, True])
+@pytest.mark.parametrize("keeps_talking", [True, *slow([False])])
 def test_a_target_that_dies_at_any_round(two: dict[str, Result], keeps_talking: bool) -> None:
     """Between an outcome and its text, once in each run, at each round of the run; with and without its last words."""
     number, reopened = 1, 0
@@ -53,7 +54,7 @@ def _die_for(num_ticks: int, keeps_talking: bool, pump: FaultyPump) -> None:
     pump.each_tick = each_tick
 
 
-@pytest.mark.parametrize("keeps_talking", [False, True])
+@pytest.mark.parametrize("keeps_talking", [True, *slow([False])])
 def test_a_draft_that_dies_at_any_round_and_comes_back(two: dict[str, Result], keeps_talking: bool) -> None:
     """Some ticks later. In the end draft tokens were of use again."""
     number = reopened = useful = 0

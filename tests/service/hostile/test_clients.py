@@ -186,6 +186,7 @@ async def _flood(raw, echoes):
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_stream_that_takes_nothing_is_ended_and_its_sessions_are_freed(config, plain, monkeypatch):
     monkeypatch.setattr(replica, "_WRITE_TIMEOUT_S", 0.7)
     run(lambda: assert_a_deaf_stream_is_ended(config, plain))
