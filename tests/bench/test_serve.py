@@ -294,6 +294,7 @@ def test_what_a_process_does_is_told_by_its_command(command: str, role: str) -> 
     assert Process(1, 2, 0, command, 0.0, 0, 1).role == role
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_tiny_run_of_everything(

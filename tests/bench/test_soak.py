@@ -123,6 +123,7 @@ def test_tasks_may_step_up_but_not_go_on_rising() -> None:
     assert soak.task_rises(quiets([34, 38, 42, 46, 50, 54, 58]))["r"][0] == pytest.approx(16)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

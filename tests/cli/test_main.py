@@ -322,7 +322,11 @@ def test_a_model_id_that_nothing_resolves(capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [["--local"], pytest.param([], marks=pytest.mark.ray)], ids=["local", "service"])
+@pytest.mark.parametrize(
+    "place",
+    [["--local"], pytest.param([], marks=[pytest.mark.ray, pytest.mark.nightly])],
+    ids=["local", "service"],
+)
 def test_the_demo_compares_both_modes(place):
     done = run("demo", "--max-tokens", "24", "--repeats", "2", *EAGER, *place)
     assert done.returncode == 0, done.stderr

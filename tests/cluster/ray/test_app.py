@@ -13,6 +13,7 @@ import grpc
 import pytest
 import ray
 from tests.cluster.ray.conftest import config_for, letters, until
+from tests.support.rings import nightly
 
 from paceline.config import LocalConfig
 from paceline.errors import ConfigError
@@ -167,7 +168,9 @@ async def _cancel(app, stub, how):
     call.cancel()
 
 
-@pytest.mark.parametrize("how", ["reader is cancelled", "on a message", "slow reader", "connection is dropped"])
+@pytest.mark.parametrize(
+    "how", ["connection is dropped", *nightly(["reader is cancelled", "on a message", "slow reader"])]
+)
 def test_every_cancel_frees_the_session_everywhere(app, how):
     """50 of each kind, ten at a time."""
 
@@ -322,6 +325,7 @@ def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app)
     finish(run())
 
 
+@pytest.mark.nightly
 def test_draft_pool_to_zero_and_back_while_streams_run(app):
     prompts = [letters(15, i) for i in range(3)]
 
@@ -353,6 +357,7 @@ def test_draft_pool_to_zero_and_back_while_streams_run(app):
     assert sum(c.speculation.drafted for _, _, c in without) == 0
 
 
+@pytest.mark.nightly
 def test_a_target_that_drains_or_dies_takes_no_stream_with_it(app):
     prompts = [letters(15, i) for i in range(4)]
 

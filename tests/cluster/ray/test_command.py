@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.cluster.ray.conftest import START_S
+from tests.support.rings import nightly
 
 from paceline.cli import serve
 from paceline.client import Client
@@ -182,7 +183,7 @@ def wait_gone(pids, timeout_s=30):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), *nightly([(signal.SIGKILL, -9)])])
 def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(pair, tmp_path, number, status):
     with Running(pair, tmp_path) as running:
         running.wait_for("ready\n")
@@ -208,6 +209,7 @@ def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(pair, tmp_path, n
             free.bind(("127.0.0.1", port))
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_a_replica_that_cannot_start_ends_it_with_the_reason(pair, tmp_path):
     broken = tmp_path / "broken"
@@ -258,6 +260,7 @@ def cluster(folder: Path, environment: dict[str, str], **options):
             process.communicate()
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_it_joins_a_cluster_and_leaves_it_as_it_was(pair, tmp_path):
     with cluster(tmp_path, {}, include_dashboard=False) as (ray, address):
@@ -274,6 +277,7 @@ def test_it_joins_a_cluster_and_leaves_it_as_it_was(pair, tmp_path):
         assert ray.poll() is None
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_the_cluster_file_is_deployed_by_serve_itself(tmp_path):
     """On a cluster that was started with the environment that is printed for it."""
