@@ -34,11 +34,11 @@ from paceline.local import LocalPipeline
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine, EngineFactory
 from paceline.types import Mode, Rendezvous, SamplingParams, SpeculationParams
+from paceline_bench.arithmetic import Amount, Ratio, rate, ratio
 from paceline_bench.grow import parse_size
-from paceline_bench.local import grown
 from paceline_bench.machine import environment
+from paceline_bench.models import grown
 from paceline_bench.prompts import Prompt, held_out_prompts
-from paceline_bench.records import Amount, Ratio, rate, ratio
 
 DRAFTS = ("light", "heavy", "random", "slow", "dead")
 AUTO = "auto"

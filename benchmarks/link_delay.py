@@ -34,8 +34,9 @@ from paceline.router.router import Router
 from paceline.runtime.host import HEARTBEAT_S
 from paceline.runtime.workers import available_cores
 from paceline.types import Cause, Chunk, Mode, Request, SamplingParams
-from paceline_bench.local import Settings, with_grown_models
+from paceline_bench.models import with_grown_models
 from paceline_bench.prompts import held_out_prompts
+from paceline_bench.settings import RunSettings
 
 _ONE = Load(1, 1, 1)
 _START_LIMIT_S = 120.0
@@ -107,7 +108,7 @@ async def measure(options: argparse.Namespace) -> list[Cell]:
         paces, width = [paced.Pace(ms / 1e3, ms / 1e3 / 295) for ms in options.step_ms], 16
     else:
         grown = with_grown_models(
-            Settings(target=target, draft=draft, grow_target=options.grow_target, grow_draft=options.grow_draft)
+            RunSettings(target=target, draft=draft, grow_target=options.grow_target, grow_draft=options.grow_draft)
         )
         target, draft = grown.target, grown.draft
     config = LocalConfig(

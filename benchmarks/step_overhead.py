@@ -55,8 +55,8 @@ from paceline.target.build import build_target_engine
 from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, target_pb2
 from paceline_bench.grow import parse_size
-from paceline_bench.local import grown
 from paceline_bench.machine import environment
+from paceline_bench.models import grown
 from paceline_bench.prompts import held_out_prompts
 
 PARTS = ("forward", "inputs", "sampling", "messages", "python")

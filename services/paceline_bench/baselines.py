@@ -2,7 +2,7 @@
 
     transformers   ``generate``; several prompts are one static batch, padded on the left
     assisted       ``generate`` with the draft as ``assistant_model``; one prompt after the other, it takes no batch
-    lookup         ``generate`` with ``prompt_lookup_num_tokens``; likewise
+    lookup         ``generate`` with ``prompt_lookup_num_tokens``; one prompt after the other
     continuous     continuous batching over its paged cache
 
 The process is pinned like the target engine. It waits in ``recv`` between requests, so it is idle while the
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
-import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from paceline.config import DType, apply_worker_environment
+from paceline.config import DType
 from paceline.errors import EngineError
-from paceline.runtime.workers import pin
+from paceline_bench.children import Child
+from paceline_bench.jobs import Reply
+from paceline_bench.records import RoundRecord
 
 MODES = ("transformers", "assisted", "lookup", "continuous")
 NAMES = {
@@ -32,42 +31,30 @@ NAMES = {
     "lookup": "prompt lookup generate",
     "continuous": "continuous batching",
 }
-"""As they are reported."""
+"""Names in reports."""
 _LOOKUP_TOKENS = 10
-"""As transformers' documentation has it."""
+"""The value of transformers' documentation."""
 _BLOCK_TOKENS = 256
-"""transformers' page size."""
+"""Page size of transformers' cache."""
 _BATCH_TOKENS = 512
-_STOP_TIMEOUT_S = 5.0
 _RESULT_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Prompts that are there at once."""
+    """Prompts that are submitted together."""
 
     mode: str
-    """One of MODES."""
+    """One of ``MODES``."""
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
-    """Of each prompt."""
+    """Limit of each prompt."""
     temperature: float
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateReply:
-    """What one prompt got, and when: one entry of ``times_s`` and ``sizes`` per target forward."""
-
-    token_ids: tuple[int, ...]
-    started_s: float
-    """When all prompts were submitted, by ``time.perf_counter``."""
-    times_s: tuple[float, ...]
-    sizes: tuple[int, ...]
-
-
 class Streamer:
-    """Notes when tokens arrive; the first call brings the prompt. ``batch``: prompts whose tokens come together."""
+    """Notes when the tokens of ``batch`` prompts arrive; the first call brings the prompts."""
 
     def __init__(self, batch: int = 1) -> None:
         self._batch = batch
@@ -76,106 +63,65 @@ class Streamer:
         self._prompt_seen = False
 
     def put(self, value: Any) -> None:
-        """See transformers' BaseStreamer."""
+        """Called by transformers with the tokens of a step."""
         if self._prompt_seen:
             self.times_s.append(time.perf_counter())
             self.sizes.append(int(value.numel()) // self._batch)
         self._prompt_seen = True
 
     def end(self) -> None:
-        """See transformers' BaseStreamer."""
+        """Called by transformers after the last token."""
 
 
-class GenerateProcess:
+class GenerateProcess(Child):
     """Client of the process. A context manager."""
 
     def __init__(self, target: str, draft: str | None, dtype: DType, core: int | None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, child = context.Pipe()
-        self._process = context.Process(
-            target=_main,
-            args=(child, target, draft, dtype, core),
-            name="paceline-transformers",
-            daemon=True,
-        )
-        self._child = child
+        super().__init__("transformers", core, _transformers, target, draft, dtype)
 
-    def __enter__(self) -> Self:
-        self._process.start()
-        self._child.close()
-        try:
-            self._receive()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def generate(self, request: GenerateRequest) -> list[Reply]:
+        """Runs a request; one reply per prompt.
 
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.send(None)
-        self._process.join(_STOP_TIMEOUT_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._connection.close()
-
-    def generate(self, request: GenerateRequest) -> list[GenerateReply]:
-        """Runs a request; one reply per prompt. Raises EngineError if the process failed."""
-        self._connection.send(request)
-        replies: list[GenerateReply] = self._receive()
+        Raises:
+            EngineError: the process failed.
+        """
+        self.send(request)
+        replies: list[Reply] = self.receive()
         return replies
 
-    def _receive(self) -> Any:
-        try:
-            reply = self._connection.recv()
-        except EOFError:
-            raise EngineError("the transformers baseline's process ended") from None
-        if isinstance(reply, str):
-            raise EngineError(f"the transformers baseline failed: {reply}")
-        return reply
+
+@contextlib.contextmanager
+def _transformers(target: str, draft: str | None, dtype: DType) -> Iterator[Callable[[GenerateRequest], list[Reply]]]:
+    import torch
+    from transformers.utils import logging as hf_logging
+
+    from paceline.model.device import resolve_dtype
+    from paceline.model.loading import load_pretrained
+
+    hf_logging.set_verbosity_error()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # requests carry their errors
+    torch.set_num_threads(1)
+    kind = resolve_dtype(dtype, torch.device("cpu"))
+    models: list[Any] = [load_pretrained(path, kind).eval() for path in (target, draft) if path]
+    for model in models:
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+    yield lambda request: _generate(models, request)
 
 
-def _main(connection: Connection, target: str, draft: str | None, dtype: DType, core: int | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    apply_worker_environment()
-    pin(core)
-    try:
-        import torch
-        from transformers.utils import logging as hf_logging
-
-        from paceline.model.device import resolve_dtype
-        from paceline.model.loading import load_pretrained
-
-        hf_logging.set_verbosity_error()
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # requests carry their errors
-        torch.set_num_threads(1)
-        kind = resolve_dtype(dtype, torch.device("cpu"))
-        models: list[Any] = [load_pretrained(path, kind).eval() for path in (target, draft) if path]
-        for model in models:
-            model.generation_config.eos_token_id = None
-            model.generation_config.pad_token_id = 0
-        connection.send(True)
-        while (request := connection.recv()) is not None:
-            connection.send(_generate(models, request))
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
-        pass
-    except Exception as error:
-        with contextlib.suppress(OSError):
-            connection.send(f"{type(error).__name__}: {error}")
-
-
-def _generate(models: Sequence[Any], request: GenerateRequest) -> list[GenerateReply]:
+def _generate(models: Sequence[Any], request: GenerateRequest) -> list[Reply]:
     if request.mode == "continuous":
         return _continuous(models[0], request)
+    started_s = time.perf_counter()
     if request.mode == "transformers":
-        return _batch(models[0], request, {})
+        return _batch(models[0], request, {}, started_s)
     options = {"assistant_model": models[1]} if request.mode == "assisted" else {}
     options = options or {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
-    replies: list[GenerateReply] = []
+    replies: list[Reply] = []
     for i, (prompt, max_tokens) in enumerate(zip(request.prompts, request.max_tokens, strict=True)):
         one = GenerateRequest(request.mode, (prompt,), (max_tokens,), request.temperature, request.seed + i)
-        replies += _batch(models[0], one, options)
-    return [replace(reply, started_s=replies[0].started_s) for reply in replies]
+        replies += _batch(models[0], one, options, started_s)
+    return replies
 
 
 def _sampling(temperature: float) -> dict[str, Any]:
@@ -184,21 +130,24 @@ def _sampling(temperature: float) -> dict[str, Any]:
     return {"do_sample": False}
 
 
-def _batch(model: Any, request: GenerateRequest, options: dict[str, Any]) -> list[GenerateReply]:
+def _reply(token_ids: Sequence[int], sizes: Sequence[int], times_s: Sequence[float], started_s: float) -> Reply:
+    """Reply with a round per forward: ``sizes`` tokens each, seen at ``times_s``."""
+    rounds = tuple(RoundRecord(0, 0, size, "", at - started_s) for size, at in zip(sizes, times_s, strict=True))
+    return Reply.timed_by_rounds(tuple(token_ids), rounds)
+
+
+def _batch(model: Any, request: GenerateRequest, options: dict[str, Any], started_s: float) -> list[Reply]:
     """One call of ``generate``. A prompt that wants fewer tokens than others gets its own share of them."""
     import torch
 
     longest = max(map(len, request.prompts))
     padding = [longest - len(prompt) for prompt in request.prompts]
     ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, request.prompts, strict=True)])
-    mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
+    mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])  # [prompts, longest]
     streamer = Streamer(len(request.prompts))
     torch.manual_seed(request.seed)
-    started_s = time.perf_counter()
-    output = model.generate(
-        ids, attention_mask=mask, max_new_tokens=max(request.max_tokens), streamer=streamer,
-        **_sampling(request.temperature), **options,
-    )  # fmt: skip
+    options = {**_sampling(request.temperature), **options, "max_new_tokens": max(request.max_tokens)}
+    output = model.generate(ids, attention_mask=mask, streamer=streamer, **options)
     replies = []
     for row, wanted in zip(output[:, longest:].tolist(), request.max_tokens, strict=True):
         sizes, times_s, left = [], [], wanted
@@ -207,12 +156,12 @@ def _batch(model: Any, request: GenerateRequest, options: dict[str, Any]) -> lis
                 sizes.append(min(size, left))
                 times_s.append(at_s)
                 left -= size
-        replies.append(GenerateReply(tuple(row[:wanted]), started_s, tuple(times_s), tuple(sizes)))
+        replies.append(_reply(row[:wanted], sizes, times_s, started_s))
     return replies
 
 
-def _continuous(model: Any, request: GenerateRequest) -> list[GenerateReply]:
-    """One run of the continuous batching manager; what it takes to start is not counted."""
+def _continuous(model: Any, request: GenerateRequest) -> list[Reply]:
+    """One run of the continuous batching manager; the time that it takes to start is not counted."""
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -220,9 +169,12 @@ def _continuous(model: Any, request: GenerateRequest) -> list[GenerateReply]:
         -(-(len(p) + n) // _BLOCK_TOKENS) + 1 for p, n in zip(request.prompts, request.max_tokens, strict=True)
     )
     config = ContinuousBatchingConfig(
-        num_blocks=2 * blocks, page_size=_BLOCK_TOKENS, max_batch_tokens=_BATCH_TOKENS, allow_block_sharing=False,
+        num_blocks=2 * blocks,
+        page_size=_BLOCK_TOKENS,
+        max_batch_tokens=_BATCH_TOKENS,
+        allow_block_sharing=False,
         cpu_offload_space=0.0,
-    )  # fmt: skip
+    )
     generation = GenerationConfig(
         max_new_tokens=max(request.max_tokens), eos_token_id=-1, pad_token_id=0, **_sampling(request.temperature)
     )
@@ -249,4 +201,4 @@ def _continuous(model: Any, request: GenerateRequest) -> list[GenerateReply]:
                 sizes[name].append(len(seen) - len(tokens[name]))
                 tokens[name] = seen
             left -= result.is_finished()
-    return [GenerateReply(tuple(tokens[name]), started_s, tuple(times_s[name]), tuple(sizes[name])) for name in tokens]
+    return [_reply(tokens[name], sizes[name], times_s[name], started_s) for name in tokens]

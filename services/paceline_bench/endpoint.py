@@ -1,7 +1,7 @@
 """Any server that speaks the OpenAI API, measured like our own: streamed completions over HTTP, real tokens counted.
 
-How many tokens a chunk holds is taken from its ``usage`` where the server sends it with every chunk
-(``continuous_usage_stats``), is one where there are as many chunks as tokens, and is else unknown: no ITL then.
+The tokens of a chunk are taken from its ``usage`` where the server sends it with every chunk
+(``continuous_usage_stats``), are one where there are as many chunks as tokens, and are else unknown: no ITL then.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.errors import ConfigError, DeadlineExceededError, EngineError
 from paceline.types import SpeculationParams
+from paceline_bench.jobs import Job, Reply
 from paceline_bench.records import RoundRecord
-from paceline_bench.replicas import Job
-from paceline_bench.sides import Reply
 
 if TYPE_CHECKING:
     import aiohttp
@@ -30,19 +29,19 @@ _TIMEOUT_S = 300.0
 _CONNECT_TIMEOUT_S = 30.0
 _SPEC_DECODE = "vllm:spec_decode_"
 _EXTRA = {"ignore_eos": True}
-"""Beyond OpenAI's own fields: servers of open models have it, and without it requests differ in length."""
+"""Fields beyond OpenAI's own: servers of open models have it, and without it requests differ in length."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """Which server, and how it is asked."""
+    """Address of a server, and how requests to it are made."""
 
     url: str
     """``http://host:port``, with or without ``/v1``."""
     model: str | None = None
     """None: the first that it lists."""
     api: str = "completions"
-    """One of APIS."""
+    """One of ``APIS``."""
     key: str | None = field(default=None, repr=False)
     """Sent as a bearer token; never written anywhere."""
     extra: Mapping[str, Any] = field(default_factory=lambda: dict(_EXTRA))
@@ -54,21 +53,29 @@ class EndpointSettings:
         return self.url.rstrip("/").removesuffix("/v1")
 
     def public(self) -> EndpointSettings:
-        """Without the key."""
+        """These settings without the key."""
         return replace(self, key=None)
 
     def check(self) -> None:
-        """Raises ConfigError for a URL that is none."""
+        """Checks the URL.
+
+        Raises:
+            ConfigError: it is not an HTTP URL.
+        """
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--endpoint is {self.url!r}: http://HOST:PORT or https://HOST:PORT is needed")
 
 
 class Endpoint:
-    """A client of the server. An async context manager. Raises ConfigError where aiohttp is not installed."""
+    """A client of the server. An async context manager, which needs aiohttp."""
 
     def __init__(self, settings: EndpointSettings, runner: asyncio.Runner | None = None) -> None:
-        """``runner``: for ``counters``."""
+        """``runner`` is what ``counters`` needs.
+
+        Raises:
+            ConfigError: the URL is not an HTTP URL.
+        """
         settings.check()
         self.settings, self._runner = settings, runner
         self.model = settings.model or ""
@@ -94,18 +101,23 @@ class Endpoint:
         await self._http.close()
 
     async def send(self, job: Job, params: SpeculationParams) -> Reply:
-        """See Side; ``params`` are for our own servers."""
+        """Streams one completion. ``params`` are ignored: they are for our own servers."""
         chat = self.settings.api == "chat"
         asked = {"messages": [{"role": "user", "content": job.prompt.text}]} if chat else {"prompt": job.prompt.text}
         body = {
-            "model": self.model, **asked, "max_tokens": job.sampling.max_tokens,
-            "temperature": job.sampling.temperature, "seed": job.sampling.seed, "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True}, **self.settings.extra,
-        }  # fmt: skip
+            "model": self.model,
+            **asked,
+            "max_tokens": job.sampling.max_tokens,
+            "temperature": job.sampling.temperature,
+            "seed": job.sampling.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **self.settings.extra,
+        }
         path = "/v1/chat/completions" if chat else "/v1/completions"
         started = time.perf_counter()
         arrived: list[tuple[float, int | None]] = []
-        """When each chunk came, and tokens so far if the server says."""
+        """Arrival of each chunk, and the tokens so far if the server reports them."""
         total = 0
         async for event in self._events("POST", path, body):
             at = time.perf_counter() - started
@@ -117,7 +129,7 @@ class Endpoint:
             raise EngineError(f"{self.settings.url} sent no tokens")
         if not total:
             raise EngineError(f"{self.settings.url} does not count tokens: usage by stream_options is needed")
-        return Reply((), _rounds(arrived, total), num_counted=total)
+        return Reply.timed_by_rounds((), _rounds(arrived, total), num_counted=total)
 
     def counters(self) -> dict[str, float]:
         """The server's counters of speculative decoding (``vllm:spec_decode_..._total``), summed over labels, by the
@@ -126,7 +138,7 @@ class Endpoint:
         return self._runner.run(self.scrape())
 
     async def scrape(self) -> dict[str, float]:
-        """See ``counters``."""
+        """Reads ``counters`` in the running loop."""
         import aiohttp
 
         try:
@@ -143,7 +155,12 @@ class Endpoint:
         raise ConfigError(f"{self.settings.url} lists no models: give --endpoint-model")
 
     async def _events(self, method: str, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
-        """The objects of a stream, or the one of a plain answer. Raises EngineError or DeadlineExceededError."""
+        """The objects of a stream, or the one of a plain answer.
+
+        Raises:
+            EngineError: the server refused or broke off.
+            DeadlineExceededError: it took too long.
+        """
         import aiohttp
 
         place = self.settings.base + path
@@ -172,7 +189,7 @@ async def _stream(answer: aiohttp.ClientResponse, place: str) -> AsyncIterator[d
         if name in ("event", "id", "retry"):
             continue
         if name != "data":
-            raise EngineError(f"{place} sent a line that is no server-sent event: {line[:200]!r}")
+            raise EngineError(f"{place} sent a line that is not a server-sent event: {line[:200]!r}")
         if data.strip() == "[DONE]":
             return
         event = _object(data, place)
@@ -186,9 +203,9 @@ def _object(text: str, place: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise EngineError(f"{place} sent what is no JSON: {text.strip()[:200]!r}") from error
+        raise EngineError(f"{place} sent invalid JSON: {text.strip()[:200]!r}") from error
     if not isinstance(value, dict):
-        raise EngineError(f"{place} sent no object: {text.strip()[:200]!r}")
+        raise EngineError(f"{place} sent something that is not an object: {text.strip()[:200]!r}")
     return value
 
 
@@ -206,12 +223,12 @@ def _text(event: Mapping[str, Any], chat: bool) -> bool:
 
 
 def _rounds(arrived: list[tuple[float, int | None]], total: int) -> tuple[RoundRecord, ...]:
-    """A round per chunk; its tokens are 0 where the server does not say how many it holds."""
+    """A round per chunk; its tokens are 0 where the server does not report how many it holds."""
     if any(seen is None for _, seen in arrived):
         each = 1 if len(arrived) == total else 0
         return tuple(RoundRecord(0, 0, each, "", at) for at, _ in arrived)
     counts = [seen or 0 for _, seen in arrived]
-    counts[-1] = total  # what came without text of its own
+    counts[-1] = total  # tokens that came without text of their own
     return tuple(
         RoundRecord(0, 0, now - before, "", at)
         for (at, _), before, now in zip(arrived, [0, *counts], counts, strict=False)
@@ -219,7 +236,11 @@ def _rounds(arrived: list[tuple[float, int | None]], total: int) -> tuple[RoundR
 
 
 def spec_decode_counters(exposition: str) -> dict[str, float]:
-    """``num_drafts``, ``num_draft_tokens``, ``num_accepted_tokens``, ... of Prometheus' text. Raises ValueError."""
+    """Reads ``num_drafts``, ``num_draft_tokens``, ``num_accepted_tokens``, ... from Prometheus' text.
+
+    Raises:
+        ValueError: it is not in Prometheus' form.
+    """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:

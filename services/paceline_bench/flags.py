@@ -1,22 +1,160 @@
-"""Kinds of values on the command line of ``paceline bench``; each says what is given and what is allowed."""
+"""The flags of ``paceline bench``, and the kinds of their values: an error names what is given and what is allowed."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
-from paceline.types import MAX_DRAFT_TOKENS, Mode
+from paceline.checkpoint.files import embedded_paths
+from paceline.config import DType
+from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode
+from paceline_bench.endpoint import APIS
 from paceline_bench.latency import LIMITED
-from paceline_bench.local import BASELINES, FIFTH
+from paceline_bench.local import BASELINES
+from paceline_bench.models import FIFTH
+from paceline_bench.settings import PARTS
+from paceline_bench.tasks import GROUPS
 
 _T = TypeVar("_T")
 
 
+def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several_: Sequence[str]) -> None:
+    """Adds the flags of ``paceline bench local``; ``one`` and ``several_`` are its default baselines."""
+    models = _add_model_flags(parser)
+    models.add_argument("--worker", choices=["process", "thread"], default="process")
+    group = parser.add_argument_group("what is compared")
+    group.add_argument("--modes", type=several(mode), default=tuple(Mode), metavar="MODE,...")
+    defaults = f"default: {','.join(one)}, for several sessions {','.join(several_)}"
+    help_ = f"{', '.join(BASELINES)}, all or none ({defaults})"
+    group.add_argument("--baselines", type=baselines, metavar="NAME,...", help=help_)
+    group.add_argument("--draft-tokens", type=several(k), default=(8,), metavar="K,...", help="default 8")
+    help_ = "all are measured, the best counts (default 2,3,4,6)"
+    group.add_argument("--sequential-draft-tokens", type=several(k), default=(2, 3, 4, 6), metavar="K,...", help=help_)
+    group.add_argument("--acceptance", choices=[a.value for a in Acceptance], default=Acceptance.COUPLED.value)
+    group.add_argument("--growth", choices=["best_first", "uniform", "geometric"], default="best_first")
+    group.add_argument("--tree-step-tokens", type=positive(1024), metavar="N")
+    group = _add_load_flags(parser, "default 8, or all of --prompts-file")
+    group.add_argument("--sessions", type=positive(1024), default=1, metavar="N", help="prompts at once")
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline bench serve``."""
+    _add_model_flags(parser)
+    parser.add_argument("--draft-tokens", type=k, default=8, metavar="K", help="default 8")
+    help_ = "requests of a unit, but at least two per session (default 8); with --prompts-file also how many of it"
+    group = _add_load_flags(parser, help_)
+    _add_service_loads(group)
+    help_ = "added to each way between router and draft; a service is started for each (default 0)"
+    group.add_argument(
+        "--draft-link-delay-ms", dest="delays_ms", type=several(delay), default=(0.0,), metavar="D,...", help=help_
+    )
+    group = parser.add_argument_group("another server beside ours")
+    group.add_argument("--endpoint", metavar="URL", help="of an OpenAI API, measured with the same load")
+    _add_server_flags(group)
+
+
+def add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline bench endpoint``."""
+    parser.add_argument("endpoint", metavar="URL", help="of an OpenAI API")
+    _add_server_flags(parser.add_argument_group("server"))
+    group = _add_load_flags(parser, "requests of a unit (default 8)", temperatures=(0.0,))
+    target, _ = embedded_paths()
+    help_ = "cuts held-out prompts (default: the embedded one)"
+    group.add_argument("--tokenizer", dest="target", default=str(target), metavar="P", help=help_)
+    _add_service_loads(group)
+
+
+def add_sweep_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline bench sweep``."""
+    _add_model_flags(parser).set_defaults(grow_target=150_000_000, grow_draft=15_000_000)
+    group = parser.add_argument_group("load")
+    help_ = f"{', '.join(PARTS)} (default: all)"
+    group.add_argument("--parts", type=several(str), default=PARTS, metavar="NAME,...", help=help_)
+    _add_counts(group, 4, "at one session (default 4)", 64)
+    help_ = "at one session; several sessions have the first and the last (default 0,0.6,1)"
+    _add_temperatures(group, (0.0, 0.6, 1.0), help_)
+    help_ = "requests at once (default 1,4,16)"
+    group.add_argument("--sessions", type=several(positive(1024)), default=(1, 4, 16), metavar="N,...", help=help_)
+    _add_rates(group, (1.0, 2.0), "open loads of the service, arrivals per second (default 1,2)")
+    add_report_flags(parser.add_argument_group("result"), "JSON files and the report")
+
+
+def add_report_flags(group: argparse._ActionsContainer, out: str) -> None:
+    """Adds the flags of a report; ``out`` is the help of its directory."""
+    group.add_argument("--out", type=Path, required=True, metavar="DIR", help=out)
+    group.add_argument("--title", default="Paceline: measured", metavar="TEXT")
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    target, draft = embedded_paths()
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", default=str(target), metavar="P", help="default: the embedded target")
+    group.add_argument("--draft", default=str(draft), metavar="P", help="default: the embedded draft")
+    group.add_argument("--grow-target", type=size, metavar="SIZE", help="cost of a larger target, e.g. 150M")
+    help_ = 'cost of a larger draft; "fifth": a fifth of the target\'s size'
+    group.add_argument("--grow-draft", type=draft_size, metavar="SIZE", help=help_)
+    group.add_argument("--dtype", choices=get_args(DType), default="bfloat16")
+    group.add_argument("--no-compile", dest="compile", action="store_false", help="run the engines eagerly")
+    return group
+
+
+def _add_load_flags(
+    parser: argparse.ArgumentParser, prompts: str, temperatures: tuple[float, ...] = (0.0, 1.0)
+) -> argparse._ArgumentGroup:
+    """Adds prompts, temperatures and ``--json``; ``prompts`` is the help of their number."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write raw records and summaries")
+    group = parser.add_argument_group("load")
+    _add_counts(group, None, prompts, 128)
+    help_ = 'JSONL with "prompt", "turns" or "conversations" per line'
+    group.add_argument("--prompts-file", type=Path, metavar="FILE", help=help_)
+    help_ = f"--prompts of each, each reported on its own: {', '.join(GROUPS)} or all; categories of --prompts-file"
+    group.add_argument(
+        "--task-group", dest="task_groups", type=several(str), default=(), metavar="NAME,...", help=help_
+    )
+    _add_temperatures(group, temperatures, None)
+    return group
+
+
+def _add_counts(group: argparse._ArgumentGroup, prompts: int | None, help_: str, max_tokens: int) -> None:
+    group.add_argument("--prompts", dest="num_prompts", type=positive(), default=prompts, metavar="N", help=help_)
+    help_ = f"default {max_tokens}"
+    group.add_argument("--max-tokens", type=positive(), default=max_tokens, metavar="N", help=help_)
+    group.add_argument("--repeats", type=positive(), default=1, metavar="R")
+    group.add_argument("--seed", type=natural, default=0, metavar="S", help="of prompts and sampling")
+
+
+def _add_temperatures(group: argparse._ArgumentGroup, default: tuple[float, ...], help_: str | None) -> None:
+    group.add_argument("--temperatures", type=several(temperature), default=default, metavar="T,...", help=help_)
+
+
+def _add_rates(group: argparse._ArgumentGroup, default: tuple[float, ...], help_: str) -> None:
+    group.add_argument("--request-rate", dest="rates", type=several(rate), default=default, metavar="R,...", help=help_)
+
+
+def _add_service_loads(group: argparse._ArgumentGroup) -> None:
+    help_ = "closed loads: requests at once (default 1,4,16, or none with --request-rate)"
+    group.add_argument("--sessions", type=several(positive(1024)), metavar="N,...", help=help_)
+    _add_rates(group, (), "open loads: arrivals per second; --prompts of them (default 32)")
+    help_ = "shape of the gamma distribution of their gaps: 1 is Poisson, less is burstier (default 1)"
+    group.add_argument("--burstiness", type=burstiness, metavar="B", help=help_)
+    help_ = f"requests per second that keep all limits: {', '.join(LIMITED)}"
+    group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help=help_)
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--endpoint-model", metavar="NAME", help="default: the first that it lists")
+    group.add_argument("--endpoint-api", choices=APIS, default=APIS[0], help=f"default {APIS[0]}")
+    group.add_argument("--endpoint-key-file", type=Path, metavar="FILE", help="holds the bearer token")
+    help_ = 'fields added to each request (default {"ignore_eos": true})'
+    group.add_argument("--endpoint-body", type=json_object, metavar="JSON", help=help_)
+
+
 def several(kind: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
-    """Values with commas between them, each once."""
+    """Parser of values with commas between them, each kept once."""
 
     def parse(text: str) -> tuple[_T, ...]:
         return tuple(dict.fromkeys(kind(part.strip()) for part in text.split(",")))
@@ -29,7 +167,8 @@ def mode(text: str) -> Mode:
     try:
         return Mode(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no mode: {', '.join(mode.value for mode in Mode)} are") from None
+        modes = ", ".join(mode.value for mode in Mode)
+        raise argparse.ArgumentTypeError(f"unknown mode {text!r}: use {modes}") from None
 
 
 def baselines(text: str) -> tuple[str, ...]:
@@ -41,9 +180,8 @@ def baselines(text: str) -> tuple[str, ...]:
         return BASELINES
     for name in names:
         if name not in BASELINES:
-            raise argparse.ArgumentTypeError(
-                f"{name!r} is no baseline: {', '.join(BASELINES)} are, or none or all alone"
-            )
+            allowed = f"{', '.join(BASELINES)}, or none or all alone"
+            raise argparse.ArgumentTypeError(f"unknown baseline {name!r}: use {allowed}")
     return names
 
 
@@ -59,7 +197,7 @@ def _integer(text: str, least: int, most: int | None) -> int:
 
 
 def positive(most: int | None = None) -> Callable[[str], int]:
-    """An integer from 1."""
+    """Parser of integers from 1 to ``most``."""
     return lambda text: _integer(text, 1, most)
 
 
@@ -69,32 +207,36 @@ def natural(text: str) -> int:
 
 
 def k(text: str) -> int:
-    """Draft tokens."""
+    """A number of draft tokens."""
     return _integer(text, 1, MAX_DRAFT_TOKENS)
 
 
 def temperature(text: str) -> float:
-    """Of sampling."""
+    """A sampling temperature."""
     return _number(text, 0, 100, "a number from 0 to 100 is needed")
 
 
 def delay(text: str) -> float:
-    """Milliseconds."""
+    """A delay in milliseconds."""
     return _number(text, 0, 10_000, "milliseconds from 0 to 10000 are needed")
 
 
 def rate(text: str) -> float:
-    """Requests per second."""
+    """A rate in requests per second."""
     return _number(text, 1e-3, 1e5, "requests per second from 0.001 to 100000 are needed")
 
 
 def burstiness(text: str) -> float:
-    """Shape of the gamma distribution of gaps."""
+    """The shape of the gamma distribution of gaps."""
     return _number(text, 0.01, 1e4, "a shape from 0.01 to 10000 is needed")
 
 
 def goodput(texts: list[str]) -> dict[str, float]:
-    """Limits as ``ttft:200``, in milliseconds. Raises ArgumentTypeError."""
+    """Limits such as ``ttft:200``, in milliseconds.
+
+    Raises:
+        argparse.ArgumentTypeError: a limit is unknown, given twice or not a positive number.
+    """
     limits: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition(":")
@@ -116,7 +258,7 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is given, an object in JSON is needed")
     return value
@@ -133,7 +275,7 @@ def _number(text: str, least: float, most: float, needed: str) -> float:
 
 
 def size(text: str) -> int | None:
-    """Parameters, such as 150M; ``none``: as it is."""
+    """A number of parameters such as 150M; ``none`` for a model that is not grown."""
     if text == "none":
         return None
     from paceline_bench.grow import parse_size
@@ -145,5 +287,5 @@ def size(text: str) -> int | None:
 
 
 def draft_size(text: str) -> int | None:
-    """Parameters, or ``fifth``."""
+    """A number of parameters, or ``fifth``."""
     return FIFTH if text == "fifth" else size(text)

@@ -1,7 +1,7 @@
-"""The load generator: requests that come when others end, or when they come.
+"""The load generator.
 
-    closed   ``sessions`` requests at once; the next one begins when one ends, so a slow server is asked less
-    open     requests arrive by themselves, ``rate`` per second on average, whatever has become of the others
+    closed   ``sessions`` concurrent requests; the next one begins when one ends, so a slow server is asked less
+    open     requests arrive by themselves, ``rate`` per second on average, whether or not the others have ended
 
 Gaps between arrivals follow a gamma distribution of shape ``burstiness`` and mean 1 / rate, as in `vllm bench serve`:
 1 is a Poisson process, less is burstier, more is more even.
@@ -27,14 +27,14 @@ class Load:
     """How requests arrive."""
 
     sessions: int = 0
-    """At once; 0: open."""
+    """Concurrent requests; 0 in an open load."""
     rate: float = 0.0
-    """Arrivals per second; 0: closed."""
+    """Arrivals per second; 0 in a closed load."""
     burstiness: float = 1.0
 
     @property
     def name(self) -> str:
-        """As it is reported."""
+        """Name in reports."""
         if not self.rate:
             return f"{self.sessions} at once"
         bursts = "Poisson" if self.burstiness == 1 else f"gamma of shape {self.burstiness:g}"
@@ -43,22 +43,22 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sent(Generic[_Reply]):
-    """What became of a request."""
+    """A request and its answer."""
 
     submitted_s: float
-    """Since the load began."""
+    """Seconds from the start of the load to the submission."""
     reply: _Reply | PacelineError
 
 
 def arrivals_s(load: Load, count: int, seed: int) -> list[float]:
-    """When each of ``count`` requests of an open load arrives, seconds since it began: the first at 0. The same for
-    the same seed."""
+    """Arrivals of ``count`` requests of an open load, in seconds since it began, the first at 0. Equal seeds give equal
+    arrivals."""
     gaps = np.random.default_rng(seed).gamma(load.burstiness, 1 / (load.rate * load.burstiness), count - 1)
     return [0.0, *np.cumsum(gaps).tolist()]
 
 
 async def drive(load: Load, count: int, seed: int, send: Callable[[int], Awaitable[_Reply]]) -> list[Sent[_Reply]]:
-    """Sends requests 0 to ``count - 1`` and returns what became of each. ``send`` must keep a deadline of its own.
+    """Sends requests 0 to ``count - 1`` and returns each with its answer. ``send`` must keep a deadline of its own.
 
     A PacelineError is the answer to a request; any other error ends the load.
     """

@@ -1,24 +1,18 @@
-"""What a benchmark keeps of every request, and the arithmetic on it. Pure: no engines, no clocks, no text.
+"""Values that a benchmark keeps of rounds, requests and units. Pure: no engines, no clocks, no text.
 
-Definitions. *Decode* is what comes after a request's first outcome, so prefill is in neither tokens nor seconds.
-A *unit* is the requests that ran at once (one, unless sessions run concurrently). Rates are total tokens over
-total seconds, never means of rates.
+A *unit* is the requests that run concurrently: of ``paceline bench local`` only its number is kept, in the requests
+themselves; of ``paceline bench serve`` a UnitRecord.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from statistics import median
-from typing import Any, Self, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
 
-from paceline.types import Cause
+from paceline.types import Mode
 
-_MISSES = (Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN)
-_RESAMPLES = 1000
-_Item = TypeVar("_Item")
+LOCAL, SERVICE, ENDPOINT = "local", "service", "endpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +22,11 @@ class RoundRecord:
     drafted: int
     accepted: int
     tokens: int
-    """Emitted: the accepted ones and the next token, cut at the end of the request."""
+    """Emitted tokens: the accepted ones and the next token, cut at the end of the request."""
     cause: str
-    """A ``types.Cause``; empty for transformers, which does not say."""
+    """A ``types.Cause``; empty for other servers, which do not report one."""
     at_s: float
-    """When the client saw it, seconds since the request was submitted."""
+    """Seconds from the submission of the request until the client saw the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,37 +40,41 @@ class RequestRecord:
     """K; 0 where it does not apply."""
     temperature: float
     unit: int
-    """Requests of the same unit ran at once; the same unit holds the same prompts for every method."""
+    """Number of the unit; the same unit holds the same prompts for every method."""
     repeat: int
     prompt: str
     prompt_tokens: int
     token_ids: tuple[int, ...]
     prefill_s: float
-    """From submission to the first outcome."""
+    """Seconds from submission to the first outcome."""
     decode_s: float
-    """From the first to the last outcome."""
+    """Seconds from the first to the last outcome."""
     rounds: tuple[RoundRecord, ...]
     target_steps: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of the target's steps while this unit decoded."""
     draft_steps: tuple[tuple[int, float], ...] = ()
     """(nodes, seconds) of the draft's tree steps while this unit decoded."""
     identical: bool | None = None
-    """Whether the tokens are those of plain decoding; None where nobody claims that they are."""
+    """Whether the tokens are those of plain decoding; None where that is not claimed."""
     category: str = ""
-    """Task group of the prompt; empty: none was asked for."""
+    """Task group of the prompt; empty if none was asked for."""
     submitted_s: float = 0.0
-    """Since the unit began."""
+    """Seconds from the start of the unit to the submission."""
     num_counted: int | None = None
-    """Emitted tokens of a server that does not tell their ids."""
+    """Number of emitted tokens, as counted by a server that does not send their ids."""
 
     @property
     def num_tokens(self) -> int:
-        """Emitted."""
+        """Number of emitted tokens."""
         return len(self.token_ids) if self.num_counted is None else self.num_counted
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of ``to_json``; fields that are missing have their defaults. Raises KeyError or TypeError."""
+        """Reads what ``to_json`` gave; missing fields get their defaults, unknown ones are ignored.
+
+        Raises:
+            KeyError, TypeError: ``data`` is not a request.
+        """
         known = {field.name for field in fields(cls)}
         values = {name: value for name, value in data.items() if name in known}
         for name in ("token_ids", "target_steps", "draft_steps"):
@@ -95,192 +93,107 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Hits among events, both counted."""
+class Configuration:
+    """One way to decode, and where."""
 
-    hits: int = 0
-    events: int = 0
+    place: str
+    mode: Mode | None
+    """None: whatever the endpoint does."""
 
     @property
-    def rate(self) -> float | None:
-        """None if there were no events."""
-        return self.hits / self.events if self.events else None
+    def name(self) -> str:
+        """Name in reports."""
+        return self.place if self.mode is None else f"{self.place} {self.mode.value}"
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """A speed-up over plain decoding with its spread."""
+class Failure:
+    """A request that got no answer, or a broken one."""
 
-    value: float
-    low: float
-    high: float
-    """95 % bootstrap interval over units, resampled in pairs with plain decoding."""
-    least: float
-    most: float
-    """Over single units."""
+    number: int
+    submitted_s: float
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """One method at one temperature."""
+class UnitRecord:
+    """All requests of one configuration at one load, once."""
 
-    method: str
-    mode: str
+    configuration: Configuration
+    sessions: int
+    """Concurrent requests; 0 in an open load."""
     temperature: float
-    requests: int
-    decode_tokens_per_s: float
-    decode_interval: tuple[float, float]
-    """95 % bootstrap interval over units."""
-    stream_tokens_per_s: float
-    """What single requests see: decode tokens over decode seconds, summed over requests."""
-    end_to_end_tokens_per_s: float
-    ratio: Ratio | None
-    end_to_end_ratio: Ratio | None
-    tokens_per_step: float
-    """Decode tokens per target step, next token included: the acceptance length."""
-    acceptance: float | None
-    """Accepted draft tokens over proposed ones, next tokens excluded."""
-    after_rejection: Share
-    after_full_acceptance: Share
-    after_no_proposal: Share
-    causes: dict[str, int]
-    target_step_s: float | None
-    """Median."""
-    draft_step_s: float | None
-    draft_step_nodes: float | None
-    """Mean nodes of a draft tree step."""
-    identical: Share | None
-    """Requests whose tokens are plain decoding's; None where that is not claimed."""
+    delay_ms: float
+    repeat: int
+    wall_s: float
+    """Seconds from the first submission to the last end."""
+    requests: tuple[RequestRecord, ...]
+    """Answered requests. ``unit`` is the request's number; times are the client's, from its submission."""
+    cached_tokens: int
+    """Prompt tokens whose KV was cached already."""
+    target: Mapping[str, float]
+    """Growth of the target's counters; empty if it did not report in time."""
+    cpu_s: Mapping[str, float]
+    """CPU seconds by role; ``client`` is this process, which is also the relay of a local pipeline."""
+    rate: float = 0.0
+    """Arrivals per second; 0 in a closed load."""
+    burstiness: float = 1.0
+    failed: tuple[Failure, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of emitted tokens."""
+        return sum(r.num_tokens for r in self.requests)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json``; token ids are left out, and rounds are lists of their values."""
+        data = asdict(self)
+        data["configuration"] = self.configuration.name
+        for request in data["requests"]:
+            token_ids, counted = request.pop("token_ids"), request.pop("num_counted")
+            request["num_tokens"] = len(token_ids) if counted is None else counted
+            names = ("drafted", "accepted", "cause", "at_s", "tokens")
+            request["rounds"] = [[r[name] for name in names] for r in request["rounds"]]
+        return data
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
-    """Tokens and the seconds that they took."""
+class ServiceFacts:
+    """Resources that a service takes before it has anything to do, and the round trip to its draft."""
 
-    tokens: int
-    seconds: float
-
-
-def decode_amount(unit: Sequence[RequestRecord]) -> Amount:
-    """From the first outcome of any request to the last of any; that first outcome's tokens are left out."""
-    first = min(unit, key=lambda r: r.prefill_s)
-    tokens = sum(r.num_tokens for r in unit) - (first.rounds[0].tokens if first.rounds else 0)
-    return Amount(tokens, max(r.prefill_s + r.decode_s for r in unit) - first.prefill_s)
-
-
-def end_to_end_amount(unit: Sequence[RequestRecord]) -> Amount:
-    """From submission to the last outcome."""
-    return Amount(sum(r.num_tokens for r in unit), max(r.prefill_s + r.decode_s for r in unit))
+    delay_ms: float
+    start_s: float
+    idle_cpu: float
+    """Cores that all of its processes take together while nothing runs."""
+    rss_bytes: Mapping[str, int]
+    """Resident bytes by role. Shared pages are counted in each process."""
+    num_processes: int
+    draft_link_s: float | None
+    """Mean round trip to the draft, as the routers measure it."""
 
 
-def rate(amounts: Sequence[Amount]) -> float:
-    """Total tokens over total seconds; 0.0 if no time passed."""
-    seconds = sum(a.seconds for a in amounts)
-    return sum(a.tokens for a in amounts) / seconds if seconds > 0 else 0.0
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that ``paceline bench serve`` has measured."""
+
+    units: list[UnitRecord]
+    services: list[ServiceFacts]
 
 
-def ratio(own: Sequence[Amount], plain: Sequence[Amount], seed: int = 0) -> Ratio | None:
-    """Speed-up of paired units; None if there is nothing to divide by."""
-    assert len(own) == len(plain), "units are paired"
-    pairs = [(a, b) for a, b in zip(own, plain, strict=True) if rate([a]) > 0 and rate([b]) > 0]
-    if not pairs:
-        return None
-
-    def of(sample: Sequence[tuple[Amount, Amount]]) -> float:
-        return rate([a for a, _ in sample]) / rate([b for _, b in sample])
-
-    singles = [of([pair]) for pair in pairs]
-    return Ratio(of(pairs), *interval(pairs, of, seed), min(singles), max(singles))
-
-
-def interval(
-    items: Sequence[_Item], statistic: Callable[[Sequence[_Item]], float], seed: int = 0
-) -> tuple[float, float]:
-    """95 % bootstrap interval: percentiles over resamples of ``items``, which are independent. Seeded."""
-    rng = random.Random(seed)
-    resampled = sorted(statistic(rng.choices(items, k=len(items))) for _ in range(_RESAMPLES))
-    cut = int(_RESAMPLES * 0.025)
-    return resampled[cut], resampled[-cut - 1]
+def with_identity(units: Sequence[UnitRecord]) -> Iterator[UnitRecord]:
+    """Compares each request with the same one by plain decoding in one process, at the smallest load that had it."""
+    ours = [unit for unit in units if unit.configuration.place != ENDPOINT]
+    plain: dict[tuple[float, int], tuple[int, ...]] = {}
+    for unit in sorted(ours, key=lambda u: (u.configuration.place != LOCAL, u.configuration.mode is not Mode.PLAIN)):
+        for request in unit.requests:
+            plain.setdefault((unit.temperature, request.unit), request.token_ids)
+    for unit in units:
+        if unit.configuration.place != ENDPOINT:
+            compared = (replace(r, identical=r.token_ids == plain[unit.temperature, r.unit]) for r in unit.requests)
+            unit = replace(unit, requests=tuple(compared))
+        yield unit
 
 
-def hit_shares(records: Sequence[RequestRecord]) -> tuple[Share, Share, Share]:
-    """Hits among the rounds that could hit, by how the round before ended: after a rejection, after full
-    acceptance, after a round without a proposal. The first round of a request has none before it."""
-    hits, events = Counter[int](), Counter[int]()
-    for record in records:
-        for before, after in zip(record.rounds, record.rounds[1:], strict=False):
-            if after.cause != Cause.HIT and after.cause not in _MISSES:
-                continue
-            kind = 2 if before.drafted == 0 else 0 if before.accepted < before.drafted else 1
-            events[kind] += 1
-            hits[kind] += after.cause == Cause.HIT
-    after_rejection, after_full, after_none = (Share(hits[kind], events[kind]) for kind in range(3))
-    return after_rejection, after_full, after_none
-
-
-def _units(records: Sequence[RequestRecord]) -> dict[tuple[int, int], list[RequestRecord]]:
-    units: dict[tuple[int, int], list[RequestRecord]] = {}
-    for record in records:
-        units.setdefault((record.unit, record.repeat), []).append(record)
-    return units
-
-
-def summarise(records: Sequence[RequestRecord]) -> list[Summary]:
-    """One summary per method and temperature, in the order of their first record."""
-    cells: dict[tuple[float, str], list[RequestRecord]] = {}
-    for record in records:
-        cells.setdefault((record.temperature, record.method), []).append(record)
-    return [_summary(cell, cells.get((temperature, "plain"))) for (temperature, _), cell in cells.items()]
-
-
-def _summary(cell: Sequence[RequestRecord], plain: Sequence[RequestRecord] | None) -> Summary:
-    units = _units(cell)
-
-    def against_plain(amount: Callable[[Sequence[RequestRecord]], Amount]) -> Ratio | None:
-        theirs = _units(plain or ())
-        keys = [key for key in units if key in theirs]
-        return ratio([amount(units[key]) for key in keys], [amount(theirs[key]) for key in keys])
-
-    amounts = [decode_amount(unit) for unit in units.values()]
-    later = [r for record in cell for r in record.rounds[1:]]
-    drafted = sum(r.drafted for r in later)
-    claims = [record.identical for record in cell if record.identical is not None]
-    after_rejection, after_full, after_none = hit_shares(cell)
-    # The requests of one unit ran at once and saw the same steps: count those of the first.
-    target_steps = [step for unit in units.values() for step in unit[0].target_steps]
-    draft_steps = [step for unit in units.values() for step in unit[0].draft_steps]
-    return Summary(
-        method=cell[0].method,
-        mode=cell[0].mode,
-        temperature=cell[0].temperature,
-        requests=len(cell),
-        decode_tokens_per_s=rate(amounts),
-        decode_interval=interval(amounts, rate),
-        stream_tokens_per_s=rate([decode_amount([record]) for record in cell]),
-        end_to_end_tokens_per_s=rate([end_to_end_amount(unit) for unit in units.values()]),
-        ratio=against_plain(decode_amount),
-        end_to_end_ratio=against_plain(end_to_end_amount),
-        tokens_per_step=sum(r.tokens for r in later) / len(later) if later else 0.0,
-        acceptance=sum(r.accepted for r in later) / drafted if drafted else None,
-        after_rejection=after_rejection,
-        after_full_acceptance=after_full,
-        after_no_proposal=after_none,
-        causes=dict(Counter(r.cause for r in later if r.cause)),
-        target_step_s=median(s for _, s in target_steps) if target_steps else None,
-        draft_step_s=median(s for _, s in draft_steps) if draft_steps else None,
-        draft_step_nodes=sum(w for w, _ in draft_steps) / len(draft_steps) if draft_steps else None,
-        identical=Share(sum(claims), len(claims)) if claims else None,
-    )
-
-
-def best_of(summaries: Sequence[Summary], mode: str, temperature: float) -> Summary | None:
-    """The fastest method of a mode at a temperature, by decode tokens/s; None if it was not measured."""
-    of_mode = [s for s in summaries if s.mode == mode and s.temperature == temperature]
-    return max(of_mode, key=lambda s: s.decode_tokens_per_s, default=None)
-
-
-def one_token_steps(records: Sequence[RequestRecord]) -> tuple[float | None, float | None]:
-    """Median seconds of a one-token target step (plain decoding) and of a one-node draft step (sequential)."""
-    target = [s for r in records if r.mode == "plain" for w, s in r.target_steps if w == 1]
-    draft = [s for r in records if r.mode == "sequential" for w, s in r.draft_steps if w == 1]
-    return (median(target) if target else None), (median(draft) if draft else None)
+def differing(units: Sequence[UnitRecord]) -> list[tuple[UnitRecord, RequestRecord]]:
+    """Requests whose tokens are not those of plain decoding in one process."""
+    return [(unit, request) for unit in units for request in unit.requests if request.identical is False]

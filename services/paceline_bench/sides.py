@@ -1,4 +1,4 @@
-"""What ``paceline bench serve`` sends requests to: the one-process pipeline, and a real service behind its port."""
+"""The sides of ``paceline bench serve``: the one-process pipeline, and a real service behind its port."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from paceline.config import DraftModel, DType, LocalConfig, TargetModel, TargetSetup
+from paceline.config import DraftModel, DType, LocalConfig, TargetModel
 from paceline.errors import ConfigError, EngineError
 from paceline.local import LocalPipeline
-from paceline.runtime.build import EngineSpec
-from paceline.runtime.workers import Emit, Engine
-from paceline.types import Chunk, Rendezvous, ReplicaStatus, Result, SpeculationParams
+from paceline.types import ReplicaStatus, SpeculationParams
+from paceline_bench.jobs import Job, Reply, TimedChunks
 from paceline_bench.processes import Process, ServiceProcess, cpu_by_role, family, read_process
-from paceline_bench.records import RoundRecord
-from paceline_bench.replicas import Job
+from paceline_bench.records import ServiceFacts
+from paceline_bench.steps import CountedTargetFactory
 
 if TYPE_CHECKING:
     from paceline.client import AsyncClient
@@ -45,48 +44,25 @@ class Pair:
     dtype: DType
     compile: bool
     max_sessions: int
-    """What both targets are built for."""
+    """Number of sessions that both targets are built for."""
     max_queued: int
-    """Requests that the service lets wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a request got. Times of rounds: seconds since it was submitted."""
-
-    token_ids: tuple[int, ...]
-    rounds: tuple[RoundRecord, ...]
-    cached_tokens: int = 0
-    """Prompt tokens whose KV was there already."""
-    num_counted: int | None = None
-    """Tokens of a server that does not tell their ids."""
+    """Number of requests that may wait at the service."""
 
 
 class Side(Protocol):
     """Answers requests."""
 
     async def send(self, job: Job, params: SpeculationParams) -> Reply:
-        """Raises PacelineError."""
+        """Answers one request.
+
+        Raises:
+            PacelineError: it was refused or failed.
+        """
         ...
 
     def counters(self) -> Mapping[str, float]:
-        """Of its target, so far; empty if it does not say."""
+        """The counters of its target so far; empty if it does not report them."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceFacts:
-    """What a service took before it was given anything to do, and how far away its draft is."""
-
-    delay_ms: float
-    start_s: float
-    idle_cpu: float
-    """Cores that all of its processes take together while nothing runs."""
-    rss_bytes: Mapping[str, int]
-    """By what a process does. Pages that are shared are counted in each."""
-    num_processes: int
-    draft_link_s: float | None
-    """Mean time to the draft and back, as the routers measure it."""
 
 
 class Pipeline:
@@ -107,7 +83,7 @@ class Pipeline:
                 draft=DraftModel(path=pair.draft, **run),
             )
             before = {p.pid for p in family(os.getpid())}
-            factory = _CountedTargetFactory(config.target_setup(), self._counters)
+            factory = CountedTargetFactory(config.target_setup(), self._counters)
             self.pipeline = stack.enter_context(LocalPipeline(config, target_factory=factory))
             workers = [p for p in family(os.getpid()) if p.pid not in before and "spawn_main" in p.command]
             self._roles = dict(zip((p.pid for p in sorted(workers, key=_by_age)), ("target", "draft"), strict=False))
@@ -118,7 +94,7 @@ class Pipeline:
         self._stack.close()
 
     def cpu_s(self) -> dict[str, float]:
-        """By role, since each process started."""
+        """CPU seconds by role, since each process started."""
         seconds = dict.fromkeys(self._roles.values(), 0.0)
         for pid, role in self._roles.items():
             process = read_process(pid)
@@ -126,78 +102,25 @@ class Pipeline:
         return seconds
 
     def counters(self) -> dict[str, float]:
-        """Of the target, as of its last idle moment."""
+        """The target's counters as of its last idle moment."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(self._counters.read_text(encoding="utf-8")))
         return {}
 
     async def send(self, job: Job, params: SpeculationParams) -> Reply:
-        """See Side."""
+        """Runs one request in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._run, job, params)
 
     def _run(self, job: Job, params: SpeculationParams) -> Reply:
-        started, times = time.perf_counter(), []
+        started, times = time.perf_counter(), TimedChunks()
         generation = self.pipeline.submit(job.prompt.token_ids, job.sampling, params)
         for chunk in generation:
             times.append((chunk, time.perf_counter() - started))
-        return _reply(generation.result, times)
-
-
-def _reply(result: Result, chunks: Sequence[tuple[Chunk, float]]) -> Reply:
-    rounds = tuple(
-        RoundRecord(c.round.num_drafted, c.round.num_accepted, len(c.token_ids), c.round.cause.value, at)
-        for c, at in chunks
-        if c.round is not None
-    )
-    return Reply(result.token_ids, rounds, result.usage.cached_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _CountedTargetFactory:
-    """Builds the target engine; writes its counters to a file whenever it has run out of sessions."""
-
-    setup: TargetSetup
-    path: Path
-    rendezvous: Rendezvous | None = None
-
-    def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
-        return _Counted(EngineSpec(self.setup, self.rendezvous).build(emit), self.path)
-
-
-class _Counted:
-    """An engine that reports when it is idle, so never at the cost of a request."""
-
-    def __init__(self, engine: Any, path: Path) -> None:
-        self._engine, self._path = engine, path
-        self._written = -1
-
-    def receive(self, messages: Sequence[Any]) -> None:
-        """See Engine."""
-        self._engine.receive(messages)
-
-    def step(self) -> bool:
-        """See Engine."""
-        worked: bool = self._engine.step()
-        if not worked and not self._engine.num_sessions and self._engine.stats.steps != self._written:
-            self._written = self._engine.stats.steps
-            temporary = self._path.with_suffix(".new")
-            temporary.write_text(json.dumps(asdict(self._engine.stats)), encoding="utf-8")
-            temporary.rename(self._path)
-        return worked
-
-    def wait_s(self) -> float | None:
-        """See Engine."""
-        wait_s: float | None = self._engine.wait_s()
-        return wait_s
-
-    def close(self) -> None:
-        """See Engine."""
-        self._engine.close()
+        return Reply.of_result(generation.result, times)
 
 
 class Service:
-    """The other side: a real ``paceline serve``, and a real client of its public port. A context manager."""
+    """A real ``paceline serve``, and a real client of its public port. A context manager."""
 
     def __init__(self, pair: Pair, delay_ms: float, runner: asyncio.Runner) -> None:
         self.delay_ms, self._runner = delay_ms, runner
@@ -238,7 +161,11 @@ class Service:
         self.process.stop()
 
     def facts(self) -> ServiceFacts:
-        """Of a service that has nothing to do; takes some seconds. Raises ConfigError if the delay is not there."""
+        """Measures an idle service for some seconds.
+
+        Raises:
+            ConfigError: the delay of the draft link has no effect.
+        """
         before, began = self.process.family(), time.monotonic()
         time.sleep(_IDLE_S)
         after = self.process.family()
@@ -248,9 +175,9 @@ class Service:
             rss[process.role] = rss.get(process.role, 0) + process.rss_bytes
         link_s = draft_link_s(self._metrics())
         if self.delay_ms and (link_s is None or link_s < 2 * self.delay_ms / 1e3):
-            said = "does not say how long it takes" if link_s is None else f"takes {link_s * 1e3:.2f} ms"
+            said = "is not reported" if link_s is None else f"takes {link_s * 1e3:.2f} ms"
             raise ConfigError(
-                f"--draft-link-delay-ms is {self.delay_ms:g}, but the way to the draft and back {said}: "
+                f"--draft-link-delay-ms is {self.delay_ms:g}, but the round trip to the draft {said}: "
                 "router_config.draft_link_delay_s has no effect"
             )
         return ServiceFacts(self.delay_ms, self.start_s, idle, rss, len(after), link_s)
@@ -261,7 +188,7 @@ class Service:
         return text
 
     def counters(self) -> dict[str, float]:
-        """Of all targets, summed; empty if the service does not say."""
+        """Counters of all targets, summed; empty if the service does not report them."""
         return sum_counters(self._targets())
 
     def _targets(self) -> Sequence[ReplicaStatus]:
@@ -269,15 +196,15 @@ class Service:
         return self._runner.run(self._client.server_info()).pools.get("target", ())
 
     async def send(self, job: Job, params: SpeculationParams) -> Reply:
-        """See Side."""
+        """Sends one request through the client."""
         assert self._client is not None
-        started, times = time.perf_counter(), []
+        started, times = time.perf_counter(), TimedChunks()
         async with self._client.generate(
             job.prompt.token_ids, job.sampling, params, timeout_s=_REQUEST_TIMEOUT_S
         ) as stream:
             async for chunk in stream:
                 times.append((chunk, time.perf_counter() - started))
-            return _reply(await stream.result, times)
+            return Reply.of_result(await stream.result, times)
 
 
 def _by_age(process: Process) -> tuple[int, int]:
@@ -285,7 +212,7 @@ def _by_age(process: Process) -> tuple[int, int]:
 
 
 def sum_counters(statuses: Sequence[ReplicaStatus]) -> dict[str, float]:
-    """Counters of several replicas together."""
+    """Sums the counters of several replicas."""
     total: dict[str, float] = {}
     for status in statuses:
         for name, value in status.counters.items():
@@ -294,7 +221,7 @@ def sum_counters(statuses: Sequence[ReplicaStatus]) -> dict[str, float]:
 
 
 def draft_link_s(exposition: str) -> float | None:
-    """Mean of the routers' measurements in Prometheus' text; None if there are none."""
+    """Mean round trip to the draft by the routers' metrics, in Prometheus' text; None if there are none."""
     found = dict(re.findall(r"^paceline_draft_link_seconds_(sum|count)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE))
     count = float(found.get("count", 0))
     return float(found["sum"]) / count if count else None

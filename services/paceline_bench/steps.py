@@ -1,4 +1,4 @@
-"""Engines that note how long each of their steps took, without a message more on any wire.
+"""Engines that write down their steps or counters, without any message more.
 
 A worker appends one record per step to a file of its own; the parent reads the file when it likes. The clock is
 ``time.perf_counter``, which all processes of a machine share, so steps can be given to requests by their time.
@@ -6,14 +6,16 @@ A worker appends one record per step to a file of its own; the parent reads the 
 
 from __future__ import annotations
 
+import json
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.config import DraftSetup, TargetSetup
+from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine
 from paceline.types import Rendezvous
 
@@ -27,10 +29,30 @@ class StepRecord:
     started_s: float
     duration_s: float
     width: int
-    """Target: tokens computed. Draft: tree nodes expanded."""
+    """Tokens computed by the target, or tree nodes expanded by the draft."""
 
 
-class TimedEngine:
+class _Watched:
+    """An engine around another one, whose steps it watches."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def receive(self, messages: Sequence[Any]) -> None:
+        """Hands messages to the engine."""
+        self._engine.receive(messages)
+
+    def wait_s(self) -> float | None:
+        """Seconds that the engine can wait for a message."""
+        wait_s: float | None = self._engine.wait_s()
+        return wait_s
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self._engine.close()
+
+
+class TimedEngine(_Watched):
     """An engine whose steps are recorded. ``count()``: steps so far, and the sum of their widths."""
 
     def __init__(
@@ -38,39 +60,49 @@ class TimedEngine:
         engine: Engine,
         count: Callable[[], tuple[int, int]],
         path: Path,
-        before_receive: Callable[[], None] | None = None,
+        before_receive: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine, self._count, self._before_receive = engine, count, before_receive
+        super().__init__(engine)
+        self._count, self._before_receive = count, before_receive
         self._file = path.open("ab", buffering=0)
 
     def receive(self, messages: Sequence[Any]) -> None:
-        """See Engine."""
-        if self._before_receive is not None:
-            self._before_receive()
-        self._engine.receive(messages)
+        """Hands messages to the engine, after ``before_receive``."""
+        self._before_receive()
+        super().receive(messages)
 
     def step(self) -> bool:
-        """See Engine."""
+        """Steps the engine and records the step if there was one."""
         steps, width = self._count()
         started = time.perf_counter()
-        worked = self._engine.step()
+        worked: bool = self._engine.step()
         duration = time.perf_counter() - started
         new_steps, new_width = self._count()
         if new_steps > steps:
             self._file.write(_RECORD.pack(started, duration, new_width - width))
         return worked
 
-    def wait_s(self) -> float | None:
-        """See Engine."""
-        return self._engine.wait_s()
 
-    def close(self) -> None:
-        """See Engine."""
-        self._engine.close()
+class CountedEngine(_Watched):
+    """A target engine that writes its counters to a file when it is idle, so never at the cost of a request."""
+
+    def __init__(self, engine: Any, path: Path) -> None:
+        super().__init__(engine)
+        self._path, self._written = path, -1
+
+    def step(self) -> bool:
+        """Steps the engine and writes its counters when it has run out of sessions."""
+        worked: bool = self._engine.step()
+        if not worked and not self._engine.num_sessions and self._engine.stats.steps != self._written:
+            self._written = self._engine.stats.steps
+            temporary = self._path.with_suffix(".new")
+            temporary.write_text(json.dumps(asdict(self._engine.stats)), encoding="utf-8")
+            temporary.rename(self._path)
+        return worked
 
 
 def read_steps(path: Path) -> list[StepRecord]:
-    """What has been written to ``path``, oldest first; [] if there is no such file."""
+    """Reads the steps that were written to ``path``, oldest first; [] if there is no such file."""
     data = path.read_bytes() if path.exists() else b""
     whole = len(data) - len(data) % _RECORD.size
     return [StepRecord(at, seconds, int(width)) for at, seconds, width in _RECORD.iter_unpack(data[:whole])]
@@ -86,7 +118,7 @@ class TimedTargetFactory:
     rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
+        """Builds the engine in its worker."""
         from paceline.target.build import build_target_engine
 
         engine = build_target_engine(self.setup, emit, self.rendezvous)
@@ -108,8 +140,21 @@ class TimedDraftFactory:
     rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
+        """Builds the engine in its worker."""
         from paceline.draft.build import build_draft_engine
 
         engine = build_draft_engine(self.setup, emit, self.rendezvous)
         return TimedEngine(engine, lambda: (engine.stats.tree_steps, engine.stats.leaves), self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedTargetFactory:
+    """Builds the target engine; writes its counters to a file whenever it has run out of sessions."""
+
+    setup: TargetSetup
+    path: Path
+    rendezvous: Rendezvous | None = None
+
+    def __call__(self, emit: Emit) -> Engine:
+        """Builds the engine in its worker."""
+        return CountedEngine(EngineSpec(self.setup, self.rendezvous).build(emit), self.path)

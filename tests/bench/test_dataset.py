@@ -77,8 +77,11 @@ def test_categories_of_a_file_are_chosen_one_after_the_other(tmp_path: Path) -> 
     file = write(tmp_path / "q.jsonl", *lines)
     chosen = choose(tokenizer, file, 2, ("b", "a"), 0)
     assert [(p.source, p.category) for p in chosen] == [
-        ("q.jsonl:2", "b"), ("q.jsonl:4", "b"), ("q.jsonl:1", "a"), ("q.jsonl:3", "a"),
-    ]  # fmt: skip
+        ("q.jsonl:2", "b"),
+        ("q.jsonl:4", "b"),
+        ("q.jsonl:1", "a"),
+        ("q.jsonl:3", "a"),
+    ]
     assert chosen[0].token_ids == tokenizer.encode("x = 1")
     assert len(choose(tokenizer, file, None, (), 0)) == 6
     for wanted, count, said in ((("c",), None, "'c': at least one"), (("a",), 4, "--prompts asks for 4")):

@@ -14,11 +14,10 @@ from paceline.cluster.ports import free_ports
 from paceline.errors import ConfigError, EngineError
 from paceline.types import SamplingParams, SpeculationParams
 from paceline_bench.endpoint import Endpoint, EndpointSettings, spec_decode_counters
+from paceline_bench.jobs import Job, Reply
 from paceline_bench.latency import times
 from paceline_bench.prompts import Prompt
 from paceline_bench.records import RequestRecord
-from paceline_bench.replicas import Job
-from paceline_bench.sides import Reply
 
 JOB = Job(Prompt("p", (1, 2), "def f():"), SamplingParams(max_tokens=6, temperature=0.5, seed=3))
 
@@ -43,8 +42,12 @@ def test_tokens_of_each_chunk_are_those_that_the_server_counts(api: str) -> None
     assert (asked["max_tokens"], asked["temperature"], asked["seed"], asked["ignore_eos"]) == (6, 0.5, 3, True)
     assert asked.get("prompt", asked.get("messages")) in ("def f():", [{"role": "user", "content": "def f():"}])
     assert headers["Authorization"] == "Bearer secret"
-    assert counters == {"num_drafts": 3, "num_draft_tokens": 12, "num_accepted_tokens": 6,
-                        "num_accepted_tokens_per_pos.0": 4}  # fmt: skip
+    assert counters == {
+        "num_drafts": 3,
+        "num_draft_tokens": 12,
+        "num_accepted_tokens": 6,
+        "num_accepted_tokens_per_pos.0": 4,
+    }
 
 
 def _times(reply: Reply) -> object:
@@ -72,8 +75,8 @@ def test_chunks_of_unknown_size_have_no_itl() -> None:
     ("model", "said"),
     [
         ("500", "answered 500: 'out of order'"),
-        ("malformed", "no JSON"),
-        ("garbage", "no server-sent event: 'hello'"),
+        ("malformed", "invalid JSON"),
+        ("garbage", "not a server-sent event: 'hello'"),
         ("error", "the engine died"),
         ("cut", "before [DONE]"),
         ("uncounted", "does not count tokens"),
@@ -110,10 +113,27 @@ def test_a_run_of_closed_and_open_loads(tmp_path: Path, capsys: pytest.CaptureFi
     key.write_text("secret\n", encoding="utf-8")
     with FakeOpenAI("good", tokens=8) as server:
         arguments = [
-            "bench", "endpoint", server.url, "--prompts", "6", "--max-tokens", "8", "--sessions", "2",
-            "--request-rate", "200", "--burstiness", "0.5", "--goodput", "ttft:5000", "e2el:9000",
-            "--endpoint-key-file", str(key), "--json", str(file),
-        ]  # fmt: skip
+            "bench",
+            "endpoint",
+            server.url,
+            "--prompts",
+            "6",
+            "--max-tokens",
+            "8",
+            "--sessions",
+            "2",
+            "--request-rate",
+            "200",
+            "--burstiness",
+            "0.5",
+            "--goodput",
+            "ttft:5000",
+            "e2el:9000",
+            "--endpoint-key-file",
+            str(key),
+            "--json",
+            str(file),
+        ]
         assert main(arguments) == 0
         assert server.most_at_once >= 2
         assert len(server.requests) == 3 * 6, "a warm-up and two loads"

@@ -18,10 +18,21 @@ TOLERANCE = 1e-5
 def tiny_model(*, tied: bool = True, bias: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=48, max_position_embeddings=128, tie_word_embeddings=tied,
-        attention_bias=bias, mlp_bias=bias, initializer_range=0.3, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        attention_bias=bias,
+        mlp_bias=bias,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = LlamaForCausalLM(config)
     model.train(False)
     with torch.no_grad():

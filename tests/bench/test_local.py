@@ -10,21 +10,20 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.embedded import TARGET_DIR
-from paceline_bench.records import (
+from paceline_bench.arithmetic import (
     Amount,
-    RequestRecord,
-    RoundRecord,
     Share,
-    best_of,
     decode_amount,
     end_to_end_amount,
     hit_shares,
     one_token_steps,
     rate,
     ratio,
-    summarise,
 )
-from paceline_bench.report import ModelFacts, model_facts, render
+from paceline_bench.models import ModelLabel, model_label
+from paceline_bench.records import RequestRecord, RoundRecord
+from paceline_bench.report.summaries import best_of, summarize
+from paceline_bench.report.text import local_text
 
 
 @pytest.mark.parametrize(
@@ -73,10 +72,18 @@ def _round(drafted: int, accepted: int, cause: str, at_s: float = 0.0) -> RoundR
 
 def _record(method: str = "plain", **fields: Any) -> RequestRecord:
     values: dict[str, Any] = {
-        "mode": method.split()[0], "draft_tokens": 0, "temperature": 0.0, "unit": 0, "repeat": 0,
-        "prompt": "a", "prompt_tokens": 3, "token_ids": (1, 2, 3, 4, 5), "prefill_s": 1.0, "decode_s": 2.0,
+        "mode": method.split()[0],
+        "draft_tokens": 0,
+        "temperature": 0.0,
+        "unit": 0,
+        "repeat": 0,
+        "prompt": "a",
+        "prompt_tokens": 3,
+        "token_ids": (1, 2, 3, 4, 5),
+        "prefill_s": 1.0,
+        "decode_s": 2.0,
         "rounds": (_round(0, 0, "start"), *[_round(0, 0, "disabled")] * 4),
-    }  # fmt: skip
+    }
     return RequestRecord(method=method, **values | fields)
 
 
@@ -129,10 +136,14 @@ def test_summary_of_synthetic_records() -> None:
     plain = _record(identical=True, target_steps=((1, 0.5), (1, 0.25), (1, 0.75)))
     rounds = (_round(0, 0, "start"), _round(4, 2, "hit"), _round(2, 0, "token"))
     fast = _record(
-        "overlapped K=8", decode_s=0.5, rounds=rounds, identical=True, target_steps=((5, 0.2),),
+        "overlapped K=8",
+        decode_s=0.5,
+        rounds=rounds,
+        identical=True,
+        target_steps=((5, 0.2),),
         draft_steps=((4, 0.1), (8, 0.3), (6, 0.2)),
-    )  # fmt: skip
-    one, two = summarise([plain, fast])
+    )
+    one, two = summarize([plain, fast])
     assert (one.method, one.decode_tokens_per_s, one.tokens_per_step) == ("plain", 2.0, 1.0)
     assert (one.acceptance, one.target_step_s, one.draft_step_s) == (None, 0.5, None)
     assert two.decode_tokens_per_s == 8.0
@@ -156,36 +167,59 @@ def test_sequential_is_compared_at_its_best() -> None:
         _record("sequential K=4", decode_s=1.6),
         _record("overlapped K=8", decode_s=0.8),
     ]
-    best = best_of(summarise(records), "sequential", 0.0)
+    best = best_of(summarize(records), "sequential", 0.0)
     assert best is not None
     assert best.method == "sequential K=2"
     assert one_token_steps(records) == (None, 0.1)
-    text = render({"target": ModelFacts("t", 100, 10)}, "float32", records, "title")
+    text = local_text({"target": ModelLabel("t", 100, 10)}, "float32", records, "title")
     assert "overlapped K=8 against sequential K=2, the best of its mode: 1.25" in text
     assert "grown from the embedded pair, stands in for large weights" in text
 
 
-def test_facts_of_a_checkpoint() -> None:
-    facts = model_facts(str(TARGET_DIR))
-    assert facts.num_parameters is not None
-    assert 10e6 < facts.num_parameters < 20e6
-    assert facts.grown_from is None
-    assert model_facts("some/hub-id") == ModelFacts("some/hub-id", None, None)
+def test_the_label_of_a_checkpoint() -> None:
+    label = model_label(str(TARGET_DIR))
+    assert label.num_parameters is not None
+    assert 10e6 < label.num_parameters < 20e6
+    assert label.grown_from is None
+    assert model_label("some/hub-id") == ModelLabel("some/hub-id", None, None)
 
 
 @pytest.mark.slow
 def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     arguments = [
-        "bench", "local", "--no-compile", "--prompts", "1", "--max-tokens", "16", "--baselines", "all",
-        "--temperatures", "0,1", "--sequential-draft-tokens", "3", "--dtype", "float32", "--json", str(file),
-    ]  # fmt: skip
+        "bench",
+        "local",
+        "--no-compile",
+        "--prompts",
+        "1",
+        "--max-tokens",
+        "16",
+        "--baselines",
+        "all",
+        "--temperatures",
+        "0,1",
+        "--sequential-draft-tokens",
+        "3",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    ]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     data = json.loads(file.read_text(encoding="utf-8"))
     assert set(data) == {
-        "label", "environment", "settings", "models", "floor", "one_token_step_s", "summaries", "timelines", "requests",
-    }  # fmt: skip
+        "label",
+        "environment",
+        "settings",
+        "models",
+        "floor",
+        "one_token_step_s",
+        "summaries",
+        "timelines",
+        "requests",
+    }
     known = {"cpu", "cores", "python", "torch", "transformers", "threads_per_engine"}
     assert known | {"cpu_flags", "commit", "load_average", "command"} <= set(data["environment"])
     assert data["floor"]["read_bytes_per_s"] > 1e8
@@ -223,9 +257,26 @@ def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_several_sessions_with_every_baseline(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     arguments = [
-        "bench", "local", "--no-compile", "--prompts", "3", "--sessions", "3", "--max-tokens", "12", "--baselines",
-        "all", "--temperatures", "0", "--sequential-draft-tokens", "3", "--dtype", "float32", "--json", str(file),
-    ]  # fmt: skip
+        "bench",
+        "local",
+        "--no-compile",
+        "--prompts",
+        "3",
+        "--sessions",
+        "3",
+        "--max-tokens",
+        "12",
+        "--baselines",
+        "all",
+        "--temperatures",
+        "0",
+        "--sequential-draft-tokens",
+        "3",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    ]
     assert main(arguments) == 0
     data = json.loads(file.read_text(encoding="utf-8"))
     of = {s["method"]: s for s in data["summaries"]}

@@ -14,12 +14,13 @@ import pytest
 from paceline.cli.main import main
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.types import Mode
-from paceline_bench import documents, page, sections
+from paceline_bench.arithmetic import interval
 from paceline_bench.latency import latencies
 from paceline_bench.local import devices
 from paceline_bench.machine import bandwidth, floor_s, step_bytes
-from paceline_bench.records import RequestRecord, RoundRecord, interval, summarise
-from paceline_bench.report import as_json
+from paceline_bench.records import RequestRecord, RoundRecord
+from paceline_bench.report import documents, page, sections
+from paceline_bench.report.summaries import summarize
 
 FLOOR = {"read_bytes_per_s": 1e9, "target": {"weight_bytes": 8_000_000, "kv_bytes_per_token": 1000}, "draft": {}}
 
@@ -34,10 +35,14 @@ def record(method: str, unit: int, temperature: float, **fields: Any) -> Request
         at_s = 0.1 + speed * (0.01 + 0.001 * unit) * i * tokens
         rounds.append(RoundRecord(drafted, min(2, drafted), tokens, cause if i % 2 or not drafted else "token", at_s))
     values: dict[str, Any] = {
-        "prompt": f"p{unit}", "prompt_tokens": 50, "token_ids": tuple(range(1 + 4 * tokens)), "prefill_s": 0.1,
-        "decode_s": rounds[-1].at_s - 0.1, "rounds": tuple(rounds),
+        "prompt": f"p{unit}",
+        "prompt_tokens": 50,
+        "token_ids": tuple(range(1 + 4 * tokens)),
+        "prefill_s": 0.1,
+        "decode_s": rounds[-1].at_s - 0.1,
+        "rounds": tuple(rounds),
         "target_steps": ((1, 0.01), (1, 0.012), (1, 0.011)),
-    }  # fmt: skip
+    }
     mode = {"transformers generate": "transformers"}.get(method, method.split()[0])
     return RequestRecord(method, mode, drafted, temperature, unit, 0, **values | fields)
 
@@ -48,12 +53,15 @@ METHODS = ("plain", "sequential K=4", "overlapped K=8", "colocated K=4", "transf
 def local_file(path: Path, sessions: int = 1, **fields: Any) -> Path:
     records = [record(m, unit, t, **fields) for t in (0.0, 1.0) for m in METHODS for unit in range(4)]
     timeline = {
-        "method": "overlapped K=8", "temperature": 0.0, "prompt": "p0",
+        "method": "overlapped K=8",
+        "temperature": 0.0,
+        "prompt": "p0",
         "rounds": [asdict(r) for r in record("overlapped K=8", 0, 0.0).rounds],
-        "target": [(0.1, 0.01, 3), (0.11, 0.01, 3), (0.12, 0.01, 3)], "draft": [(0.105, 0.01, 5), (0.13, 0.005, 5)],
-    }  # fmt: skip
+        "target": [(0.1, 0.01, 3), (0.11, 0.01, 3), (0.12, 0.01, 3)],
+        "draft": [(0.105, 0.01, 5), (0.13, 0.005, 5)],
+    }
     settings = {"sessions": sessions, "dtype": "bfloat16"}
-    data = as_json(settings, {}, records, floor=FLOOR, timelines=[timeline], label="made")
+    data = documents.of_local(settings, {}, records, floor=FLOOR, timelines=[timeline], label="made")
     path.write_text(json.dumps(data), encoding="utf-8")
     return path
 
@@ -140,7 +148,9 @@ def test_task_groups_have_rows_of_their_own(tmp_path: Path) -> None:
 def test_several_files_and_those_of_earlier_versions(tmp_path: Path) -> None:
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     names = ("local-heavy.json", "service-150m.json")
-    runs = documents.read_runs([*(results / name for name in names), local_file(tmp_path / "a.json", 4)])
+    runs = [
+        documents.read_run(file) for file in (*(results / name for name in names), local_file(tmp_path / "a.json", 4))
+    ]
     made = sections.all_sections(runs)
     titles = [section.title for section in made]
     assert "The service in a closed loop" in titles
@@ -185,7 +195,7 @@ def test_records_survive_the_file() -> None:
 
 
 def test_intervals_hold_what_was_drawn_and_are_the_same_each_time() -> None:
-    summary = summarise([record("plain", unit, 0.0) for unit in range(8)])[0]
+    summary = summarize([record("plain", unit, 0.0) for unit in range(8)])[0]
     low, high = summary.decode_interval
     assert low < summary.decode_tokens_per_s < high
     assert interval([1.0, 2.0, 3.0], sum) == interval([1.0, 2.0, 3.0], sum)

@@ -16,25 +16,31 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.types import Mode, ReplicaStatus
-from paceline_bench import serve, sides
+from paceline_bench import serve
 from paceline_bench.load import Load
+from paceline_bench.models import ModelLabel
 from paceline_bench.processes import Process, cpu_by_role, family, num_descriptors, read_process
-from paceline_bench.records import RequestRecord, RoundRecord
-from paceline_bench.report import ModelFacts
-from paceline_bench.serve import Settings, configurations
-from paceline_bench.serve_report import as_json, render, summarise
-from paceline_bench.sides import ServiceFacts, draft_link_s, sum_counters
-from paceline_bench.units import (
+from paceline_bench.records import (
     ENDPOINT,
     LOCAL,
     SERVICE,
     Configuration,
     Failure,
     Outcome,
+    RequestRecord,
+    RoundRecord,
+    ServiceFacts,
     UnitRecord,
     differing,
     with_identity,
 )
+from paceline_bench.report import documents
+from paceline_bench.report.summaries import cells_of
+from paceline_bench.report.text import service_text
+from paceline_bench.serve import configurations
+from paceline_bench.settings import ServeSettings
+from paceline_bench.sides import draft_link_s, sum_counters
+from paceline_bench.steps import CountedEngine
 
 PLAIN, OVERLAPPED = Configuration(LOCAL, Mode.PLAIN), Configuration(LOCAL, Mode.OVERLAPPED)
 SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE, Mode.OVERLAPPED)
@@ -81,11 +87,11 @@ def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys
 
 
 def test_what_is_compared() -> None:
-    settings = Settings("t", "d", sessions=(1, 64), num_prompts=10)
+    settings = ServeSettings("t", "d", sessions=(1, 64), num_prompts=10)
     assert configurations(settings, 0.0) == [PLAIN, OVERLAPPED, SERVED_PLAIN, SERVED]
     assert configurations(settings, 5.0) == [PLAIN, SERVED_PLAIN, SERVED]
     assert [settings.num_requests(load) for load in settings.loads] == [10, 128]
-    opened = Settings("t", "d", sessions=(), rates=(2.0,), burstiness=0.5, places=())
+    opened = ServeSettings("t", "d", sessions=(), rates=(2.0,), burstiness=0.5, places=())
     assert opened.loads == [Load(rate=2.0, burstiness=0.5)]
     assert [opened.num_requests(load) for load in opened.loads] == [32]
     assert configurations(opened, 0.0) == []
@@ -105,17 +111,28 @@ def _request(number: int, tokens: Sequence[int], first_s: float, gap_s: float) -
 
 def _unit(configuration: Configuration, wall_s: float = 2.0, **fields: Any) -> UnitRecord:
     values: dict[str, Any] = {
-        "sessions": 2, "temperature": 0.0, "delay_ms": 0.0, "repeat": 0,
+        "sessions": 2,
+        "temperature": 0.0,
+        "delay_ms": 0.0,
+        "repeat": 0,
         "requests": (_request(0, [1, 2, 3, 4, 5], 0.1, 0.2), _request(1, [6, 7, 8, 9, 10], 0.3, 0.2)),
-        "cached_tokens": 5, "target": {}, "cpu_s": {"client": 0.5, "target": 1.0},
-    }  # fmt: skip
+        "cached_tokens": 5,
+        "target": {},
+        "cpu_s": {"client": 0.5, "target": 1.0},
+    }
     return UnitRecord(configuration, wall_s=wall_s, **values | fields)
 
 
 COUNTERS = {
-    "tokens_emitted": 10.0, "steps": 5.0, "step_s": 1.0, "bubble_s": 0.1, "bubble_steps": 5.0, "hit_bubble_s": 0.05,
-    "hit_bubble_steps": 2.0, "wait_s": 0.9,
-}  # fmt: skip
+    "tokens_emitted": 10.0,
+    "steps": 5.0,
+    "step_s": 1.0,
+    "bubble_s": 0.1,
+    "bubble_steps": 5.0,
+    "hit_bubble_s": 0.05,
+    "hit_bubble_steps": 2.0,
+    "wait_s": 0.9,
+}
 
 
 def test_a_cell_sums_its_repeats_and_is_set_against_the_others() -> None:
@@ -128,7 +145,7 @@ def test_a_cell_sums_its_repeats_and_is_set_against_the_others() -> None:
         _unit(OVERLAPPED, 4.0, repeat=1),
         _unit(SERVED_PLAIN, 5.0),
     ]
-    cells = {cell.configuration: cell for cell in summarise(list(with_identity(units)))}
+    cells = {cell.configuration: cell for cell in cells_of(list(with_identity(units)))}
     assert list(cells) == ["local plain", "local overlapped", "service plain", "service overlapped"]
     served = cells["service overlapped"]
     assert served.tokens_per_s == 4.0  # 20 tokens in 5 s, no mean of 10 and 2.5
@@ -170,22 +187,25 @@ def test_open_loads_and_endpoints_are_kept_apart_and_failures_count() -> None:
         )
     )
     assert all(request.identical is None for request in units[2].requests)
-    cells = summarise(units, {"ttft": 200.0})
+    cells = cells_of(units, {"ttft": 200.0})
     assert [(c.configuration, c.sessions, c.rate) for c in cells] == [
-        ("local plain", 2, 0.0), ("endpoint", 2, 0.0), ("local plain", 0, 2.0), ("service overlapped", 0, 2.0),
-    ]  # fmt: skip
+        ("local plain", 2, 0.0),
+        ("endpoint", 2, 0.0),
+        ("local plain", 0, 2.0),
+        ("service overlapped", 0, 2.0),
+    ]
     theirs = cells[1]
     assert (theirs.tokens_per_round, theirs.acceptance) == (3.0, 0.5)
     assert (theirs.failed, theirs.reasons) == (1, {"EngineError: gone": 1})
     assert theirs.goodput_per_s == pytest.approx(1 / 2), "one of two kept 200 ms to its first token, in two seconds"
     assert cells[3].over_plain is None
     assert cells[3].over_local is None
-    settings = Settings("t", "d", sessions=(2,), rates=(2.0,), goodput={"ttft": 200.0})
-    facts = {"target": ModelFacts("t", 100, 10)}
-    text = render(facts, settings, Outcome(units, []))
+    settings = ServeSettings("t", "d", sessions=(2,), rates=(2.0,), goodput={"ttft": 200.0})
+    labels = {"target": ModelLabel("t", 100, 10)}
+    text = service_text(labels, settings, Outcome(units, []))
     assert "failed 1 times: endpoint: EngineError: gone" in text
     assert "6 of 6 requests" in text
-    data = as_json({"goodput": {"ttft": 200.0}}, facts, Outcome(units, []))
+    data = documents.of_service({"goodput": {"ttft": 200.0}}, labels, Outcome(units, []))
     assert [c["configuration"] for c in data["cells"]] == ["local plain"]
     assert [c["rate"] for c in data["other_cells"]] == [0.0, 2.0, 2.0]
 
@@ -196,8 +216,8 @@ def test_every_request_is_held_against_the_same_one_by_plain_decoding_in_one_pro
     found = differing(units)
     assert [(unit.configuration.name, request.unit) for unit, request in found] == [("service overlapped", 0)]
     assert all(request.identical is not None for unit in units for request in unit.requests)
-    facts = {"target": ModelFacts("t", 100, 10), "draft": ModelFacts("d", 10, None)}
-    text = render(facts, Settings("t", "d"), Outcome(units, []))
+    labels = {"target": ModelLabel("t", 100, 10), "draft": ModelLabel("d", 10, None)}
+    text = service_text(labels, ServeSettings("t", "d"), Outcome(units, []))
     assert "7 of 8 requests" in text
     assert "DIFFERENT: service overlapped, 2 sessions, temperature 0, delay 0 ms, repeat 0, request 0 (p0)" in text
 
@@ -205,12 +225,12 @@ def test_every_request_is_held_against_the_same_one_by_plain_decoding_in_one_pro
 def test_the_report_has_a_row_for_each_load_and_says_what_the_service_takes() -> None:
     units = list(with_identity([_unit(PLAIN), _unit(SERVED, target=COUNTERS), _unit(SERVED, delay_ms=5.0)]))
     services = [ServiceFacts(0.0, 20.0, 0.05, {"target": 2**20, "ray": 2**21}, 17, 0.002)]
-    facts = {"target": ModelFacts("t", 100, 10)}
-    text = render(facts, Settings("t", "d", delays_ms=(0.0, 5.0)), Outcome(units, services))
+    labels = {"target": ModelLabel("t", 100, 10)}
+    text = service_text(labels, ServeSettings("t", "d", delays_ms=(0.0, 5.0)), Outcome(units, services))
     assert "0.05 cores in 17 processes, draft link 2.00 ms there and back; resident MiB: ray 2 target 1" in text
     assert "draft link delayed by 5 ms each way" in text
     assert "grown from the embedded pair, stands in for large weights" in text
-    data = json.loads(json.dumps(as_json({}, facts, Outcome(units, services))))
+    data = json.loads(json.dumps(documents.of_service({}, labels, Outcome(units, services))))
     assert len(data["cells"]) == len(data["units"]) == 3
     assert data["units"][0]["configuration"] == "local plain"
     assert data["units"][0]["requests"][0]["num_tokens"] == 5
@@ -228,9 +248,9 @@ def test_counters_of_several_targets_are_summed_and_the_link_is_read_from_the_me
 
 def test_counters_are_awaited_until_they_show_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([{"tokens_emitted": 5.0, "steps": 1.0}, {"tokens_emitted": 25.0, "steps": 9.0}])
-    assert serve._grown(lambda: next(answers), {"tokens_emitted": 5.0}, 20) == {"tokens_emitted": 20.0, "steps": 9.0}
+    assert serve._growth(lambda: next(answers), {"tokens_emitted": 5.0}, 20) == {"tokens_emitted": 20.0, "steps": 9.0}
     monkeypatch.setattr(serve, "_COUNTERS_TIMEOUT_S", 0.0)
-    assert serve._grown(lambda: {"tokens_emitted": 5.0}, {}, 20) == {}
+    assert serve._growth(lambda: {"tokens_emitted": 5.0}, {}, 20) == {}
 
 
 def test_an_engine_reports_its_counters_when_it_is_idle(tmp_path: Path) -> None:
@@ -248,7 +268,7 @@ def test_an_engine_reports_its_counters_when_it_is_idle(tmp_path: Path) -> None:
             return self.stats.steps < 3
 
     file = tmp_path / "counters"
-    counted = sides._Counted(Engine(), file)
+    counted = CountedEngine(Engine(), file)
     assert counted.step()
     assert counted.step()
     assert not file.exists(), "not while there is something to do"
@@ -303,10 +323,28 @@ def test_a_tiny_run_of_everything(
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     file = tmp_path / "out.json"
     arguments = [
-        "bench", "serve", "--no-compile", "--prompts", "2", "--max-tokens", "16", "--sessions", "1,2",
-        "--temperatures", "0,1", "--dtype", "float32", "--draft-link-delay-ms", "3", "--request-rate", "4",
-        "--goodput", "e2el:100000", "--json", str(file),
-    ]  # fmt: skip
+        "bench",
+        "serve",
+        "--no-compile",
+        "--prompts",
+        "2",
+        "--max-tokens",
+        "16",
+        "--sessions",
+        "1,2",
+        "--temperatures",
+        "0,1",
+        "--dtype",
+        "float32",
+        "--draft-link-delay-ms",
+        "3",
+        "--request-rate",
+        "4",
+        "--goodput",
+        "e2el:100000",
+        "--json",
+        str(file),
+    ]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     data = json.loads(file.read_text(encoding="utf-8"))

@@ -26,10 +26,16 @@ EXPECTED = soak.Expected((1, 2, 3), "abc", FinishReason.STOP, "d")
 
 def _result(**fields: Any) -> Result:
     values: dict[str, Any] = {
-        "text": "abc", "token_ids": (1, 2, 3), "logprobs": (), "finish_reason": FinishReason.STOP,
-        "usage": Usage(1, 3), "speculation": SpeculationStats(), "timing": Timing(0.0, 0.0, 0.0), "seed": 0,
+        "text": "abc",
+        "token_ids": (1, 2, 3),
+        "logprobs": (),
+        "finish_reason": FinishReason.STOP,
+        "usage": Usage(1, 3),
+        "speculation": SpeculationStats(),
+        "timing": Timing(0.0, 0.0, 0.0),
+        "seed": 0,
         "matched_stop": "d",
-    }  # fmt: skip
+    }
     return Result(**values | fields)
 
 
@@ -129,9 +135,22 @@ def test_tasks_may_step_up_but_not_go_on_rising() -> None:
 def test_a_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     arguments = [
-        "--minutes", "1", "--no-compile", "--rate", "1.5", "--templates", "12", "--max-tokens", "48",
-        "--kill-draft-s", "15", "--kill-target-s", "25", "--quiet-s", "20",
-    ]  # fmt: skip
+        "--minutes",
+        "1",
+        "--no-compile",
+        "--rate",
+        "1.5",
+        "--templates",
+        "12",
+        "--max-tokens",
+        "48",
+        "--kill-draft-s",
+        "15",
+        "--kill-target-s",
+        "25",
+        "--quiet-s",
+        "20",
+    ]
     status = soak.main(arguments)
     output = capsys.readouterr()
     assert status == 0, output.out

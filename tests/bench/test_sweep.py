@@ -36,17 +36,39 @@ def test_a_bad_argument_is_one_sentence(
 def test_baselines_that_take_one_request_at_a_time_are_left_out_of_large_loads() -> None:
     assert "assisted" not in sweep._without(sweep._SERIAL)
     assert set(sweep._without(())) == {
-        "transformers", "assisted", "lookup", "continuous", "replicated", "colocated",
-    }  # fmt: skip
+        "transformers",
+        "assisted",
+        "lookup",
+        "continuous",
+        "replicated",
+        "colocated",
+    }
 
 
 @pytest.mark.slow
 def test_a_tiny_sweep_and_its_report_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     arguments = [
-        "bench", "sweep", "--no-compile", "--grow-target", "none", "--grow-draft", "none", "--prompts", "1",
-        "--max-tokens", "8", "--sessions", "1,2", "--temperatures", "0,1", "--parts", "light,groups", "--out", str(out),
-    ]  # fmt: skip
+        "bench",
+        "sweep",
+        "--no-compile",
+        "--grow-target",
+        "none",
+        "--grow-draft",
+        "none",
+        "--prompts",
+        "1",
+        "--max-tokens",
+        "8",
+        "--sessions",
+        "1,2",
+        "--temperatures",
+        "0,1",
+        "--parts",
+        "light,groups",
+        "--out",
+        str(out),
+    ]
     assert main(arguments) == 0
     assert {"light-1.json", "light-2.json", "groups.json", "report.html", "report.md"} < {p.name for p in out.iterdir()}
     groups = json.loads((out / "groups.json").read_text(encoding="utf-8"))

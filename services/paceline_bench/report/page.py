@@ -1,4 +1,4 @@
-"""Sections of a report to files: one HTML page that needs nothing else, and Markdown with its plots beside it."""
+"""Writes the sections of a report: one HTML page that needs nothing else, and Markdown with its plots beside it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, what the numbers are, a plot and a table; each of the last two may be empty."""
+    """A heading, an explanation of the numbers, a table and a plot; the last two may be empty."""
 
     title: str
     text: str = ""
     rows: Sequence[Sequence[str]] = ()
-    """The first is the header."""
+    """Rows of the table, the header first."""
     svg: str = ""
 
 
@@ -31,7 +31,7 @@ div.wide { overflow-x: auto } svg { max-width: 100%; height: auto } p { max-widt
 
 
 def to_html(title: str, sections: Sequence[Section]) -> str:
-    """One page; plots are inside."""
+    """One page with the plots inside."""
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
         f"<style>{_CSS}</style></head><body>\n<h1>{html.escape(title)}</h1>",
@@ -51,7 +51,7 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
 
 
 def to_markdown(title: str, sections: Sequence[Section], plots: Sequence[str | None]) -> str:
-    """``plots``: the file name of each section's plot."""
+    """Markdown, with ``plots`` as the file name of each section's plot."""
     parts = [f"# {title}"]
     for section, plot in zip(sections, plots, strict=True):
         parts += [f"## {section.title}", *section.text.splitlines()]
@@ -65,7 +65,7 @@ def to_markdown(title: str, sections: Sequence[Section], plots: Sequence[str | N
 
 
 def write(directory: Path, title: str, sections: Sequence[Section]) -> list[Path]:
-    """Writes ``report.html``, ``report.md`` and a file per plot into ``directory``, which is made. Returns all."""
+    """Writes ``report.html``, ``report.md`` and a file per plot into ``directory``, made if needed. Returns all."""
     directory.mkdir(parents=True, exist_ok=True)
     plots: list[str | None] = []
     for section in sections:
@@ -80,7 +80,7 @@ def write(directory: Path, title: str, sections: Sequence[Section]) -> list[Path
 
 
 def _own_ids(svg: str, prefix: str) -> str:
-    """The same picture with ids that no other of the page has."""
+    """The picture with ids that no other picture of the page has."""
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}\1)", svg)
     return re.sub(r'href="#([^"]+)"', rf'href="#{prefix}\1"', svg)

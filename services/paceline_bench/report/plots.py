@@ -15,9 +15,16 @@ Steps = Sequence[tuple[float, float, int]]
 _MARKERS = "osD^v<>PX*"
 _PERCENTILE_MARKERS = {"50": "o", "90": "|", "95": "x", "99": ">"}
 _STYLE = {
-    "svg.hashsalt": "paceline", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 8,
-}  # fmt: skip
+    "svg.hashsalt": "paceline",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +38,15 @@ class Point:
 
 
 def require_matplotlib() -> Any:
-    """``matplotlib.figure``. Raises ConfigError where it is not installed."""
+    """Imports ``matplotlib.figure``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise ConfigError(
-            "plots need matplotlib, which is not installed: pip install 'paceline[bench]', or no report"
-        ) from error
+        raise ConfigError("reports need matplotlib, which is not installed: pip install 'paceline[bench]'") from error
     return matplotlib.figure
 
 
@@ -48,12 +57,9 @@ def lines(panels: Mapping[str, Mapping[str, Sequence[Point]]], x_label: str, y_l
     ticks = sorted({p.x for series in panels.values() for points in series.values() for p in points})
     for ax, (title, series) in zip(axes, panels.items(), strict=True):
         for name, points in series.items():
-            i = names.index(name)
             errors = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
-            ax.errorbar(
-                [ticks.index(p.x) for p in points], [p.y for p in points], yerr=errors, label=name, capsize=2,
-                marker=_MARKERS[i % len(_MARKERS)], markersize=4, linewidth=1.2, color=f"C{i % 10}",
-            )  # fmt: skip
+            style = {**_series(names.index(name)), "markersize": 4, "linewidth": 1.2, "capsize": 2}
+            ax.errorbar([ticks.index(p.x) for p in points], [p.y for p in points], yerr=errors, label=name, **style)
         ax.set_xticks(range(len(ticks)), [f"{tick:g}" for tick in ticks])
         ax.set(title=title, xlabel=x_label, ylabel=y_label)
         ax.set_ylim(bottom=0)
@@ -80,14 +86,11 @@ def percentiles(rows: Sequence[tuple[str, Mapping[str, Mapping[str, float | None
 
 
 def scatter(points: Sequence[tuple[str, str, float, float]], x_label: str, y_label: str) -> str:
-    """(series, note at the point, x, y): a line with marks per series."""
+    """A line with marks per series; each point is (series, note at the point, x, y)."""
     figure, (ax,) = _panels(1, 6.4, 4.4)
     for i, name in enumerate(dict.fromkeys(series for series, *_ in points)):
         own = [(note, x, y) for series, note, x, y in points if series == name]
-        ax.plot(
-            [x for _, x, _ in own], [y for *_, y in own], label=name, marker=_MARKERS[i % len(_MARKERS)],
-            markersize=5, linewidth=0.7, color=f"C{i % 10}",
-        )  # fmt: skip
+        ax.plot([x for _, x, _ in own], [y for *_, y in own], label=name, markersize=5, linewidth=0.7, **_series(i))
         for note, x, y in own:
             ax.annotate(note, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7, color="0.35")
     ax.set(xlabel=x_label, ylabel=y_label)
@@ -98,12 +101,12 @@ def scatter(points: Sequence[tuple[str, str, float, float]], x_label: str, y_lab
 
 
 def timelines(rows: Mapping[str, tuple[Steps, Steps, Sequence[float]]], begin: float, end: float) -> str:
-    """Two lanes per name, the target's steps and the draft's, and when tokens arrived; from ``begin`` to ``end``."""
+    """Two lanes per name, the target's steps and the draft's, and the arrivals of tokens; from ``begin`` to ``end``."""
     figure, axes = _panels(len(rows), 9.0, 1.25, columns=1)
     for ax, (name, (target, draft, arrivals)) in zip(axes, rows.items(), strict=True):
-        for y, steps, colour in ((1, target, "C0"), (0, draft, "C1")):
+        for y, steps, color in ((1, target, "C0"), (0, draft, "C1")):
             seen = [((at - begin) * 1e3, s * 1e3) for at, s, _ in steps if at < end and at + s > begin]
-            ax.broken_barh(seen, (y - 0.35, 0.7), facecolor=colour, edgecolor="white", linewidth=0.6)
+            ax.broken_barh(seen, (y - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=0.6)
         for at in arrivals:
             if begin <= at <= end:
                 ax.axvline((at - begin) * 1e3, color="0.4", linewidth=0.6, linestyle=":")
@@ -114,6 +117,10 @@ def timelines(rows: Mapping[str, tuple[Steps, Steps, Sequence[float]]], begin: f
         ax.grid(False)
     axes[-1].set_xlabel("ms; dotted: tokens reach the client")
     return _svg(figure)
+
+
+def _series(number: int) -> dict[str, str]:
+    return {"marker": _MARKERS[number % len(_MARKERS)], "color": f"C{number % 10}"}
 
 
 def _panels(count: int, width: float, height: float, columns: int | None = None) -> tuple[Any, list[Any]]:

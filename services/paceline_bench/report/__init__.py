@@ -1,0 +1,1 @@
+"""Reports: summaries, documents for ``--json``, plain text, and pages with plots."""
