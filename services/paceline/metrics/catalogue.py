@@ -82,7 +82,7 @@ QUEUE = histogram("paceline_queue_seconds", "seconds", "From a request's arrival
 SESSIONS = gauge(
     "paceline_sessions",
     "sessions",
-    "Sessions that wait for admission, run on a target, or have lost their target and wait for another (homeless).",
+    "Sessions that wait for admission, run on a target, or wait for another after theirs failed (`homeless`).",
     "state",
 )
 DROPPED = counter("paceline_messages_dropped_total", "messages", "Stale or malformed messages, by kind.", "kind")
@@ -121,7 +121,10 @@ REPLICAS_UP = gauge("paceline_replicas_up", "replicas", "Processes that report t
 # -- the monitor --------------------------------------------------------------------------------------------------
 
 SCALING_WANTED = gauge(
-    "paceline_scaling_wanted_replicas", "replicas", "That a pool shall have, where the service decides it.", "pool"
+    "paceline_scaling_wanted_replicas",
+    "replicas",
+    "Replicas that a pool should have, where the service decides it.",
+    "pool",
 )
 SCALING_ACTUAL = gauge("paceline_scaling_actual_replicas", "replicas", "Of such a pool that take sessions.", "pool")
 SCALING_DEMAND = gauge(
@@ -134,7 +137,7 @@ CONTROLLER: dict[str, Metric] = {
     name: gauge(f"paceline_controller_{name}", unit, help_, *labels, per_replica=True)
     for name, unit, help_, *labels in (
         ("drafting", "flag", "1 if a target wants drafts at its load now."),
-        ("sessions_paused", "sessions", "Sessions that a target has told to do without a draft."),
+        ("sessions_paused", "sessions", "Sessions for which a target has paused drafting."),
         ("acceptance", "ratio", "Draft tokens accepted lately, those before them being so."),
         ("mean_draft_tokens", "tokens", "Of the proposals of the last few hundred rounds."),
         ("draft_tokens_share", "ratio", "Of these rounds, by the length of the proposal.", "tokens"),
