@@ -27,7 +27,10 @@ from pydantic import BaseModel
 from paceline.cli.main import build_parser
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
-from paceline.metrics import CATALOGUE, Kind
+from paceline.metrics import catalogue, engines
+from paceline.metrics.declaration import CATALOGUE, Kind
+
+assert catalogue, engines  # they declare the metrics
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ROOT / "services"
