@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.cli.table import table
 from paceline.config import ModelOptions
 from paceline.model.attention import native as cpu_attention
@@ -106,7 +107,10 @@ def main() -> None:
     print(*table([titles, *rows]), sep="\n")
 
     if args.model:
-        models = {k: load_model(args.model, ModelOptions(dtype=args.dtype, device="cpu", attention=k)) for k in kernels}
+        models = {
+            k: load_model(Checkpoint.open(args.model), ModelOptions(dtype=args.dtype, device="cpu", attention=k))
+            for k in kernels
+        }
         rows = []
         for sessions, num_tokens, context in STEP_CASES:
             steps = {k: step_of(models[k], sessions, num_tokens, context) for k in kernels}

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from transformers import AutoTokenizer
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.embedded import TARGET_DIR
 from paceline.model import runner as runner_module
 from paceline.model.loading import load_pretrained, prepare
@@ -53,7 +54,9 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = prepare(load_pretrained(str(TARGET_DIR), getattr(torch, args.dtype)), compile=not args.no_compile)
+    model = prepare(
+        load_pretrained(Checkpoint.open(str(TARGET_DIR)), getattr(torch, args.dtype)), compile=not args.no_compile
+    )
     runner = model.runner(pages_for(args.tokens) + 1)
     pages = runner.cache.allocate(pages_for(args.tokens))
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)

@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
@@ -190,7 +191,9 @@ def report(name: str, device: str, args: argparse.Namespace, peak: float, clock:
 
 def report_draft(device: str, args: argparse.Namespace, clock: Clock) -> list[str]:
     """The lines of the embedded draft."""
-    model = prepare(load_pretrained(str(DRAFT_DIR), getattr(torch, args.dtype)).to(device), compile=False)
+    model = prepare(
+        load_pretrained(Checkpoint.open(str(DRAFT_DIR)), getattr(torch, args.dtype)).to(device), compile=False
+    )
     limits = Limits(1, max(LEAVES), pages_for(args.context + 256), is_tree=True)
     lines = [f"embedded draft: {model.num_parameters / 1e6:.1f} M parameters"]
     for kind, runner in runners(model, 2 * limits.max_pages + 2, limits).items():

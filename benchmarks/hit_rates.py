@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.core.processors import Row, SamplerState
@@ -136,7 +137,10 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    models = [load_pretrained(str(path), getattr(torch, options.dtype)).eval() for path in (TARGET_DIR, DRAFT_DIR)]
+    models = [
+        load_pretrained(Checkpoint.open(str(path)), getattr(torch, options.dtype)).eval()
+        for path in (TARGET_DIR, DRAFT_DIR)
+    ]
     rules = [
         ("coupled", Acceptance.COUPLED, 1.0),
         ("rejection", Acceptance.REJECTION, 1.0),

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, apply_worker_environment, cache_dir
 from paceline.embedded import TARGET_DIR
 from paceline.logs import configure
@@ -46,7 +47,9 @@ def serve(path: str, compile: bool, quantization: str | None, pipe: Connection) 
 
     torch.set_num_threads(1)
     before = resident_bytes()
-    model = load_model(path, ModelOptions(dtype="bfloat16", device="cpu", compile=compile, quantization=quantization))
+    model = load_model(
+        Checkpoint.open(path), ModelOptions(dtype="bfloat16", device="cpu", compile=compile, quantization=quantization)
+    )
     runner = model.runner(16)
     report = check_invariance(runner)
     gc.collect()

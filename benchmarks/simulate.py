@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.draft.engine import DraftEngine
@@ -212,7 +213,8 @@ def main() -> None:
     tokenizer = load_tokenizer(str(TARGET_DIR))
     prompts = held_out_prompts(tokenizer, options.prompts)
     models = [
-        prepare(load_pretrained(str(path), torch.bfloat16), compile=options.compile) for path in (TARGET_DIR, DRAFT_DIR)
+        prepare(load_pretrained(Checkpoint.open(str(path)), torch.bfloat16), compile=options.compile)
+        for path in (TARGET_DIR, DRAFT_DIR)
     ]
     print(f"draft step {options.draft_step:g}, {options.prompts} prompts x {options.max_tokens} tokens, coupled")
     texts: dict[tuple[float, int], list[int]] = {}

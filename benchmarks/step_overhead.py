@@ -31,6 +31,7 @@ from unittest import mock
 
 import torch
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
@@ -148,7 +149,7 @@ def read_bandwidth() -> float:
 
 def weight_bytes(model: LoadedModel) -> int:
     """Bytes of weights that a step reads. The embedded models tie their embeddings to the output layer."""
-    return model.facts.num_parameters * model.dtype.itemsize
+    return model.size.num_parameters * model.dtype.itemsize
 
 
 def run(target: Side, draft: Side | None, sessions: dict[str, Session], num_steps: int) -> int:
@@ -220,7 +221,7 @@ def main() -> None:
     run: dict[str, Any] = {"dtype": "bfloat16", "compile": True}
     target_config = TargetModel(path=paths[0], max_sessions=max(args.sessions), adaptive=False, **run)
     draft_config = DraftModel(path=paths[1], **run)
-    weights = [weight_bytes(load_model(model.path, model)) for model in (target_config, draft_config)]
+    weights = [weight_bytes(load_model(Checkpoint.open(model.path), model)) for model in (target_config, draft_config)]
     config = LocalConfig(target=target_config, draft=draft_config)
     draft_setup = config.draft_setup()
     assert draft_setup is not None

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.model.loading import load_pretrained, prepare
 from paceline.model.parallel.collectives import Collectives, TorchCollectives
 from paceline.model.parallel.model import load_shard
@@ -73,13 +74,13 @@ def timed_runner(runner: ModelRunner) -> Times:
 
 def one_process(path: str, dtype: torch.dtype, compile: bool) -> Way:
     """The engine's model, whole."""
-    model = prepare(load_pretrained(path, dtype), compile=compile)
+    model = prepare(load_pretrained(Checkpoint.open(path), dtype), compile=compile)
     return lambda: timed_runner(model.runner(3))
 
 
 def ranks(path: str, dtype: torch.dtype, group: Collectives, compile: bool) -> Way:
     """The engine's model, sharded."""
-    model = prepare(load_shard(path, dtype, group), compile=compile)
+    model = prepare(load_shard(Checkpoint.open(path), dtype, group), compile=compile)
 
     def run() -> Times | None:
         runner = model.runner(3)

@@ -20,8 +20,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.checkpoint.files import Checkpoint, read_checkpoint, require_path
-from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, load_tokenizer, require_same_tokens
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.folder import require_path
+from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, require_same_tokens
 from paceline.config import DraftModel, LocalConfig
 from paceline.errors import EngineError, PacelineError
 from paceline.messages import SpeculationWanted, ToDraft, ToTarget
@@ -107,11 +108,10 @@ class LocalPipeline:
             require_path(target.path)
             if isinstance(draft, DraftModel):
                 require_path(draft.path)
-        self.checkpoint = checkpoint or read_checkpoint(target.path)
-        self.tokenizer = tokenizer or load_tokenizer(target.path)
+        self.checkpoint = checkpoint or Checkpoint.open(target.path)
+        self.tokenizer = tokenizer or self.checkpoint.tokenizer
         if tokenizer is None and isinstance(draft, DraftModel):
-            read_checkpoint(draft.path)
-            require_same_tokens(self.tokenizer, load_tokenizer(draft.path))
+            require_same_tokens(self.tokenizer, Checkpoint.open(draft.path).tokenizer)
         self._loaded = True
 
     def start(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import DType
 from paceline.errors import EngineError
 from paceline_bench.children import Child
@@ -102,7 +103,7 @@ def _transformers(target: str, draft: str | None, dtype: DType) -> Iterator[Call
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # requests carry their errors
     torch.set_num_threads(1)
     kind = resolve_dtype(dtype, torch.device("cpu"))
-    models: list[Any] = [load_pretrained(path, kind).eval() for path in (target, draft) if path]
+    models: list[Any] = [load_pretrained(Checkpoint.open(path), kind).eval() for path in (target, draft) if path]
     for model in models:
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0

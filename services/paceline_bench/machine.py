@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files import read_facts, read_json
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import apply_worker_environment
 from paceline.runtime.workers import available_cores, pin
 
@@ -121,12 +121,15 @@ def step_bytes(path: str, dtype: str) -> dict[str, int | None]:
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         return {}
-    facts = read_facts(folder, dtype)
-    tied = bool(read_json(str(folder), "config.json").get("tie_word_embeddings"))
-    weights = facts.num_parameters - (0 if tied else facts.vocab_size * facts.hidden_size)
+    checkpoint = Checkpoint.open(path)
+    size = checkpoint.size(dtype)
+    if size is None:
+        return {}
+    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    weights = size.num_parameters - (0 if tied else size.vocab_size * size.hidden_size)
     return {
-        "weight_bytes": weights * facts.item_bytes,
-        "kv_bytes_per_token": None if facts.kv_values is None else facts.kv_values * facts.item_bytes,
+        "weight_bytes": weights * size.item_bytes,
+        "kv_bytes_per_token": None if size.kv_values is None else size.kv_values * size.item_bytes,
     }
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections import Counter
 
 import pytest
-from tests.support.models import FAMILIES
+from tests.support.models import FAMILIES, save_pair
 
-from paceline.checkpoint import files as checkpoints
-from paceline.checkpoint.files import inspect_checkpoint, read_checkpoint
+from paceline.checkpoint import files
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import DraftOptions, DraftSetup, TargetOptions, TargetSetup
+from paceline.draft.build import build_draft_engine
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
+from paceline.target.build import build_target_engine
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -21,7 +26,7 @@ def test_both_readers_agree(tmp_path, family):
     for eos in (None, 3, [3, 4]):
         if eos is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-        assert read_checkpoint(str(tmp_path)) == inspect_checkpoint(str(tmp_path))
+        assert Checkpoint.open(str(tmp_path)) == Checkpoint.ask_transformers(str(tmp_path))
 
 
 def _architecture(config):
@@ -31,15 +36,63 @@ def _architecture(config):
 
 @pytest.mark.parametrize("directory", [TARGET_DIR, DRAFT_DIR])
 def test_the_embedded_pair_is_read_from_its_files(directory, monkeypatch):
-    expected = inspect_checkpoint(str(directory))
-    monkeypatch.setattr(checkpoints, "inspect_checkpoint", None)
-    assert read_checkpoint(str(directory)) == expected
+    expected = Checkpoint.ask_transformers(str(directory))
+    monkeypatch.setattr(Checkpoint, "ask_transformers", None)
+    assert Checkpoint.open(str(directory)) == expected
 
 
-@pytest.mark.parametrize("reader", [read_checkpoint, inspect_checkpoint])
+@pytest.mark.parametrize("reader", [Checkpoint.open, Checkpoint.ask_transformers])
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "no-such-type"}'])
 def test_a_configuration_that_says_nothing_is_one_sentence(tmp_path, reader, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="could not be resolved") as caught:
         reader(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["target", "draft"])
+def test_an_engine_is_built_from_one_opening_of_each_checkpoint(tmp_path, monkeypatch, kind):
+    """Preflight, loading and the engine share the value; no file of ours is read a second time."""
+    save_pair(tmp_path)
+    folders = {name: str(tmp_path / name) for name in ("target", "draft")}
+    opened, read = Counter(), Counter()
+    open_checkpoint, read_json, count_weights = Checkpoint.open, files.read_json, files.count_weights
+
+    def opens(source):
+        opened[source] += 1
+        return open_checkpoint(source)
+
+    def reads(folder, name):
+        read[str(folder), name] += 1
+        return read_json(folder, name)
+
+    def counts(folder):
+        read[str(folder), "headers"] += 1
+        return count_weights(folder)
+
+    monkeypatch.setattr(Checkpoint, "open", opens)
+    monkeypatch.setattr(files, "read_json", reads)
+    monkeypatch.setattr(files, "count_weights", counts)
+    run = {"dtype": "float32", "compile": False, "device": "cpu"}
+    options = TargetOptions(max_sessions=1, max_model_len=64, max_step_tokens=32, **run)
+    target = TargetSetup(folders["target"], options, tree_budget=16)
+    if kind == "target":
+        build_target_engine(target, print)
+        expected = {folders["target"]: 1}
+    else:
+        growing = DraftOptions(tree_budget=16, tree_step_tokens=4, **run)
+        build_draft_engine(DraftSetup.beside(target, folders["draft"], growing), print)
+        expected = dict.fromkeys(folders.values(), 1)
+    assert opened == expected
+    assert read[folders[kind], "config.json"] == read[folders[kind], "headers"] == 1
+    assert set(read.values()) == {1}
+
+
+def test_a_checkpoint_is_a_value(tmp_path):
+    checkpoint = Checkpoint.open(str(TARGET_DIR))
+    tokens = checkpoint.tokenizer.encode("def f(x):")
+    again = pickle.loads(pickle.dumps(checkpoint))
+    assert again == checkpoint
+    assert again.tokenizer.encode("def f(x):") == tokens
+    assert again.size() == checkpoint.size()
+    assert checkpoint.tokenizer is checkpoint.tokenizer

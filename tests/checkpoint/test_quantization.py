@@ -11,7 +11,7 @@ from tests.support.models import FAMILIES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from paceline.checkpoint import quantization
-from paceline.checkpoint.files import inspect_checkpoint, read_checkpoint
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.quantization import (
     METHODS,
     batch_dependence,
@@ -65,7 +65,7 @@ def test_what_is_missing_is_named(method: str, tmp_path: Path, monkeypatch: pyte
         require_method(path, method, "cpu")
         return
     with pytest.raises(ConfigError) as caught:
-        load_pretrained(path, torch.bfloat16)
+        load_pretrained(Checkpoint.open(path), torch.bfloat16)
     assert str(caught.value) == subject + said
 
 
@@ -84,17 +84,17 @@ def test_an_unknown_method_is_refused(tmp_path: Path) -> None:
     """transformers would skip it, and take the packed weights for weights."""
     path = checkpoint(tmp_path, {"quant_method": "q17"})
     with pytest.raises(ConfigError, match="quantized by 'q17', which transformers does not know"):
-        load_pretrained(path, torch.bfloat16)
+        load_pretrained(Checkpoint.open(path), torch.bfloat16)
 
 
 def test_both_readers_see_the_method(tmp_path: Path) -> None:
     """From the JSON files alone, and through transformers; None if there is none."""
     path = checkpoint(tmp_path, {"quant_method": "awq", "bits": 4})
-    for checked in (read_checkpoint(path), inspect_checkpoint(path)):
+    for checked in (Checkpoint.open(path), Checkpoint.ask_transformers(path)):
         assert checked.quantization is not None
         assert method_of(checked.quantization) == "awq"
     FAMILIES["llama"]().save_pretrained(tmp_path)
-    assert read_checkpoint(str(tmp_path)).quantization is None
+    assert Checkpoint.open(str(tmp_path)).quantization is None
 
 
 def test_outliers_of_the_batch() -> None:

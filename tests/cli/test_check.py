@@ -12,7 +12,7 @@ import sys
 import pytest
 from tests.support.models import save_pair
 
-from paceline.checkpoint.files import read_facts
+from paceline.checkpoint.files import Checkpoint
 from paceline.cli.main import main
 from paceline.cluster.ports import free_ports
 from paceline.config import ServiceConfig
@@ -81,7 +81,7 @@ def test_a_service_that_may_start(capsys, models):
     rows = rows_of(out)
     assert list(rows) == ["target_config", "draft_config", "router_config"]
     setup = ServiceConfig().target_setup()
-    target = target_estimate(setup, read_facts(checks.local_folder(models[1])), MAX_LEN)
+    target = target_estimate(setup, Checkpoint.find(models[1]).size(), MAX_LEN)
     assert rows["target_config"]["replicas"] == "2"
     assert rows["target_config"]["process"] == mib(ENGINE_PROCESS_BYTES)
     assert rows["target_config"]["KV"] == mib(target.kv_bytes)
@@ -99,8 +99,14 @@ def test_json_has_the_same_estimate_and_adds_up(capsys, models):
     setup = ServiceConfig().target_setup()
     target, draft, router = found["pools"]
     for pool, estimate in (
-        (target, target_estimate(setup, read_facts(checks.local_folder(models[1])), MAX_LEN, left_bytes=64 * GIB)),
-        (draft, draft_estimate(ServiceConfig().draft_setup(), read_facts(checks.local_folder(models[3])), MAX_LEN)),
+        (
+            target,
+            target_estimate(setup, Checkpoint.find(models[1]).size(), MAX_LEN, left_bytes=64 * GIB),
+        ),
+        (
+            draft,
+            draft_estimate(ServiceConfig().draft_setup(), Checkpoint.find(models[3]).size(), MAX_LEN),
+        ),
     ):
         parts = pool["estimate"]
         assert parts["packed_bytes"] == parts["weights_bytes"] > 0

@@ -138,7 +138,7 @@ def test_a_model_that_is_no_causal_language_model(capfd, tmp_path):
     capfd.readouterr()
     for flags in (["--target", str(tmp_path), "--mode", "plain"], ["--draft", str(tmp_path)]):
         sentence = refused(capfd, "generate", PROMPT, *flags)
-        assert "no causal language model" in sentence
+        assert "not a causal language model" in sentence
         assert "BertForMaskedLM" in sentence
 
 

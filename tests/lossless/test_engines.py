@@ -21,6 +21,7 @@ from tests.support.pump import Pump, Request, assert_same, in_mode, plain_refere
 from tests.support.rings import nightly, pairs_first, slow
 from transformers import LlamaConfig
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.core.processors import Row, SamplerState
 from paceline.core.reference import Model, speculative_decode
@@ -343,8 +344,8 @@ def test_mutants_of_the_target_are_caught(mutant, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="module")
 def embedded_bf16():
     """The embedded pair in bf16 as the eager engine runs it, and what the self-test says about this machine."""
-    target = prepare(load_pretrained(str(TARGET_DIR), torch.bfloat16), compile=False)
-    draft = prepare(load_pretrained(str(DRAFT_DIR), torch.bfloat16), compile=False)
+    target = prepare(load_pretrained(Checkpoint.open(str(TARGET_DIR)), torch.bfloat16), compile=False)
+    draft = prepare(load_pretrained(Checkpoint.open(str(DRAFT_DIR)), torch.bfloat16), compile=False)
     return target, draft, check_invariance(target.runner(8))
 
 
@@ -397,8 +398,8 @@ def test_embedded_pair_bf16_is_identical_bit_for_bit_everywhere(embedded_bf16, t
 @pytest.mark.parametrize("temperature", [*slow([1.0]), *nightly([0.0, 0.7])])
 def test_embedded_pair_fp32(temperature: float) -> None:
     """fp32: the same identity."""
-    target = prepare(load_pretrained(str(TARGET_DIR), torch.float32), compile=False)
-    draft = prepare(load_pretrained(str(DRAFT_DIR), torch.float32), compile=False)
+    target = prepare(load_pretrained(Checkpoint.open(str(TARGET_DIR)), torch.float32), compile=False)
+    draft = prepare(load_pretrained(Checkpoint.open(str(DRAFT_DIR)), torch.float32), compile=False)
     requests = _embedded_requests(temperature, 48)
     reference = plain_reference(target, requests)
     for seed, mode in enumerate(Mode):

@@ -35,6 +35,7 @@ from tests.support.models import prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.errors import ConfigError
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.model.parallel.collectives import Collectives
@@ -90,7 +91,7 @@ def examine(case: Case, ranks: Ranks, folder: Path) -> Result:
         path = str(folder / f"tied-{tie}")
         checkpoint(case.config(tie_word_embeddings=tie) if tie != tied else config).save_pretrained(path)
         try:
-            model = prepare(load_pretrained(path, torch.float32), compile=False)
+            model = prepare(load_pretrained(Checkpoint.open(path), torch.float32), compile=False)
         except ConfigError as error:
             result.refused = str(error).replace(f" ({path})", "")
             return result
@@ -115,7 +116,7 @@ def examine(case: Case, ranks: Ranks, folder: Path) -> Result:
 
 def _whole(path: str, model: LoadedModel) -> tuple[Tensor, list[int], float]:
     """Logits and tokens of one process in float32, and the difference from transformers."""
-    reference = load_pretrained(path, torch.float32)
+    reference = load_pretrained(Checkpoint.open(path), torch.float32)
     ids = torch.tensor([PROMPT])
     settings = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0, "eos_token_id": None}
     want = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
@@ -137,10 +138,10 @@ def _held(plan: ShardPlan) -> float:
 
 
 def _bfloat16(result: Result, path: str, tokens: list[int], ranks: Ranks) -> None:
-    model = prepare(load_pretrained(path, torch.bfloat16), compile=False)
+    model = prepare(load_pretrained(Checkpoint.open(path), torch.bfloat16), compile=False)
     rows, _ = run_text(model.runner(16), tokens)
-    exact = _forward(load_pretrained(path, torch.float32), tokens)
-    theirs = _differences(_forward(load_pretrained(path, torch.bfloat16), tokens), exact)
+    exact = _forward(load_pretrained(Checkpoint.open(path), torch.float32), tokens)
+    theirs = _differences(_forward(load_pretrained(Checkpoint.open(path), torch.bfloat16), tokens), exact)
 
     def times(rows: Tensor, limit: float) -> float:
         ours = _differences(rows, exact)
@@ -218,7 +219,7 @@ def _notes(case: Case, model: LoadedModel, path: str) -> str:
     """What is of note, read off the model itself."""
     config = case.config()
     text = config.get_text_config()
-    reference = load_pretrained(path, torch.float32)
+    reference = load_pretrained(Checkpoint.open(path), torch.float32)
     names = {part for name, _ in reference.named_modules() for part in [name.rpartition(".")[2]]}
     kv_heads = {layer.num_kv_heads for layer in model.layers}
     notes = []

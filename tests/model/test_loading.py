@@ -14,6 +14,7 @@ from tests.model.families import small_config
 from tests.support.models import FAMILIES, SLIDING_WINDOW, VOCAB, random_model
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, MambaConfig, PreTrainedModel
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions
 from paceline.errors import ConfigError
 from paceline.model.device import resolve_device, resolve_dtype
@@ -29,7 +30,9 @@ def saved(model: PreTrainedModel, path: Path) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_loaded_model_says_of_itself(family: str, tmp_path: Path) -> None:
     """Layers, window, vocabulary and positions, from a checkpoint on disk."""
-    model = load_model(saved(random_model(family), tmp_path), ModelOptions(dtype="float32", compile=False))
+    model = load_model(
+        Checkpoint.open(saved(random_model(family), tmp_path)), ModelOptions(dtype="float32", compile=False)
+    )
     heads, dim = {"phi3": (4, 16), "gpt2": (4, 16), "llama": (2, 16), "mistral": (2, 16)}.get(family, (2, 32))
     assert model.layers == [LayerSpec(heads, dim, dim)] * (3 if family == "gemma3" else 2)
     assert model.sliding_window == (SLIDING_WINDOW if family in ("gemma3", "gemma2", "mistral") else None)
@@ -41,16 +44,16 @@ def test_what_a_loaded_model_says_of_itself(family: str, tmp_path: Path) -> None
 def test_a_missing_path_is_named() -> None:
     """Nothing there, or no checkpoint in it."""
     with pytest.raises(ConfigError, match=r"'/nowhere/at/all' does not exist"):
-        load_pretrained("/nowhere/at/all", torch.float32)
+        load_pretrained(Checkpoint.open("/nowhere/at/all"), torch.float32)
 
 
 def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     """config.json is asked for by name; weights that are missing are too."""
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        load_pretrained(str(tmp_path), torch.float32)
+        load_pretrained(Checkpoint.open(str(tmp_path)), torch.float32)
     random_model("llama").config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="could not be loaded"):
-        load_pretrained(str(tmp_path), torch.float32)
+        load_pretrained(Checkpoint.open(str(tmp_path)), torch.float32)
 
 
 def with_layers(model: PreTrainedModel, num_layers: int, path: Path) -> str:
@@ -66,7 +69,7 @@ def test_parameters_that_no_file_holds_are_refused_by_name(tmp_path: Path, capfd
     path = with_layers(random_model("llama"), 12, tmp_path)
     capfd.readouterr()
     with pytest.raises(ConfigError) as caught:
-        load_pretrained(path, torch.float32)
+        load_pretrained(Checkpoint.open(path), torch.float32)
     first = ", ".join(f"model.layers.2.self_attn.{name}_proj.weight" for name in "qkv")
     assert str(caught.value) == f"model '{tmp_path}' is not whole: no weight file holds {first} and 87 more"
     assert capfd.readouterr().err == ""
@@ -78,10 +81,12 @@ def test_parameters_that_have_no_place_are_warned_of(
     """Once, with the first few names."""
     path = with_layers(random_model("llama"), 1, tmp_path)
     capfd.readouterr()
-    load_pretrained(path, torch.float32)
+    load_pretrained(Checkpoint.open(path), torch.float32)
     (record,) = [record for record in caplog.records if record.name.startswith("paceline")]
     assert record.levelname == "WARNING"
-    assert "no place for model.layers.1.input_layernorm.weight, model.layers.1.mlp" in record.getMessage()
+    assert (
+        "ignoring unexpected weights: model.layers.1.input_layernorm.weight, model.layers.1.mlp" in record.getMessage()
+    )
     assert record.getMessage().endswith(" and 6 more")
     assert "LOAD REPORT" not in capfd.readouterr().err
 
@@ -93,7 +98,7 @@ def test_tied_weights_are_not_missing(family: str, tmp_path: Path, caplog: pytes
     config.tie_word_embeddings = True
     model = random_model(config)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    again = load_pretrained(saved(model, tmp_path), torch.float32)
+    again = load_pretrained(Checkpoint.open(saved(model, tmp_path)), torch.float32)
     assert torch.equal(again.get_output_embeddings().weight, model.get_input_embeddings().weight)
     assert not caplog.records
 
@@ -102,14 +107,14 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     """A weight file instead of its directory."""
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="is a file"):
-        load_pretrained(str(tmp_path / "model.safetensors"), torch.float32)
+        load_pretrained(Checkpoint.open(str(tmp_path / "model.safetensors")), torch.float32)
 
 
 def test_an_encoder_is_no_causal_language_model(tmp_path: Path) -> None:
     """With its architecture."""
     bert = BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16))
-    with pytest.raises(ConfigError, match=r"no causal language model: its architecture is BertModel"):
-        load_pretrained(saved(bert, tmp_path), torch.float32)
+    with pytest.raises(ConfigError, match=r"not a causal language model: its architecture is BertModel"):
+        load_pretrained(Checkpoint.open(saved(bert, tmp_path)), torch.float32)
 
 
 def test_layers_without_attention_are_refused() -> None:

@@ -15,6 +15,7 @@ from tests.support.pump import Pump, Request, assert_same, plain_reference
 from torch import Tensor
 from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.quantization import METHODS, _is_installed
 from paceline.config import ModelOptions
 from paceline.model.loading import load_model
@@ -98,7 +99,7 @@ def test_a_checkpoint_that_comes_quantized(
     if missing := [name for name, _ in METHODS[method].packages if not _is_installed(name)]:
         pytest.skip(f"not installed: {', '.join(missing)}")
     make(tmp_path, **options)
-    model = load_model(str(tmp_path), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
+    model = load_model(Checkpoint.open(str(tmp_path)), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
     assert (model.quantization, model.dtype, model.vocab_size) == (runs_as, torch.bfloat16, 300)
     if model.batch_dependence is not None:
         assert options == {"load_in_8bit": True}

@@ -15,7 +15,7 @@ from tests.support.pump import Pump, Request, assert_same, in_mode, plain_refere
 from tests.support.rings import nightly, slow
 from transformers import PreTrainedModel
 
-from paceline.checkpoint.files import inspect_checkpoint
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
@@ -39,7 +39,7 @@ def reloaded(dtype: torch.dtype, quantization: str | None, noise: float = 0.0) -
     model = random_model("llama", dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         (noisy_copy(model, noise) if noise else model).save_pretrained(folder)
-        return load_pretrained(folder, dtype, CPU, quantization)  # type: ignore[arg-type]
+        return load_pretrained(Checkpoint.open(folder), dtype, CPU, quantization)  # type: ignore[arg-type]
 
 
 def loaded(dtype: torch.dtype, quantization: str | None, noise: float = 0.0) -> LoadedModel:
@@ -150,19 +150,19 @@ def test_a_checkpoint_of_torchao_loads_as_it_is(tmp_path: Path) -> None:
     """The same text as what was quantized at loading; to quantize it again is refused."""
     model = reloaded(torch.bfloat16, "int8")
     model.save_pretrained(tmp_path)
-    again = load_model(str(tmp_path), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
+    again = load_model(Checkpoint.open(str(tmp_path)), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
     assert again.quantization == "torchao"
     asked = requests()
     assert_same(plain_reference(again, asked), plain_reference(prepare(model, compile=False), asked))
     with pytest.raises(ConfigError, match="is quantized by 'torchao' already: set quantization to null"):
-        load_model(str(tmp_path), ModelOptions(quantization="int8", device="cpu"))
+        load_model(Checkpoint.open(str(tmp_path)), ModelOptions(quantization="int8", device="cpu"))
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     """GPT-2 has transformers' own transposed layers; nothing of it would be int8."""
     random_model("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"quantization is 'int8', and GPT2LMHeadModel .* has no linear layer"):
-        load_model(str(tmp_path), ModelOptions(quantization="int8", device="cpu", compile=False))
+        load_model(Checkpoint.open(str(tmp_path)), ModelOptions(quantization="int8", device="cpu", compile=False))
 
 
 def test_only_bfloat16_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,17 +170,17 @@ def test_only_bfloat16_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixt
     random_model("llama").save_pretrained(tmp_path)
     options = ModelOptions(dtype="float32", quantization="int8", device="cpu")
     caplog.set_level("INFO", "paceline")
-    load_model(str(tmp_path), options)
+    load_model(Checkpoint.open(str(tmp_path)), options)
     reason = "int8 weights are compiled with dtype 'bfloat16', and dtype is 'float32'"
     assert any(record.getMessage().endswith(f"is not compiled: {reason}") for record in caplog.records)
     with pytest.raises(ConfigError, match=f"^compile is true, but {reason}: set compile to auto or false$"):
-        load_model(str(tmp_path), options.model_copy(update={"compile": True}))
+        load_model(Checkpoint.open(str(tmp_path)), options.model_copy(update={"compile": True}))
 
 
 def test_quantized_weights_are_not_split(tmp_path: Path) -> None:
     """Ranks read slices of plain weights."""
     random_model("llama").save_pretrained(tmp_path)
-    checkpoint = inspect_checkpoint(str(tmp_path))
+    checkpoint = Checkpoint.ask_transformers(str(tmp_path))
     require_whole(checkpoint, None, 2)
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size is 2 and quantization is 'int8': .* so set it to 1$"):
         require_whole(checkpoint, "int8", 2)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from tests.support.models import save_pair
 
-from paceline.checkpoint.files import read_facts
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import DraftOptions, DraftSetup, TargetOptions, TargetSetup
 from paceline.draft import build as draft_build
 from paceline.draft.build import build_draft_engine
 from paceline.errors import ConfigError
+from paceline.model.device import Placement
 from paceline.preflight import device as preflight
 from paceline.preflight.estimate import CODE_BYTES, draft_estimate, target_estimate
 from paceline.target import build as target_build
@@ -54,7 +55,7 @@ def draft_setup(folder, **options):
 
 def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memory):
     settings = target_setup(folder, kv_pages=100)
-    facts = read_facts(folder / "target", "float32")
+    facts = Checkpoint.open(str(folder / "target")).size("float32")
     step = target_estimate(settings, facts, MAX_LEN).workspace_bytes
     memory(facts.weights_bytes + facts.kv_bytes(100) + step)
     with pytest.raises(LookupError):
@@ -68,7 +69,7 @@ def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memor
 
 def test_a_draft_that_does_not_fit_is_refused(folder, memory):
     settings = draft_setup(folder, max_sessions=9)
-    estimate = draft_estimate(settings, read_facts(folder / "draft", "float32"), MAX_LEN)
+    estimate = draft_estimate(settings, Checkpoint.open(str(folder / "draft")).size("float32"), MAX_LEN)
     memory(estimate.device_bytes - 1)
     with pytest.raises(ConfigError, match=r"max_sessions is 9: .* this machine has .* set it to at most 8$"):
         build_draft_engine(settings, print)
@@ -79,7 +80,7 @@ def test_a_draft_that_does_not_fit_is_refused(folder, memory):
 
 def test_too_little_for_the_load_is_logged(folder, memory, caplog):
     settings = target_setup(folder, max_sessions=64)
-    estimate = target_estimate(settings, read_facts(folder / "target", "float32"), MAX_LEN)
+    estimate = target_estimate(settings, Checkpoint.open(str(folder / "target")).size("float32"), MAX_LEN)
     needed = estimate.device_bytes + estimate.tree_bytes + CODE_BYTES
     for num_bytes, expected in ((needed, 0), (needed - 1, 1)):
         caplog.clear()
@@ -92,14 +93,15 @@ def test_too_little_for_the_load_is_logged(folder, memory, caplog):
 
 def test_a_gpu_holds_no_process(folder, monkeypatch):
     settings = target_setup(folder, kv_pages=100)
-    facts = read_facts(folder / "target", "float32")
-    monkeypatch.setattr(preflight, "resolve_device", lambda name: "cuda")
+    facts = Checkpoint.open(str(folder / "target")).size("float32")
+    monkeypatch.setattr(target_build, "resolve", lambda *given: Placement(torch.device("cuda"), torch.float32))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (facts.weights_bytes, 1 << 40))
     with pytest.raises(ConfigError, match=r"which needs at least .* and this GPU has 0.00 GiB left: .*smaller model"):
         build_target_engine(settings, print)
 
 
-def test_a_model_that_must_be_fetched_is_not_judged(memory):
+def test_a_model_that_must_be_fetched_is_not_judged(memory, monkeypatch):
     memory(1)
+    monkeypatch.setattr(Checkpoint, "open", lambda source: Checkpoint(source, 2048, (), 128))
     with pytest.raises(LookupError):
         build_target_engine(TargetSetup("org/not-here"), print)

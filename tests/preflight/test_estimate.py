@@ -14,7 +14,8 @@ from tests.support.models import letters_tokenizer, pair, random_model
 from torch import nn
 from transformers import LlamaConfig
 
-from paceline.checkpoint.files import ModelSize, read_facts
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.size import ModelSize
 from paceline.config import (
     DraftModel,
     DraftOptions,
@@ -142,7 +143,7 @@ def test_the_parts_of_a_draft():
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3_moe"])
 def test_the_pages_are_those_of_the_cache(tmp_path, family):
     random_model(family).save_pretrained(tmp_path)
-    facts = read_facts(tmp_path, "float32")
+    facts = Checkpoint.open(str(tmp_path)).size("float32")
     loaded, _ = pair(family)
     cache = loaded.runner(9).cache
     assert facts.kv_bytes(9) == sum(pool.nbytes for pool in (*cache.keys, *cache.values))
@@ -270,7 +271,7 @@ def test_a_process_takes_what_is_estimated(tmp_path, role, dtype, attention):
     path = save_model(tmp_path)
     model = {"path": path, "dtype": dtype, "compile": False, "device": "cpu", "attention": attention}
     settings = LocalConfig(target=TargetModel(max_model_len=4096, **model), draft=DraftModel(**model))
-    facts = read_facts(tmp_path, dtype)
+    facts = Checkpoint.open(str(tmp_path)).size(dtype)
     assert facts.num_parameters > 40 * 10**6
     estimate = estimate_of(role, settings, facts, 4096)
     assert estimate.workspace_bytes > 5 * MIB
@@ -279,18 +280,21 @@ def test_a_process_takes_what_is_estimated(tmp_path, role, dtype, attention):
     assert_takes(estimate, role, settings)
 
 
-_LOAD = "import sys; from paceline.config import ModelOptions; from paceline.model.loading import load_model; "
+_LOAD = (
+    "import sys; from paceline.checkpoint.files import Checkpoint; from paceline.config import ModelOptions; "
+    "from paceline.model.loading import load_model; "
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("role", "folder"), [("target", TARGET_DIR), ("draft", DRAFT_DIR)])
 def test_a_process_with_a_compiled_model_takes_what_is_estimated(role, folder):
     """The embedded pair. Compiled beforehand: a process keeps what its compiler took."""
-    run_script(_LOAD + "load_model(sys.argv[1], ModelOptions()); print(0)", str(folder))
+    run_script(_LOAD + "load_model(Checkpoint.open(sys.argv[1]), ModelOptions()); print(0)", str(folder))
     settings = LocalConfig(
         target=TargetModel(path=str(TARGET_DIR), max_model_len=1024), draft=DraftModel(path=str(DRAFT_DIR))
     )
-    estimate = estimate_of(role, settings, read_facts(folder), 1024)
+    estimate = estimate_of(role, settings, Checkpoint.open(str(folder)).size(), 1024)
     assert estimate.packed_bytes == estimate.weights_bytes
     assert_takes(estimate, role, settings)
 
@@ -331,7 +335,7 @@ with LocalPipeline(config, target_factory=target) as pipeline:
 def test_more_sessions_than_fit_take_no_more_than_is_estimated(tmp_path):
     """16 sessions of three pages each in seven pages: the same tokens as with room for all, in the same memory."""
     model = {"path": save_model(tmp_path), "dtype": "float32", "compile": False, "device": "cpu"}
-    facts, found = read_facts(tmp_path, "float32"), {}
+    facts, found = Checkpoint.open(str(tmp_path)).size("float32"), {}
     for kv_pages in (7, 16 * 4):
         settings = LocalConfig(
             target=TargetModel(max_model_len=256, kv_pages=kv_pages, adaptive=False, **model),
@@ -352,15 +356,17 @@ def test_int8_takes_a_byte_for_each_number_of_a_linear_layer(tmp_path):
     """Tables and norms keep the dtype; weights that come in other formats count as they are stored."""
     model = random_model("llama")
     model.save_pretrained(tmp_path / "plain")
-    plain = read_facts(tmp_path / "plain")
+    plain = Checkpoint.open(str(tmp_path / "plain")).size()
     linear = sum(
         m.weight.numel() for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
     )
-    assert read_facts(tmp_path / "plain", quantization="int8").weights_bytes == plain.weights_bytes - linear
+    assert (
+        Checkpoint.open(str(tmp_path / "plain")).size(quantization="int8").weights_bytes == plain.weights_bytes - linear
+    )
     stored = {name: p.to(torch.int8) if p.dim() == 2 else p for name, p in model.state_dict().items()}
     (tmp_path / "stored").mkdir()
     save_file(stored, tmp_path / "stored" / "model.safetensors")
     model.config.save_pretrained(tmp_path / "stored")
     matrices = sum(p.numel() for p in stored.values() if p.dim() == 2)
     rest = sum(p.numel() for p in stored.values() if p.dim() < 2)
-    assert read_facts(tmp_path / "stored").weights_bytes == matrices + 2 * rest
+    assert Checkpoint.open(str(tmp_path / "stored")).size().weights_bytes == matrices + 2 * rest

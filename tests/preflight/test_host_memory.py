@@ -6,6 +6,7 @@ import pytest
 from tests.support.models import pair
 
 from paceline.config import DraftOptions, DraftSetup, TargetOptions, TargetSetup
+from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import CODE_BYTES, target_estimate
 from paceline.preflight.host_memory import available_bytes, draft_pages, fraction_pages, session_pages, target_pages
@@ -33,7 +34,7 @@ def test_page_bytes_are_what_a_page_of_the_cache_takes(family):
     model, _ = pair(family)
     cache = model.runner(7).cache
     allocated = sum(pool.numel() * pool.element_size() for pool in (*cache.keys, *cache.values))
-    assert allocated == 8 * model.facts.page_bytes
+    assert allocated == 8 * model.size.page_bytes
 
 
 def test_a_share_of_the_memory_becomes_pages():
@@ -64,10 +65,10 @@ def test_build_sizes_the_cache_by_the_memory_left(tmp_path, monkeypatch):
     from paceline.target import build
 
     model, _ = pair("llama")
-    page = model.facts.page_bytes
+    page = model.size.page_bytes
     monkeypatch.setattr(build, "load_model", lambda *given: model)
-    setup = TargetSetup("x", TargetOptions(kv_fraction=0.5))
-    reserved = target_estimate(setup, model.facts, model.max_len).reserved_bytes
+    setup = TargetSetup(str(TARGET_DIR), TargetOptions(kv_fraction=0.5))
+    reserved = target_estimate(setup, model.size, model.max_len).reserved_bytes
     assert reserved > CODE_BYTES, "and what the largest step allocates"
     monkeypatch.setattr(preflight, "available_bytes", lambda: reserved + 200 * page)
     engine = build.build_target_engine(setup, lambda events: None)

@@ -18,7 +18,8 @@ import pytest
 from tests.support.models import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
 from transformers import GPT2Config, LlamaConfig
 
-from paceline.checkpoint.files import read_facts
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.folder import local_folder
 from paceline.config import ServiceConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
@@ -26,7 +27,7 @@ from paceline.preflight import service as checks
 from paceline.preflight.estimate import PROCESS_BYTES, RAY_BYTES, ROUTER_PROCESS_BYTES, draft_estimate, target_estimate
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.host_memory import draft_pages, session_pages, target_pages
-from paceline.preflight.service import check_service, local_folder, require_service
+from paceline.preflight.service import check_service, require_service
 
 MAX_LEN = 2048
 GIB = 1 << 30
@@ -158,7 +159,7 @@ def test_what_is_neither_a_directory_nor_an_id():
         ("config.json", "holds no config.json"),
         ("model.safetensors", "holds no weights: model.safetensors or its index is needed"),
         ("cut", "is cut short"),
-        ("header", "is no safetensors file, or cut short"),
+        ("header", "is not a safetensors file, or cut short"),
         ("tokenizer", "no tokenizer could be loaded"),
         ("unreadable", "cannot be read"),
     ],
@@ -249,28 +250,30 @@ def test_kv_pages_that_hold_no_long_session(folders):
 def test_the_estimate_is_what_the_loaded_model_takes(tmp_path, family):
     model = random_model(family)
     model.save_pretrained(tmp_path)
-    facts = read_facts(tmp_path, "float32")
+    facts = Checkpoint.open(str(tmp_path)).size("float32")
     loaded, _ = pair(family)
     assert facts.num_parameters == loaded.num_parameters
     assert facts.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert facts == loaded.facts
+    assert facts == loaded.size
 
 
 def test_shards_and_pickled_weights(folders, tmp_path):
-    facts = read_facts(folders / "target")
-    assert read_facts(folders / "shards") == facts
+    facts = Checkpoint.open(str(folders / "target")).size()
+    assert Checkpoint.open(str(folders / "shards")).size() == facts
     shutil.copy(folders / "target" / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(4 * facts.num_parameters))
-    assert read_facts(tmp_path) == replace(facts, num_whole=0), "these files do not say what is a matrix"
+    assert Checkpoint.open(str(tmp_path)).size() == replace(facts, num_whole=0), (
+        "these files do not say what is a matrix"
+    )
     assert facts.weights_bytes == 2 * facts.num_parameters
-    assert read_facts(folders / "target", "float32").weights_bytes == 4 * facts.num_parameters
+    assert Checkpoint.open(str(folders / "target")).size("float32").weights_bytes == 4 * facts.num_parameters
 
 
 def test_an_attention_that_keeps_something_else_has_no_estimate(folders, tmp_path):
     config = json.loads((folders / "target" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": 8}))
     shutil.copy(folders / "target" / "model.safetensors", tmp_path)
-    facts = read_facts(tmp_path)
+    facts = Checkpoint.open(str(tmp_path)).size()
     assert (facts.kv_values, facts.page_bytes) == (None, 0)
     assert facts.kv_bytes(1000) == 0
 
@@ -309,7 +312,7 @@ def nearest(message):
 
 
 def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
-    facts = read_facts(folders / "target", "float32")
+    facts = Checkpoint.open(str(folders / "target")).size("float32")
     config = service(folders, "target", None, "target_config.engine_kwargs.dtype=float32")
     step = target_workspace(config, facts, 2, max_sessions=1)
     with_memory(monkeypatch, PROCESS_BYTES + facts.weights_bytes + step - 1)
@@ -331,7 +334,7 @@ def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
     ],
 )
 def test_the_nearest_setting_that_fits_is_named_and_fits(folders, monkeypatch, settings, key):
-    facts = read_facts(folders / "target")
+    facts = Checkpoint.open(str(folders / "target")).size()
     room = 100 if key != "max_model_len" else 20
     config = service(folders, "target", None, *settings)
     with_memory(monkeypatch, replica_bytes(facts, room) + target_workspace(config, facts) + 10)
@@ -347,7 +350,7 @@ def test_the_nearest_setting_that_fits_is_named_and_fits(folders, monkeypatch, s
 
 
 def test_where_shorter_contexts_alone_are_not_enough_fewer_sessions_are_named_too(folders, monkeypatch):
-    facts = read_facts(folders / "target")
+    facts = Checkpoint.open(str(folders / "target")).size()
     config = service(folders, "target", None)
     with_memory(monkeypatch, replica_bytes(facts, 20) + target_workspace(config, facts, max_sessions=1))
     ((key, message),) = refusals(config)
@@ -370,7 +373,7 @@ def test_what_load_may_bring_is_a_warning_with_the_nearest_setting(folders, monk
 
 
 def test_kv_fraction_needs_one_session(folders, monkeypatch):
-    facts = read_facts(folders / "target")
+    facts = Checkpoint.open(str(folders / "target")).size()
     config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=1.0")
     one_session = replica_bytes(facts, session_pages(MAX_LEN))
     reserved = target_estimate(config.target_setup(), facts, MAX_LEN).reserved_bytes
@@ -385,7 +388,7 @@ def test_kv_fraction_needs_one_session(folders, monkeypatch):
 
 
 def test_a_share_that_holds_no_session_is_refused_as_the_replica_would(folders, monkeypatch):
-    facts = read_facts(folders / "target")
+    facts = Checkpoint.open(str(folders / "target")).size()
     config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=0.5")
     reserved = target_estimate(config.target_setup(), facts, MAX_LEN).reserved_bytes
     with_memory(monkeypatch, replica_bytes(facts, session_pages(MAX_LEN)) + reserved)
@@ -399,7 +402,7 @@ def test_a_share_of_everything_leaves_room_for_steps_but_not_for_the_other_pools
     with_memory(monkeypatch, 4 * GIB)
     config = service(folders, "target", "draft", "target_config.engine_kwargs.kv_fraction=1.0")
     target = checks.examine(config, ports=False).pools[0].estimate
-    assert 4 * GIB - 2 * read_facts(folders / "target").page_bytes < target.total_bytes <= 4 * GIB
+    assert 4 * GIB - 2 * Checkpoint.open(str(folders / "target")).size().page_bytes < target.total_bytes <= 4 * GIB
     finding = one(config)
     assert (finding.severity, finding.key) == (WARNING, "target_config")
     share = float(re.search(r"set target_config.engine_kwargs.kv_fraction to at most ([\d.]+), or", finding.message)[1])
@@ -409,11 +412,13 @@ def test_a_share_of_everything_leaves_room_for_steps_but_not_for_the_other_pools
 
 
 def test_a_draft_that_does_not_fit(folders, monkeypatch):
-    facts = read_facts(folders / "draft")
+    facts = Checkpoint.open(str(folders / "draft")).size()
     config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1")
     config = config.with_overrides(["draft_config.engine_kwargs.max_sessions=64"])
     per_session = draft_pages(config.draft_setup(), MAX_LEN) // 64
-    target = replica_bytes(read_facts(folders / "target"), target_pages(config.target_config.engine_kwargs, MAX_LEN))
+    target = replica_bytes(
+        Checkpoint.open(str(folders / "target")).size(), target_pages(config.target_config.engine_kwargs, MAX_LEN)
+    )
     step = draft_workspace(config, facts, num_sessions=5)
     with_memory(monkeypatch, replica_bytes(facts, 5 * per_session + 3) + step)
     assert target < replica_bytes(facts, 5 * per_session)
@@ -428,7 +433,7 @@ def test_a_draft_that_does_not_fit(folders, monkeypatch):
 
 
 def test_a_draft_of_which_not_one_session_fits_takes_smaller_trees(folders, monkeypatch):
-    facts = read_facts(folders / "draft")
+    facts = Checkpoint.open(str(folders / "draft")).size()
     settings = ["target_config.engine_kwargs.max_model_len=100", "draft_config.engine_kwargs.tree_budget=4000"]
     config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1", *settings)
     step = draft_workspace(config, facts, 100, num_sessions=1, tree_budget=19 * 64 - 100)
@@ -444,7 +449,7 @@ def test_a_draft_of_which_not_one_session_fits_takes_smaller_trees(folders, monk
 
 def test_replicas_that_fit_alone_but_not_together(folders, monkeypatch):
     config = service(folders, "target", "draft", "target_config.deployment_config.num_replicas=3")
-    facts = read_facts(folders / "target")
+    facts = Checkpoint.open(str(folders / "target")).size()
     alone = replica_bytes(facts, target_pages(config.target_config.engine_kwargs, MAX_LEN))
     with_memory(monkeypatch, 3 * alone)
     finding = one(config)
@@ -536,7 +541,10 @@ def test_an_address_of_another_machine(host):
 
 def test_the_embedded_pair_is_where_it_is_said_to_be():
     assert local_folder(ServiceConfig().target_setup().source) == Path(TARGET_DIR)
-    assert read_facts(DRAFT_DIR).num_parameters < read_facts(TARGET_DIR).num_parameters / 4
+    assert (
+        Checkpoint.open(str(DRAFT_DIR)).size().num_parameters
+        < Checkpoint.open(str(TARGET_DIR)).size().num_parameters / 4
+    )
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, ""), (2, ""), (3, "is 3"), (8, "is 8")])

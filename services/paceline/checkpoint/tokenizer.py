@@ -1,4 +1,4 @@
-"""Text to tokens and back: loading, comparing tokenizers by content, incremental detokenisation.
+"""Text to tokens and back: loading, comparing tokenizers by content, incremental detokenization.
 
 Knows nothing of models or sessions. transformers is imported only for a tokenizer that needs more than its
 ``tokenizer.json``.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files import read_json
+from paceline.checkpoint.folder import read_json
 from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 
 Decode = Callable[[Sequence[int]], str]
@@ -27,9 +27,13 @@ _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _OWN_CLASS_TYPES = ("qwen", "mistral", "ministral", "pixtral", "voxtral", "siglip", "hyperclovax")
 """Model types for which transformers replaces or patches a generic tokenizer."""
 _CHANGING_KEYS = (
-    "add_bos_token", "add_eos_token", "auto_map", "split_special_tokens",
-    "extra_special_tokens", "additional_special_tokens",
-)  # fmt: skip
+    "add_bos_token",
+    "add_eos_token",
+    "auto_map",
+    "split_special_tokens",
+    "extra_special_tokens",
+    "additional_special_tokens",
+)
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -151,8 +155,9 @@ def read_json_tokenizer(path: str) -> JsonTokenizer | None:
     It must name the generic fast class and bring its own post-processor, and neither it nor the settings beside it
     may add tokens, truncate or pad.
     """
-    data, settings = read_json(path, "tokenizer.json"), read_json(path, "tokenizer_config.json")
-    model_type = str(read_json(path, "config.json").get("model_type", ""))
+    folder = Path(path).expanduser()
+    data, settings = read_json(folder, "tokenizer.json"), read_json(folder, "tokenizer_config.json")
+    model_type = str(read_json(folder, "config.json").get("model_type", ""))
     special = {token.get("content") for token in data.get("added_tokens") or [] if token.get("special")}
     roles = [settings.get(role) for role in _ROLES]
     names = [role.get("content") if isinstance(role, dict) else role for role in roles if role is not None]
@@ -170,7 +175,7 @@ def read_json_tokenizer(path: str) -> JsonTokenizer | None:
     from tokenizers import Tokenizer as FromFile
 
     eos = settings.get("eos_token")
-    backend = FromFile.from_file(str(Path(path).expanduser() / "tokenizer.json"))
+    backend = FromFile.from_file(str(folder / "tokenizer.json"))
     return JsonTokenizer(backend, eos.get("content") if isinstance(eos, dict) else eos)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from paceline.checkpoint.files import gib
+from paceline.checkpoint.size import gib
 from paceline.cli.serve import add_config_flags, read_config
 from paceline.cli.table import table
 from paceline.config import ServiceConfig

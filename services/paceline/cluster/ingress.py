@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from paceline import logs
-from paceline.checkpoint.files import read_checkpoint
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cluster.replicas import CONTROL_TIMEOUT_S, Pusher, draft_name, internal_token, loop_runs, replica_id
 from paceline.config import ServiceConfig
@@ -284,7 +284,8 @@ def _set_status(grpc_context: Any, error: Exception) -> None:
 def model_facts(config: ServiceConfig) -> ModelFacts:
     """What routers need to know of the target. Raises ConfigError."""
     loading = config.target_config.model_loading_config
-    checkpoint, tokenizer = read_checkpoint(loading.source), load_tokenizer(loading.tokenizer)
+    checkpoint = Checkpoint.open(loading.source)
+    tokenizer = checkpoint.tokenizer if loading.tokenizer == loading.source else load_tokenizer(loading.tokenizer)
     limit = config.target_config.engine_kwargs.max_model_len
     return ModelFacts(
         tokenizer=tokenizer,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.checkpoint.files import Checkpoint, inspect_checkpoint
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import DraftSetup, NgramOptions
 from paceline.core import rows
 from paceline.draft.engine import DraftEngine
@@ -18,6 +18,7 @@ from paceline.drafters.protocol import Drafter
 from paceline.messages import Nodes, SessionFailed
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
+from paceline.model.device import resolve
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, ranked
@@ -31,7 +32,7 @@ _NGRAM_WIDTH = 64
 _WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
 _AFFORDABLE = 1.25
 _TIMED_FORWARDS = 5
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
@@ -61,7 +62,7 @@ def affordable_width(runner: ModelRunner) -> int:
         width = max((n for n in _WIDTHS if seconds(n) <= limit), default=_WIDTHS[0])
     finally:
         runner.cache.release(pages)
-    _log.info("draft: %d tree nodes per forward cost at most %.2f times one", width, _AFFORDABLE)
+    log.info("draft: %d tree nodes per forward cost at most %.2f times one", width, _AFFORDABLE)
     return width
 
 
@@ -94,8 +95,10 @@ def build_draft_follower(setup: DraftSetup, rendezvous: Rendezvous) -> Follower:
 
 def _runner(setup: DraftSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
     """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
-    require_draft(setup, group)
-    model = load_model(*setup.model, group)
+    source, options = setup.model
+    checkpoint, placement = Checkpoint.open(source), resolve(options, None if group is None else group.device)
+    require_draft(setup, checkpoint, placement, group)
+    model = load_model(checkpoint, options, group, placement)
     max_len = min(setup.max_model_len or model.max_len, model.max_len)
     return model, model.runner(draft_pages(setup, max_len)), max_len
 
@@ -106,12 +109,12 @@ def _ngram_engine(setup: DraftSetup, options: NgramOptions, emit: Emit) -> Draft
         max_match=options.max_match,
         max_leaves=options.tree_step_tokens or _NGRAM_WIDTH,
     )
-    target = inspect_checkpoint(setup.target_source)
+    target = Checkpoint.open(setup.target_source)
     return _engine(setup, emit, drafter, target, min(setup.max_model_len or target.max_model_len, target.max_model_len))
 
 
 def _model_engine(setup: DraftSetup, emit: Emit, group: Collectives | None) -> DraftEngine:
-    target = inspect_checkpoint(setup.target_source)
+    target = Checkpoint.open(setup.target_source)
     _, options = setup.model
     model, runner, max_len = _runner(setup, group)
     max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)

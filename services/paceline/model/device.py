@@ -1,14 +1,39 @@
-"""The device and the dtype that the configuration leaves to the machine."""
+"""The device and the dtype of a model: resolved once, where its options leave them to the machine, and handed on."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from paceline.config import ModelOptions
 from paceline.errors import ConfigError
 
 
+class Placement(NamedTuple):
+    """Where a model runs, and the dtype of its weights."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """``float32`` or ``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def resolve(options: ModelOptions, device: torch.device | None = None) -> Placement:
+    """The placement that the options ask for. ``device``: a rank's own, which is chosen already.
+
+    Raises:
+        ConfigError: cuda was asked for and there is none.
+    """
+    device = device or torch.device(resolve_device(options.device))
+    return Placement(device, resolve_dtype(options.dtype, device))
+
+
 def resolve_device(name: str) -> str:
-    """``auto`` is CUDA where there is a device, else the CPU.
+    """The device type of a setting: ``auto`` is CUDA where there is a device, else the CPU.
 
     Raises:
         ConfigError: cuda was asked for and there is none.
@@ -21,7 +46,7 @@ def resolve_device(name: str) -> str:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 where the device multiplies it natively, else float32."""
+    """The dtype of a setting: ``auto`` is bfloat16 where the device multiplies it natively, else float32."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype

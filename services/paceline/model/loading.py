@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +13,15 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from paceline.checkpoint.files import ModelSize, facts_of, gib, inspect_checkpoint
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.errors import ConfigError
 from paceline.model.attention.kernels import Attention, kernel_for
 from paceline.model.compiled.aot import NoCompilerError, compiled_step
 from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
-from paceline.model.device import resolve_device, resolve_dtype
+from paceline.model.device import Placement, resolve
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.local_config import BUILDING
 from paceline.model.parallel.collectives import Collectives
@@ -50,10 +50,10 @@ class LoadedModel:
     """Positions the model was made for."""
     dtype: torch.dtype
     device: torch.device
-    facts: ModelSize
-    """What it says of the memory that it needs; of a rank's model, what the rank needs."""
+    size: ModelSize
+    """The parts that decide how much memory it takes; for a rank's model those of the rank."""
     share: Share | None = None
-    """Of a rank's model."""
+    """The rank's part, if the model is shared by several."""
     quantization: str | None = None
     """The method that its weights are quantized by."""
     batch_dependence: str | None = None
@@ -63,8 +63,8 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Of the model, tied ones counted once."""
-        return self.facts.num_parameters
+        """Parameters of the model, tied ones counted once."""
+        return self.size.num_parameters
 
     @property
     def group(self) -> Collectives | None:
@@ -72,7 +72,7 @@ class LoadedModel:
         return None if self.share is None else self.share.group
 
     def runner(self, num_pages: int) -> ModelRunner:
-        """A runner over a new KV cache of ``num_pages`` pages; of several ranks as many as the least of them asks for.
+        """Makes a runner over a new KV cache of ``num_pages`` pages, the fewest that any rank asks for.
 
         The first rank's is a LeadingRunner, the others' a RankRunner.
         """
@@ -91,48 +91,54 @@ class LoadedModel:
         return (LeadingRunner if leads else RankRunner)(self.step, cache, share=self.share, **options)
 
 
-def load_model(path: str, options: ModelOptions, group: Collectives | None = None) -> LoadedModel:
+def load_model(
+    checkpoint: Checkpoint,
+    options: ModelOptions,
+    group: Collectives | None = None,
+    placement: Placement | None = None,
+) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
+    ``placement``: what the options resolve to on this machine; None: it is resolved here.
+
     Raises:
-        ConfigError: nothing loadable at the path, not a causal language model, unsupported attention, CUDA graphs
-            demanded where there are none, or it cannot be split into so many ranks.
+        ConfigError: the checkpoint cannot be loaded, unsupported attention, CUDA graphs demanded where there are none,
+            or it cannot be split into so many ranks.
         EngineError: another rank has failed.
     """
-    device = torch.device(resolve_device(options.device)) if group is None else group.device
+    device, dtype = placement or resolve(options, None if group is None else group.device)
     require_graphs(options.cuda_graphs, device, num_ranks=options.tensor_parallel_size)
-    dtype = resolve_dtype(options.dtype, device)
     can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
     if group is None:
-        model = load_pretrained(path, dtype, device, options.quantization)
+        model = load_pretrained(checkpoint, dtype, device, options.quantization)
     else:
-        require_whole(inspect_checkpoint(path), options.quantization, group.degree)
-        model = load_shard(path, dtype, group, progress=_progress(group))
+        require_whole(checkpoint, options.quantization, group.degree)
+        model = load_shard(checkpoint, dtype, group, progress=_progress(group))
     compile = can_compile if options.compile == "auto" else options.compile
     if options.compile == "auto" and compile and (reason := why_eager(model)):
-        log.info("model %r is not compiled: %s", path, reason)
+        log.info("model %r is not compiled: %s", checkpoint.path, reason)
         compile = False
     try:
         loaded = prepare(model, compile=compile, attention=options.attention)
     except NoCompilerError:
         if options.compile != "auto":
             raise
-        log.warning("model %r is not compiled, and slower: there is no C++ compiler", path)
+        log.warning("model %r is not compiled, and slower: there is no C++ compiler", checkpoint.path)
         loaded = prepare(model, compile=False, attention=options.attention)
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
 
 
 def _progress(group: Collectives) -> Progress:
-    """Says of each quarter of the rank's weights that it is there."""
-    said = -1
+    """Logs each quarter of the rank's weights that has been read."""
+    logged = -1
 
-    def say(loaded: int, total: int) -> None:
-        nonlocal said
-        if loaded * 4 // total > said:
-            said = loaded * 4 // total
-            log.info("rank %d of %d has read %d %% of %s", group.rank, group.degree, 25 * said, gib(total))
+    def report(loaded: int, total: int) -> None:
+        nonlocal logged
+        if loaded * 4 // total > logged:
+            logged = loaded * 4 // total
+            log.info("rank %d of %d has read %d %% of %s", group.rank, group.degree, 25 * logged, gib(total))
 
-    return say
+    return report
 
 
 def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "auto") -> LoadedModel:
@@ -165,47 +171,47 @@ def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "au
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,
         device=model.device,
-        facts=_facts(model, layers),
+        size=_size(model, layers),
         share=share_of(model),
         quantization=method,
         batch_dependence=batch_dependence,
     )
 
 
-def _facts(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelSize:
-    """Those of the files, with what the layers themselves say of their KV."""
+def _size(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelSize:
+    """The size by the configuration, corrected by the parameters and the layers that there are."""
     counts = [(p.numel(), p.dim()) for p in model.parameters()]
-    facts = facts_of(
+    size = size_of(
         model.config.to_dict(),
         sum(count for count, _ in counts),
         model.dtype.itemsize,
         sum(count for count, rank in counts if rank < 2),
     )
     kv_bytes = sum(layer.kv_bytes(model.dtype) for layer in layers)
-    return replace(facts, kv_values=kv_bytes // model.dtype.itemsize, num_layers=len(layers))
+    return replace(size, kv_values=kv_bytes // model.dtype.itemsize, num_layers=len(layers))
 
 
 def load_pretrained(
-    path: str,
+    checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device | None = None,
     quantization: Quantization | None = None,
 ) -> PreTrainedModel:
     """Loads a causal language model with transformers to ``device``, by default the CPU.
 
-    Its weights may come quantized, or are quantized here. What its files hold beyond the model is warned of.
+    Its weights may come quantized, or are quantized here. Warns of weights that the model has no use for.
 
     Raises:
         ConfigError: with the reason in one sentence; also for parameters that no weight file holds, which
             transformers would draw at random. Weights that are tied to others need not be there.
     """
     device = device or torch.device("cpu")
-    options = load_options(inspect_checkpoint(path), quantization, device)
+    path, options = checkpoint.path, load_options(checkpoint, quantization, device)
     model: PreTrainedModel
     try:
         with BUILDING, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
-                Path(path).expanduser(), dtype=dtype, output_loading_info=True, **options
+                checkpoint.location, dtype=dtype, output_loading_info=True, **options
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -213,7 +219,7 @@ def load_pretrained(
     if missing := [name for name in model.state_dict() if name in info["missing_keys"]]:
         raise ConfigError(f"model {path!r} is not whole: no weight file holds {_named(missing)}")
     if unexpected := sorted(info["unexpected_keys"]):
-        log.warning("model %r: its configuration has no place for %s", path, _named(unexpected))
+        log.warning("model %r: ignoring unexpected weights: %s", path, _named(unexpected))
     if quantization is not None:
         require_quantized(model, path, quantization)
     return model if model.device.type == device.type else model.to(device)
@@ -230,15 +236,15 @@ def _named(parameters: Collection[str]) -> str:
 def _quiet() -> Iterator[None]:
     """Without the progress bar of transformers, and the table of parameters that it prints instead of an error."""
     loader, progress = logging.getLogger("transformers.modeling_utils"), hf_logging.is_progress_bar_enabled()
-    loader.addFilter(_is_no_report)
+    loader.addFilter(_is_not_a_report)
     hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        loader.removeFilter(_is_no_report)
+        loader.removeFilter(_is_not_a_report)
         if progress:
             hf_logging.enable_progress_bar()
 
 
-def _is_no_report(record: logging.LogRecord) -> bool:
+def _is_not_a_report(record: logging.LogRecord) -> bool:
     return "LOAD REPORT" not in record.getMessage()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.checkpoint.files import ModelSize
+from paceline.checkpoint.size import ModelSize
 from paceline.config import DraftSetup, ModelOptions, TargetSetup
 from paceline.core import native
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paceline.checkpoint.files import ModelSize, gib
+from paceline.checkpoint.size import ModelSize, gib
 from paceline.config import DraftSetup, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import CODE_BYTES, PROCESS_BYTES, MemoryEstimate, draft_estimate, target_estimate

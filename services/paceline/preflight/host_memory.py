@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.checkpoint.files import gib
+from paceline.checkpoint.size import gib
 from paceline.config import DraftSetup, Growing, TargetOptions
 from paceline.errors import ConfigError
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE, pages_for

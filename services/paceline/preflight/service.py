@@ -12,9 +12,10 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from paceline.checkpoint.files import Checkpoint, ModelSize, gib, read_checkpoint, read_facts, read_json, require_path
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.folder import local_folder
+from paceline.checkpoint.size import ModelSize, gib
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
 from paceline.config import (
     DeploymentConfig,
@@ -158,9 +159,12 @@ class _Model:
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
-    facts: ModelSize
-    learned_positions: bool
-    """Positions come from a table, beyond whose end there is nothing."""
+    size: ModelSize
+
+    @property
+    def learned_positions(self) -> bool:
+        """True if positions come from a table, beyond whose end there is nothing."""
+        return "n_positions" in self.checkpoint.config
 
     @property
     def limit(self) -> int:
@@ -177,20 +181,21 @@ def _read_model(pool: str, config: TargetConfig | ModelDraftConfig, findings: li
     options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
     key += ".model_source" if loading.model_source is not None else ".model_id"
     try:
-        folder = local_folder(loading.source)
-        if folder is None:
+        checkpoint = Checkpoint.find(loading.source)
+        size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization)
+        if checkpoint is None or size is None:
             fetched = "is neither a directory nor in the Hugging Face cache: it is fetched when a replica starts"
             findings.append(Finding.warning(key, f"{loading.source!r} {fetched}, and was not checked"))
             return None
-        checkpoint = read_checkpoint(str(folder))
-        facts = read_facts(folder, options.dtype, options.quantization)
     except ConfigError as error:
         findings.append(Finding.error(key, f"cannot be used: {error}"))
         return None
     key = f"{pool}.model_loading_config"
     try:
         source = loading.tokenizer
-        tokenizer = load_tokenizer(str(folder) if source == loading.source else str(local_folder(source) or source))
+        tokenizer = (
+            checkpoint.tokenizer if source == loading.source else load_tokenizer(str(local_folder(source) or source))
+        )
     except ConfigError as error:
         findings.append(Finding.error(f"{key}.tokenizer_source", f"cannot be used: {error}"))
         return None
@@ -200,13 +205,14 @@ def _read_model(pool: str, config: TargetConfig | ModelDraftConfig, findings: li
         )
         findings.append(Finding.error(f"{key}.tokenizer_source", problem))
         return None
-    findings += _check_degree(pool, options.tensor_parallel_size, str(folder))
-    return _Model(checkpoint, tokenizer, facts, "n_positions" in read_json(str(folder), "config.json"))
+    findings += _check_degree(pool, options.tensor_parallel_size, checkpoint)
+    return _Model(checkpoint, tokenizer, size)
 
 
-def _check_degree(key: str, size: int, folder: str) -> list[Finding]:
-    """Attention heads are shared out whole. What else a model asks for, its class knows (``model/sharding.py``)."""
-    config = read_json(folder, "config.json")
+def _check_degree(key: str, size: int, checkpoint: Checkpoint) -> list[Finding]:
+    """Checks that ranks can share out whole attention heads. Other rules are those of the model's class
+    (``model/parallel/plan.py``)."""
+    config = checkpoint.config
     heads = (config.get("text_config") or config).get("num_attention_heads")
     if size == 1 or not isinstance(heads, int) or heads % size == 0:
         return []
@@ -246,25 +252,6 @@ def _check_together(target: _Model, draft: _Model, max_len: int) -> list[Finding
     return findings
 
 
-def local_folder(source: str) -> Path | None:
-    """Directory of a checkpoint on this machine; None for a model id that would have to be fetched.
-
-    Raises ConfigError if ``source`` is neither.
-    """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    require_path(source)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(source, "config.json")
-    except HFValidationError as error:
-        raise ConfigError(f"{source!r} is neither a directory nor a model id") from error
-    return Path(found).parent if isinstance(found, str) else None
-
-
 # -- the machine -------------------------------------------------------------------------------------------
 
 
@@ -275,7 +262,7 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
     if target is not None:
         estimate = target_estimate(
             setup,
-            target.facts,
+            target.size,
             target.max_len(setup.options.max_model_len),
             on_gpu=on_gpu,
             left_bytes=0 if on_gpu else left // setup.options.tensor_parallel_size,
@@ -297,7 +284,7 @@ def _draft_pools(
         estimate = None
         if draft is not None:
             max_len = min(draft.max_len(setup.max_model_len), target.limit if target is not None else draft.limit)
-            estimate = draft_estimate(setup, draft.facts, max_len, on_gpu=on_gpu)
+            estimate = draft_estimate(setup, draft.size, max_len, on_gpu=on_gpu)
         model_id = part.model_loading_config.model_id
         yield Pool(_DRAFT, model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
 
@@ -322,11 +309,11 @@ def _check_memory(
     findings: list[Finding] = []
     if _TARGET in on_cpu:  # ranks share the machine
         room = Room(left // target_setup.options.tensor_parallel_size)
-        findings += check_target(target_setup, target.facts, target.limit, room)
+        findings += check_target(target_setup, target.size, target.limit, room)
     if draft is not None and _DRAFT in on_cpu and draft_setup is not None:
         _, options = draft_setup.model
         room = Room(left // options.tensor_parallel_size)
-        findings += check_draft(draft_setup, draft.facts, min(target.limit, draft.limit), room)
+        findings += check_draft(draft_setup, draft.size, min(target.limit, draft.limit), room)
     return findings or _check_sum(target_setup.options.kv_fraction, pools, left)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from paceline.checkpoint.files import gib
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.size import gib
 from paceline.config import TargetSetup
 from paceline.errors import ConfigError
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
+from paceline.model.device import resolve
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, ranked
@@ -21,7 +23,7 @@ from paceline.preflight.host_memory import fraction_pages, session_pages, target
 from paceline.target.engine import FromTarget, TargetEngine
 from paceline.types import Rendezvous
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def build_target_engine(
@@ -50,8 +52,9 @@ def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Followe
 def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
     """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
     options = setup.options
-    require_target(setup, group)
-    model = load_model(setup.source, options, group)
+    checkpoint, placement = Checkpoint.open(setup.source), resolve(options, None if group is None else group.device)
+    require_target(setup, checkpoint, placement, group)
+    model = load_model(checkpoint, options, group, placement)
     max_len = options.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
@@ -62,10 +65,10 @@ def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel,
     else:
         on_gpu = model.device.type == "cuda"
         # The loaded model's size is that of this rank already.
-        estimate = target_estimate(setup, model.facts, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
+        estimate = target_estimate(setup, model.size, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
         free = left_bytes(model.device, group) - estimate.reserved_bytes
-        num_pages = fraction_pages(options.kv_fraction, max_len, model.facts.page_bytes, free)
-        _log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
+        num_pages = fraction_pages(options.kv_fraction, max_len, model.size.page_bytes, free)
+        log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
     return model, model.runner(num_pages), max_len
 
 
@@ -80,7 +83,7 @@ def _engine(
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
     report = check_invariance(runner, max_len)
-    _log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", setup.source, report)
+    log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", setup.source, report)
     if setup.tree_budget and model.quantization is not None:
         _require_lossless(model, report, setup.source)
     engine = TargetEngine(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from tests.support.models import SLIDING_WINDOW, prompt, random_model
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
@@ -91,13 +92,13 @@ def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.L
     random_model("llama").save_pretrained(tmp_path)
     path, options = str(tmp_path), ModelOptions(device="cpu", compile=False)
     with caplog.at_level(logging.INFO, "paceline"):
-        load_model(path, options)
-        load_model(path, options.model_copy(update={"attention": "sdpa"}))
+        load_model(Checkpoint.open(path), options)
+        load_model(Checkpoint.open(path), options.model_copy(update={"attention": "sdpa"}))
     default = "sdpa" if cpu_attention.unavailable() else "native"
     assert f"attention of LlamaForCausalLM on cpu: {default}" in caplog.text
     assert caplog.text.count("attention of LlamaForCausalLM on cpu: sdpa") == 1 + (default == "sdpa")
     with pytest.raises(ConfigError, match="attention is 'triton', which runs on CUDA only"):
-        load_model(path, options.model_copy(update={"attention": "triton"}))
+        load_model(Checkpoint.open(path), options.model_copy(update={"attention": "triton"}))
 
 
 # -- the kernel --------------------------------------------------------------------------------------------

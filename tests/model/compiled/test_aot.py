@@ -13,6 +13,7 @@ from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, in_mode, plain_reference
 from transformers import LlamaConfig, PreTrainedModel
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions
 from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import aot as compile_module
@@ -172,11 +173,11 @@ def test_without_a_compiler_a_model_runs_eagerly_unless_it_must_be_compiled(
     (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
     monkeypatch.setattr(compile_module, "find_compiler", lambda: None)
     path, options = str(tmp_path / "model"), ModelOptions(dtype="float32", device="cpu")
-    loaded = load_model(path, options)
+    loaded = load_model(Checkpoint.open(path), options)
     assert isinstance(loaded.step, Step)
     assert "there is no C++ compiler" in caplog.text
     with pytest.raises(NoCompilerError, match="set compile to auto or false"):
-        load_model(path, options.model_copy(update={"compile": True}))
+        load_model(Checkpoint.open(path), options.model_copy(update={"compile": True}))
 
 
 def test_the_compiler_is_the_one_that_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tests.support.models import noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.support.rings import slow
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model import loading
@@ -331,7 +332,7 @@ def test_a_model_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> No
 def test_graphs_are_refused_on_the_cpu(tmp_path) -> None:
     message = r"^cuda_graphs is true but the model runs on device 'cpu': use 'auto' or false, or device 'cuda'$"
     with pytest.raises(ConfigError, match=message):
-        load_model(str(tmp_path), ModelOptions(device="cpu", cuda_graphs=True))
+        load_model(Checkpoint.open(str(tmp_path)), ModelOptions(device="cpu", cuda_graphs=True))
     cache = prepare(random_model("llama"), compile=False).runner(1).cache
     with pytest.raises(ConfigError, match=message):
         make_backend(cache, torch.float32, None, True, 8)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import process, sample_coupled
 from paceline.model.attention import native as cpu_attention
@@ -116,7 +117,7 @@ def meet(store: dist.Store, rank: int, degree: int, timeout_s: float, transport:
 
 def load(group: Collectives, path: str, dtype: torch.dtype, compile: bool = False) -> LoadedModel:
     """A rank's model."""
-    return prepare(load_shard(path, dtype, group), compile=compile)
+    return prepare(load_shard(Checkpoint.open(path), dtype, group), compile=compile)
 
 
 def led(model: LoadedModel, use: Callable[..., Any], *args: Any) -> Any:

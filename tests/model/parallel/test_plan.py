@@ -27,6 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.errors import ConfigError
 from paceline.model.loading import load_pretrained, prepare
 from paceline.model.parallel.load import CheckpointFiles, read_shard
@@ -77,7 +78,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 def whole(path: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[int]]:
     """What one process computes."""
-    return forward_all(prepare(load_pretrained(path, dtype), compile=False).runner(16), TEXTS, NUM_GREEDY)
+    return forward_all(
+        prepare(load_pretrained(Checkpoint.open(path), dtype), compile=False).runner(16), TEXTS, NUM_GREEDY
+    )
 
 
 def check_equal(ranks: Ranks, config: PretrainedConfig, folder: Path, dtype: torch.dtype, limit: float) -> None:
@@ -455,8 +458,9 @@ def test_a_file_that_the_index_names_and_is_not_there(tmp_path: Path) -> None:
 
 _PEAK = """
 import resource, sys, torch
-from paceline.model.collectives import Collectives
-from paceline.model.sharded import load_shard
+from paceline.checkpoint.files import Checkpoint
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.model import load_shard
 
 class Alone(Collectives):
     def all_gather(self, tensor, *, timeout_s=None):
@@ -469,10 +473,10 @@ def peak():
     return int(lines["VmHWM"].split()[0]) * 1024
 
 group = Alone(1, 2, device=torch.device("cpu"), timeout_s=1.0)
-load_shard(sys.argv[1], torch.bfloat16, group)  # imports what is imported late
+load_shard(Checkpoint.open(sys.argv[1]), torch.bfloat16, group)  # imports what is imported late
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-model = load_shard(sys.argv[2], torch.bfloat16, group)
+model = load_shard(Checkpoint.open(sys.argv[2]), torch.bfloat16, group)
 print(peak() - before, sum(p.nbytes for p in model.parameters()))
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from paceline.checkpoint.files import inspect_checkpoint
+from paceline.checkpoint.files import Checkpoint
 from paceline.errors import ConfigError
 from paceline.model.local_config import BUILDING, build
 from paceline.model.parallel.collectives import Collectives
@@ -39,7 +39,7 @@ class Share:
 
 
 def load_shard(
-    path: str, dtype: torch.dtype, group: Collectives, *, progress: Progress | None = None
+    checkpoint: Checkpoint, dtype: torch.dtype, group: Collectives, *, progress: Progress | None = None
 ) -> PreTrainedModel:
     """This rank's share of a checkpoint, ready for ``prepare``. Returns when all ranks have loaded theirs.
 
@@ -49,8 +49,8 @@ def load_shard(
         ConfigError: no causal language model in safetensors, or it cannot be split into ``group.degree`` ranks.
         EngineError: another rank has failed.
     """
-    inspect_checkpoint(path)
-    config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    path = checkpoint.path
+    config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.location)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"model {path!r} is quantized: only degree 1 works")
     plan = plan_shards(config, group.rank, group.degree)

@@ -1,0 +1,49 @@
+"""The directory of a checkpoint: where it is, and the JSON files in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+
+
+def require_path(path: str) -> None:
+    """Raises ConfigError if ``path`` looks like a local directory and is not one, or holds no config.json."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"{path!r} holds no config.json: a directory with a transformers checkpoint is needed")
+    elif directory.exists():
+        raise ConfigError(f"{path!r} is a file: the directory of a transformers checkpoint is needed")
+    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+        raise ConfigError(f"model path {path!r} does not exist")
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of a checkpoint directory; {} if the file is missing or malformed."""
+    try:
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def local_folder(source: str) -> Path | None:
+    """Directory of a checkpoint on this machine; None for a model id that would have to be fetched.
+
+    Raises ConfigError if ``source`` is neither.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    require_path(source)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(source, "config.json")
+    except HFValidationError as error:
+        raise ConfigError(f"{source!r} is neither a directory nor a model id") from error
+    return Path(found).parent if isinstance(found, str) else None

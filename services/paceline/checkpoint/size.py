@@ -1,0 +1,185 @@
+"""How large a model is: from its configuration and the headers of its weight files, without reading a weight."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.checkpoint.folder import read_json
+from paceline.checkpoint.quantization import weight_bytes_per_parameter
+from paceline.errors import ConfigError
+from paceline.types import PAGE_SIZE
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+"""Number formats of safetensors that are cast to the dtype that a model runs with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The parts of a model that decide how much memory it takes."""
+
+    num_parameters: int
+    kv_values: int | None
+    """Numbers that all layers keep per token, keys and values. None: the configuration does not tell."""
+    item_bytes: int
+    """Bytes per number as it will run; dtype auto counts as bfloat16, the smallest."""
+    num_layers: int = 1
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    """Neurons of one MLP that a token passes, its experts together. 0: unknown."""
+    vocab_size: int = 0
+    """Rows of the output layer."""
+    num_whole: int = 0
+    """Parameters that every rank holds: norms, and whatever else is not a matrix."""
+    num_kv_heads: int = 1
+    """Attention heads that keep keys and values, in one layer."""
+    saved_bytes: int = 0
+    """Bytes that quantized weights take less than ``item_bytes`` for each number."""
+
+    def of_rank(self, tensor_parallel_size: int) -> ModelSize:
+        """The size of one of ``tensor_parallel_size`` ranks: its share of every matrix, and at least one KV head.
+        Logits are put together on each rank."""
+        size = tensor_parallel_size
+        kv_heads = max(1, -(-self.num_kv_heads // size))
+        return replace(
+            self,
+            num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
+            kv_values=self.kv_values and self.kv_values // self.num_kv_heads * kv_heads,
+            num_kv_heads=kv_heads,
+            intermediate_size=-(-self.intermediate_size // size),
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights as they will run."""
+        return self.num_parameters * self.item_bytes - self.saved_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one KV page; 0 if unknown."""
+        return PAGE_SIZE * (self.kv_values or 0) * self.item_bytes
+
+    def kv_bytes(self, num_pages: int) -> int:
+        """Bytes of ``num_pages`` KV pages and the scratch page; 0 if unknown."""
+        return (num_pages + 1) * self.page_bytes
+
+
+class WeightCounts(NamedTuple):
+    """What the headers of the weight files add up to."""
+
+    numbers: int
+    """Numbers in all tensors."""
+    whole: int
+    """Numbers that are in no matrix, which every rank holds."""
+    stored: int
+    """Numbers that are stored in other ways than as plain floats; they run as they are stored."""
+    stored_bytes: int
+    """Bytes of the stored numbers."""
+
+
+def model_size(
+    config: Mapping[str, Any], counts: WeightCounts, dtype: str = "auto", quantization: str | None = None
+) -> ModelSize:
+    """The size of a model as it will run, from its configuration and the headers of its weight files."""
+    item_bytes = 4 if dtype == "float32" else 2
+    size = size_of(config, counts.numbers, item_bytes, counts.whole)
+    saved = counts.stored * item_bytes - counts.stored_bytes
+    if quantization is not None:  # linear layers only
+        tables = size.vocab_size * size.hidden_size * (1 if config.get("tie_word_embeddings") else 2)
+        rounded = max(0, counts.numbers - counts.whole - tables)
+        saved += rounded * (item_bytes - weight_bytes_per_parameter(quantization, dtype))
+    return replace(size, saved_bytes=saved)
+
+
+def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelSize:
+    """The size of a model with this configuration and so many parameters, ``num_whole`` of them in no matrix."""
+    text = config.get("text_config") or config
+    layers, hidden = _first(text, "num_hidden_layers", "n_layer"), _first(text, "hidden_size", "n_embd")
+    return ModelSize(
+        num_parameters=num_parameters,
+        kv_values=_kv_values(text, layers, hidden),
+        item_bytes=item_bytes,
+        num_layers=layers or 1,
+        hidden_size=hidden,
+        intermediate_size=_intermediate_size(text, hidden),
+        vocab_size=_first(text, "vocab_size"),
+        num_whole=num_whole,
+        num_kv_heads=_kv_heads(text) or 1,
+    )
+
+
+def count_weights(folder: Path) -> WeightCounts:
+    """Adds up the headers of the weight files.
+
+    Raises:
+        ConfigError: a file is missing, cut short or cannot be read.
+    """
+    try:
+        index = read_json(folder, "model.safetensors.index.json").get("weight_map")
+        if isinstance(index, dict):
+            counts = [_count_file(folder / str(name)) for name in sorted(set(index.values()))]
+            return WeightCounts(*map(sum, zip(*counts, strict=True)))
+        if (folder / "model.safetensors").exists():
+            return _count_file(folder / "model.safetensors")
+        pickled = sorted(folder.glob("pytorch_model*.bin"))
+        num_bytes = sum(path.stat().st_size for path in pickled)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or str(folder)!r} cannot be read: {error.strerror or error}") from error
+    if not pickled:
+        raise ConfigError(f"{str(folder)!r} holds no weights: model.safetensors or its index is needed")
+    return WeightCounts(num_bytes // 4, 0, 0, 0)  # at most four bytes each
+
+
+def _count_file(path: Path) -> WeightCounts:
+    """Adds up one safetensors header. The file is eight bytes of header length, the header in JSON, the data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= size else b""
+    try:
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        end: int = max((entry["data_offsets"][1] for entry in tensors), default=0)
+        stored = [entry for entry in tensors if entry["dtype"] not in _PLAIN]
+        counts = WeightCounts(
+            sum(math.prod(entry["shape"]) for entry in tensors),
+            sum(math.prod(entry["shape"]) for entry in tensors if len(entry["shape"]) < 2),
+            sum(math.prod(entry["shape"]) for entry in stored),
+            sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in stored),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{str(path)!r} is not a safetensors file, or cut short") from error
+    if 8 + length + end > size:
+        raise ConfigError(f"{str(path)!r} is cut short: it has {size} bytes of {8 + length + end}")
+    return counts
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """The number under the first of the names that has one; 0 if none has."""
+    return next((value for name in names if isinstance(value := config.get(name), int) and value), 0)
+
+
+def _kv_values(config: Mapping[str, Any], layers: int, hidden: int) -> int | None:
+    """Numbers that all attention layers keep per token; None for an attention that keeps something else."""
+    heads = _first(config, "num_attention_heads", "n_head")
+    if not (layers and heads and hidden) or "kv_lora_rank" in config:
+        return None
+    return 2 * layers * _kv_heads(config) * (_first(config, "head_dim") or hidden // heads)
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    return _first(config, "num_key_value_heads") or _first(config, "num_attention_heads", "n_head")
+
+
+def _intermediate_size(config: Mapping[str, Any], hidden: int) -> int:
+    """Neurons of the MLP that a token passes, experts together."""
+    dense = _first(config, "intermediate_size", "n_inner") or (4 * hidden if "n_embd" in config else 0)
+    return max(dense, _first(config, "moe_intermediate_size") * _first(config, "num_experts_per_tok"))
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as a text in GiB."""
+    return f"{num_bytes / (1 << 30):.2f} GiB"
