@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.support.models import pair
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import DraftOptions, DraftSetup, TargetOptions, TargetSetup
-from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import CODE_BYTES, target_estimate
 from paceline.preflight.host_memory import available_bytes, draft_pages, fraction_pages, session_pages, target_pages
@@ -67,7 +67,8 @@ def test_build_sizes_the_cache_by_the_memory_left(tmp_path, monkeypatch):
     model, _ = pair("llama")
     page = model.size.page_bytes
     monkeypatch.setattr(build, "load_model", lambda *given: model)
-    setup = TargetSetup(str(TARGET_DIR), TargetOptions(kv_fraction=0.5))
+    monkeypatch.setattr(Checkpoint, "open", lambda source: Checkpoint(source, 2048, (), 128))  # not on this machine
+    setup = TargetSetup("x", TargetOptions(kv_fraction=0.5))
     reserved = target_estimate(setup, model.size, model.max_len).reserved_bytes
     assert reserved > CODE_BYTES, "and what the largest step allocates"
     monkeypatch.setattr(preflight, "available_bytes", lambda: reserved + 200 * page)
