@@ -86,7 +86,7 @@ class PacedFactory:
         target: Any = EngineSpec(self.config.target_setup()).build(emit)
         if self.pace.step_s:
             target.runner = PacedRunner(target.runner, self.pace)
-            target.rows.cost = StepCost()
+            target.allocation.cost = StepCost()
             target.calibrate()
         return target
 
@@ -99,10 +99,10 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
         if factory.kind == "target":
             from paceline.runtime.target_server import TargetService as Service
             from paceline.runtime.target_server import describe as describe_target
-            from paceline.target.control.report import Explainer
+            from paceline.target.control.report import ControlReport
             from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server as add
 
-            describe = functools.partial(describe_target, explainer=Explainer())
+            describe = functools.partial(describe_target, explainer=ControlReport())
         else:
             from paceline.runtime.draft_server import DraftService as Service
             from paceline.runtime.draft_server import describe

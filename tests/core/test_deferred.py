@@ -15,10 +15,11 @@ from tests.support.models import FAMILIES, random_model
 
 from paceline.core import noise, verification
 from paceline.core import rows as native
-from paceline.core.deferred import Later, ask_now, download, upload
+from paceline.core.deferred import DeferredChecks, check_now, download, upload
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates, process
-from paceline.core.verification import Proposal, decide, decide_at_once, verify
+from paceline.core.tree import Proposal
+from paceline.core.verification import decide, decide_at_once, verify
 from paceline.errors import EngineError
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.kv_cache import KVCache
@@ -107,13 +108,13 @@ def test_rows_without_a_distribution_are_not_decided_at_once(bad: float) -> None
 
 
 def test_questions_put_off_are_answered_together() -> None:
-    later, device = Later(), torch.device("cpu")
-    assert not bool(later.doubt(device))
-    assert later(torch.tensor(False)) is False
-    assert not bool(later.doubt(device))
-    assert later(torch.tensor([True])) is False
-    assert bool(later.doubt(device))
-    assert ask_now(torch.tensor(True)) is True
+    checks, device = DeferredChecks(), torch.device("cpu")
+    assert not bool(checks.any_failed(device))
+    assert checks(torch.tensor(False)) is False
+    assert not bool(checks.any_failed(device))
+    assert checks(torch.tensor([True])) is False
+    assert bool(checks.any_failed(device))
+    assert check_now(torch.tensor(True)) is True
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
@@ -148,9 +149,9 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_value_on_meta_cannot_be_waited_for() -> None:
     """The negative control: each of these would wait on a GPU."""
     x = torch.zeros(3, device="meta")
-    for ask in (lambda: bool((x > 0).any()), lambda: x.tolist(), lambda: x[x > 0], lambda: (x > 0).nonzero(), x.cpu):
+    for check in (lambda: bool((x > 0).any()), lambda: x.tolist(), lambda: x[x > 0], lambda: (x > 0).nonzero(), x.cpu):
         with pytest.raises((RuntimeError, NotImplementedError)):
-            ask()
+            check()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.tree import Added, Chain, SpeculationTree, expected_accepted
+from paceline.core.tree import Added, Proposal, SpeculationTree
 from paceline.messages import Node, SparseDistribution
 from paceline.types import Cause
 
@@ -192,22 +192,19 @@ def test_nodes_that_come_late_still_serve() -> None:
     tree = grown()
     tree.walk((2, 1))
     assert tree.lost
-    assert tree.proposal(4) == Chain()
+    assert tree.proposal(4) == Proposal()
     late = [Node(5, 0, 2, 1.0, sampled=False), Node(6, 5, 0, 0.9), Node(7, 5, 1, 0.1), Node(8, 7, 1, 0.5)]
     assert tree.add(late) == Added(added=3, stale=1)
     assert tree.anchor.node_id == 7
     assert tree.proposal(4).token_ids == (1,)
 
 
-def test_proposal_and_what_it_is_worth() -> None:
-    chain = grown().proposal(2)
-    assert chain == Chain((1, 3), (0, 1), (0.6, 0.5), (None, None))
-    assert expected_accepted(chain) == pytest.approx(0.6 + 0.3)
-    assert expected_accepted(Chain()) == 0.0
-    chain = grown().proposal(9)
-    # Enumerate how many are accepted: n with probability prod(first n) * (1 - next).
-    brute = sum(n * math.prod(chain.probs[:n]) * (1 - (*chain.probs, 0.0)[n]) for n in range(len(chain) + 1))
-    assert expected_accepted(chain) == pytest.approx(brute)
+def test_a_proposal_is_the_best_path_and_can_be_cut() -> None:
+    proposal = grown().proposal(2)
+    assert proposal == Proposal((0, 1), (None, None), (0.6, 0.5), (1, 3))
+    assert proposal.first(1) == Proposal((0,), (None,), (0.6,), (1,))
+    assert proposal.first(5) is proposal
+    assert proposal.first(-1) == proposal.first(0) == Proposal()
 
 
 GOOD_Q = SparseDistribution((0, 2), (0.25, 0.75))
@@ -269,11 +266,11 @@ P = {(): F(1, 5, 4), (0,): F(3, 1, 1), (1,): F(1, 1, 6), (2,): F(2, 2, 1)}
 Q = {(): F(4, 3, 3), (0,): F(1, 3, 2), (1,): F(2, 5, 1), (2,): F(1, 1, 1)}
 
 
-def verify(p: Callable[[tuple[int, ...]], list[Fraction]], chain: Chain) -> Law:
+def verify(p: Callable[[tuple[int, ...]], list[Fraction]], proposal: Proposal) -> Law:
     """Leviathan et al. 2211.17192, exactly: the law of the accepted tokens and the next token."""
     law: Law = {}
     done, mass = (), Fraction(1)
-    for token, dist in zip(chain.token_ids, chain.qs, strict=True):
+    for token, dist in zip(proposal.token_ids, proposal.qs, strict=True):
         assert dist is not None
         q = [Fraction(0)] * VOCAB
         for v, prob in zip(dist.token_ids, dist.probs, strict=True):
@@ -311,7 +308,7 @@ def trees(extend: Callable[[int, int], bool]) -> Iterator[tuple[Fraction, Specul
         yield weight, tree
 
 
-def law_of_two_tokens(extend: Callable[[int, int], bool], propose: Callable[[SpeculationTree, int], Chain]) -> Law:
+def law_of_two_tokens(extend: Callable[[int, int], bool], propose: Callable[[SpeculationTree, int], Proposal]) -> Law:
     """Two tokens of output through one or two rounds, each with the proposal that the tree offers."""
     total: Law = {}
     for weight, tree in trees(extend):
@@ -323,8 +320,8 @@ def law_of_two_tokens(extend: Callable[[int, int], bool], propose: Callable[[Spe
             below = SpeculationTree(VOCAB, 1, rejection=True)
             below.add(_nodes_of(tree))
             below.walk(tokens)
-            chain = propose(below, 1)
-            for second, then in verify(lambda done, at=tokens: P[at] if not done else F(1, 1, 1), chain).items():
+            proposal = propose(below, 1)
+            for second, then in verify(lambda done, at=tokens: P[at] if not done else F(1, 1, 1), proposal).items():
                 key = (tokens[0], second[0])
                 total[key] = total.get(key, Fraction(0)) + weight * prob * then
     return total
@@ -351,35 +348,35 @@ def test_rejection_rule_keeps_the_law_however_the_tree_was_grown(extend: Callabl
     assert law_of_two_tokens(extend, SpeculationTree.proposal) == EXACT
 
 
-def cut_by_own_probability(tree: SpeculationTree, k: int) -> Chain:
+def cut_by_own_probability(tree: SpeculationTree, k: int) -> Proposal:
     """Mutant: leaves out a drawn token, and all after it, if it was unlikely to be drawn."""
-    chain = tree.proposal(k)
+    proposal = tree.proposal(k)
     end = 0
-    for token, q in zip(chain.token_ids, chain.qs, strict=True):
+    for token, q in zip(proposal.token_ids, proposal.qs, strict=True):
         if q is None or q.probs[q.token_ids.index(token)] < 0.35:
             break
         end += 1
-    return Chain(chain.node_ids[:end], chain.token_ids[:end], chain.probs[:end], chain.qs[:end])
+    return proposal.first(end)
 
 
-def drop_by_a_later_token(tree: SpeculationTree, k: int) -> Chain:
-    """Mutant: uses the whole chain or nothing, judged by the tokens in it."""
-    chain = tree.proposal(k)
-    return Chain() if sum(chain.token_ids) > 1 else chain
+def drop_by_a_later_token(tree: SpeculationTree, k: int) -> Proposal:
+    """Mutant: uses the whole proposal or nothing, judged by the tokens in it."""
+    proposal = tree.proposal(k)
+    return Proposal() if sum(proposal.token_ids) > 1 else proposal
 
 
-def most_probable_child(tree: SpeculationTree, k: int) -> Chain:
+def most_probable_child(tree: SpeculationTree, k: int) -> Proposal:
     """Mutant: proposes a predicted outcome with the q of the sampled token."""
     children = list(tree.anchor.children.values())
     q = next((c.q for c in children if c.q), None)
     if q is None or k == 0:
-        return Chain()
+        return Proposal()
     best = max(children, key=lambda c: q.probs[c.token_id])
-    return Chain((best.node_id,), (best.token_id,), (best.prob,), (q,))
+    return Proposal((best.token_id,), (q,), (best.prob,), (best.node_id,))
 
 
 @pytest.mark.parametrize("mutant", [cut_by_own_probability, drop_by_a_later_token, most_probable_child])
-def test_the_trap_catches_biased_selection(mutant: Callable[[SpeculationTree, int], Chain]) -> None:
+def test_the_trap_catches_biased_selection(mutant: Callable[[SpeculationTree, int], Proposal]) -> None:
     law = law_of_two_tokens(lambda v, first: True, mutant)
     assert sum(law.values()) == 1
     assert law != EXACT

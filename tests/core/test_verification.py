@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from paceline.core.noise import Stream, uniform
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import ProcessedRows, draft_candidates, process, rank_coupled, row_keys, sample_coupled
+from paceline.core.tree import Proposal
 from paceline.core.verification import (
-    Proposal,
     acceptance_probability,
     draft_distribution,
     residual,
@@ -117,6 +117,7 @@ def test_ragged_mixed_batches_equal_session_by_session(sessions, seed):
 
 INVALID_Q = {
     "missing": None,
+    "unknown": None,
     "nan": SparseDistribution((0, 1), (math.nan, 1.0)),
     "negative": SparseDistribution((0, 1, 2), (0.5, -0.5, 1.0)),
     "infinite": SparseDistribution((0, 1), (math.inf, 0.0)),
@@ -137,7 +138,7 @@ def test_a_proposal_is_cut_before_a_q_that_cannot_be_trusted(name, at):
     processed = rows_of(torch.full((4, V), -math.log(V)))
     processed.scores[:at] = torch.tensor([0.0] + [-math.inf] * (V - 1))  # certain acceptance before
     q = INVALID_Q[name]
-    qs = (None if at == 0 else (one_hot(0),)) if q is None else (*(one_hot(0),) * at, q, one_hot(0))
+    qs = (one_hot(0),) * at if name == "missing" else (*(one_hot(0),) * at, q, one_hot(0))
     (verdict,) = verify(processed, [Proposal((0, 0, 0), qs)], [REJECTION])
     assert verdict.num_invalid == 3 - at
     assert verdict.num_accepted == at

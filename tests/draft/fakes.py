@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.noise import Stream, gumbel_at, seed_bits
 from paceline.core.processors import SamplerState
-from paceline.core.tree import Chain, SpeculationTree
+from paceline.core.tree import Proposal, SpeculationTree
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
 from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed  # fmt: skip
@@ -144,7 +144,7 @@ class FakeTarget:
         self.k = open_.speculation.max_draft_tokens
         self.tree = SpeculationTree(VOCAB, len(self.text))
         self.idle = False
-        self.proposals: list[Chain] = []
+        self.proposals: list[Proposal] = []
         self.causes: list[Cause] = []
 
     def receive(self, message: Nodes) -> None:
@@ -155,17 +155,17 @@ class FakeTarget:
             self.idle = message.idle
             assert not self.tree.lost
 
-    def begin(self) -> Chain:
+    def begin(self) -> Proposal:
         """The proposal whose verification starts."""
-        chain = self.tree.proposal(self.k)
-        self.proposals.append(chain)
-        return chain
+        proposal = self.tree.proposal(self.k)
+        self.proposals.append(proposal)
+        return proposal
 
-    def end(self, chain: Chain) -> tuple[int, ...]:
+    def end(self, proposal: Proposal) -> tuple[int, ...]:
         """Verifies it: the accepted tokens and the next one."""
         tokens: list[int] = []
         greedy = self.open.sampling.temperature == 0
-        for drafted in (*chain.token_ids, None):
+        for drafted in (*proposal.token_ids, None):
             token = target_token([*self.text, *tokens], self.open.seed, greedy=greedy)
             tokens.append(token)
             if token != drafted:

@@ -189,7 +189,7 @@ def test_nodes_beyond_the_reach_are_not_expanded() -> None:
     tree = SpeculationTree(VOCAB, 1)
     frontier = Frontier(tree, BestFirst(8))
     assert frontier.reach is not None
-    frontier.reach.longest = 0.0
+    frontier.reach.longest.value = 0.0
     for i in range(1, 7):
         node = frontier.pop() if frontier.peek() else None
         if node is None:

@@ -18,8 +18,8 @@ from tests.support.rings import slow
 
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import process
-from paceline.core.tree import Chain, SpeculationTree
-from paceline.core.verification import Proposal, verify
+from paceline.core.tree import Proposal, SpeculationTree
+from paceline.core.verification import verify
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.protocol import Candidates, Leaf
 from paceline.messages import Commit, Nodes, SessionFailed
@@ -49,7 +49,7 @@ class SmallDrafter(TableDrafter):
 
 
 def run(
-    seeds: range, propose: Callable[[SpeculationTree, int], Chain], num_tokens: int = 3, **options: object
+    seeds: range, propose: Callable[[SpeculationTree, int], Proposal], num_tokens: int = 3, **options: object
 ) -> tuple[Counter[tuple[int, ...]], int]:
     """The first tokens of one session for each seed, and how many draft tokens were accepted in all."""
     sent: list[Nodes | SessionFailed] = []
@@ -73,15 +73,14 @@ def run(
             assert not trees[message.session_id].add(message.nodes).invalid
         sent.clear()
         names = [name for name, text in texts.items() if len(text) <= num_tokens]
-        chains = [propose(trees[name], 2) for name in names]
+        proposals = [propose(trees[name], 2) for name in names]
         before = {name: len(texts[name]) for name in names}
-        engine.receive([Commit(n, 0, before[n], (), c.node_ids) for n, c in zip(names, chains, strict=True)])
+        engine.receive([Commit(n, 0, before[n], (), p.node_ids) for n, p in zip(names, proposals, strict=True)])
         rows, logits = [], []
-        for name, chain in zip(names, chains, strict=True):
-            for i in range(len(chain) + 1):
-                rows.append(Row(states[name], chain.token_ids[:i]))
-                logits.append(table([*texts[name], *chain.token_ids[:i]], 0))
-        proposals = [Proposal(c.token_ids, tuple(q for q in c.qs if q)) for c in chains]
+        for name, proposal in zip(names, proposals, strict=True):
+            for i in range(len(proposal) + 1):
+                rows.append(Row(states[name], proposal.token_ids[:i]))
+                logits.append(table([*texts[name], *proposal.token_ids[:i]], 0))
         verdicts = verify(process(torch.tensor(logits), rows), proposals, [Acceptance.REJECTION] * len(names))
         for name, verdict in zip(names, verdicts, strict=True):
             texts[name] += verdict.token_ids
@@ -123,14 +122,14 @@ def test_the_law_is_the_targets(options: dict[str, object]) -> None:
     assert chi_square(counts) < LIMIT
 
 
-def cut_by_own_probability(tree: SpeculationTree, k: int) -> Chain:
+def cut_by_own_probability(tree: SpeculationTree, k: int) -> Proposal:
     """Mutant: leaves out drawn tokens that were unlikely to be drawn."""
-    chain, end = tree.proposal(k), 0
-    for token, q in zip(chain.token_ids, chain.qs, strict=True):
+    proposal, end = tree.proposal(k), 0
+    for token, q in zip(proposal.token_ids, proposal.qs, strict=True):
         if q is None or q.probs[q.token_ids.index(token)] < 0.4:
             break
         end += 1
-    return Chain(chain.node_ids[:end], chain.token_ids[:end], chain.probs[:end], chain.qs[:end])
+    return proposal.first(end)
 
 
 def test_a_cut_by_the_drawn_token_is_caught() -> None:

@@ -35,9 +35,16 @@ def scan(text: list[int], path: list[int], lo: int, hi: int, m: int) -> tuple[li
 @given(tokens, st.lists(st.integers(0, 2), max_size=6), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3))
 @settings(max_examples=300, deadline=None)
 def test_equals_a_scan(text: list[int], path: list[int], lo: int, more: int, m: int) -> None:
-    index = NgramIndex(lo, lo + more)
+    index = NgramIndex([], lo, lo + more, counts=True)
+    last = NgramIndex(index.tokens, lo, lo + more, counts=False)
     for i, token in enumerate(text):
-        index.append(token)
+        index.tokens.append(token)
+        index.extend(1)
+        last.extend(9)
+        for n in range(lo, lo + more + 1):
+            ngram = tuple(text[max(0, i + 1 - n) : i + 1])
+            followed = [j for j in range(n, i + 1) if tuple(text[j - n : j]) == ngram]
+            assert last.last_follower(ngram) == max(followed, default=-1)
         if i % 7 == 0 or i == len(text) - 1:
             assert index.candidates(path, m) == scan(text[: i + 1], path, lo, lo + more, m)
 

@@ -19,7 +19,8 @@ from paceline.core import verification
 from paceline.core.noise import Stream, exact_log, gumbel, seed_bits, uniform
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
-from paceline.core.verification import Proposal, decide
+from paceline.core.tree import Proposal
+from paceline.core.verification import decide
 from paceline.local import LocalPipeline
 from paceline.model.attention.kernels import Attention
 from paceline.model.compiled.backend import DeviceBackend

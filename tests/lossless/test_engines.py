@@ -33,9 +33,9 @@ from paceline.model.loading import load_pretrained, prepare
 from paceline.model.selftest import check_invariance
 from paceline.target import engine as target_engine
 from paceline.target import session as target_session
-from paceline.target.control.allocation import RowBudget
-from paceline.target.control.session_gate import Judgement, Steering
-from paceline.target.engine import _verdicts
+from paceline.target.control.allocation import Allocation
+from paceline.target.control.session_gate import Judgement, SessionGate
+from paceline.target.scheduler import Scheduled
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Acceptance, Cause, Mode, Result, SamplingParams, SpeculationParams
 
@@ -244,16 +244,16 @@ def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pyte
 
     def any_pause(self, session, now, num_sessions):
         if rng.random() < 0.1:
-            self._pause(session, Judgement.NO_GAIN, now, num_sessions)
+            self.pause(session, Judgement.NO_GAIN, now, num_sessions)
 
     def any_resumption(self, now, num_running, sessions):
-        for pause in list(self._paused.values()):
+        for pause in list(self.paused.values()):
             if rng.random() < 0.3:
-                self._resume(pause.session, now, forget=rng.random() < 0.5)
+                self.resume(pause.session, now, forget=rng.random() < 0.5)
 
-    monkeypatch.setattr(RowBudget, "allot", any_number)
-    monkeypatch.setattr(Steering, "review", any_pause)
-    monkeypatch.setattr(Steering, "tick", any_resumption)
+    monkeypatch.setattr(Allocation, "allocate_draft_tokens", any_number)
+    monkeypatch.setattr(SessionGate, "review", any_pause)
+    monkeypatch.setattr(SessionGate, "tick", any_resumption)
     target, draft = pair("llama")
     requests = mixed_batch(temperature)
     reference = plain_reference(target, requests)
@@ -284,7 +284,8 @@ def test_measured_control_gives_identical_tokens(adaptive: bool) -> None:
 
 def _frozen_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties and positions do not see the draft tokens before their row."""
-    monkeypatch.setattr(target_engine, "Row", lambda state, suffix: Row(state, ()))
+    rows = Scheduled.rows
+    monkeypatch.setattr(Scheduled, "rows", lambda part: [Row(row.state, ()) for row in rows(part)])
 
 
 def _skips_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,21 +300,20 @@ def _skips_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rejected token is emitted as if it had been accepted."""
+    decide = target_engine.decide
 
-    def wrong(logits, parts):
-        verdicts = _verdicts(logits, parts)
+    def wrong(logits, rows, proposals, rules):
+        verdicts = decide(logits, rows, proposals, rules)
         return [
-            replace(v, token_ids=(*v.token_ids[:-1], p.chain.token_ids[v.num_accepted]))
-            if v.num_accepted < len(p.chain)
-            else v
-            for v, p in zip(verdicts, parts, strict=True)
+            replace(v, token_ids=(*v.token_ids[:-1], p.token_ids[v.num_accepted])) if v.num_accepted < len(p) else v
+            for v, p in zip(verdicts, proposals, strict=True)
         ]
 
-    monkeypatch.setattr(target_engine, "_verdicts", wrong)
+    monkeypatch.setattr(target_engine, "decide", wrong)
 
 
 def _noise_forgets_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The position of the noise starts anew in every round."""
+    """The position of the noise starts again in every round."""
     monkeypatch.setattr(Row, "position", property(lambda row: len(row.suffix)))
 
 
@@ -545,8 +545,8 @@ def _only_the_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
     def unlikely_only(self, offers, **options):
         return [len(o) if o and o[0] < 0.75 else 0 for o in offers]
 
-    monkeypatch.setattr(RowBudget, "allot", unlikely_only)
-    monkeypatch.setattr(Steering, "review", lambda *args: None)
+    monkeypatch.setattr(Allocation, "allocate_draft_tokens", unlikely_only)
+    monkeypatch.setattr(SessionGate, "review", lambda *args: None)
 
 
 def _tells_what_was_drawn(message):

@@ -15,7 +15,8 @@ import torch
 from paceline.core import verification
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import ProcessedRows, process
-from paceline.core.verification import KeyedChoices, Proposal, draft_distribution, verify
+from paceline.core.tree import Proposal
+from paceline.core.verification import KeyedChoices, draft_distribution, verify
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams
 

@@ -9,7 +9,8 @@ from tests.support.models import pair, prompt
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 
 from paceline.target import engine as target_engine
-from paceline.target.engine import TargetStats, _verdicts
+from paceline.target.control.step_meter import TargetStats
+from paceline.target.scheduler import Scheduled
 from paceline.types import Acceptance, Mode, Result, SamplingParams, SpeculationParams
 
 _PROCESSED = {"repetition_penalty": 1.1, "top_k": 40, "logit_bias": {15: 1.5}}
@@ -34,7 +35,7 @@ def _run(requests: dict[str, Request], *, with_draft: bool = False, **options) -
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("with_draft", [False, True])
 def test_identity(temperature: float, with_draft: bool) -> None:
-    """Without a draft, and beside one that is late: the tokens of plain decoding, some of them foreseen."""
+    """Without a draft, and beside one that is late: the tokens of plain decoding, some of them predicted."""
     target, _ = pair("llama")
     requests = _requests(temperature)
     results, stats = _run(requests, with_draft=with_draft, late=0.5)
@@ -59,7 +60,7 @@ def test_pages_and_steps_too_small_for_all() -> None:
     [(1.0, {"acceptance": Acceptance.REJECTION}), (0.0, {"mode": Mode.SEQUENTIAL}), (0.0, {"mode": Mode.PLAIN})],
 )
 def test_not_where_it_has_no_place(temperature: float, speculation: dict) -> None:
-    """The rejection rule's law allows none (``lookup.py``), lock step is to be what it is, and plain is plain."""
+    """The rejection rule's law allows none (``lookup.py``), sequential mode stays comparable, and plain is plain."""
     _, stats = _run(_requests(temperature, **speculation))
     assert stats.rounds > 100
     assert stats.lookup_rounds == 0
@@ -69,32 +70,33 @@ def test_not_where_it_has_no_place(temperature: float, speculation: dict) -> Non
 
 
 def _takes_it_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the text foresees is accepted without a look, as far as its first token."""
+    """The first token of a proposal from the text is accepted without verification."""
+    decide = target_engine.decide
 
-    def wrong(logits, parts):
-        verdicts = _verdicts(logits, parts)
+    def wrong(logits, rows, proposals, rules):
+        verdicts = decide(logits, rows, proposals, rules)
         return [
-            replace(v, num_accepted=1, token_ids=(p.chain.token_ids[0], v.token_ids[0]), logprobs=v.logprobs[:1] * 2)
-            if len(p.chain) and not p.chain.node_ids and not v.num_accepted
+            replace(v, num_accepted=1, token_ids=(p.token_ids[0], v.token_ids[0]), logprobs=v.logprobs[:1] * 2)
+            if len(p) and not p.node_ids and not v.num_accepted
             else v
-            for v, p in zip(verdicts, parts, strict=True)
+            for v, p in zip(verdicts, proposals, strict=True)
         ]
 
-    monkeypatch.setattr(target_engine, "_verdicts", wrong)
+    monkeypatch.setattr(target_engine, "decide", wrong)
 
 
 def _verifies_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward gets other tokens than those that were foreseen and are compared."""
-    sequence = target_engine._sequence
+    """The forward gets other tokens than those that are compared."""
+    sequence_step = Scheduled.sequence_step
 
     def wrong(part):
-        step = sequence(part)
-        if len(part.chain) and not part.chain.node_ids:
-            start = len(step.token_ids) - len(part.chain)
-            step = replace(step, token_ids=[*step.token_ids[:start], *((t + 1) % 64 for t in part.chain.token_ids)])
+        step, drafted = sequence_step(part), part.proposal.token_ids
+        if drafted and not part.proposal.node_ids:
+            start = len(step.token_ids) - len(drafted)
+            step = replace(step, token_ids=[*step.token_ids[:start], *((t + 1) % 64 for t in drafted)])
         return step
 
-    monkeypatch.setattr(target_engine, "_sequence", wrong)
+    monkeypatch.setattr(Scheduled, "sequence_step", wrong)
 
 
 @pytest.mark.parametrize("mutant", [_takes_it_at_its_word, _verifies_another], ids=lambda m: m.__name__.strip("_"))

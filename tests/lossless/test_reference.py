@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,11 +141,10 @@ def _accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(logits, rows, proposals, rules):
         verdicts = decide(logits, rows, proposals, rules)
-        for proposal, verdict in zip(proposals, verdicts, strict=True):
-            drafted = proposal.token_ids[verdict.num_accepted : verdict.num_accepted + 1]
-            if drafted:
-                object.__setattr__(verdict, "token_ids", (*verdict.token_ids[:-1], *drafted))
-        return verdicts
+        return [
+            replace(v, token_ids=(*v.token_ids[:-1], p.token_ids[v.num_accepted])) if v.num_accepted < len(p) else v
+            for v, p in zip(verdicts, proposals, strict=True)
+        ]
 
     monkeypatch.setattr(target_engine, "decide", wrong)
 

@@ -15,7 +15,8 @@ from scipy import stats
 from paceline.core import verification
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at
 from paceline.core.sampling import ProcessedRows, rank_coupled
-from paceline.core.verification import KeyedChoices, Proposal, sample_draft, verify
+from paceline.core.tree import Proposal
+from paceline.core.verification import KeyedChoices, sample_draft, verify
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance
 
@@ -87,7 +88,7 @@ def simulate(
             0,
             scores=log_p[rows],
         )
-        proposals = [Proposal(d, q if rule is REJECTION else None) for d, q in zip(drafted, qs, strict=True)]
+        proposals = [Proposal(d, q if rule is REJECTION else ()) for d, q in zip(drafted, qs, strict=True)]
         verdicts = verify(processed, proposals, [rule] * len(active))
         verdicts_of_first = verdicts_of_first or verdicts
         for i, verdict in zip(active, verdicts, strict=True):

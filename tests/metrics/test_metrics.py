@@ -25,7 +25,7 @@ from paceline.metrics.engines import declared, engine_counter
 from paceline.metrics.registry import Registry
 from paceline.metrics.replica import ReplicaMetrics
 from paceline.metrics.router import RouterMetrics
-from paceline.target.engine import TargetStats
+from paceline.target.control.step_meter import TargetStats
 from paceline.types import Cause, FinishReason, ReplicaStatus, Result, Round, SpeculationStats, Timing, Usage
 
 MODEL = "llama"

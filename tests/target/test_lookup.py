@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from tests.target.simulation import Simulation
 
-from paceline.target.lookup import LONGEST, SHORTEST, Lookup, shares
+from paceline.target.lookup import LONGEST, SHORTEST, Lookup, new_shares
 
 
 def lookup(tokens: list[int], share: int = 95) -> Lookup:
     """Of an engine whose texts were right in so many percent of the cases."""
-    known = shares()
-    for hits in known:
-        hits.add(100, 100.0, share)
+    known = new_shares()
+    for each in known:
+        each.add(share, 100, 100)
     found = Lookup(tokens, known)
     found.follow(len(tokens))
     return found
@@ -31,23 +31,23 @@ def lookup(tokens: list[int], share: int = 95) -> Lookup:
     ],
 )
 def test_what_followed_the_last_pair_comes_again(tokens: list[int], expected: tuple[int, ...]) -> None:
-    """The last time it occurred; beyond the end of the text it goes on with what it has foreseen."""
-    chain = lookup(tokens).chain(4)
-    assert chain.token_ids == expected
-    assert chain.node_ids == ()
-    assert len(chain.probs) == len(chain.qs) == len(expected)
+    """The last time it occurred; beyond the end of the text it goes on with what it has predicted."""
+    proposal = lookup(tokens).proposal(4)
+    assert proposal.token_ids == expected
+    assert proposal.node_ids == ()
+    assert len(proposal.probs) == len(proposal.qs) == len(expected)
 
 
 def test_a_proposal_is_as_long_as_it_may_be() -> None:
     """None at a length of 0; and not beyond where it is next to certain to be wrong."""
     found = lookup([1, 2, 3, 1, 2])
-    assert [len(found.chain(k)) for k in (-1, 0, 1, 7, 3)] == [0, 0, 1, 7, 3]
-    assert [len(lookup([1, 2, 3, 1, 2], share).chain(7)) for share in (50, 25, 0)] == [4, 2, 0]
+    assert [len(found.proposal(k)) for k in (-1, 0, 1, 7, 3)] == [0, 0, 1, 7, 3]
+    assert [len(lookup([1, 2, 3, 1, 2], share).proposal(7)) for share in (50, 25, 0)] == [4, 2, 0]
 
 
 def test_probabilities_are_learned_from_what_was_not_proposed() -> None:
     """By the length of the match: the pair 1, 2 is always followed by something new, longer matches are right."""
-    known = shares()
+    known = new_shares()
     tokens: list[int] = []
     found = Lookup(tokens, known)
 
@@ -58,12 +58,12 @@ def test_probabilities_are_learned_from_what_was_not_proposed() -> None:
 
     for i in range(200):
         append(1, 2, 1000 + i)
-    assert known[0].rate() < 0.1
+    assert known[0].value(0.2) < 0.1
     for _ in range(40):
         append(10, 11, 12, 13, 14, 15)
-    assert known[0].rate() < 0.1
-    assert known[LONGEST - SHORTEST].rate() > 0.9
-    assert found.chain(2).probs[0] > 0.9
+    assert known[0].value(0.2) < 0.1
+    assert known[LONGEST - SHORTEST].value(0.2) > 0.9
+    assert found.proposal(2).probs[0] > 0.9
 
 
 def test_all_of_a_long_prompt_is_indexed_a_part_at_a_time() -> None:
@@ -72,18 +72,18 @@ def test_all_of_a_long_prompt_is_indexed_a_part_at_a_time() -> None:
     found = lookup(tokens)
     lengths = []
     for _ in range(3):
-        lengths.append(len(found.chain(3)))
+        lengths.append(len(found.proposal(3)))
         found.follow(len(tokens))
     assert lengths == [0, 0, 3]
-    assert found.chain(3).token_ids == (2, 3, 4)
+    assert found.proposal(3).token_ids == (2, 3, 4)
 
 
 def test_the_match_is_at_most_so_long() -> None:
     """Longer ones count as the longest."""
     text = list(range(50)) * 2
     found = lookup(text)
-    assert found.chain(8).token_ids == tuple(range(8))
-    assert len(set(found.chain(8).probs)) == 1
+    assert found.proposal(8).token_ids == tuple(range(8))
+    assert len(set(found.proposal(8).probs)) == 1
 
 
 # -- throughput, on a virtual time line -----------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""How host and accelerator talk within a step: uploads that wait for nothing, one download that waits.
+"""Transfers between host and accelerator within a step: uploads that wait for nothing, one download that waits.
 
-A copy from pageable memory waits for everything that was queued before it, and so does every question whose answer
+A copy from pageable memory waits for everything that was queued before it, and so does every answer that
 the host needs (``bool(tensor)``, ``nonzero``). A step has one such wait: where its outcomes are read. On the CPU all
-of this is what it would be without this module.
+of this costs what it would without this module.
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Ask = Callable[[Tensor], bool]
-"""Puts a yes-or-no question, one bool on the device, whose rare answer is yes."""
+Check = Callable[[Tensor], bool]
+"""Asks whether a rare condition holds, given as one bool on the device: True if the caller has to handle it."""
 
 
-def ask_now(question: Tensor) -> bool:
-    """The answer, waited for."""
-    return bool(question)
+def check_now(condition: Tensor) -> bool:
+    """Reads the condition from the device, which waits for all work queued before it."""
+    return bool(condition)
 
 
-class Later:
-    """Takes every answer for no. ``doubt`` tells with the results whether one was yes: then they are worthless."""
+class DeferredChecks:
+    """A ``Check`` that never waits: it assumes that no condition holds and records them all.
+
+    If ``any_failed`` turns out true, everything computed under the assumption has to be discarded.
+    """
 
     def __init__(self) -> None:
-        self._questions: list[Tensor] = []
+        self._conditions: list[Tensor] = []
 
-    def __call__(self, question: Tensor) -> bool:
-        self._questions.append(question.reshape(()))
+    def __call__(self, condition: Tensor) -> bool:
+        self._conditions.append(condition.reshape(()))
         return False
 
-    def doubt(self, device: torch.device) -> Tensor:
-        """One bool on ``device``."""
+    def any_failed(self, device: torch.device) -> Tensor:
+        """One bool on ``device``, to be downloaded with the results: true if any recorded condition holds."""
         none = torch.zeros((), dtype=torch.bool, device=device)
-        return torch.stack([none, *self._questions]).any()
+        return torch.stack([none, *self._conditions]).any()
 
 
 def upload(values: Sequence[Any] | Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """``values`` as a tensor on ``device``. From page-locked memory, which torch keeps until the copy is done."""
+    """Copies ``values`` to ``device`` without waiting, from page-locked memory, which torch keeps until it is done."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if torch.device(device).type != "cuda":
         return host.to(device)
@@ -47,7 +50,7 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device | str, dtype: to
 
 
 def download(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors on the host, with a single wait for all of them."""
+    """Copies the tensors to the host, with a single wait for all of them."""
     if not any(tensor.is_cuda for tensor in tensors):
         return tuple(tensor.cpu() for tensor in tensors)
     host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors)

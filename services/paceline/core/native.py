@@ -1,4 +1,4 @@
-"""C++ that comes with the package, compiled once on each machine and kept in the cache."""
+"""Compiler of the package's C++ sources: once on each machine, kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from paceline.errors import EngineError
 
 _COMPILERS = ("g++", "c++", "clang++")
 COMPILE_LIMIT_S = 600.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) -> Path:
-    """The shared library of ``source``, compiled with ``options`` if it never was. One process compiles at a time.
+    """Path of the shared library of ``source``, compiled if the cache has none. One process compiles at a time.
 
-    ``digest`` tells apart what must not share a library. ``purpose``: what is compiled, in a word for the log.
+    Args:
+        digest: part of the library's name; must differ wherever two compilations must not share a library.
+        options: of the compiler.
+        purpose: the library's name in the log.
 
     Raises:
         EngineError: there is no compiler, or it fails; with its first error.
@@ -38,19 +41,24 @@ def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) ->
 
 
 def torch_options() -> tuple[str, ...]:
-    """What compiles and links a library with the operators of this torch."""
+    """Compiler options of a library that uses the operators of this torch."""
     import torch
 
     include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     return (
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
-        f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch", "-ltorch_cpu", "-lc10",
-    )  # fmt: skip
+        f"-I{include}",
+        f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
+        f"-L{lib}",
+        f"-Wl,-rpath,{lib}",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+    )
 
 
 def machine() -> str:
-    """Processor and instruction set, which tell libraries apart that are compiled for one machine alone."""
+    """Processor and instruction set, part of the digest of libraries that are compiled for one machine alone."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -60,7 +68,7 @@ def machine() -> str:
 
 
 def has_avx512() -> bool:
-    """Whether torch calls this machine's CPU one with AVX-512, without asking torch."""
+    """True if torch would report AVX-512 for this machine's CPU; does not import torch."""
     return {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"} <= set(machine().split())
 
 
@@ -70,7 +78,7 @@ def _compile(source: Path, path: Path, options: Sequence[str], purpose: str) -> 
         raise EngineError(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.so")
     command = [compiler, "-std=c++20", "-O3", "-shared", "-fPIC", str(source), "-o", str(temporary), *options]
-    _log.warning("compiling %s (once; later starts load it)", purpose)
+    log.warning("compiling %s (once; later starts load it)", purpose)
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         temporary.rename(path)

@@ -1,4 +1,4 @@
-"""Noise without state: every (seed, position, token, stream) has its own value, on every device the same.
+"""Noise without state: every (seed, position, token, stream) has its own value, the same on every device.
 
 The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC
 2011), in int64 tensors whose products wrap modulo 2^64. The 64-bit seed is the key; the counter is
@@ -13,8 +13,6 @@ The logarithm uses IEEE additions, multiplications and divisions of float64 only
 these agree on every device, where library logarithms differ in the last bits. Its error is below 2e-15
 relative; the result is rounded to float32. Sampling from 32-bit words is off by at most V * 2^-32 in total
 variation, with vocabulary size V.
-
-This module knows no sessions, no parameters and no models.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import rows as native
-from paceline.core.deferred import Ask, ask_now
+from paceline.core.deferred import Check, check_now
 
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -100,8 +98,8 @@ def gumbel(seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, no
     """Gumbel noise of whole vocabulary rows.
 
     Args:
-        seeds, positions: [rows] int64; seeds are bit patterns (``seed_bits``). ``nonces``: [rows] int64, 0 if
-        absent.
+        seeds, positions: [rows] int64; seeds are bit patterns (``seed_bits``).
+        nonces: [rows] int64, 0 if absent.
 
     Returns:
         [rows, vocab_size] float32.
@@ -112,14 +110,14 @@ def gumbel(seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, no
 def gumbel_at(
     seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None = None
 ) -> Tensor:
-    """The values of ``gumbel`` at ``token_ids`` [rows, m], at the cost of m tokens: [rows, m] float32."""
+    """Gumbel noise of single tokens: the values of ``gumbel`` at ``token_ids`` [rows, m], as [rows, m] float32."""
     return _exact_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
 
 
 def fast_gumbel_at(
     seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None = None
 ) -> Tensor:
-    """``gumbel_at`` in float64 by the device's own logarithm: within 2e-6, where bits do not matter."""
+    """Approximate ``gumbel_at`` in float64 by the device's own logarithm (within 2e-6), where bits do not matter."""
     return _fast_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
 
 
@@ -136,7 +134,7 @@ def gumbel_argmax(
     positions: Tensor,
     stream: Stream,
     nonces: Tensor | None = None,
-    ask: Ask = ask_now,
+    check: Check = check_now,
 ) -> Tensor:
     """A sample of each row's softmax: argmax_v(``log_weights[row, v] + gumbel[row, v]``).
 
@@ -146,9 +144,9 @@ def gumbel_argmax(
     only where the device's own leaves more than one token in reach of the maximum.
 
     Args:
-        log_weights: [rows, vocab] float, not NaN, need not be normalised; -inf never wins. Every row needs a
+        log_weights: [rows, vocab] float, not NaN, need not be normalized; -inf never wins. Every row needs a
         finite value.
-        ask: with ``Later`` every token gets noise, and a doubt remains where the exact logarithm should decide.
+        check: with ``DeferredChecks`` every token gets noise, and a check fails where the exact logarithm is needed.
 
     Returns:
         [rows] int64 token ids.
@@ -156,7 +154,7 @@ def gumbel_argmax(
     rows, vocab_size = log_weights.shape
     if rows == 0:
         return torch.empty(0, dtype=torch.int64, device=log_weights.device)
-    if ask is ask_now and _is_native(log_weights):
+    if check is check_now and _is_native(log_weights):
         return native.gumbel_max(log_weights, _native_keys(seeds, positions, nonces), stream, 0)[0]
     rows_at_once = max(1, _CPU_CACHED_TOKENS // vocab_size)
     if rows > rows_at_once and log_weights.device.type == "cpu":
@@ -164,13 +162,13 @@ def gumbel_argmax(
         return torch.cat(
             [
                 gumbel_argmax(
-                    log_weights[at], seeds[at], positions[at], stream, None if nonces is None else nonces[at], ask
+                    log_weights[at], seeds[at], positions[at], stream, None if nonces is None else nonces[at], check
                 )
                 for at in parts
             ]
         )
-    in_reach, winners = _in_reach(log_weights, seeds, positions, stream, nonces, 0, ask)
-    if not ask(in_reach.sum() != rows):
+    in_reach, winners = _in_reach(log_weights, seeds, positions, stream, nonces, 0, check)
+    if not check(in_reach.sum() != rows):
         return winners
     return _sparse_scores(log_weights, in_reach, seeds, positions, stream, nonces, 0, exact=True).argmax(-1)
 
@@ -178,10 +176,10 @@ def gumbel_argmax(
 def gumbel_max(
     log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, first: int
 ) -> tuple[Tensor, Tensor]:
-    """``gumbel_argmax`` of a part of the vocabulary: the part with the largest score has the sample of the whole.
+    """Runs ``gumbel_argmax`` on a part of the vocabulary: the part with the largest score has the sample of the whole.
 
     Args:
-        log_weights: [rows, tokens] float, of the tokens from ``first``. May hold -inf only.
+        log_weights: [rows, tokens] float, of the tokens [first, first + tokens). May hold -inf only.
 
     Returns:
         Scores [rows] float64 and token ids [rows] int64. Equal scores of two parts go to the lower id.
@@ -189,7 +187,7 @@ def gumbel_max(
     if _is_native(log_weights):
         token_ids, best = native.gumbel_max(log_weights, _native_keys(seeds, positions, None), stream, first)
         return best, token_ids
-    in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first, ask_now)
+    in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first, check_now)
     scores = _sparse_scores(log_weights, in_reach, seeds, positions, stream, None, first, exact=True)
     best, token_ids = scores.max(-1)
     return best, token_ids + first
@@ -212,13 +210,13 @@ def _in_reach(
     stream: Stream,
     nonces: Tensor | None,
     first: int,
-    ask: Ask,
+    check: Check,
 ) -> tuple[Tensor, Tensor]:
-    """[rows, tokens] bool: what may have the largest exact score; and [rows] the first of the largest others."""
+    """The tokens that may have the largest exact score, [rows, tokens] bool, and each row's likeliest one, [rows]."""
     rows, num_tokens = log_weights.shape
     cutoff = log_weights.amax(-1, keepdim=True) - (MAX_GUMBEL - MIN_GUMBEL + 1)  # 1: room for rounding
     can_win = log_weights >= cutoff
-    if ask is not ask_now or 4 * int(can_win.sum()) >= rows * num_tokens:
+    if check is not check_now or 4 * int(can_win.sum()) >= rows * num_tokens:
         scores = _fast_gumbel(_dense_words(seeds, positions, stream, num_tokens, nonces, first)).add_(log_weights)
     else:
         scores = _sparse_scores(log_weights, can_win, seeds, positions, stream, nonces, first, exact=False)
@@ -237,7 +235,7 @@ def _sparse_scores(
     *,
     exact: bool,
 ) -> Tensor:
-    """[rows, vocab] float64 scores of the tokens in ``where``; -inf elsewhere. Column 0 is token ``first``."""
+    """Scores of the tokens in ``where``, [rows, vocab] float64; -inf elsewhere. Column 0 is token ``first``."""
     row, token = where.nonzero(as_tuple=True)
     words = _words_at(seeds[row], positions[row], stream, token + first, None if nonces is None else nonces[row])
     noise = _exact_gumbel(words).to(torch.float64) if exact else _fast_gumbel(words)
@@ -265,7 +263,8 @@ def _column(values: Tensor | None) -> Tensor | None:
 def _dense_words(
     seeds: Tensor, positions: Tensor, stream: Stream, num_tokens: int, nonces: Tensor | None, first: int = 0
 ) -> Tensor:
-    """[rows, num_tokens] int64 output words of the tokens from ``first``."""
+    """Output words of the tokens [first, first + num_tokens): [rows, num_tokens] int64."""
+    # One Philox call yields the four words of tokens 4 i to 4 i + 3: whole lanes, then cut to the tokens asked for.
     lanes = torch.arange(first // 4, (first + num_tokens + 3) // 4, device=seeds.device)[None]
     words = philox(_counter(lanes, positions[:, None], stream, _column(nonces)), _key(seeds[:, None]))
     return torch.stack(words, dim=-1).flatten(1)[:, first % 4 : first % 4 + num_tokens]
@@ -295,7 +294,7 @@ def exact_log(x: Tensor) -> Tensor:
     x = m * 2^e with m in [sqrt(1/2), sqrt(2)) exactly; log m = 2 atanh(s) with s = (m - 1) / (m + 1), |s| <
     0.1716, as a series of 12 terms (the rest is below 1e-19). No operation is fused with another.
     """
-    bits = x.view(torch.int64)
+    bits = x.view(torch.int64)  # sign (0), 11 bits of exponent, 52 bits of mantissa
     # Adding the distance from sqrt(1/2) to 1 to the bits rounds the exponent at sqrt(1/2).
     exponent = ((bits + 0x00095F619980C433) >> 52).sub_(1023)
     mantissa = (bits - (exponent << 52)).view(torch.float64)

@@ -1,6 +1,4 @@
-"""What one session asks of its next token, and the processors that carry it out.
-
-They run in this order, each on the logits x that the one before left:
+"""The logit processors of a session, in the order in which they run, each on the logits x that the last one left:
 
 1. logit bias           x[v] += bias[v]
 2. bad words            x[last] = -inf if the tokens before the row end with the sequence's other tokens
@@ -29,20 +27,20 @@ import torch
 from torch import Tensor
 
 from paceline.core import rows as native
-from paceline.core.deferred import Ask, Later, ask_now, upload
+from paceline.core.deferred import Check, DeferredChecks, check_now, upload
 from paceline.core.noise import seed_bits
 from paceline.errors import InvalidRequestError
 from paceline.types import SamplingParams
 
 _MIN_TEMPERATURE = 1e-30
 _TOP_P_CANDIDATES, _MORE_CANDIDATES = 256, 1024
-"""Values that top-p looks at before it asks for more, and where asking must wait."""
+"""Values that top-p looks at first where it may look at more if they are too few, and where it cannot check that."""
 _UNIT_MASS = 2.0**44
 """The most likely token's mass in top-p, which counts in integers: their sums are exact in any order."""
 
 
 class SamplerState:
-    """What one session's processors remember of its context. Owned by one engine; ``append`` on commit."""
+    """Processor state of one session, derived from its context. Owned by one engine; ``append`` on commit."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class SamplerState:
         vocab_size: int,
         device: str | torch.device = "cpu",
     ) -> None:
-        """Starts from a prompt, and after a failure from what has been emitted since.
+        """Starts from a prompt, and after a failure from the tokens emitted since.
 
         Raises:
             InvalidRequestError: an id outside the vocabulary.
@@ -104,7 +102,7 @@ class SamplerState:
 
     @property
     def only_scales(self) -> bool:
-        """Whether nothing but the temperature ever changes the logits of this session."""
+        """True if no processor but the temperature ever changes the logits of this session."""
         return not (
             self.params.logit_bias
             or self.params.bad_words
@@ -118,7 +116,7 @@ class SamplerState:
 
     @property
     def edits(self) -> bool:
-        """Whether any processor before the temperature can change logits now."""
+        """True if any processor before the temperature can change logits now."""
         return bool(
             self.params.logit_bias
             or self.params.bad_words
@@ -128,7 +126,7 @@ class SamplerState:
         )
 
     def edit_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
-        """Applies the processors before the temperature, in place: [rows, vocab] float32, a suffix each."""
+        """Applies the processors before the temperature in place to [rows, vocab] float32, one suffix per row."""
         if self.params.logit_bias:
             logits[:, self._bias_ids] += self._bias
         forbidden = [(row, token) for row, suffix in enumerate(suffixes) for token in self._forbidden(suffix)]
@@ -136,9 +134,11 @@ class SamplerState:
             row_index, token_index = upload(forbidden, logits.device).unbind(-1)
             logits[row_index, token_index] = -math.inf
         if self._repeats or self._counts:
-            self._penalise_(logits, suffixes)
+            self._penalize_(logits, suffixes)
 
-    def _penalise_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
+    def _penalize_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
+        # Slots [0, num_slots) are the tokens that occurred in the context; the draft tokens of this batch that did not
+        # get the slots after them. Everything below is [rows, slots], never [rows, vocab].
         device, num_slots = logits.device, len(self._slots)
         # Draft tokens outside the vocabulary are never accepted, so the rows behind them do not matter.
         drafted = {token for suffix in suffixes for token in suffix if 0 <= token < self.vocab_size}
@@ -146,7 +146,7 @@ class SamplerState:
         ids = torch.cat((self._ids[:num_slots], upload(list(new), device, torch.int64)))
         if not len(ids):
             return
-        added = [
+        added = [  # how often each row's suffix adds each slot
             (row, self._slots.get(token, new.get(token)), count)
             for row, suffix in enumerate(suffixes)
             for token, count in Counter(suffix).items()
@@ -158,12 +158,12 @@ class SamplerState:
         counts[row_index, slot_index] += count_index.to(torch.float32)
         x = logits[:, ids]
         if self._repeats:
-            penalised = torch.where(x > 0, x / self._repetition, x * self._repetition)
+            penalized = torch.where(x > 0, x / self._repetition, x * self._repetition)
             if new:  # occurs in some rows only
                 seen = counts > 0
                 seen[:, :num_slots] = True
-                penalised = torch.where(seen, penalised, x)
-            x = penalised
+                penalized = torch.where(seen, penalized, x)
+            x = penalized
         if self._counts:
             present = (counts > 0).to(torch.float32).mul_(self.params.presence_penalty)
             x = x - counts.mul_(self.params.frequency_penalty).add_(present)
@@ -179,13 +179,13 @@ class SamplerState:
             yield from self._stop_ids
 
     def _count(self, token_ids: Sequence[int]) -> None:
-        """Takes in tokens of the output."""
+        """Counts tokens of the output for the penalties."""
         if (self._repeats or self._counts) and token_ids:
             slots = upload(self._touch(token_ids), self._emitted.device, torch.int64)
             self._emitted.index_add_(0, slots, torch.ones_like(slots, dtype=torch.float32))
 
     def _touch(self, token_ids: Sequence[int]) -> list[int]:
-        """The slots of tokens, which get one if they have none."""
+        """The slots of tokens; those without one are given the next free ones."""
         num_slots, slots = len(self._slots), self._slots
         indices = [slots.setdefault(token, len(slots)) for token in token_ids]
         if len(slots) > len(self._ids):
@@ -206,7 +206,7 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One position whose next token is wanted."""
+    """One position of a session whose next token is to be decided."""
 
     state: SamplerState
     suffix: tuple[int, ...] = ()
@@ -214,21 +214,21 @@ class Row:
 
     @property
     def position(self) -> int:
-        """The index of the wanted token in the session's text."""
+        """The index of the token to be decided in the session's text."""
         return self.state.num_tokens + len(self.suffix)
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
-    """[rows, 1] of the dtype and device of ``like``."""
+    """The values as a [rows, 1] tensor with the dtype and device of ``like``."""
     return upload(values, like.device, like.dtype)[:, None]
 
 
-def truncate_(x: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> None:
-    """Sets what top-k, top-p and min-p cut to -inf. x: [rows, vocab] with row maxima 0, modified in place.
+def truncate_(x: Tensor, rows: Sequence[Row], check: Check = check_now) -> None:
+    """Sets the tokens cut by top-k, top-p and min-p to -inf. x: [rows, vocab] with row maxima 0, modified in place.
 
     Top-k and top-p both keep a prefix of one ranking (value descending, id ascending), so together they keep
     the shorter prefix. Its length needs the largest values only: as many as top_k, or as hold the mass top_p.
-    With ``Later`` a doubt remains where top_p needs more than ``_MORE_CANDIDATES``.
+    With ``DeferredChecks`` a check fails where top_p needs more than ``_MORE_CANDIDATES``.
     """
     states = [row.state for row in rows]
     vocab_size = x.shape[-1]
@@ -237,7 +237,7 @@ def truncate_(x: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> None:
         every = len(prefixed) == len(rows)
         at = None if every else upload(prefixed, x.device)
         part = x if at is None else x[at]
-        _keep_prefix_(part, [states[i].top_k for i in prefixed], [states[i].top_p for i in prefixed], ask)
+        _keep_prefix_(part, [states[i].top_k for i in prefixed], [states[i].top_p for i in prefixed], check)
         if at is not None:
             x[at] = part
     if any(state.min_p > 0 for state in states):
@@ -248,18 +248,19 @@ def truncate_(x: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> None:
             x.masked_fill_(x < limits, -math.inf)
 
 
-def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], ask: Ask, least: int = 0) -> None:
-    """Top-k and top-p of every row, looking at no fewer than ``least`` values at first."""
+def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check: Check, least: int = 0) -> None:
+    """Applies top-k and top-p to every row, looking at no fewer than ``least`` values at first."""
     vocab_size = x.shape[-1]
     k = upload(top_k, x.device)[:, None]
     limit = upload(top_p, x.device, torch.float64)[:, None]
-    waits, sorts = isinstance(ask, Later), native.usable(x, torch.float32)
+    waits, sorts = isinstance(check, DeferredChecks), native.usable(x, torch.float32)
     all_mass = None  # of whole rows, needed where top-p acts without top-k
     num_values = max((value for value in top_k if value < vocab_size), default=1)
     if any(p < 1 and value == vocab_size for p, value in zip(top_p, top_k, strict=True)):
         all_mass = torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
         candidates = _MORE_CANDIDATES if waits else _TOP_P_CANDIDATES
         num_values = min(vocab_size, max(num_values, candidates, least))
+    # values, ids, mass, sums: [rows, num_values] in ranking order; k, limit, total, num_kept: [rows, 1]
     values, ids = native.largest(x, num_values) if sorts else x.topk(num_values, dim=-1)
     num_kept = k.clone()
     if any(p < 1 for p in top_p):
@@ -269,20 +270,21 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], ask: 
         total = sums[:, -1:].to(torch.float64)
         if all_mass is not None:
             total = torch.where(k < vocab_size, total, all_mass)
+        # A token stays if the mass ranking before it (sums - mass) is below top_p; the first one always does.
         inside = ((sums - mass) < limit * total) & in_top_k
         inside[:, 0] = True
         num_kept = torch.where(limit < 1, inside.sum(-1, keepdim=True), num_kept)
         unresolved = ((num_kept == num_values) & (k > num_values) & (limit < 1)).squeeze(-1)
-        if num_values < vocab_size and ask(unresolved.any()):
+        if num_values < vocab_size and check(unresolved.any()):
             for where, wanted in ((unresolved, num_values * 8), (~unresolved, num_values)):
                 rows: list[int] = where.nonzero().squeeze(-1).tolist()
                 if rows:
                     part = x[rows]
-                    _keep_prefix_(part, [top_k[i] for i in rows], [top_p[i] for i in rows], ask, wanted)
+                    _keep_prefix_(part, [top_k[i] for i in rows], [top_p[i] for i in rows], check, wanted)
                     x[rows] = part
             return
     whole = num_kept == vocab_size
-    if sorts:  # the ranking itself
+    if sorts:  # ``ids`` are in ranking order, ties included: keep the first num_kept
         kept = values.masked_fill_(torch.arange(num_values) >= num_kept, -math.inf)
         cut = torch.full_like(x, -math.inf).scatter_(-1, ids, kept)
         x.copy_(torch.where(whole, x, cut) if bool(whole.any()) else cut)
@@ -290,7 +292,7 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], ask: 
     last = values.gather(-1, (num_kept - 1).clamp_(max=num_values - 1))
     last.masked_fill_(whole, -math.inf)
     keep = x >= last
-    if waits or ask((keep.sum(-1, keepdim=True) > num_kept).any()):  # ties are too common for a doubt
+    if waits or check((keep.sum(-1, keepdim=True) > num_kept).any()):  # ties are too common to defer the check
         equal = x == last
         room = num_kept - (keep & ~equal).sum(-1, keepdim=True)
         keep &= ~equal | (equal.cumsum(-1) <= room)

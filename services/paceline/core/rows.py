@@ -1,4 +1,4 @@
-"""Vocabulary rows on the CPU: what torch does in dozens of operators or sorts, in one pass each of ``rows.cpp``.
+"""Passes over vocabulary rows on the CPU, in ``rows.cpp``: each replaces dozens of torch operators or a sort.
 
 Each function has a twin in torch (``noise.py``, ``sampling.py``, ``processors.py``) that gives the same bits where bits
 matter, and stands in for it on other devices, for other dtypes, and where there is no compiler: ``usable`` tells.
@@ -24,14 +24,11 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _MAX_TOKENS = 2**31
-_log = logging.getLogger(__name__)
-
-RowKey = tuple[int, int, int]
-"""Seed bits, position and nonce of a row's noise."""
+log = logging.getLogger(__name__)
 
 
 def usable(x: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether the functions below take ``x`` [rows, tokens]; ``dtypes``: those that one of them takes."""
+    """True if the functions below can take ``x`` [rows, tokens]; ``dtypes``: those accepted by the one in question."""
     return (
         x.device.type == "cpu"
         and x.dtype in dtypes
@@ -43,12 +40,15 @@ def usable(x: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def prepare() -> None:
-    """Compiles or loads the library now, so that no step waits for it."""
+    """Compiles or loads the library now, so that no step has to wait for it."""
     _library()
 
 
 def gumbel_max(x: Tensor, keys: Sequence[int], stream: int, first: int) -> tuple[Tensor, Tensor]:
-    """``noise.gumbel_max``: token ids [rows] int64 and scores [rows] float64. ``keys``: three numbers per row."""
+    """``noise.gumbel_max``: token ids [rows] int64 and scores [rows] float64.
+
+    ``keys``: seed bits, position and nonce of each row, flat. ``first``: the token id of column 0.
+    """
     rows = len(x)
     ids = torch.empty(rows, dtype=torch.int64)
     scores = torch.empty(rows, dtype=torch.float64)
@@ -57,7 +57,7 @@ def gumbel_max(x: Tensor, keys: Sequence[int], stream: int, first: int) -> tuple
 
 
 def pick(x: Tensor, temperatures: Sequence[float], keys: Sequence[int], stream: int) -> tuple[list[int], list[float]]:
-    """Of each row the token with the largest (x - max x) / temperature + noise, and its log-probability.
+    """The token of each row with the largest (x - max x) / temperature + noise, and its log-probability.
 
     Temperature 0: the largest x, at temperature 1. Token -1: the row has NaN or +inf, or nothing but -inf.
     """
@@ -82,7 +82,7 @@ def largest(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
 def rank(
     token_ids: Tensor, log_q: Tensor, keys: Sequence[int], greedy: Sequence[bool], stream: int, wanted: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """``sampling.rank_coupled``'s first ``wanted`` of each row, with the exact noise: ids and scores.
+    """The first ``wanted`` of ``sampling.rank_coupled`` in each row, with the exact noise: ids and scores.
 
     Candidates whose log q is not finite have the score -inf.
     """
@@ -90,14 +90,25 @@ def rank(
     token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
     ids, scores = (ctypes.c_int64 * (rows * wanted))(), (ctypes.c_double * (rows * wanted))()
     flags = (ctypes.c_uint8 * rows)(*greedy)
-    _call("paceline_rank", _at(token_ids), _at(log_q), _size(rows), _size(m), _int64s(keys), flags, stream,
-          _size(wanted), ids, scores)  # fmt: skip
+    _call(
+        "paceline_rank",
+        _at(token_ids),
+        _at(log_q),
+        _size(rows),
+        _size(m),
+        _int64s(keys),
+        flags,
+        stream,
+        _size(wanted),
+        ids,
+        scores,
+    )
     starts = range(0, rows * wanted, wanted)
     return [ids[i : i + wanted] for i in starts], [scores[i : i + wanted] for i in starts]
 
 
 def cut_below_(x: Tensor, limits: Sequence[float]) -> None:
-    """Sets what is below its row's limit to -inf. float32."""
+    """Sets the values below their row's limit to -inf; ``x`` is [rows, tokens] float32."""
     rows, tokens = x.shape
     given = (ctypes.c_float * rows)(*limits)
     _call("paceline_cut_below", _at(x), _size(rows), _size(tokens), _size(x.stride(0)), given)
@@ -127,15 +138,15 @@ def _call(name: str, *arguments: object) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """None: it cannot be compiled or loaded here, for a reason that is logged once."""
+    """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
         return ctypes.CDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the passes over vocabulary rows")))
     except (EngineError, OSError) as error:
-        _log.warning("tokens are drawn by torch, which is slower: %s", error)
+        log.warning("tokens are drawn by torch, which is slower: %s", error)
         return None
 
 
 def _digest() -> str:
-    """Of the source, its options and the machine's instruction set: it is compiled for that very one."""
+    """Digest of the source, its options and the machine's instruction set, for which it is compiled."""
     facts = f"{machine()} {_OPTIONS}"
     return hashlib.blake2b(_SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()

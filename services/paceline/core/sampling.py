@@ -1,7 +1,7 @@
 """From logits to the next token: one pipeline for plain decoding and verification, approximated for drafting.
 
-``processors.py`` states what the processors compute. This module runs them over a ragged batch and draws
-tokens; it keeps nothing between calls.
+``processors.py`` defines the processors. This module runs them over a ragged batch and draws tokens; it keeps no state
+between calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import rows as native
-from paceline.core.deferred import Ask, Later, ask_now, upload
+from paceline.core.deferred import Check, DeferredChecks, check_now, upload
 from paceline.core.noise import Stream, fast_gumbel_at, gumbel_argmax
 from paceline.core.processors import Row, column, truncate_
 from paceline.errors import EngineError, InvalidRequestError
@@ -23,31 +23,31 @@ from paceline.errors import EngineError, InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class RowKeys:
-    """What the noise of each row depends on. All on the device of the logits."""
+    """The values that the noise of each row depends on, on the device of the logits."""
 
     greedy: Tensor
-    """[rows] bool: temperature 0."""
+    """[rows] bool: rows of temperature 0."""
     seeds: Tensor
     """[rows] int64 bit patterns."""
     positions: Tensor
     """[rows] int64."""
     num_greedy: int
-    """How many rows are greedy, known without asking the device."""
+    """Number of greedy rows, known without asking the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRows(RowKeys):
-    """The target's distribution of each row."""
+    """The target's next-token distribution in each row."""
 
     scores: Tensor
-    """[rows, vocab] float32: logits after all processors, of maximum 0; forbidden is -inf. Temperature-0 rows: at
-    temperature 1."""
+    """[rows, vocab] float32: logits after all processors, shifted to a row maximum of 0; -inf where forbidden. Rows of
+    temperature 0 are scaled by temperature 1."""
     undecidable: tuple[int, ...] = ()
-    """Rows inside proposals that have no distribution, uniform above: no token may be drawn there (``verify``)."""
+    """Rows inside proposals that have no distribution (``scores`` are all 0): no token may be drawn there."""
 
     @property
     def log_probs(self) -> Tensor:
-        """[rows, vocab] float32: the normalised scores. A pass over all rows at each call."""
+        """[rows, vocab] float32: the normalized scores. A pass over all rows at each call."""
         return torch.log_softmax(self.scores, -1)
 
 
@@ -58,13 +58,13 @@ def row_keys(rows: Sequence[Row], device: torch.device | str = "cpu") -> RowKeys
     return RowKeys(greedy.bool(), seeds, positions, sum(key[0] for key in keys))
 
 
-def process(logits: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> ProcessedRows:
+def process(logits: Tensor, rows: Sequence[Row], check: Check = check_now) -> ProcessedRows:
     """Applies every processor.
 
     Args:
         logits: [rows, vocab] of any float dtype; -inf forbids a token. Not modified.
         rows: one per row of ``logits``. Rows of one session next to each other share work.
-        ask: with ``Later`` nothing is raised and no row is undecidable: a doubt remains instead.
+        check: with ``DeferredChecks`` nothing is raised and no row is undecidable: a failed check remains instead.
 
     Raises:
         InvalidRequestError: the options of a session forbid every token.
@@ -72,16 +72,16 @@ def process(logits: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> Processe
         Both only for rows without a suffix, which plain decoding would reach too. A draft must not be able to
         make a session fail: other such rows become ``undecidable``.
     """
-    x = _edited(logits, rows)
+    x = _edited(logits, rows)  # [rows, vocab] float32, a copy
     top = x.amax(-1, keepdim=True) if len(rows) else x
-    undecidable = _check_rows(top, logits, rows) if ask(~top.isfinite().all()) else []
+    undecidable = _check_rows(top, logits, rows) if check(~top.isfinite().all()) else []
     if undecidable:
         x[undecidable], top[undecidable] = 0.0, 0.0
-    # Always shift by the maximum, so that a row is rounded alike in every batch and no temperature overflows.
+    # Always shift by the maximum, so that a row is rounded equally in every batch and no temperature overflows.
     x.sub_(top)
     if any(row.state.temperature != 1 for row in rows):
         x.div_(column([row.state.temperature for row in rows], x))
-    truncate_(x, rows, ask)
+    truncate_(x, rows, check)
     keys = row_keys(rows, logits.device)
     return ProcessedRows(
         keys.greedy,
@@ -93,19 +93,19 @@ def process(logits: Tensor, rows: Sequence[Row], ask: Ask = ask_now) -> Processe
     )
 
 
-def sample_coupled(processed: ProcessedRows, ask: Ask = ask_now) -> Tensor:
+def sample_coupled(processed: ProcessedRows, check: Check = check_now) -> Tensor:
     """The target's own token of each row: argmax_v(log p[v] + g[v]), g = 0 on greedy rows. [rows] int64.
 
     An exact sample of p (the Gumbel-max trick) that depends on p, the seed and the position only. Equal
-    scores go to the lower id. The constant that normalises a row is left out: it would only round.
+    scores go to the lower id. The constant that normalizes a row is left out: it would only round.
     """
     scores = processed.scores
     if processed.num_greedy == len(scores):
         return scores.argmax(-1)
     if not processed.num_greedy:
-        return gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
-    if isinstance(ask, Later):  # noise for all rows, rather than the question which rows want it
-        drawn = gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, ask=ask)
+        return gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, check=check)
+    if isinstance(check, DeferredChecks):  # noise for all rows: which rows need it is on the device
+        drawn = gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, check=check)
         return torch.where(processed.greedy, scores.argmax(-1), drawn)
     sampled = (~processed.greedy).nonzero().squeeze(-1)
     token_ids = scores.argmax(-1)
@@ -116,7 +116,7 @@ def sample_coupled(processed: ProcessedRows, ask: Ask = ask_now) -> Tensor:
 
 
 def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
-    """``sample_coupled``, with the log-probability of each token, on the host."""
+    """The target's own token of each row (``sample_coupled``) and its log-probability, on the host."""
     if native.usable(processed.scores, torch.float32):
         greedy, nothing = processed.greedy.tolist(), torch.zeros_like(processed.seeds)
         keys = torch.stack((processed.seeds, processed.positions, nothing), dim=-1).flatten().tolist()
@@ -128,9 +128,9 @@ def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
 
 
 def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]] | None:
-    """``pick`` of ``process`` in one pass, of sessions whose processors only scale.
+    """Picks the target's own tokens from raw logits in one pass, for sessions that need no processor but temperature.
 
-    None: another device or dtype, another processor, or a row without a distribution, which ``process`` tells of.
+    None: another device or dtype, another processor, or a row without a distribution, which ``process`` reports.
     """
     if len(rows) != len(logits) or not native.usable(logits, torch.float32, torch.bfloat16):
         return None
@@ -144,7 +144,7 @@ def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], li
                 return None
             temperature = 0.0 if state.greedy else state.temperature
         temperatures.append(temperature)
-        keys += (state.seed_bits, row.position, 0)
+        keys += (state.seed_bits, row.position, 0)  # three numbers per row, flat
     token_ids, logprobs = native.pick(logits, temperatures, keys, Stream.COUPLED)
     return None if -1 in token_ids else (token_ids, logprobs)
 
@@ -179,7 +179,7 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
     if any(state.top_p < 1 for state in states):
         probs = torch.softmax(x, -1)
         before = probs.cumsum(-1).sub_(probs)
-        before[:, 0] = -1  # the first stays
+        before[:, 0] = -1  # the first candidate always stays
         x.masked_fill_(before >= column([state.top_p for state in states], x), -math.inf)
     if any(state.min_p > 0 for state in states):
         x.masked_fill_(x < column([state.min_p for state in states], x).log_(), -math.inf)
@@ -202,7 +202,7 @@ def rank_coupled(
     else:
         noise = fast_gumbel_at(seeds, positions, Stream.COUPLED, token_ids)
         scores = noise.masked_fill_(greedy[:, None], 0.0).add_(log_q)
-    by_id = token_ids.argsort(-1)
+    by_id = token_ids.argsort(-1)  # stable sort of the id order: equal scores end up by id
     scores, order = scores.gather(-1, by_id).sort(stable=True, dim=-1, descending=True)
     return token_ids.gather(-1, by_id.gather(-1, order)), scores
 
@@ -210,7 +210,7 @@ def rank_coupled(
 def best_coupled(
     token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], wanted: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The first ``wanted`` of ``rank_coupled``, on the host: ids and scores of each row.
+    """The first ``wanted`` candidates of each row in the order of ``rank_coupled``, on the host: ids and scores.
 
     Candidates whose log q is not finite have the score -inf.
     """
@@ -225,7 +225,7 @@ def best_coupled(
 
 
 def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """A float32 copy of the logits after the processors before the temperature."""
+    """A float32 copy of the logits after the processors that come before the temperature."""
     if len(rows) != len(logits):
         raise ValueError(f"{len(rows)} rows for {len(logits)} rows of logits")
     x = logits.to(torch.float32, copy=True)
@@ -240,7 +240,10 @@ def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _check_rows(top: Tensor, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """The undecidable rows. top: [rows, 1] maxima before the temperature, NaN where a row holds one."""
+    """Indices of the undecidable rows; raises for those that plain decoding would reach (see ``process``).
+
+    ``top``: [rows, 1] maxima before the temperature, NaN where a row holds one.
+    """
     undecidable = []
     for index, value in enumerate(top.squeeze(-1).tolist()):
         if math.isfinite(value):

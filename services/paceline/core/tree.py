@@ -1,19 +1,19 @@
-"""The speculation tree: pure data, no tensors, no clocks, no messages. How to grow one: ``draft/growth.py``.
+"""The speculation tree, and the proposals taken from it: pure data, no tensors, no clocks, no messages.
 
-The draft grows a tree and pushes its nodes to the target; each side walks its own copy along the committed
-tokens. The draft's copy has everything that the target's has::
+The draft grows a tree (``draft/growth.py``) and pushes its nodes to the target; each side walks its own copy along the
+committed tokens. The draft's copy has everything that the target's has::
 
     context ... c  ── anchor ──▶ a ─▶ b ─▶ d        proposal: the best path below the anchor, at most K long
                         │        └──▶ e ─▶ f        e: an alternative outcome, f: its continuation
                         └──▶ g ─▶ h
 
-Where the walk ends is an *anchor node* and an *unresolved suffix*: committed tokens for which no node has
-come yet. A node that fits the suffix moves the anchor along, however late it is. So a miss needs no special
-message: the draft publishes a node for the missing token below its own anchor and grows on from there.
+A walk ends at an *anchor node* with an *unresolved suffix*: committed tokens for which no node has arrived yet. A node
+that fits the suffix moves the anchor along, however late it is. So a miss needs no special message: the draft publishes
+a node for the missing token below its own anchor and grows on from there.
 
-Within an epoch every message must arrive, in order, or the two copies may differ for good: a tree that is
-still `lost` after nodes of an equal context length have come has missed some, and its session has to be
-re-opened. Wrong or missing nodes cost time, never correctness: the target verifies whatever is proposed.
+Within an epoch every message must arrive, in order, or the two copies may differ permanently: a tree that is still
+``lost`` after nodes of an equal context length have arrived has missed some, and its session has to be re-opened.
+Wrong or missing nodes cost time, never correctness: the target verifies whatever is proposed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,31 @@ from paceline.messages import Node, SparseDistribution
 from paceline.types import Cause
 
 MAX_NODES = 4096
-"""Bound of a tree against a peer that never stops; a draft's own budget is far below it."""
+"""Limit that protects a tree from a peer that never stops sending; a draft's own budget is far below it."""
 
 _LEAST_PROB = 1e-9
 _Q_TOLERANCE = 1e-6
 
 
 class TreeNode:
-    """A node in place: its neighbours, and the marks that the draft keeps on it."""
+    """A node in place: its neighbors, and the marks that the draft keeps on it."""
 
     __slots__ = (
-        "alive", "best", "children", "expanded", "gaps", "log_path", "node_id", "parent", "position",
-        "prob", "q", "rank", "sampled", "token_id",
-    )  # fmt: skip
+        "alive",
+        "best",
+        "children",
+        "expanded",
+        "gaps",
+        "log_path",
+        "node_id",
+        "parent",
+        "position",
+        "prob",
+        "q",
+        "rank",
+        "sampled",
+        "token_id",
+    )
 
     def __init__(self, node: Node, parent: TreeNode | None, position: int) -> None:
         self.node_id = node.node_id
@@ -59,68 +71,64 @@ class TreeNode:
         """The child that a proposal takes."""
         self.alive = True
         self.expanded = False
-        """Draft only: its children were asked for."""
+        """Draft only: its children were requested from the drafter."""
         self.gaps: tuple[float, ...] = ()
-        """Draft only: what told its children apart when it was expanded (``draft/calibration.py``)."""
+        """Draft only: score gaps of its candidates when it was expanded (``draft/calibration.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """A proposal: one path below the anchor, root side first."""
+class Proposal:
+    """The draft tokens of one session that the target verifies in one step, in order; may be empty."""
 
-    node_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
-    probs: tuple[float, ...] = ()
     qs: tuple[SparseDistribution | None, ...] = ()
+    """Rejection rule: the distribution each token was drawn from, given those before it."""
+    probs: tuple[float, ...] = ()
+    """Expected probability that the target accepts each token, given that it accepted those before it."""
+    node_ids: tuple[int, ...] = ()
+    """The path of nodes below the anchor, one per token; () if the tokens do not come from the tree."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def first(self, num_tokens: int) -> Proposal:
+        """The proposal cut after its first ``num_tokens`` tokens."""
+        if len(self) <= num_tokens:
+            return self
+        n = max(0, num_tokens)
+        return Proposal(self.token_ids[:n], self.qs[:n], self.probs[:n], self.node_ids[:n])
+
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What became of the nodes of a message."""
+    """Counts of the nodes of one message by what became of them."""
 
     added: int = 0
     stale: int = 0
-    """Their parent was pruned, or they contradict what is committed: normal after a miss."""
+    """Nodes whose parent was pruned, or that contradict committed tokens: normal after a miss."""
     invalid: int = 0
-    """A peer's fault: id, token, probability or q out of range, or a duplicate."""
+    """Nodes that the peer should not have sent: id, token, probability or q out of range, or a duplicate."""
     dropped: int = 0
-    """The tree was full."""
+    """Nodes for which the tree had no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What a walk found."""
+    """Result of walking a tree along committed tokens."""
 
     node_ids: tuple[int, ...]
-    """The nodes that it went through, one for each of the first tokens."""
+    """The nodes walked through, one for each of the first tokens."""
     unresolved: tuple[int, ...]
-    """The other tokens."""
+    """The remaining tokens, for which there is no node."""
     cause: Cause
     """HIT: there is a proposal below. TOKEN: the first unresolved token was not among its parent's children.
     K: its parent had no children. LATE: the tree was lost before, or the outcome has nothing below it."""
 
 
-def expected_accepted(chain: Chain) -> float:
-    """Expected number of accepted tokens of a proposal: the sum over its positions of the path probability.
-
-    Under the rejection rule, never decide by it whether a chain is used: later probabilities depend on
-    earlier drawn tokens, and a chain cut or dropped for the sake of a token in it biases the output. Whether
-    position i is proposed may depend on the tokens before i only. Shortening K by earlier rounds is sound.
-    """
-    total, path = 0.0, 1.0
-    for prob in chain.probs:
-        path *= prob
-        total += path
-    return total
-
-
 class SpeculationTree:
     """One session's tree on either side. Node 0 is the last token of the context it was opened with.
 
-    `context_len` is the length of that context. `rejection` is the rejection rule at temperature > 0: every
+    ``context_len`` is the length of that context. ``rejection`` is the rejection rule at temperature > 0: every
     sampled node needs a q that it can have been drawn from, and a parent has at most one sampled child.
     """
 
@@ -150,16 +158,16 @@ class SpeculationTree:
 
     @property
     def lost(self) -> bool:
-        """Whether committed tokens wait for their nodes."""
+        """True if nodes of committed tokens are missing."""
         return bool(self._suffix)
 
     @property
     def context_len(self) -> int:
-        """Tokens committed in all."""
+        """Number of committed tokens."""
         return self._anchor.position + 1 + len(self._suffix)
 
     def get(self, node_id: int) -> TreeNode | None:
-        """The node if it is the anchor or below it."""
+        """The node if it is the anchor or below it, else None."""
         return self._nodes.get(node_id)
 
     def nodes(self) -> Iterator[TreeNode]:
@@ -167,7 +175,7 @@ class SpeculationTree:
         return iter(self._nodes.values())
 
     def add(self, nodes: Iterable[Node]) -> Added:
-        """Hangs up what fits, parents before children; the rest is counted and forgotten. Never raises."""
+        """Attaches valid nodes (parents first) and counts the rejected ones. Never raises."""
         added = stale = invalid = dropped = 0
         for node in nodes:
             parent = self._nodes.get(node.parent_id)
@@ -189,7 +197,7 @@ class SpeculationTree:
         return Added(added, stale, invalid, dropped)
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
-        """Follows committed tokens and prunes what is no longer below the anchor. Amortised O(1) per node."""
+        """Follows committed tokens and prunes what is no longer below the anchor. Amortized O(1) per node."""
         cause = Cause.LATE if self._suffix else None
         node_ids = []
         for token_id in token_ids:
@@ -207,7 +215,7 @@ class SpeculationTree:
             cause = Cause.HIT if self._anchor.best else Cause.LATE
         return Walk(tuple(node_ids), tuple(token_ids[len(node_ids) :]), cause)
 
-    def proposal(self, k: int) -> Chain:
+    def proposal(self, k: int) -> Proposal:
         """The best path below the anchor, at most k long; empty if the tree is lost.
 
         Coupled rule: the most probable child of each node. Rejection rule: the sampled child.
@@ -217,10 +225,12 @@ class SpeculationTree:
         while node is not None and len(path) < k:
             path.append(node)
             node = node.best
-        return Chain(
-            tuple(n.node_id for n in path), tuple(n.token_id for n in path),
-            tuple(n.prob for n in path), tuple(n.q for n in path),
-        )  # fmt: skip
+        return Proposal(
+            token_ids=tuple(n.token_id for n in path),
+            qs=tuple(n.q for n in path),
+            probs=tuple(n.prob for n in path),
+            node_ids=tuple(n.node_id for n in path),
+        )
 
     def check_integrity(self) -> None:
         """Asserts what must hold between calls; O(nodes)."""
@@ -255,7 +265,7 @@ class SpeculationTree:
         return parent.best is None and node.q is not None and self._drawable(node.token_id, node.q)
 
     def _drawable(self, token_id: int, q: SparseDistribution) -> bool:
-        """Whether q is a distribution over distinct tokens of the vocabulary that can yield the token."""
+        """True if q is a distribution over distinct tokens of the vocabulary that can yield the token."""
         ids, probs = q.token_ids, q.probs
         if token_id not in ids or len(ids) != len(probs) or len(set(ids)) != len(ids):
             return False

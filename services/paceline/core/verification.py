@@ -1,4 +1,4 @@
-"""What the target decides about a proposal, and what the draft's tokens were drawn from. Pure functions.
+"""Accepting or rejecting draft tokens, and drawing them under the rejection rule. Pure functions.
 
 Coupled rule (and temperature 0 under both rules): the target samples its own token at every row; a draft
 token is accepted if it is that token. The text is then the target's own, whatever was proposed.
@@ -25,10 +25,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.deferred import Ask, Later, download, upload
+from paceline.core.deferred import Check, DeferredChecks, download, upload
 from paceline.core.noise import Stream, gumbel_argmax, uniform
 from paceline.core.processors import Row
 from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
+from paceline.core.tree import Proposal
 from paceline.errors import EngineError
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance
@@ -37,25 +38,16 @@ _Q_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """The draft tokens that one session offers for one step; may be empty."""
-
-    token_ids: tuple[int, ...] = ()
-    q: tuple[SparseDistribution, ...] | None = None
-    """Rejection rule: what each token was drawn from, given those before it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target decided about one proposal."""
+    """The target's decision about one proposal."""
 
     num_accepted: int
     token_ids: tuple[int, ...]
     """The accepted tokens, then the next token."""
     logprobs: tuple[float, ...]
-    """Of each token, under the target's distribution after all processors."""
+    """Log-probability of each token under the target's distribution after all processors."""
     num_invalid: int = 0
-    """Draft tokens that were not looked at, because of an invalid q at the first of them."""
+    """Draft tokens that were ignored because the first of them has an invalid q."""
 
 
 class Choices(Protocol):
@@ -65,11 +57,11 @@ class Choices(Protocol):
         """True with the given probability, independently for each row."""
 
     def draw(self, rows: Sequence[int], weights: Tensor) -> list[int]:
-        """One token id per row from weights [len(rows), vocab] float64, which need not be normalised."""
+        """One token id per row from weights [len(rows), vocab] float64, which need not be normalized."""
 
 
 class KeyedChoices:
-    """Choices by position-keyed noise: the same at every repetition, on every device."""
+    """Choices by position-keyed noise: identical at every repetition, on every device."""
 
     def __init__(self, processed: ProcessedRows) -> None:
         self._processed = processed
@@ -93,25 +85,27 @@ def acceptance_probability(p: float, q: float) -> float:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0), not normalised: what a recovered token is drawn from. Any shape."""
+    """max(p - q, 0), not normalized: the distribution of a recovered token. Any shape."""
     return (p - q).clamp(min=0.0)
 
 
 def decide(
     logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal], rules: Sequence[Acceptance]
 ) -> list[Verdict]:
-    """``verify`` of ``process``: on the CPU in one pass where that is enough, on an accelerator with one wait for it.
+    """Processes logits and verifies the proposals: in one pass on the CPU, with one wait on an accelerator.
 
-    Where a rare case comes up (a row without a distribution, scores that only the exact logarithm tells apart, top-p
-    over more tokens than expected), and under the rejection rule, it goes the long way, which asks as it goes.
+    The rejection rule and rare cases (a row without a distribution, scores that only the exact logarithm tells apart,
+    top-p over more tokens than expected) take the general path, ``verify(process(...))``, which may wait several times.
 
     Args:
-        logits, rows: see ``process``. proposals, rules: see ``verify``.
+        logits: [rows, vocab], where session i owns ``len(proposals[i]) + 1`` consecutive rows.
+        rows: one per row of ``logits``.
+        proposals, rules: one per session.
 
     Raises:
         InvalidRequestError, EngineError: see ``process``.
     """
-    ends = accumulate(len(proposal.token_ids) + 1 for proposal in proposals)
+    ends = accumulate(len(proposal) + 1 for proposal in proposals)  # session i owns rows [ends[i - 1], ends[i])
     by_ratio = any(
         rule is Acceptance.REJECTION and not rows[end - 1].state.greedy for rule, end in zip(rules, ends, strict=True)
     )
@@ -126,11 +120,11 @@ def decide(
 
 
 def decide_at_once(logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Verdict] | None:
-    """``decide`` by the coupled rule with a single wait for the device. None: a rare case, nothing is decided."""
-    later = Later()
-    token_ids, logprobs = _sampled(process(logits, rows, later), later)
-    own, values, doubt = download(token_ids, logprobs, later.doubt(logits.device))
-    if doubt:
+    """Decides by the coupled rule with a single wait for the device; None in a rare case, which ``decide`` handles."""
+    checks = DeferredChecks()
+    token_ids, logprobs = _sampled(process(logits, rows, checks), checks)
+    own, values, any_failed = download(token_ids, logprobs, checks.any_failed(logits.device))
+    if any_failed:
         return None
     return _matches(proposals, own.tolist(), values.tolist())
 
@@ -144,12 +138,12 @@ def verify(
     """Decides the proposals of a batch.
 
     Args:
-        processed: session i owns ``len(proposals[i].token_ids) + 1`` consecutive rows: one for each draft
-            token, in the context of those before it, and the bonus row.
+        processed: session i owns the rows [starts[i], starts[i] + K_i + 1), K_i = ``len(proposals[i])``. Row
+            starts[i] + j is the target's distribution after the first j draft tokens; the last one is the bonus row.
         proposals, rules: one per session.
         choices: the random choices of the rejection rule; position-keyed noise by default.
 
-    Under the rejection rule a q that is missing, NaN, negative, not normalised within 1e-6, or without mass
+    Under the rejection rule a q that is missing, NaN, negative, not normalized within 1e-6, or without mass
     at its token (or a token outside the vocabulary) is not trusted: the proposal is cut before that token,
     and the next token is drawn from p as if the proposal had been that long. This keeps the law: whether
     position j is cut is known before any of the target's noise at j is used, so a token drawn after a cut is
@@ -160,13 +154,13 @@ def verify(
     Where a verdict reaches an undecidable row it ends with the token before: the next round meets the dead end
     as plain decoding would.
     """
-    sizes = [len(proposal.token_ids) + 1 for proposal in proposals]
-    starts = [0, *accumulate(sizes)]
+    sizes = [len(proposal) + 1 for proposal in proposals]
+    starts = [0, *accumulate(sizes)]  # one more than proposals: the last is the number of rows
     assert starts[-1] == len(processed.scores), f"{len(processed.scores)} rows for proposals that need {starts[-1]}"
     verdicts = _decide(processed, proposals, rules, choices, starts)
     if not processed.undecidable:
         return verdicts
-    ends = [
+    ends = [  # tokens that are decided in each session: up to its first undecidable row, which is never its own first
         min((row - start for row in processed.undecidable if start < row < start + size), default=size)
         for start, size in zip(starts, sizes, strict=False)
     ]
@@ -208,14 +202,14 @@ def _decide(
     return [verdicts[i] for i in range(len(proposals))]
 
 
-def _sampled(processed: ProcessedRows, ask: Ask) -> tuple[Tensor, Tensor]:
-    """``pick`` on the device: [rows] int64 and float32."""
-    token_ids = sample_coupled(processed, ask)
+def _sampled(processed: ProcessedRows, check: Check) -> tuple[Tensor, Tensor]:
+    """The target's own token of each row and its log-probability, on the device: [rows] int64 and float32."""
+    token_ids = sample_coupled(processed, check)
     return token_ids, processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
 
 
 def _matches(proposals: Sequence[Proposal], own: list[int], logprobs: list[float]) -> list[Verdict]:
-    starts = [0, *accumulate(len(proposal.token_ids) + 1 for proposal in proposals)]
+    starts = [0, *accumulate(len(proposal) + 1 for proposal in proposals)]
     return [
         _match(proposal, own[start:end], logprobs[start:end])
         for proposal, start, end in zip(proposals, starts, starts[1:], strict=False)
@@ -223,11 +217,12 @@ def _matches(proposals: Sequence[Proposal], own: list[int], logprobs: list[float
 
 
 def verify_picked(proposal: Proposal, token_ids: Sequence[int], logprobs: Sequence[float]) -> Verdict:
-    """``verify`` by the coupled rule where the target's own token of every row is known already.
+    """Decides one session by the coupled rule from the target's own tokens, where they are known already.
 
     Args:
-        proposal: of one session. Its rows are as in ``verify``.
-        token_ids, logprobs: one per row. Where the log-probability is not finite, the model gave no distribution.
+        proposal: the session's K draft tokens.
+        token_ids, logprobs: the target's own token after each of the first 0, 1, .. K draft tokens, and its
+            log-probability, which is not finite where the model gave no distribution.
 
     Raises:
         EngineError: the first row is one without distribution. Later ones end the verdict, as in ``verify``.
@@ -243,7 +238,7 @@ def verify_picked(proposal: Proposal, token_ids: Sequence[int], logprobs: Sequen
 
 def _match(proposal: Proposal, own: list[int], logprobs: list[float]) -> Verdict:
     num_accepted = 0
-    while num_accepted < len(proposal.token_ids) and proposal.token_ids[num_accepted] == own[num_accepted]:
+    while num_accepted < len(proposal) and proposal.token_ids[num_accepted] == own[num_accepted]:
         num_accepted += 1
     return Verdict(num_accepted, tuple(own[: num_accepted + 1]), tuple(logprobs[: num_accepted + 1]))
 
@@ -251,30 +246,33 @@ def _match(proposal: Proposal, own: list[int], logprobs: list[float]) -> Verdict
 def _reject(
     processed: ProcessedRows, proposals: Sequence[Proposal], starts: Sequence[int], choices: Choices
 ) -> list[Verdict]:
-    """The rejection rule; ``starts`` are the first rows. Accepts on the host, draws in one batch."""
-    log_probs = processed.log_probs
+    """Decides by the rejection rule: accepts on the host, draws the next tokens of all sessions in one batch.
+
+    ``starts``: the first row of each session.
+    """
+    log_probs = processed.log_probs  # [rows, vocab]
+    # The row that decides draft token j of a session is starts + j; a token outside the vocabulary is read as token 0
+    # here, and never accepted, because its q is invalid.
     drafted = [(start + j, x) for p, start in zip(proposals, starts, strict=True) for j, x in enumerate(p.token_ids)]
     log_p = _gather(log_probs, [(row, x if 0 <= x < log_probs.shape[-1] else 0) for row, x in drafted])
     log_p_by_row = {row: value for (row, _), value in zip(drafted, log_p, strict=True)}
 
-    ends, rejected, invalid = (
-        [],
-        [],
-        [],
-    )  # the row that decides the next token; q there if a token was rejected
+    ends: list[int] = []  # the row that each session's next token is drawn from
+    rejected: list[dict[int, float] | None] = []  # q there, if its draft token was rejected
+    invalid: list[int] = []
     for proposal, start in zip(proposals, starts, strict=True):
         num_valid = _num_valid(proposal, log_probs.shape[-1])
         end, q_rejected = start + num_valid, None
         for j, x in enumerate(proposal.token_ids[:num_valid]):
-            assert proposal.q is not None
-            q = _normalised(proposal.q[j])
+            q = _normalized(proposal.qs[j])
             if not choices.accept(start + j, acceptance_probability(math.exp(log_p_by_row[start + j]), q[x])):
                 end, q_rejected = start + j, q
                 break
         ends.append(end)
         rejected.append(q_rejected)
-        invalid.append(len(proposal.token_ids) - num_valid if q_rejected is None else 0)
+        invalid.append(len(proposal) - num_valid if q_rejected is None else 0)
 
+    # p where all valid tokens were accepted, the residual max(p - q, 0) where one was rejected: [sessions, vocab]
     weights = log_probs[upload(ends, log_probs.device)].to(torch.float64).exp_()
     _subtract_(weights, rejected)
     next_ids = choices.draw(ends, weights)
@@ -293,10 +291,10 @@ def _reject(
 
 
 def _num_valid(proposal: Proposal, vocab_size: int) -> int:
-    """How many tokens come before the first one whose q cannot be trusted."""
-    if proposal.q is None:
-        return 0
-    for j, (x, q) in enumerate(zip(proposal.token_ids, proposal.q, strict=False)):
+    """The number of tokens before the first one whose q cannot be trusted."""
+    for j, (x, q) in enumerate(zip(proposal.token_ids, proposal.qs, strict=False)):
+        if q is None:
+            return j
         ids, probs = q.token_ids, q.probs
         well_formed = (
             len(ids) == len(probs) == len(set(ids))
@@ -306,10 +304,11 @@ def _num_valid(proposal: Proposal, vocab_size: int) -> int:
         )
         if not well_formed or all(v != x or prob == 0 for v, prob in zip(ids, probs, strict=True)):
             return j
-    return min(len(proposal.token_ids), len(proposal.q))
+    return min(len(proposal), len(proposal.qs))
 
 
-def _normalised(q: SparseDistribution) -> dict[int, float]:
+def _normalized(q: SparseDistribution | None) -> dict[int, float]:
+    assert q is not None, "tokens without q are not valid"
     total = math.fsum(q.probs)
     return {v: prob / total for v, prob in zip(q.token_ids, q.probs, strict=True)}
 
@@ -353,11 +352,11 @@ def _take(processed: ProcessedRows, rows: Sequence[int]) -> ProcessedRows:
 
 @dataclass(frozen=True, slots=True)
 class DraftSample:
-    """A token of the rejection rule's draft."""
+    """A token drawn by the draft under the rejection rule."""
 
     token_id: int
     q: SparseDistribution
-    """What the token was really drawn from."""
+    """The distribution that the token was really drawn from."""
     predicted: tuple[int, ...]
     """Likely next tokens should the target reject this one, most likely first."""
 
@@ -368,11 +367,11 @@ def draft_distribution(
     """The distribution to draw a draft token from, and the predicted next tokens.
 
     Saguaro sampling ("Speculative speculative decoding"): q of the F = ``num_predicted`` most likely tokens
-    is scaled by C = ``saguaro`` and renormalised, so that the residual, and with it the recovered token,
+    is scaled by C = ``saguaro`` and renormalized, so that the residual, and with it the recovered token,
     concentrates on these. The price is acceptance; 1 is off.
 
     Args:
-        token_ids, log_q: candidates by log q descending, -inf where cut (``draft_candidates``).
+        token_ids, log_q: candidates sorted by log q descending, -inf where cut (``draft_candidates``).
     """
     weights = [math.exp(value) * (saguaro if i < num_predicted else 1.0) for i, value in enumerate(log_q)]
     total = math.fsum(weights)
@@ -397,8 +396,8 @@ def sample_draft(
     Args:
         token_ids, log_q: [rows, m] from ``draft_candidates``.
         seeds, positions: [rows] int64 (``row_keys``).
-        nonces: [rows] int64, different whenever a position is drafted anew (the node id): no value is drawn
-        twice. saguaro, num_predicted: per row, see ``draft_distribution``.
+        nonces: [rows] int64, different whenever a position is drafted again (the node id): no value is drawn twice.
+        saguaro, num_predicted: one per row, see ``draft_distribution``.
     """
     samples: list[tuple[SparseDistribution, tuple[int, ...]]] = [
         draft_distribution(*row) for row in zip(token_ids.tolist(), log_q.tolist(), saguaro, num_predicted, strict=True)
@@ -406,7 +405,8 @@ def sample_draft(
     width = max((len(q.probs) for q, _ in samples), default=0)
     padded = [(*q.probs, *(0.0,) * (width - len(q.probs))) for q, _ in samples]
     log_weights = torch.tensor(padded, dtype=torch.float64, device=seeds.device).view(len(samples), width).log_()
-    # The noise is keyed by rank here, not by token: a choice among the support is all that is wanted.
+    # log_weights: [rows, width], padded with -inf. Noise is keyed by rank here, not by token: any choice among the
+    # support with these probabilities will do.
     drawn = gumbel_argmax(log_weights, seeds, positions, Stream.DRAFT, nonces).tolist()
     return [
         DraftSample(q.token_ids[rank], q, tuple(v for v in predicted if v != q.token_ids[rank]))

@@ -1,12 +1,12 @@
-"""How often the target's next token is the draft's rank-r candidate, learned while serving.
+"""Probability that the target's next token is the draft's rank-r candidate, learned while serving.
 
-A draft's own probabilities are over- or under-confident, and under the coupled rule the ranking includes
-noise, so neither is the chance of a hit. It is counted instead: by rank, and by a bin of the *gap* that
-separates the candidate from the best one. A table of one session leans on the engine-wide table, which leans
-on a prior (softmax of the scores), each with the weight of a few observations; old observations fade.
+A draft's own probabilities are over- or under-confident, and under the coupled rule the ranking includes noise, so
+neither is the chance of a hit. It is counted instead: by rank, and by a bin of the *gap* that separates the candidate
+from the best one. A table of one session leans on the engine-wide table, which leans on a prior (softmax of the
+scores), each with the weight of a few observations; old observations fade.
 
-Under the rejection rule rank 0 is the sampled token and its probability is that of being accepted. It depends
-on q, never on which token was drawn, so that no decision made by it can bias the output.
+Under the rejection rule rank 0 is the sampled token and its probability is that of being accepted. It depends on q,
+never on which token was drawn, so that no decision made by it can bias the output.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.statistics import DecayingRatio
+
 _EDGES = tuple(0.03 * 2.0**i for i in range(10))
-"""Between bins of the gap, in nats: 0.03 to 15."""
+"""Edges between the bins of the gap, in nats: 0.03 to 15."""
 _NUM_BINS = len(_EDGES) + 1
 
 _RANKED_MASS = 0.95
@@ -26,16 +28,16 @@ _ACCEPTANCE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of the candidates of one expansion before the target decides; one entry per rank."""
+    """Evidence on the candidates of one expansion before the target decides; one entry per rank."""
 
     gaps: tuple[float, ...]
     """Nats >= 0. Rank 0: to the second best, inf without one. Others: from the best."""
     priors: tuple[float, ...]
-    """Probabilities to start from."""
+    """Probabilities to use before anything was observed."""
 
 
 def ranked(scores: Sequence[float]) -> Evidence:
-    """Coupled and greedy: the scores by which the candidates were ranked, best first."""
+    """Evidence under the coupled rule and greedy decoding, from the candidates' scores, best first."""
     if not scores:
         return Evidence((), ())
     best = scores[0]
@@ -47,8 +49,7 @@ def ranked(scores: Sequence[float]) -> Evidence:
 
 
 def sampled(log_q: Sequence[float], siblings: Sequence[float]) -> Evidence:
-    """Rejection rule: the two largest log q of the whole distribution, and those of the predicted
-    siblings."""
+    """Evidence under the rejection rule: the two largest log q of all tokens, and those of the predicted siblings."""
     gaps = (log_q[0] - log_q[1] if len(log_q) > 1 else math.inf, *(log_q[0] - value for value in siblings))
     weights = [math.exp(-gap) for gap in gaps[1:]]
     scale = (1.0 - _ACCEPTANCE) / max(sum(weights), 1.0)
@@ -56,9 +57,9 @@ def sampled(log_q: Sequence[float], siblings: Sequence[float]) -> Evidence:
 
 
 class Calibration:
-    """Decayed counts by rank and bin, leaning on `parent` or, without one, on the prior.
+    """Share of hits by rank and bin of the gap, leaning on ``parent`` or, without one, on the prior.
 
-    `weight` is how many observations that is worth; `horizon` how many observations of a bin are remembered.
+    ``weight`` is how many observations that is worth; ``horizon`` how many observations of a bin are remembered.
     """
 
     def __init__(
@@ -69,19 +70,22 @@ class Calibration:
         weight: float = 8.0,
         horizon: float = 512.0,
     ) -> None:
-        self._parent = parent
-        self._weight = weight
-        self._keep = 1.0 - 1.0 / horizon
-        self._hits = [[0.0] * _NUM_BINS for _ in range(num_ranks)]
-        self._trials = [[0.0] * _NUM_BINS for _ in range(num_ranks)]
+        keep = 1.0 - 1.0 / horizon
+        base: list[list[DecayingRatio]] = [] if parent is None else parent._ratios
+        # [rank][bin]; ranks beyond ``num_ranks`` are the parent's own.
+        self._ratios: list[list[DecayingRatio]] = [
+            [DecayingRatio(keep, weight, base[r][at] if r < len(base) else None) for at in range(_NUM_BINS)]
+            for r in range(num_ranks)
+        ] + base[num_ranks:]
 
     def probabilities(self, evidence: Evidence) -> list[float]:
-        """That the target takes each candidate: non-increasing in rank, of sum at most 1.
+        """Probability that the target takes each candidate: non-increasing in rank, of sum at most 1.
 
         The value of rank 0 depends on its own gap and prior only.
         """
-        bins = [bisect_right(_EDGES, gap) for gap in evidence.gaps]
-        probs = self._estimates(bins, evidence.priors)
+        probs = list(evidence.priors)
+        for r in range(min(len(probs), len(self._ratios))):
+            probs[r] = self._ratios[r][bisect_right(_EDGES, evidence.gaps[r])].value(probs[r])
         for rank in range(1, len(probs)):
             probs[rank] = min(probs[rank], probs[rank - 1])
         rest = sum(probs[1:])
@@ -91,17 +95,9 @@ class Calibration:
         return probs
 
     def observe(self, gaps: Sequence[float], rank: int | None, first_rank: int = 0) -> None:
-        """The target took the candidate of this rank, or none. Ranks below `first_rank` were not on trial."""
-        for r in range(first_rank, min(len(gaps), len(self._hits))):
-            at = bisect_right(_EDGES, gaps[r])
-            self._trials[r][at] = self._trials[r][at] * self._keep + 1.0
-            self._hits[r][at] = self._hits[r][at] * self._keep + (1.0 if r == rank else 0.0)
-        if self._parent is not None:
-            self._parent.observe(gaps, rank, first_rank)
+        """Takes the rank of the candidate that the target took, None for none of them, here and in the parent.
 
-    def _estimates(self, bins: Sequence[int], priors: Sequence[float]) -> list[float]:
-        base = list(priors) if self._parent is None else self._parent._estimates(bins, priors)
-        for r in range(min(len(bins), len(self._hits))):
-            at = bins[r]
-            base[r] = (self._hits[r][at] + self._weight * base[r]) / (self._trials[r][at] + self._weight)
-        return base
+        Ranks below ``first_rank`` were not on trial.
+        """
+        for r in range(first_rank, min(len(gaps), len(self._ratios))):
+            self._ratios[r][bisect_right(_EDGES, gaps[r])].add(1.0 if r == rank else 0.0, 1.0)

@@ -3,13 +3,13 @@
     receive: open, commit, close          step: a prefill chunk, or one tree step of all sessions
       commit: walk ─▶ advance the drafter     choose leaves ─▶ expand ─▶ rank ─▶ publish
 
-One thread calls `receive` and `step`, and `emit` is called from there. Nothing here waits or sleeps. A hit needs no
-answer; a miss is answered by a node for the missing token and everything below it. The engine's own trees are never
+One thread calls ``receive`` and ``step``, and ``emit`` is called from there. Nothing here waits or sleeps. A hit needs
+no answer; a miss is answered by a node for the missing token and everything below it. The engine's own trees are never
 lost.
 
-A peer's message costs at most the session that it names: one that is late, repeated or for nobody is counted and
-dropped, one that cannot be followed ends its session with SessionFailed, so that it can be opened again under a newer
-epoch. A session id is never used for another session. What is kept of ended sessions is bounded.
+A peer's message harms at most the session that it names: one that is late, repeated or for an unknown session is
+counted and dropped, one that cannot be followed ends its session with SessionFailed, so that it can be opened again
+under a newer epoch. A session id is never used for another session. The memory of ended sessions is bounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.draft.ranking import Ranking, Rule, rank
 from paceline.draft.session import DraftSession
 from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessionError, Leaf
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
-from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed  # fmt: skip
+from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed
 from paceline.types import Mode, SpeculationParams
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 _MIN_PROB = 0.01
 """Predicted tokens less likely than this are not worth a node. Never applied to a first choice."""
 _NUM_REMEMBERED = 4096
-"""Sessions that have ended, of which late messages are told apart from news."""
+"""Ended sessions whose late messages are recognized as such."""
 
 
 @dataclass(slots=True)
@@ -52,35 +52,40 @@ class DraftStats:
     nodes_missed: int = 0
     """Committed tokens that no node had predicted."""
     stale_messages: int = 0
-    """Of an older epoch, or of a context that has been passed: repeated ones."""
+    """Messages of an older epoch, or for a context that has been passed: repeated ones."""
     unknown_messages: int = 0
-    """For a session that is not open in that epoch."""
+    """Messages for a session that is not open in that epoch."""
     lost_commits: int = 0
-    """Gaps: a commit came without the one before."""
+    """Commits that came without the one before."""
     invalid_messages: int = 0
-    """Opens and commits that no router sends."""
+    """Opens and commits that no correct router sends."""
     refused_sessions: int = 0
-    """There was no room for one more, or for a context as long as theirs."""
+    """Sessions for which there was no room, or none for a context as long as theirs."""
     failed_sessions: int = 0
     """Sessions ended by SessionFailed, whatever the reason."""
     prefill_chunks: int = 0
     tree_steps: int = 0
     forwards: int = 0
-    """Calls of the drafter's expand: tree_steps, and retries after an error."""
+    """Calls of the drafter's ``expand``: one per tree step, and retries after an error."""
     leaves: int = 0
     """Nodes expanded; leaves / tree_steps is the mean batch."""
     step_s: float = 0.0
     """Seconds inside tree steps."""
     messages: int = 0
-    """Sent to sessions."""
+    """Messages sent to sessions."""
 
 
 class DraftEngine:
     """Serves the draft side of many sessions with one drafter.
 
-    `vocab_size`: token ids of both models are below it. `tree_budget`: nodes per session beyond the context.
-    `fan_out`: children published below an expanded node. `max_sessions`: more are refused. `device`: where the
-    candidates and sampler states live. `max_context_len`: tokens; a session that is or grows longer is ended.
+    Args:
+        vocab_size: token ids of both models are below it.
+        tree_budget: nodes per session beyond the context.
+        fan_out: children published below an expanded node.
+        max_sessions: open sessions; more are refused.
+        max_context_len: tokens; a session whose context is longer, or grows longer, is ended.
+        device: of the candidates and sampler states.
+        clock: seconds.
     """
 
     def __init__(
@@ -111,18 +116,18 @@ class DraftEngine:
         self._calibrations = {rule: Calibration(16) for rule in Rule}
         self._failures: list[SessionFailed] = []
         self._ended: OrderedDict[str, int] = OrderedDict()
-        """Epochs in which the last few sessions ended here."""
+        """Epochs in which the most recently ended sessions ended here."""
         self._denied: OrderedDict[str, int] = OrderedDict()
-        """Epochs in which the last few sessions were said not to be open: told once each."""
+        """Epochs in which unknown sessions were reported as not open: once each."""
         self._prefill_next = True
 
     @property
     def num_sessions(self) -> int:
-        """Open sessions."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     def receive(self, messages: Iterable[OpenSession | Commit | CloseSession]) -> None:
-        """Takes messages in order. Never raises: what a message breaks is its own session's."""
+        """Takes messages in order. Never raises: a message that cannot be followed ends its own session."""
         for message in messages:
             session = self._sessions.get(message.session_id)
             if isinstance(message, OpenSession):
@@ -144,24 +149,19 @@ class DraftEngine:
                     self._fail(session, error)
 
     def step(self) -> bool:
-        """One unit of work, prefill and growing in turn while both have some. False: nothing to do, nothing
-        sent."""
-        started, tree_steps = self._clock(), self.stats.tree_steps
-        if self._prefill_next:
-            worked = self._prefill() or self._grow()
-        else:
-            worked = self._grow() or self._prefill()
+        """Does a prefill chunk or one tree step, in turn while there is both. False: nothing to do, nothing sent."""
+        first, second = (self._prefill, self._grow) if self._prefill_next else (self._grow, self._prefill)
         self._prefill_next = not self._prefill_next
-        self._step_s = self._clock() - started if self.stats.tree_steps > tree_steps else 0.0
-        self.stats.step_s += self._step_s
+        self._step_s = 0.0
+        worked = first() or second()
         return self._flush() or worked
 
     def wait_s(self) -> float | None:
-        """How long the engine may sleep after `step` returned False: until a message comes."""
+        """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
         return None
 
     def close(self) -> None:
-        """Gives up what the drafter holds outside this process. Idempotent."""
+        """Releases resources that the drafter holds outside this process. Idempotent."""
         self._drafter.shutdown()
 
     def check_integrity(self) -> None:
@@ -187,10 +187,14 @@ class DraftEngine:
             self._check_open(message)
             num_prompt_tokens = message.num_prompt_tokens
             sampler = SamplerState(
-                message.sampling, message.seed, message.token_ids[:num_prompt_tokens],
+                message.sampling,
+                message.seed,
+                message.token_ids[:num_prompt_tokens],
                 message.token_ids[num_prompt_tokens:],
-                eos_token_ids=message.eos_token_ids, vocab_size=self._vocab_size, device=self._device,
-            )  # fmt: skip
+                eos_token_ids=message.eos_token_ids,
+                vocab_size=self._vocab_size,
+                device=self._device,
+            )
             session = DraftSession(message, sampler, self._growth(message.speculation), self._calibrations)
             self._drafter.open(message.session_id, message.token_ids, sampler)
         except Exception as error:
@@ -201,7 +205,7 @@ class DraftEngine:
             self._sessions[message.session_id] = session
 
     def _check_open(self, message: OpenSession) -> None:
-        """Raises for a session that cannot be served; its sampler checks what it was asked for."""
+        """Raises if the session cannot be served; its sampler checks the sampling options."""
         if len(self._sessions) >= self._max_sessions:
             raise ResourceExhaustedError(f"{len(self._sessions)} sessions are open: no more are allowed")
         self._check_length(len(message.token_ids))
@@ -224,7 +228,7 @@ class DraftEngine:
                 raise InvalidRequestError(f"{what} holds token id {token_id}: 0 to {self._vocab_size - 1} are allowed")
 
     def _unknown(self, message: Commit) -> None:
-        """The sender believes that the session is open: it is told once that it is not."""
+        """Tells the sender of a commit once that the session is not open here."""
         self.stats.unknown_messages += 1
         session_id, epoch = message.session_id, message.epoch
         if epoch > self._ended.get(session_id, -1) and epoch != self._denied.get(session_id):
@@ -254,8 +258,8 @@ class DraftEngine:
         self._report(session.session_id, session.epoch, error)
 
     def _report(self, session_id: str, epoch: int, error: Exception) -> None:
-        unforeseen = not isinstance(error, PacelineError)
-        log.warning("session %s failed on the draft: %s", session_id, error, exc_info=error if unforeseen else None)
+        unexpected = not isinstance(error, PacelineError)
+        log.warning("session %s failed on the draft: %s", session_id, error, exc_info=error if unexpected else None)
         self.stats.failed_sessions += 1
         self.stats.invalid_messages += isinstance(error, InvalidRequestError)
         self.stats.refused_sessions += isinstance(error, ResourceExhaustedError)
@@ -326,20 +330,26 @@ class DraftEngine:
         return worked
 
     def _grow(self) -> bool:
+        """Does one tree step of all sessions: choose -> expand -> rank -> publish. False: no node is to be expanded."""
+        started = self._clock()
         chosen = self._choose()
         if not chosen:
             return False
-        self.stats.tree_steps += 1
         leaves = [session.leaf(node) for session, node in chosen]
         rows = [session.ranking_row(leaf) for (session, _), leaf in zip(chosen, leaves, strict=True)]
         for indices, candidates in self._expand(leaves, range(len(leaves))):
             self.stats.leaves += len(indices)
-            for i, ranking in zip(indices, rank(candidates, [rows[i] for i in indices]), strict=True):
+            rankings = rank(candidates, [rows[i] for i in indices])
+            for i, ranking in zip(indices, rankings, strict=True):
                 self._publish(*chosen[i], ranking)
+        self.stats.tree_steps += 1
+        self._step_s = self._clock() - started
+        self.stats.step_s += self._step_s
         return True
 
     def _choose(self) -> list[tuple[DraftSession, TreeNode]]:
         """The likeliest leaves of all sessions, each session's in the order of its own policy."""
+        # A heap of (-log path probability of a session's next leaf, order of the session, session).
         heap: list[tuple[float, int, DraftSession]] = []
         planned = [0] * len(self._sessions)
         for order, session in enumerate(self._sessions.values()):
@@ -357,13 +367,12 @@ class DraftEngine:
         return chosen
 
     def _expand(self, leaves: Sequence[Leaf], indices: Sequence[int]) -> list[tuple[Sequence[int], Candidates]]:
-        """Candidates of the leaves at `indices`; a session for which the drafter raises fails, the others go
-        on."""
+        """Candidates of the leaves at ``indices``; a session for which the drafter raises ends, the others continue."""
         try:
             self.stats.forwards += 1
             return [(indices, self._drafter.expand([leaves[i] for i in indices]))]
         except FATAL:
-            raise  # no session's fault: the device is gone, only a restart can help
+            raise  # not a session's fault: the device is gone, only a restart can help
         except Exception as error:
             at_fault = {leaves[i].session_id for i in indices}
             if isinstance(error, DrafterSessionError) and error.session_id in at_fault:
@@ -378,7 +387,7 @@ class DraftEngine:
             return parts
 
     def _publish(self, session: DraftSession, parent: TreeNode, ranking: Ranking) -> None:
-        """Queues the children of an expanded node, all of one expansion together, whatever their tokens."""
+        """Attaches and queues the children of an expanded node, all of one expansion together."""
         parent.expanded, parent.gaps = True, ranking.evidence.gaps
         probs = session.calibration.probabilities(ranking.evidence)
         for r, (token_id, prob) in enumerate(zip(ranking.token_ids, probs, strict=True)):
@@ -393,7 +402,7 @@ class DraftEngine:
                 self.stats.nodes_published += 1
 
     def _flush(self) -> bool:
-        """Sends what is queued, and says once per commit of each session that needs nothing more."""
+        """Sends queued nodes and failures, and announces once per commit that a session is idle."""
         messages: list[Nodes | SessionFailed] = list(self._failures)
         self._failures.clear()
         now = self._clock()
@@ -417,7 +426,7 @@ class DraftEngine:
 
 
 def _remember(epochs: OrderedDict[str, int], session_id: str, epoch: int) -> None:
-    """Notes the epoch of a session and forgets the sessions that were noted longest ago."""
+    """Records the epoch of a session and forgets the sessions recorded longest ago."""
     epochs[session_id] = epoch
     epochs.move_to_end(session_id)
     while len(epochs) > _NUM_REMEMBERED:

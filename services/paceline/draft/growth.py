@@ -1,6 +1,6 @@
-"""Which nodes of a speculation tree to expand next: the ways in which a draft can spend its time. Pure.
+"""Order in which the nodes of a speculation tree are expanded: the ways in which a draft can spend its time. Pure.
 
-A policy gives every unexpanded node a sort key; a `Frontier` keeps the nodes of one tree in that order.
+A policy gives every unexpanded node a sort key; a ``Frontier`` keeps the nodes of one tree in that order.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.core.statistics import DecayingMax
 from paceline.core.tree import SpeculationTree, TreeNode
 
 
 class Growth(Protocol):
-    """Which node of a tree to expand next. The least key comes first; None: not before the next commit.
+    """Order of expansion: the least key comes first; None: not before the next commit.
 
-    `position` is how many tokens of the proposal in flight lie on the node's path, 0 to num_in_flight.
-    `ahead` is how many tokens follow those: 0 is a place where the proposal may be cut, 1 a next token of
-    that outcome, and the continuations of an outcome have ahead 2 to K + 1. So nodes of ahead <= K are worth
-    expanding.
+    ``position`` is how many tokens of the proposal in flight lie on the node's path, 0 to num_in_flight. ``ahead`` is
+    how many tokens follow those: 0 is a place where the proposal may be cut, 1 a next token of that outcome, and the
+    continuations of an outcome have ahead 2 to K + 1. So nodes of ahead <= K are worth expanding.
     """
 
     @property
@@ -46,7 +46,7 @@ class BestFirst:
     def key(
         self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
     ) -> tuple[float, float] | None:
-        """Path probability, of any node near enough to serve the next proposal."""
+        """Path probability, for nodes near enough to serve the next proposal."""
         if ahead > self.k or node.log_path - anchor.log_path < math.log(self.min_path_prob):
             return None
         return 0.0, -node.log_path
@@ -58,28 +58,28 @@ _SLACK = 2
 
 @dataclass(slots=True)
 class Reach:
-    """How far ahead a tree of one session is worth growing: two tokens beyond the longest of the last few proposals.
+    """Depth to which a session's tree is worth growing: two tokens beyond the longest of the last few proposals.
 
-    The target verifies as many draft tokens as pay at its load (``target/budget.py``); nodes beyond those take time
-    from other sessions, and where draft and target share a machine from the target. The two in excess let proposals
-    grow again, by two in every round. Of a miss, which has none, nothing is learned but that time has passed.
+    The target verifies as many draft tokens as pay at its load; nodes beyond those take time from other sessions, and
+    where draft and target share a machine from the target. The two in excess let proposals grow again, by two in every
+    round. A miss has no proposal: it only lets the longest one fade.
     """
 
     k: int
-    longest: float = 0.0
-    """Of the proposals, fading; what is not known yet is K."""
+    longest: DecayingMax = field(init=False)
+    """Length of the proposals; K before the first."""
 
     def __post_init__(self) -> None:
-        self.longest = float(self.k)
+        self.longest = DecayingMax(_KEEP_REACH, float(self.k))
 
     def observe(self, num_in_flight: int) -> None:
         """Takes the length of a proposal that is being verified."""
-        self.longest = max(float(num_in_flight), _KEEP_REACH * self.longest)
+        self.longest.add(float(num_in_flight))
 
     @property
     def tokens(self) -> int:
-        """Nodes of so many tokens ahead are worth expanding, no others."""
-        return min(self.k, math.ceil(self.longest) + _SLACK)
+        """Nodes up to this many tokens ahead are worth expanding, no others."""
+        return min(self.k, math.ceil(self.longest.value) + _SLACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +88,19 @@ class FanOut:
 
     k: int
     fan_outs: tuple[int, ...]
-    """At positions 0 to K of the proposal in flight."""
+    """Fan-out at positions 0 to K of the proposal in flight."""
     bonus_fan_out: int
-    """After its last token."""
+    """Fan-out after its last token."""
 
     @property
     def fan_out(self) -> int:
-        """As many as any position may want."""
+        """The largest fan-out of any position."""
         return max(*self.fan_outs, self.bonus_fan_out)
 
     def key(
         self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
     ) -> tuple[float, float] | None:
-        """Level by level; below an outcome only the first child continues its chain."""
+        """Level, then path probability; below an outcome only the first child continues its chain."""
         limit = 1
         if ahead == 1:
             last = position >= num_in_flight
@@ -111,16 +111,16 @@ class FanOut:
 
 
 def uniform(k: int, fan_out: int) -> FanOut:
-    """The same fan-out everywhere."""
+    """Fan-outs that are equal at all positions."""
     return FanOut(k, (fan_out,) * (k + 1), fan_out)
 
 
 def geometric(k: int, fan_out: int, acceptance: float = 0.75, power: float = 1.0) -> FanOut:
-    """Fan-outs that fall geometrically with the position and rise at the bonus token, `fan_out` on average.
+    """Fan-outs that fall geometrically with the position and rise at the bonus token, ``fan_out`` on average.
 
-    They maximise the hit rate sum_k w_k (1 - F_k^-r) for a given sum of F_k: F_k ~ w_k^(1 / (1 + r)), where
+    They maximize the hit rate sum_k w_k (1 - F_k^-r) for a given sum of F_k: F_k ~ w_k^(1 / (1 + r)), where
     w_k is the probability of being cut at k: a^k (1 - a), and a^K at the end (2603.03251, geometric fan-out).
-    `acceptance` is a, `power` is r. Rounded, at least 1.
+    ``acceptance`` is a, ``power`` is r. Rounded, at least 1.
     """
     weights = [acceptance**i * (1 - acceptance) for i in range(k)] + [acceptance**k]
     shares = [w ** (1 / (1 + power)) for w in weights]
@@ -149,7 +149,7 @@ class Frontier:
 
     def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
         self.reach: Reach | None = Reach(growth.k) if isinstance(growth, BestFirst) else None
-        """None: the policy alone says how far."""
+        """None: the policy alone limits the depth."""
         self._tree = tree
         self._growth = growth
         self._in_flight: set[int] = set()
@@ -158,7 +158,8 @@ class Frontier:
         self.push(tree.anchor)
 
     def push(self, node: TreeNode) -> None:
-        """Takes a new unexpanded node of the tree."""
+        """Adds a new unexpanded node of the tree."""
+        # The path up to the proposal in flight has ``ahead`` tokens, the rest up to the anchor ``position`` ones.
         position, ahead = 0, 0
         at: TreeNode | None = node
         while at is not None and at is not self._tree.anchor and at.node_id not in self._in_flight:
@@ -175,15 +176,15 @@ class Frontier:
             heapq.heappush(self._heap, (key, node.node_id, node))
 
     def peek(self) -> TreeNode | None:
-        """The node to expand next, None if none is worth it before the next commit."""
+        """The node to expand next, None if no node is worth expanding before the next commit."""
         return self._heap[0][2] if self._heap else None
 
     def pop(self) -> TreeNode:
-        """Takes that node out. IndexError if there is none."""
+        """Removes and returns the node to expand next. IndexError if there is none."""
         return heapq.heappop(self._heap)[2]
 
     def commit(self, in_flight: Iterable[int]) -> None:
-        """To be called after every walk with the nodes now being verified: forgets the pruned."""
+        """Drops pruned nodes and sorts the others again; to be called after every walk with the nodes in flight."""
         self._in_flight = {i for i in in_flight if i != self._tree.anchor.node_id and self._tree.get(i)}
         nodes = [node for _, _, node in self._heap] + self._unwanted
         self._heap, self._unwanted = [], []

@@ -1,5 +1,4 @@
-"""From a drafter's candidates to the children of a node: the order in which they are expected, and on what
-evidence.
+"""From a drafter's candidates to the children of a node: their order, and the evidence for their probabilities.
 
 Coupled and greedy: by log q + g with the target's own noise (none at temperature 0); the first is the draft's
 token. Rejection: one token drawn from q, which may be proposed, then the likeliest others, which may only be
@@ -27,7 +26,7 @@ _GREEDY_TIES = 4
 
 
 class Rule(enum.Enum):
-    """How a session's children are ranked; what is learned of one rule says nothing about another."""
+    """Rule by which a session's children are ranked; calibrations are kept apart by it."""
 
     GREEDY = "greedy"
     COUPLED = "coupled"
@@ -36,12 +35,12 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankingRow:
-    """Whose candidates they are."""
+    """Parameters for ranking the candidates of one node."""
 
     row: Row
     rule: Rule
     fan_out: int
-    """Children wanted."""
+    """Number of children wanted."""
     saguaro: float = 1.0
     """Rejection rule: q of the predicted next tokens is scaled by this before sampling."""
     nonce: int = 0
@@ -55,7 +54,7 @@ class Ranking:
     token_ids: tuple[int, ...]
     evidence: Evidence
     q: SparseDistribution | None = None
-    """Rejection rule: what the first was drawn from."""
+    """Rejection rule: the distribution that the first was drawn from."""
 
 
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
@@ -75,7 +74,7 @@ def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
 
 
 def _rank_alike(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) -> list[Ranking]:
-    """Rows of one rule."""
+    """Ranks rows of one rule; the tensors are [rows, m]."""
     if rows[0].rule is Rule.REJECTION:
         log_q = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
         return _by_sampling(token_ids, log_q, row_keys([row.row for row in rows], log_q.device), rows)
@@ -92,6 +91,7 @@ def _rank_alike(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) ->
 
 
 def _by_sampling(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:
+    """Draws a token from each row's q; the tensors are [rows, m], the keys [rows]."""
     rankings = [Ranking((), ranked(()))] * len(rows)
     with_candidates = log_q.isfinite().any(-1).nonzero().squeeze(-1)
     indices: list[int] = with_candidates.tolist()
@@ -100,9 +100,14 @@ def _by_sampling(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence
     nonces = torch.tensor([rows[i].nonce for i in indices], dtype=torch.int64, device=log_q.device)
     token_ids, log_q = token_ids[with_candidates], log_q[with_candidates]
     samples = sample_draft(
-        token_ids, log_q, keys.seeds[with_candidates], keys.positions[with_candidates], nonces,
-        [rows[i].saguaro for i in indices], [rows[i].fan_out for i in indices],
-    )  # fmt: skip
+        token_ids,
+        log_q,
+        keys.seeds[with_candidates],
+        keys.positions[with_candidates],
+        nonces,
+        [rows[i].saguaro for i in indices],
+        [rows[i].fan_out for i in indices],
+    )
     top = max(rows[i].fan_out for i in indices) + 1
     for i, sample, ids, values in zip(
         indices, samples, token_ids[:, :top].tolist(), log_q[:, :top].tolist(), strict=True

@@ -1,9 +1,9 @@
 """Drafting with a smaller language model: one KV row per expanded node, all sessions in one forward.
 
-A session's rows are not in the order of its text. Committed rows and tree rows lie in the same pages; what a node
-sees is a mask, and its rotary position is its depth. So moving the root is bookkeeping only: the rows of the
-accepted path are declared committed where they are, dropped rows go to a free list, nothing is copied and nothing
-that survives is computed again. Only whole prompt pages, written in order, are shared between sessions.
+A session's rows are not in the order of its text. Committed rows and tree rows lie in the same pages; a mask says
+which rows a node sees, and its rotary position is its depth. So moving the root is bookkeeping only: the rows of the
+accepted path are declared committed where they are, dropped rows go to a free list, nothing is copied and no surviving
+row is computed again. Only whole prompt pages, written in order, are shared between sessions.
 """
 
 from __future__ import annotations
@@ -36,24 +36,28 @@ class _Session:
     tokens: list[int]
     sampler: SamplerState
     num_cached: int = 0
-    """Context tokens whose KV is there; the rest, at least the anchor before it is expanded, is pending."""
+    """Context tokens whose KV is computed; the others, at least the anchor before it is expanded, are pending."""
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_rows: int = 0
-    """Rows ever used: [0, num_rows)."""
+    """Rows used so far: [0, num_rows)."""
     free_rows: list[int] = field(default_factory=list)
     node_rows: dict[int, int] = field(default_factory=dict)
     committed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     num_prefill: int = 0
-    """Context tokens that ``prefill`` computes, in row order."""
+    """Context tokens [0, num_prefill) are computed by ``prefill``, in row order."""
 
     @property
     def ready(self) -> bool:
         return self.num_cached >= self.num_prefill
 
     def take_rows(self, cache: KVCache, count: int) -> list[int]:
-        """``count`` unused rows; raises ResourceExhaustedError and changes nothing if there is no page for them."""
+        """Takes ``count`` unused rows.
+
+        Raises:
+            ResourceExhaustedError: there is no page for them; nothing is changed.
+        """
         fresh = count - len(self.free_rows)
         missing = pages_for(self.num_rows + fresh) - len(self.pages) if fresh > 0 else 0
         if missing > 0:
@@ -68,7 +72,7 @@ class _Session:
 
 
 class ModelDrafter:
-    """A draft model behind the ``Drafter`` protocol. ``top_m`` candidates of q are looked at per node."""
+    """A draft model behind the ``Drafter`` protocol, with the ``top_m`` likeliest candidates of q per node."""
 
     kind = "model"
 
@@ -81,7 +85,7 @@ class ModelDrafter:
         self._sessions: dict[str, _Session] = {}
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
-        """See ``Drafter``. Refuses a context that the whole cache cannot hold."""
+        """Begins a session; refuses a context that the whole cache cannot hold."""
         if pages_for(len(token_ids)) > self._cache.num_pages:
             room = self._cache.num_pages * PAGE_SIZE
             raise ResourceExhaustedError(f"the context has {len(token_ids)} tokens: the draft's cache holds {room}")
@@ -93,7 +97,7 @@ class ModelDrafter:
         self._sessions[session_id] = session
 
     def prefill(self) -> bool:
-        """See ``Drafter``. Sessions without room for their prompt wait."""
+        """Computes a chunk of prompts; sessions without room for their prompt wait."""
         budget = self._max_prefill_tokens
         chunks: dict[str, tuple[_Session, int]] = {}
         for session_id, session in self._sessions.items():
@@ -128,7 +132,7 @@ class ModelDrafter:
         return True
 
     def _error_of_one(self, chunks: Mapping[str, tuple[_Session, int]]) -> DrafterSessionError | None:
-        """That of the first chunk that cannot be computed alone."""
+        """The error of the first chunk that cannot be computed alone; None if there is none, or the device is gone."""
         for session_id, chunk in chunks.items():
             try:
                 self._runner.forward([_prompt_chunk(*chunk)])
@@ -139,11 +143,11 @@ class ModelDrafter:
         return None
 
     def ready(self, session_id: str) -> bool:
-        """See ``Drafter``."""
+        """True once the session's prompt is computed."""
         return self._sessions[session_id].ready
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
-        """See ``Drafter``. A leaf without room for its row gets no candidates."""
+        """Candidates of the leaves by one forward; a leaf without room for its row gets none."""
         groups: dict[str, list[int]] = {}
         for index, leaf in enumerate(leaves):
             groups.setdefault(leaf.session_id, []).append(index)
@@ -181,10 +185,11 @@ class ModelDrafter:
         return everyone
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
-        """See ``Drafter``."""
+        """Declares the rows of committed nodes committed, and frees those of nodes that are not ``kept``."""
         session = self._session(session_id)
         for token_id, node_id in zip(token_ids, node_ids, strict=True):
             row = session.node_rows.get(node_id)
+            # Only a row right behind the cached tokens extends them; after a gap the token is pending.
             if row is not None and session.ready and session.num_cached == len(session.tokens):
                 del session.node_rows[node_id]
                 session.committed.numpy()[row] = True
@@ -199,13 +204,13 @@ class ModelDrafter:
         self._runner.close()
 
     def close(self, session_id: str) -> None:
-        """See ``Drafter``."""
+        """Frees the session's pages."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             self._cache.release(session.pages)
 
     def check_integrity(self) -> None:
-        """See ``Drafter``."""
+        """Asserts that every row of every session has exactly one use; O(rows)."""
         self._cache.check_integrity([s.pages for s in self._sessions.values()])
         for session in self._sessions.values():
             tree, free = set(session.node_rows.values()), set(session.free_rows)
@@ -217,7 +222,7 @@ class ModelDrafter:
             assert len(committed) == session.num_cached <= len(session.tokens)
 
     def _num_candidates(self, session_ids: Iterable[str]) -> int:
-        """Without noise the order of q is the order of the children, and few candidates are enough."""
+        """Candidates per node: few are enough where no session samples, as q alone orders the children then."""
         greedy = all(self._session(session_id).sampler.greedy for session_id in session_ids)
         return min(_GREEDY_TOP_M if greedy else self._top_m, self._top_m, self._runner.vocab_size)
 
@@ -228,7 +233,7 @@ class ModelDrafter:
             raise DrafterSessionError(session_id, "not open in this drafter") from None
 
     def _step(self, session: _Session, leaves: Sequence[Leaf]) -> tuple[SequenceStep, list[int]]:
-        """The part of one session: its pending tokens if the anchor is to be expanded, else one token per leaf."""
+        """One session's part in the forward and its rows: pending tokens for the anchor, else one token per leaf."""
         num_tokens = len(session.tokens)
         if not leaves[0].path:
             tokens = session.tokens[session.num_cached :]
@@ -245,7 +250,8 @@ class ModelDrafter:
                 for row, leaf in zip(rows, leaves, strict=True)
             ]
             num_logits = len(tokens)
-        # Through numpy: some integers in tensors so small cost torch ten times as much.
+        # seen: [tokens, num_rows] bool: each token attends to the committed rows, those above it, and its own.
+        # Through numpy: indexing tensors this small costs torch ten times as much.
         session.positions.numpy()[rows] = positions
         seen = np.repeat(session.committed.numpy()[None, : session.num_rows], len(tokens), axis=0)
         for token, seen_rows in zip(seen, above, strict=True):

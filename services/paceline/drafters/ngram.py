@@ -1,8 +1,9 @@
-"""Prompt lookup: what followed the last few tokens earlier in the same text is likely to follow again.
+"""Prompt lookup: the tokens that followed the last few tokens earlier in the same text are likely to follow again.
 
-No model and no state beyond the text itself; nothing is shared between sessions. Costs microseconds per node,
-and pays off where the output repeats the input (code edits, summaries, extraction). The source of the idea:
-prompt lookup decoding (Saxena 2023); here the candidates carry their empirical frequencies.
+No model and no state beyond the text itself; nothing is shared between sessions. Costs microseconds per node, and pays
+off where the output repeats the input (code edits, summaries, extraction). The idea is prompt lookup decoding (Saxena
+2023); here the candidates carry their empirical frequencies. The target proposes from an index of its own where a
+draft has nothing to offer (``target/lookup.py``).
 """
 
 from __future__ import annotations
@@ -20,37 +21,58 @@ _PREFILL_TOKENS = 8192
 
 
 class NgramIndex:
-    """Which tokens followed each n-gram of a growing text, for min_match <= n <= max_match.
+    """Followers of the n-grams of a growing text, for min_match <= n <= max_match.
 
-    `append` costs O(max_match), a look-up O(max_match + distinct followers): neither grows with the text.
+    Indexing a token costs O(max_match), a look-up O(max_match + distinct followers): neither grows with the text. With
+    ``counts`` it knows every follower of an n-gram and how often it came, without only where the last one is, which
+    takes a third of the memory.
     """
 
-    def __init__(self, min_match: int, max_match: int) -> None:
+    __slots__ = ("_counts", "_last", "_max", "_min", "_num_indexed", "tokens")
+
+    def __init__(self, tokens: list[int], min_match: int, max_match: int, *, counts: bool) -> None:
+        """``tokens``: the text, which its owner extends; ``extend`` follows."""
         if not 1 <= min_match <= max_match:
             raise ValueError(f"min_match {min_match}, max_match {max_match}: 1 <= min <= max is allowed")
+        self.tokens = tokens
         self._min, self._max = min_match, max_match
-        self.token_ids: list[int] = []
-        self._followers: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
+        self._num_indexed = 0  # tokens[:_num_indexed] are known as followers
+        self._last: dict[tuple[int, ...], int] = {}
+        self._counts: dict[tuple[int, ...], dict[int, tuple[int, int]]] | None = {} if counts else None
 
-    def append(self, token_id: int) -> None:
-        """Adds the next token of the text."""
-        text = self.token_ids
-        end = len(text)
-        for n in range(self._min, min(self._max, end) + 1):
-            followers = self._followers.setdefault(tuple(text[end - n :]), {})
-            count, _ = followers.get(token_id, (0, 0))
-            followers[token_id] = (count + 1, end)
-        text.append(token_id)
+    @property
+    def complete(self) -> bool:
+        """True if the whole text is indexed."""
+        return self._num_indexed == len(self.tokens)
+
+    def extend(self, max_tokens: int) -> None:
+        """Indexes at most ``max_tokens`` more tokens of the text."""
+        tokens, counts = self.tokens, self._counts
+        end = min(len(tokens), self._num_indexed + max_tokens)
+        for n in range(self._min, self._max + 1):
+            for i in range(max(self._num_indexed, n), end):
+                ngram = tuple(tokens[i - n : i])
+                if counts is None:
+                    self._last[ngram] = i
+                else:
+                    followers = counts.setdefault(ngram, {})
+                    followers[tokens[i]] = (followers.get(tokens[i], (0, 0))[0] + 1, i)
+        self._num_indexed = end
+
+    def last_follower(self, ngram: tuple[int, ...]) -> int:
+        """Index in the text of the token that followed the n-gram last; -1 if there is none. Without counts only."""
+        return self._last.get(ngram, -1)
 
     def candidates(self, path: Sequence[int], m: int) -> tuple[list[int], list[float]]:
-        """The m most frequent followers in the text of the longest known n-gram at the end of text + path.
+        """The m most frequent followers of the longest known n-gram at the end of text + path. With counts only.
 
-        Ties go to the follower seen last. Returns token ids and their frequencies, the largest first; nothing
-        if not even the last min_match tokens have occurred with a follower.
+        Ties go to the follower seen last. Returns token ids and their frequencies, the largest first; nothing if not
+        even the last min_match tokens have occurred with a follower.
         """
-        tail = (*self.token_ids[-self._max :], *path)[-self._max :]
+        assert self._counts is not None
+        tail = (*self.tokens[-self._max :], *path)[-self._max :]
         for n in range(len(tail), self._min - 1, -1):
-            followers = self._followers.get(tail[len(tail) - n :])
+            followers = self._counts.get(tail[len(tail) - n :])
             if followers:
                 best = heapq.nlargest(m, followers.items(), key=lambda item: item[1])
                 total = sum(count for count, _ in followers.values())
@@ -59,37 +81,40 @@ class NgramIndex:
 
 
 class NgramDrafter:
-    """A `Drafter` of one `NgramIndex` per session. The session's processors do not act on its frequencies."""
+    """A ``Drafter`` of one ``NgramIndex`` per session. The session's processors do not act on its frequencies."""
 
     kind = "ngram"
 
     def __init__(
         self, *, min_match: int = 1, max_match: int = 4, num_candidates: int = 8, max_leaves: int = 64
     ) -> None:
-        NgramIndex(min_match, max_match)
+        NgramIndex([], min_match, max_match, counts=True)  # refuses impossible lengths
         self.max_leaves = max_leaves
         self._ngrams = (min_match, max_match)
         self._num_candidates = num_candidates
         self._indices: dict[str, NgramIndex] = {}
-        self._outstanding: dict[str, list[int]] = {}
-        """Tokens that are not in the index yet, the last first."""
+        self._unready: dict[str, NgramIndex] = {}
+        """Sessions whose context is not indexed yet, those that wait longest first."""
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
         """Takes any session."""
-        self._indices[session_id] = NgramIndex(*self._ngrams)
-        self._outstanding[session_id] = list(reversed(token_ids))
+        index = NgramIndex(list(token_ids), *self._ngrams, counts=True)
+        self._indices[session_id] = self._unready[session_id] = index
 
     def prefill(self) -> bool:
         """Indexes the next few thousand tokens of the session that waits longest."""
-        session_id = next(iter(self._outstanding), None)
+        session_id = next(iter(self._unready), None)
         if session_id is None:
             return False
-        self._index(session_id, _PREFILL_TOKENS)
+        index = self._unready[session_id]
+        index.extend(_PREFILL_TOKENS)
+        if index.complete:
+            del self._unready[session_id]
         return True
 
     def ready(self, session_id: str) -> bool:
-        """Whether the whole context is indexed."""
-        return session_id not in self._outstanding
+        """True once the whole context is indexed."""
+        return session_id not in self._unready
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Looks every leaf up."""
@@ -106,30 +131,20 @@ class NgramDrafter:
         return Candidates(token_ids, log_q)
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
-        """Indexes the committed tokens."""
-        outstanding = self._outstanding.get(session_id)
-        if outstanding is not None:
-            outstanding[:0] = reversed(token_ids)
-            return
-        for token_id in token_ids:
-            self._indices[session_id].append(token_id)
+        """Indexes the committed tokens, after those of the prompt."""
+        index = self._indices[session_id]
+        index.tokens.extend(token_ids)
+        if session_id not in self._unready:
+            index.extend(len(token_ids))
 
     def shutdown(self) -> None:
-        """There is nothing outside this process."""
+        """Does nothing: there are no resources outside this process."""
 
     def close(self, session_id: str) -> None:
-        """Forgets the session."""
+        """Drops the session's index."""
         self._indices.pop(session_id, None)
-        self._outstanding.pop(session_id, None)
+        self._unready.pop(session_id, None)
 
     def check_integrity(self) -> None:
-        """Asserts that only open sessions hold anything."""
-        assert self._outstanding.keys() <= self._indices.keys()
-        assert all(self._outstanding.values())
-
-    def _index(self, session_id: str, num_tokens: int) -> None:
-        outstanding, index = self._outstanding[session_id], self._indices[session_id]
-        for _ in range(min(num_tokens, len(outstanding))):
-            index.append(outstanding.pop())
-        if not outstanding:
-            del self._outstanding[session_id]
+        """Asserts that exactly the sessions that are not ready have tokens left to index."""
+        assert {name for name, index in self._indices.items() if not index.complete} == self._unready.keys()

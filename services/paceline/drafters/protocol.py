@@ -1,12 +1,22 @@
-"""What grows a speculation tree: a draft model, an n-gram index, or anything else that ranks next tokens.
+"""The interface of a drafter: a draft model, an n-gram index, or anything else that ranks next tokens.
 
-The engine owns the trees and decides what to expand; a drafter only turns nodes into candidates, many
-sessions in one forward, and keeps whatever makes that cheap (for a model: one KV row per expanded node).
+The engine owns the trees and decides which nodes to expand; a drafter only turns nodes into candidates, many sessions
+in one forward, and keeps whatever makes that cheap (for a model: one KV row per expanded node). The life of a session::
 
-Rows, the contract that makes every node cost one row and nothing twice::
+    open ─▶ prefill .. prefill ─▶ ready ─▶ expand, advance, expand, expand, advance, .. ─▶ close
+
+    open("s", [5, 8, 2], sampler)         context 5 8 2; the anchor is node 0, token 2
+    expand([Leaf("s", 0, (), ())])        candidates for the token after 2; the engine makes nodes 1 and 2 of the best
+    expand([Leaf("s", 1, (1,), (7,))])    candidates after 2 7
+    advance("s", [7, 4], [1, 9], [])      the target has decided 7 (node 1) and 4 (node 9, never expanded): anchor 9
+
+A drafter without state per node, such as ``ngram.py``, needs only the context (``open``, ``advance``) and each leaf's
+``path``. Wrong candidates cost time, never correctness: the target verifies every token.
+
+For a drafter that keeps a row per node, this is the contract that makes every node cost one row and no row twice::
 
     context[0 : c]   expanded below the anchor
-    ├── cached ──┤├ pending ┤       a leaf's row attends to the context and to the rows of `path` before it
+    ├── cached ──┤├ pending ┤       a leaf's row attends to the context and to the rows of ``path`` before it
                         anchor ──▶ a ──▶ b(leaf)
 
 - A committed token is *cached* if its node was expanded and *pending* otherwise; pending tokens are the last
@@ -15,8 +25,8 @@ Rows, the contract that makes every node cost one row and nothing twice::
 - A leaf other than the anchor has only expanded nodes above it, up to and including the anchor: one row per
   leaf.
 - No leaf of a call is above another leaf of it.
-- What is held is the drafter's own knowledge: a node for which it could not keep a row (no room) counts as
-  pending when it is committed, whatever the engine believes.
+- The drafter alone knows which rows it holds: a node for which it had no room counts as pending when it is
+  committed, although the engine has expanded it.
 """
 
 from __future__ import annotations
@@ -36,7 +46,7 @@ FATAL = (torch.AcceleratorError, RanksLostError)
 
 
 class DrafterSessionError(EngineError):
-    """A drafter cannot go on with one session; the others are unharmed."""
+    """A drafter cannot continue one session; the others are unharmed."""
 
     def __init__(self, session_id: str, message: str) -> None:
         super().__init__(f"session {session_id}: {message}")
@@ -45,78 +55,94 @@ class DrafterSessionError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A node to be expanded: the candidates for the token after it are wanted."""
+    """A node to expand: the drafter is asked for candidates of the token after it."""
 
     session_id: str
     node_id: int
     path_ids: tuple[int, ...]
     """Nodes from the anchor (exclusive) to this one (inclusive); () for the anchor itself."""
     path: tuple[int, ...]
-    """Their tokens: together with the context, what the next token follows."""
+    """Tokens of these nodes: the next token follows the context and them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likely next tokens after each leaf, of one device."""
+    """The likely next tokens after each leaf; both tensors are on one device."""
 
     token_ids: Tensor
     """[num_leaves, m] int64, most likely first, distinct within a row."""
     log_q: Tensor
-    """[num_leaves, m] float: their log probabilities after the session's processors; -inf: no candidate. A
-    row may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
+    """[num_leaves, m] float: log probabilities (nats) after the session's processors; -inf: no candidate. The
+    probabilities of a row may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
 
 
 class Drafter(Protocol):
-    """See the module's head for what the calls may rely on. One thread."""
+    """Source of candidates for the nodes of many sessions' trees, called by one thread.
+
+    The head of this module shows the order of the calls and what they may rely on. To add a drafter, implement this
+    protocol in a module of this package, and construct it in ``draft/build.py``.
+    """
 
     kind: str
-    """As in the configuration: "model", "ngram", ..."""
+    """Name of the drafter in the configuration: "model", "ngram", ..."""
     max_leaves: int
-    """The most leaves one call of `expand` takes."""
+    """The most leaves that one call of ``expand`` takes."""
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
-        """Begins a session whose context is `token_ids` (not empty); node 0, the anchor, is its last token.
+        """Begins a session whose context is ``token_ids`` (not empty); node 0, the anchor, is its last token.
 
-        The anchor is pending, the rest is prefilled by `prefill`. `sampler` belongs to the engine, which
-        appends committed tokens to it before it calls `advance`. Raises PacelineError if the session cannot
-        be taken.
+        The anchor is pending, the rest is prefilled by ``prefill``. ``sampler`` belongs to the engine, which appends
+        committed tokens to it before it calls ``advance``.
+
+        Raises:
+            PacelineError: the session cannot be taken; ``close`` is called for it.
         """
         ...
 
     def prefill(self) -> bool:
-        """Does one chunk of outstanding prefill of some sessions. False if nothing was outstanding."""
+        """Does one chunk of outstanding prefill of some sessions. False if nothing could be done.
+
+        Raises:
+            DrafterSessionError: this session ends.
+            Exception: any other error (but ``FATAL``) ends all sessions that are not ready.
+        """
         ...
 
     def ready(self, session_id: str) -> bool:
-        """Whether the session's prefill is done, so that its nodes can be expanded."""
+        """True once the session's prefill is done, so that its nodes can be expanded."""
         ...
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
-        """One batched forward for leaves of many ready sessions, 1 <= num_leaves <= max_leaves.
+        """Candidates of leaves of many ready sessions, 1 <= num_leaves <= max_leaves, by one batched forward.
 
-        An exception must leave the sessions as they were: the engine tries again leaf by leaf of each session
-        to find the one at fault, unless it is a DrafterSessionError.
+        Raises:
+            DrafterSessionError: this session ends, the others are tried again without it.
+            Exception: for any other error (but ``FATAL``) the engine tries each session alone and ends those that
+                fail. In either case the sessions must be as they were before the call.
         """
         ...
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
-        """Tokens were committed: the anchor is now the last of `node_ids`.
+        """Extends the context by committed tokens: the anchor is now the last of ``node_ids``.
 
-        `node_ids` are the nodes of `token_ids`, in order. Those of them that are expanded become cached
-        context, the others pending. `kept` are the expanded nodes below the new anchor: their rows stay as
-        they are; rows of any other node are dropped. May come before the session is ready: then everything is
-        pending.
+        May come before the session is ready: then all of it is pending.
+
+        Args:
+            token_ids: the committed tokens, at least one.
+            node_ids: their nodes, in order. Those that were expanded become cached context, the others pending.
+            kept: the expanded nodes below the new anchor: their rows stay as they are. Rows of any other node are
+                dropped.
         """
         ...
 
     def close(self, session_id: str) -> None:
-        """Frees everything the session holds. An unknown session is no error."""
+        """Frees everything the session holds; does nothing for an unknown session."""
         ...
 
     def check_integrity(self) -> None:
-        """Asserts the drafter's own invariants (rows free + held = all, ...)."""
+        """Asserts the drafter's own invariants, for example that free and held rows are all rows."""
         ...
 
     def shutdown(self) -> None:
-        """Gives up what is held outside this process. Idempotent; the last call."""
+        """Releases resources outside this process. Idempotent; the last call."""
         ...

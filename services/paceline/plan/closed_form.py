@@ -25,7 +25,7 @@ from typing import Self
 
 from paceline.plan.outcomes import Outcomes, expected_tokens, prepared
 from paceline.plan.times import StepTable
-from paceline.target.control.allocation import allot
+from paceline.target.control.allocation import allocate_draft_tokens
 from paceline.target.control.waiting import worth_waiting
 from paceline.types import Mode
 
@@ -171,7 +171,7 @@ def lookahead(system: System, batch: int, k: int) -> int:
     """Draft tokens per session that ``budget.allot`` verifies beside so many sessions that all have k."""
     if not system.adaptive:
         return k
-    counts = allot(
+    counts = allocate_draft_tokens(
         [[system.outcomes.acceptance] * k] * batch,
         system.target,
         num_sessions=batch,

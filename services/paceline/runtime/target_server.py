@@ -16,7 +16,7 @@ from paceline.rpc.streams import decode_to_target, encode_from_target
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost, ReplicaServer
 from paceline.runtime.ranks import MakeWorker, process_ranks
-from paceline.target.control.report import Explainer
+from paceline.target.control.report import ControlReport
 from paceline.target.engine import TargetEngine
 from paceline.types import Rendezvous
 from paceline.v1 import target_pb2, target_pb2_grpc
@@ -40,7 +40,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-def describe(engine: TargetEngine, explainer: Explainer) -> Mapping[str, Any]:
+def describe(engine: TargetEngine, explainer: ControlReport) -> Mapping[str, Any]:
     """What a target's status says of its engine and of its controller."""
     cache = engine.runner.cache
     return {
@@ -48,7 +48,7 @@ def describe(engine: TargetEngine, explainer: Explainer) -> Mapping[str, Any]:
         "num_waiting": engine.num_waiting,
         "kv_pages_used": cache.num_pages - cache.num_available,
         "kv_pages": cache.num_pages,
-        "counters": {**dataclasses.asdict(engine.stats), "trials": engine.steering.governor.num_trials},
+        "counters": {**dataclasses.asdict(engine.stats), "trials": engine.gate.trials.num_trials},
         **explainer(engine),
     }
 
@@ -76,7 +76,7 @@ def target_server(
     host = EngineHost(
         "target",
         EngineSpec(setup, rendezvous).build,
-        functools.partial(describe, explainer=Explainer()),
+        functools.partial(describe, explainer=ControlReport()),
         replica_id=replica_id,
         max_sessions=setup.options.max_sessions,
         model=model,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from paceline.core.processors import Row, SamplerState
-from paceline.core.verification import Proposal, Verdict, decide, verify_picked
+from paceline.core.tree import Proposal
+from paceline.core.verification import Verdict, decide, verify_picked
 from paceline.errors import InvalidRequestError, PacelineError
 from paceline.messages import (
     CloseSession,
@@ -29,10 +30,11 @@ from paceline.messages import (
 from paceline.model.parallel.runner import LeadingRunner
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
-from paceline.target.control.allocation import RowBudget
-from paceline.target.control.session_gate import Steering
+from paceline.target.control.allocation import Allocation
+from paceline.target.control.session_gate import SessionGate
+from paceline.target.control.step_meter import MeasuredStep, StepMeter
 from paceline.target.control.waiting import WaitPolicy
-from paceline.target.lookup import shares
+from paceline.target.lookup import new_shares
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Acceptance, Cause, Mode, Round, SamplingParams, pages_for
@@ -44,68 +46,17 @@ _CALIBRATED_SIZES = (1, 4, 8, 16, 32, 64)
 _TIMED_FORWARDS = 3
 
 
-@dataclass(slots=True)
-class TargetStats:
-    """Counted events since the engine started."""
+class _Forwarded(NamedTuple):
+    """Result of a forward. Where the runner has drawn some tokens itself, ``logits`` are those of the other parts."""
 
-    steps: int = 0
-    tokens_computed: int = 0
-    rounds: int = 0
-    tokens_emitted: int = 0
-    preemptions: int = 0
-    cached_tokens: int = 0
-    nodes_added: int = 0
-    nodes_stale: int = 0
-    nodes_invalid: int = 0
-    nodes_dropped: int = 0
-    trees_lost: int = 0
-    proposals_invalid: int = 0
-    messages_stale: int = 0
-    step_s: float = 0.0
-    """Seconds inside steps, from the choice of sessions to their outcomes."""
-    bubble_s: float = 0.0
-    """Seconds between the end of a step and the start of the next forward although a session could step at once."""
-    bubble_steps: int = 0
-    hit_bubble_s: float = 0.0
-    """Of these, before forwards that did nothing but verify proposals that were there when the last step ended."""
-    hit_bubble_steps: int = 0
-    wait_s: float = 0.0
-    """Seconds between two steps in which every session waited for its draft."""
-    waits: int = 0
-    ahead_depth_total: int = 0
-    """Lengths of the proposals that were there when a step ended, up to K each."""
-    ahead_rounds: int = 0
-    draft_rows: int = 0
-    """Draft tokens verified."""
-    draft_rows_trimmed: int = 0
-    """Draft tokens that were there and were not verified, because the step was shorter without them."""
-    nodes_used: int = 0
-    """Draft tokens accepted."""
-    lookup_rounds: int = 0
-    """Rounds of sessions whose draft had nothing, with a proposal from their own text instead."""
-    lookup_rows: int = 0
-    """Tokens of these proposals."""
-    lookup_rows_used: int = 0
-    """Of these, accepted."""
-    drafts_paused: int = 0
-    """How often a session was told to do without a draft."""
-    drafts_resumed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """What drafting costs in one step, in seconds."""
-
-    row_s: float
-    """By how much one draft token delays the sessions of the step, all delays added up."""
-    plain_s: float
-    """A plain step of the same sessions, start to start."""
-    decoding: float
-    """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
+    logits: Tensor
+    """[rows, vocab]: one row per draft token of each verifying part, and one more."""
+    token_ids: Sequence[int] | None = None
+    logprobs: Sequence[float] = ()
 
 
 class TargetEngine:
-    """``schedule -> forward -> verify -> commit`` over all sessions of one target replica."""
+    """Steps ``settle -> schedule -> announce -> forward -> verify -> commit -> send`` over all sessions of a target."""
 
     def __init__(
         self,
@@ -118,50 +69,54 @@ class TargetEngine:
         adaptive: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``max_model_len`` bounds a session's context in tokens, prompt and output together.
+        """Creates an engine without sessions.
 
-        ``adaptive``: as many draft tokens per step as pay, and no draft where none do; False: K for every session.
+        Args:
+            emit: called with the messages to send, in the thread that calls ``receive`` and ``step``.
+            max_sessions: sessions that are served at the same time; more wait.
+            max_step_tokens: tokens computed in one step.
+            max_model_len: tokens of a session's context, prompt and output together.
+            adaptive: verify as many draft tokens per step as pay, and pause drafting where none do; False: always K.
+            clock: seconds.
         """
         self.runner = runner
-        self.stats = TargetStats()
-        self.policy = WaitPolicy()
-        self.rows = RowBudget(adaptive)
-        self._lookups = shares() if adaptive else None
-        self.steering = Steering(self.rows)
+        self.wait_policy = WaitPolicy()
+        self.allocation = Allocation(adaptive)
+        self._lookups = new_shares() if adaptive else None
+        self.gate = SessionGate(self.allocation)
+        self._meter = StepMeter(clock, self.allocation, self.wait_policy, self.gate)
+        self.stats = self._meter.stats
         self._emit = emit
         self._clock = clock
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(
             runner.cache,
-            self.policy,
+            self.wait_policy,
             max_sessions=max_sessions,
             max_step_tokens=max_step_tokens,
-            rows=self.rows,
-            trial_rows=self.steering.trial_rows,
+            allocation=self.allocation,
+            trial_rows=self.gate.trial_rows,
         )
         self._sessions: dict[str, TargetSession] = {}
         self._max_step_tokens = max_step_tokens
-        self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
-        self._decided_at = 0.0  # of the last step: its outcomes were known
-        self._all_waited = False  # since the last step
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are open here."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def num_running(self) -> int:
-        """Those of them that are served."""
+        """Number of open sessions that are served now."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Those of them that wait for room."""
+        """Number of open sessions that wait for room."""
         return len(self._scheduler.waiting)
 
     def receive(self, messages: Sequence[ToTarget]) -> None:
-        """Takes messages; those of unknown sessions or other epochs are dropped and counted."""
+        """Takes messages; those for unknown sessions or other epochs are dropped and counted."""
         for message in messages:
             session = self._sessions.get(message.session_id)
             if isinstance(message, OpenSession):
@@ -182,53 +137,19 @@ class TargetEngine:
 
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
-        for session in self._sessions.values():
-            if not session.settled:
-                session.settle()
-                self._check_tree(session)
-                if session.draft_available:
-                    self.stats.ahead_rounds += 1
-                    self.stats.ahead_depth_total += session.num_ahead()
+        self._settle()
         started = self._clock()
         parts = self._scheduler.schedule(started)
         if not parts:
-            self._all_waited = bool(self._scheduler.running)
-            if not self._all_waited:
-                self._ended_at = None
+            self._meter.idle(waiting=bool(self._scheduler.running))
             return False
         self._announce(parts)
-        forward_at = self._clock()
-        self._count_gap(parts, forward_at)
-        num_emitted = self.stats.tokens_emitted
-        verifying = [p for p in parts if p.verifies]
-        verdicts, failed = self._forward(parts, verifying)
-        now = self._clock()
-        num_tokens = sum(p.num_tokens for p in parts)
-        only_decodes = all(p.stop - p.start == 1 for p in parts)
-        costs = self._costs(parts, verifying, num_tokens)
-        if only_decodes:
-            self.policy.step_s.add(now - started)
-            self.rows.observe_step(num_tokens, now - forward_at)
-        outcomes: list[FromTarget] = list(failed)
-        for part in parts:
-            if not part.verifies:
-                part.session.commit_rows(self.runner.cache, part.stop)
-        for part, verdict in zip(verifying, verdicts, strict=True):
-            if verdict is not None:
-                outcomes.append(self._commit(part, verdict, started, now, costs))
-        self.stats.steps += 1
-        self.stats.step_s += now - started
-        self.stats.tokens_computed += num_tokens
-        self.stats.preemptions = self._scheduler.num_preemptions
-        if outcomes:
-            self._emit(outcomes)
-        if self.rows.adaptive:
-            if self._ended_at is not None:
-                num_emitted = self.stats.tokens_emitted - num_emitted
-                self._measure(len(parts), num_emitted, now - self._decided_at, costs.decoding)
-            self._steer(verifying, now)
-        self._ended_at, self._decided_at = self._clock(), now
-        self._all_waited = False
+        self._meter.begin(parts, started)
+        verdicts = self._verify(parts, self._forward(parts))
+        step = self._meter.decided(parts)
+        self._send(self._commit(step, verdicts))
+        self._adapt(step)
+        self._meter.end(step)
         return True
 
     def calibrate(self) -> None:
@@ -251,68 +172,17 @@ class TargetEngine:
                     decide(self.runner.forward(steps), rows, [Proposal()] * size, [Acceptance.COUPLED] * size)
                     times.append(self._clock() - started)
                 for _ in range(_TIMED_FORWARDS):
-                    self.rows.observe_step(size, min(times))
+                    self.allocation.observe_step(size, min(times))
         finally:
             cache.release(pages)
 
-    def _count_gap(self, parts: Sequence[Scheduled], forward_at: float) -> None:
-        """Accounts for the time since the last step."""
-        ended_at = self._ended_at
-        if ended_at is None:
-            return
-        gap_s, stats = forward_at - ended_at, self.stats
-        if self._all_waited:
-            stats.wait_s += gap_s
-            stats.waits += 1
-            return
-        stats.bubble_s += gap_s
-        stats.bubble_steps += 1
-        self.rows.overhead_s.add(gap_s)
-        if all(p.verifies and p.session.cause is Cause.HIT for p in parts):
-            stats.hit_bubble_s += gap_s
-            stats.hit_bubble_steps += 1
-
-    def _costs(self, parts: Sequence[Scheduled], verifying: Sequence[Scheduled], num_tokens: int) -> _Costs:
-        num_rows, num_verifying = sum(len(p.chain) for p in parts), len(verifying)
-        cost = self.rows.cost
-        added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_rows)
-        row_s = added_s * num_verifying / num_rows if num_rows else 0.0
-        num_prefill = num_tokens - num_rows - num_verifying
-        decoding = cost.seconds(num_tokens - num_prefill) / cost.seconds(num_tokens) if cost.known else 1.0
-        return _Costs(row_s, self.rows.plain_s(num_verifying), decoding)
-
-    def _measure(self, num_sessions: int, num_tokens: int, seconds: float, decoding: float) -> None:
-        """Tells the governor what a step has brought, unless no session of it may have a draft, or prefill chunks
-        took more than half of its time."""
-        may = [s for s in self._scheduler.running if s.k > 0]
-        if may and decoding >= 0.5:
-            heard = sum(s.draft_available and s.draft_heard for s in may)
-            self.steering.governor.measure(num_sessions, num_tokens, decoding * seconds, drafting=2 * heard >= len(may))
-
-    def _steer(self, verified: Sequence[Scheduled], now: float) -> None:
-        """Ends drafting where it does not pay, asks for it where it may."""
-        steering, num_sessions = self.steering, len(self._scheduler.running)
-        for part in verified:
-            session = part.session
-            if session.draft_available and session.session_id in self._sessions:
-                steering.review(session, now, num_sessions)
-        steering.tick(now, num_sessions, self._sessions.values())
-        self._emit_steering()
-
-    def _emit_steering(self) -> None:
-        steering = self.steering
-        if steering.messages:
-            self.stats.drafts_paused, self.stats.drafts_resumed = steering.num_pauses, steering.num_resumptions
-            self._emit(steering.messages)
-            steering.messages = []
-
     def wait_s(self) -> float | None:
-        """How long the engine may sleep after ``step`` returned False; None: until a message comes."""
+        """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
         until = self._scheduler.wait_until
         return None if until is None else max(0.0, until - self._clock())
 
     def close(self) -> None:
-        """Leaves the other ranks of the model, if there are any. Idempotent."""
+        """Releases the other ranks of the model, if there are any. Idempotent."""
         self.runner.close()
 
     def check_integrity(self) -> None:
@@ -332,8 +202,8 @@ class TargetEngine:
                 max_len=self._max_model_len,
                 device=str(self.runner.cache.keys[0].device),
                 now=self._clock(),
-                coupled=self.rows.coupled,
-                rejection=self.rows.rejection,
+                coupled=self.allocation.coupled,
+                rejection=self.allocation.rejection,
                 lookups=self._lookups,
             )
             self._check_fits(session)
@@ -342,9 +212,9 @@ class TargetEngine:
             return
         self._sessions[message.session_id] = session
         self._scheduler.add(session)
-        if self.rows.adaptive:
-            self.steering.begin(session, self._clock(), len(self._sessions))
-            self._emit_steering()
+        if self.allocation.adaptive:
+            self.gate.begin(session, self._clock(), len(self._sessions))
+            self._send_wishes()
 
     def _check_fits(self, session: TargetSession) -> None:
         if not session.tokens:
@@ -367,7 +237,7 @@ class TargetEngine:
     def _close(self, session: TargetSession) -> None:
         del self._sessions[session.session_id]
         self._scheduler.remove(session)
-        self.steering.forget(session, self._clock(), len(self._sessions))
+        self.gate.forget(session, self._clock(), len(self._sessions))
 
     def _set_draft(self, session: TargetSession, message: DraftState) -> None:
         if message.available:
@@ -386,8 +256,8 @@ class TargetEngine:
         self.stats.nodes_dropped += added.dropped
         now = self._clock()
         resolved = session.settled and not had_proposal and session.tree.anchor.best is not None
-        self.policy.observe_nodes(session, message, now, resolved=resolved)
-        if added.added:  # nodes that are of no use are no reason to wait for more
+        self.wait_policy.observe_nodes(session, message, now, resolved=resolved)
+        if added.added:  # useless nodes are no reason to wait for more
             session.last_nodes_at = now
             session.draft_silent = session.draft_silent and session.tree.anchor.best is None
         session.draft_heard = True
@@ -397,7 +267,7 @@ class TargetEngine:
         self._check_tree(session)
 
     def _check_tree(self, session: TargetSession) -> None:
-        """A tree that is lost although the draft has seen the whole context misses nodes for good."""
+        """Reports a tree that is lost although its draft has seen the whole context: it misses nodes permanently."""
         if (
             session.draft_available
             and session.settled
@@ -408,156 +278,153 @@ class TargetEngine:
             session.draft_available = False  # until it is re-opened
             self._emit([TreeLost(session.session_id, session.epoch)])
 
+    def _settle(self) -> None:
+        """Walks the trees along the last outcomes, with the nodes that arrived while their step ran."""
+        for session in self._sessions.values():
+            if not session.settled:
+                session.settle()
+                self._check_tree(session)
+                if session.draft_available:
+                    self.stats.ahead_rounds += 1
+                    self.stats.ahead_depth_total += session.num_ahead()
+
     def _announce(self, parts: Sequence[Scheduled]) -> None:
+        """Tells the drafts what is in flight, so that they grow below it while it is verified."""
         in_flight = []
         for part in parts:
             session = part.session
-            if not part.verifies or session.cause is Cause.START:
+            if not part.verifies:
                 continue
-            if session.mode is Mode.PLAIN or session.paused or session.max_draft() == 0:
-                session.cause = Cause.DISABLED
-            elif session.mode is Mode.SEQUENTIAL and session.draft_available:
-                session.cause = Cause.SEQUENTIAL
-            elif not session.draft_available and not part.chain.node_ids:
-                session.cause = Cause.DRAFT_DOWN
-        for part in parts:
-            if part.verifies and part.session.draft_available:
-                session = part.session
-                node_ids = part.chain.node_ids
+            if session.cause is not Cause.START:
+                session.cause = _cause(part)
+            if session.draft_available:
+                node_ids = part.proposal.node_ids
                 in_flight.append(InFlight(session.session_id, session.epoch, session.num_tokens, node_ids))
-        if in_flight:
-            self._emit(in_flight)
+        self._send(in_flight)
 
-    def _forward(
-        self, parts: Sequence[Scheduled], verifying: Sequence[Scheduled]
-    ) -> tuple[list[Verdict | None], list[SessionFailed]]:
-        """Runs the model and decides what is ``verifying``, in order."""
-        steps = [_sequence(p) for p in parts]
-        runner = self.runner
-        picked = [p.session.picks for p in verifying] if isinstance(runner, LeadingRunner) else []
-        if not isinstance(runner, LeadingRunner) or not any(picked):
-            return self._verify(runner.forward(steps), verifying)
-        rows = [row if there else None for p, there in zip(verifying, picked, strict=True) for row in _rows(p)]
-        logits, token_ids, logprobs = runner.forward_and_pick(steps, rows)
-        others, failed = self._verify(logits, [p for p, there in zip(verifying, picked, strict=True) if not there])
-        remaining = iter(others)
-        verdicts: list[Verdict | None] = []
-        at = 0
-        for part, there in zip(verifying, picked, strict=True):
-            if not there:
-                verdicts.append(next(remaining))
+    def _forward(self, parts: Sequence[Scheduled]) -> _Forwarded:
+        """Runs the model. One of several ranks draws tokens where its logits are, for sessions that allow it."""
+        steps, runner = [part.sequence_step() for part in parts], self.runner
+        if isinstance(runner, LeadingRunner):
+            rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
+            if any(row is not None for row in rows):
+                return _Forwarded(*runner.forward_and_pick(steps, rows))
+        return _Forwarded(runner.forward(steps))
+
+    def _verify(self, parts: Sequence[Scheduled], forwarded: _Forwarded) -> list[Verdict | PacelineError]:
+        """Verdicts of the parts that verify, in order; an error where one of them has none."""
+        verifying = [part for part in parts if part.verifies]
+        if forwarded.token_ids is None:
+            return _decide(forwarded.logits, verifying)
+        others = iter(_decide(forwarded.logits, [part for part in verifying if not part.session.picks]))
+        verdicts: list[Verdict | PacelineError] = []
+        start = 0
+        for part in verifying:
+            if not part.session.picks:
+                verdicts.append(next(others))
                 continue
-            end = at + len(part.chain) + 1
+            end = start + len(part.proposal) + 1  # the part's rows are [start, end) of those drawn by the runner
             try:
-                verdicts.append(verify_picked(_proposal(part), token_ids[at:end], logprobs[at:end]))
+                drawn = forwarded.token_ids[start:end], forwarded.logprobs[start:end]
+                verdicts.append(verify_picked(part.proposal, *drawn))
             except PacelineError as error:
-                verdicts.append(None)
-                failed.append(self._failed(part.session, error))
-            at = end
-        return verdicts, failed
+                verdicts.append(error)
+            start = end
+        return verdicts
 
-    def _failed(self, session: TargetSession, error: PacelineError) -> SessionFailed:
-        self._close(session)
-        return SessionFailed(session.session_id, session.epoch, str(error))
+    def _commit(self, step: MeasuredStep, verdicts: Sequence[Verdict | PacelineError]) -> list[FromTarget]:
+        """Extends the sessions by what was computed and decided; a session without a verdict ends."""
+        self.stats.preemptions = self._scheduler.num_preemptions
+        for part in step.parts:
+            if not part.verifies:  # a prefill chunk
+                part.session.commit_rows(self.runner.cache, part.stop)
+        messages: list[FromTarget] = []
+        for part, verdict in zip(step.verifying, verdicts, strict=True):
+            if isinstance(verdict, Verdict):
+                messages.append(self._commit_part(step, part, verdict))
+            else:
+                self._close(part.session)
+                messages.append(SessionFailed(part.session.session_id, part.session.epoch, str(verdict)))
+        return messages
 
-    def _verify(self, logits: Tensor, parts: Sequence[Scheduled]) -> tuple[list[Verdict | None], list[SessionFailed]]:
-        """Verdicts of the batch; where that fails, of each session alone, so that one cannot harm the others."""
-        if not parts:
-            return [], []
-        try:
-            return list(_verdicts(logits, parts)), []
-        except PacelineError:
-            pass
-        verdicts: list[Verdict | None] = []
-        failed = []
-        row = 0
-        for part in parts:
-            num_rows = len(part.chain) + 1
-            try:
-                verdicts.extend(_verdicts(logits[row : row + num_rows], [part]))
-            except PacelineError as error:
-                verdicts.append(None)
-                failed.append(self._failed(part.session, error))
-            row += num_rows
-        return verdicts, failed
-
-    def _commit(self, part: Scheduled, verdict: Verdict, started: float, now: float, costs: _Costs) -> Outcome:
+    def _commit_part(self, step: MeasuredStep, part: Scheduled, verdict: Verdict) -> Outcome:
         session = part.session
-        count, finish_reason = session.cut(verdict.token_ids)
-        token_ids = verdict.token_ids[:count]
-        num_accepted = min(verdict.num_accepted, count)
-        self.stats.proposals_invalid += verdict.num_invalid
-        self.stats.rounds += 1
-        self.stats.tokens_emitted += count
-        chain, num_nodes, num_used = part.chain, len(part.chain.node_ids), 0
-        if session.k:
-            self.rows.lengths.add(len(chain))
-        if num_nodes:
-            self.stats.draft_rows += num_nodes
-            self.stats.nodes_used += (num_used := num_accepted)
-        elif len(chain):
-            self.stats.lookup_rounds += 1
-            self.stats.lookup_rows += len(chain)
-            self.stats.lookup_rows_used += num_accepted
-        num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
-        self.stats.draft_rows_trimmed += num_trimmed
-        round_ = Round(len(part.chain), num_accepted, session.cause)
-        first = session.cause is Cause.START
+        num_emitted, finish_reason = session.cut(verdict.token_ids)
+        num_accepted = min(verdict.num_accepted, num_emitted)
+        token_ids = verdict.token_ids[:num_emitted]
         outcome = Outcome(
             session.session_id,
             session.epoch,
             session.num_tokens,
             token_ids,
-            verdict.logprobs[:count],
-            round_,
+            verdict.logprobs[:num_emitted],
+            Round(len(part.proposal), num_accepted, session.cause),
             finish_reason,
-            cached_tokens=session.cached_tokens if first else 0,
+            cached_tokens=session.cached_tokens if session.cause is Cause.START else 0,
         )
-        if first:
-            self.stats.cached_tokens += session.cached_tokens
-        else:
-            self.policy.observe_round(num_nodes, num_used, count, now - session.outcome_at)
-            if session.draft_available:
-                waited_s = 0.0 if session.waiting_since is None else started - session.waiting_since
-                lost_s = waited_s + costs.row_s * num_nodes
-                lost = lost_s / costs.plain_s if costs.plain_s > 0 else 0.0
-                self.steering.observe(session, num_nodes, num_trimmed, num_used, lost)
+        self._meter.round(step, part, verdict, num_accepted, num_emitted)
         session.waiting_since = None
-        if num_nodes:
-            num_tried = min(num_nodes, verdict.num_accepted + 1)
-            session.hits.add(num_tried, sum(chain.probs[:num_tried]), verdict.num_accepted)
-        elif session.draft_available:
-            session.hits.fade()
-        session.commit_outcome(token_ids, now)
+        session.commit_outcome(token_ids, step.decided_at)
         session.commit_rows(self.runner.cache, part.stop + num_accepted)  # to its end: others may share the prefix
         if finish_reason is not None:
             self._close(session)
         return outcome
 
+    def _adapt(self, step: MeasuredStep) -> None:
+        """Pauses drafting where it does not pay, and resumes it where it may."""
+        if not self.allocation.adaptive:
+            return
+        running, now = self._scheduler.running, step.decided_at
+        self._meter.compare(step, running)
+        for part in step.verifying:
+            session = part.session
+            if session.draft_available and session.session_id in self._sessions:
+                self.gate.review(session, now, len(running))
+        self.gate.tick(now, len(running), self._sessions.values())
+        self._send_wishes()
 
-def _sequence(part: Scheduled) -> SequenceStep:
+    def _send_wishes(self) -> None:
+        """Tells routers which sessions should have a draft from now on, and which should not."""
+        gate = self.gate
+        if gate.messages:
+            self.stats.drafts_paused, self.stats.drafts_resumed = gate.num_pauses, gate.num_resumptions
+            self._emit(gate.messages)
+            gate.messages = []
+
+    def _send(self, messages: Sequence[FromTarget]) -> None:
+        if messages:
+            self._emit(messages)
+
+
+def _cause(part: Scheduled) -> Cause:
+    """The reason for the proposal that a part has, or for having none."""
     session = part.session
-    rows = range(part.start, part.stop + len(part.chain))
-    return SequenceStep(
-        [*session.tokens[part.start : part.stop], *part.chain.token_ids],
-        rows,
-        rows,
-        session.pages,
-        num_logits=len(part.chain) + 1 if part.verifies else 0,
-    )
+    if session.mode is Mode.PLAIN or session.paused or session.max_draft() == 0:
+        return Cause.DISABLED
+    if session.mode is Mode.SEQUENTIAL and session.draft_available:
+        return Cause.SEQUENTIAL
+    if not session.draft_available and not part.proposal.node_ids:
+        return Cause.DRAFT_DOWN
+    return session.cause
 
 
-def _rows(part: Scheduled) -> list[Row]:
-    return [Row(part.session.sampler, part.chain.token_ids[:i]) for i in range(len(part.chain) + 1)]
+def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | PacelineError]:
+    """Verdicts of a batch; where that fails, of each session alone, so that none can harm the others.
 
-
-def _verdicts(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict]:
-    rows = [row for p in parts for row in _rows(p)]
-    proposals = [_proposal(p) for p in parts]
-    return decide(logits, rows, proposals, [p.session.acceptance for p in parts])
-
-
-def _proposal(part: Scheduled) -> Proposal:
-    if part.session.acceptance is Acceptance.COUPLED:
-        return Proposal(part.chain.token_ids)
-    return Proposal(part.chain.token_ids, tuple(q for q in part.chain.qs if q is not None))
+    ``logits``: [rows, vocab], where part i owns ``len(parts[i].proposal) + 1`` consecutive rows.
+    """
+    if not parts:
+        return []
+    rows, rules = [row for part in parts for row in part.rows()], [part.session.acceptance for part in parts]
+    try:
+        return list(decide(logits, rows, [part.proposal for part in parts], rules))
+    except PacelineError as error:
+        if len(parts) == 1:
+            return [error]
+    verdicts: list[Verdict | PacelineError] = []
+    start = 0
+    for part in parts:
+        end = start + len(part.proposal) + 1
+        verdicts += _decide(logits[start:end], [part])
+        start = end
+    return verdicts

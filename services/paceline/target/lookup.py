@@ -1,17 +1,17 @@
-"""Draft tokens for a session whose draft has none to offer: what followed its last tokens earlier in its own text.
+"""Draft tokens for a session whose draft has none: the tokens that followed its last ones earlier in its own text.
 
     ... the cat sat on the mat . the cat sat ▌      match: ``the cat sat``, 3 tokens; then ``on the mat .``
         └────────────┘ └─────────┘
 
-It needs no draft and no message, so it serves a miss at once, and a session without a draft as well. Whether its tokens
-are worth verifying is decided like that of any other (``budget.py``), by the probability that they are accepted, which
+It needs no draft and no message, so it serves a miss immediately, and a session without a draft as well. Its tokens
+compete for verification like any others (``control/allocation.py``), by the probability that they are accepted. That
 follows from the length of the match: the next token is as likely as matches of that length were right before, the one
-after it as those of one more. What would have been proposed is compared with every token that the target decides,
-proposed or not, so these shares are always known, and learning them costs no verification.
+after it as matches longer by one. Every prediction is compared with the token that the target decides, proposed or not,
+so these shares are always known, and learning them costs no verification.
 
 For the coupled rule and greedy decoding only, where what is proposed can change nothing but the time. Under the
-rejection rule such a token is one drawn from a point mass: it would be accepted with p(x) alone, and it could stand in
-for the draft's only where the choice between the two depends on nothing that was drawn, which a match does.
+rejection rule such a token is drawn from a point mass: it would be accepted with p(x) alone, and it could replace the
+draft's only where the choice between the two depends on nothing that was drawn, but a match does.
 
 The idea: prompt lookup decoding (Saxena 2023).
 """
@@ -20,85 +20,83 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.tree import Chain
-from paceline.target.control.allocation import Hits, first_tokens
+from paceline.core.statistics import DecayingRatio
+from paceline.core.tree import Proposal
+from paceline.drafters.ngram import NgramIndex
 
 SHORTEST, LONGEST = 2, 8
 """Tokens of a match. Longer ones count as the longest."""
 
 _PRIOR = 0.2
 _LEAST_PATH = 0.04
+_ENGINE_KEEP, _ENGINE_WEIGHT = 0.998, 8.0
+_SESSION_KEEP, _SESSION_WEIGHT = 0.98, 32.0
+"""Fading per prediction, and predictions that the engine's share, or the prior, counts for."""
 _INDEXED_AT_ONCE = 4096
-"""Tokens: about a millisecond."""
+"""Tokens indexed in one round: about a millisecond."""
 
 
-def shares() -> tuple[Hits, ...]:
-    """What is known of all sessions of an engine, by the length of the match: nothing yet."""
-    return tuple(Hits(prior=_PRIOR) for _ in range(SHORTEST, LONGEST + 1))
+def new_shares() -> tuple[DecayingRatio, ...]:
+    """Shares of right predictions in all sessions of an engine, by the length of the match; nothing is known yet."""
+    return tuple(DecayingRatio(_ENGINE_KEEP, _ENGINE_WEIGHT) for _ in range(SHORTEST, LONGEST + 1))
 
 
 class Lookup:
-    """One session's text by its pairs of tokens. O(1) per token."""
+    """Predictions from one session's text, by its pairs of tokens. O(1) per token."""
 
-    __slots__ = ("_at", "_chain", "_chain_limit", "_followed", "_hits", "_match", "_num_indexed", "_tokens")
+    __slots__ = ("_at", "_index", "_limit", "_match", "_proposal", "_shares", "_tokens")
 
-    def __init__(self, tokens: list[int], known: Sequence[Hits]) -> None:
-        """``tokens``: the session's own list, which grows. ``known``: ``shares`` of the engine."""
+    def __init__(self, tokens: list[int], shares: Sequence[DecayingRatio]) -> None:
+        """``tokens``: the session's own list, which grows. ``shares``: those of the engine (``new_shares``)."""
         self._tokens = tokens
-        self._hits = tuple(Hits(hits) for hits in known)
-        self._followed: dict[tuple[int, int], int] = {}  # pair -> index of the token that followed it last
-        self._num_indexed = SHORTEST
+        self._shares = tuple(DecayingRatio(_SESSION_KEEP, _SESSION_WEIGHT, share) for share in shares)
+        self._index = NgramIndex(tokens, SHORTEST, SHORTEST, counts=False)
         self._at = -1  # index of the token that followed the match; -1: there is no match
         self._match = 0
-        self._chain: Chain | None = None  # made once a round, if at all
-        self._chain_limit = 0
+        self._proposal: Proposal | None = None  # made once a round, if at all
+        self._limit = 0  # for which it was made
 
     def follow(self, num_tokens: int) -> None:
-        """The text has grown from ``num_tokens``: counts what was foreseen of that, and looks its new end up."""
+        """Scores the last prediction against the tokens since ``num_tokens``, and looks up the new end of the text."""
         tokens, at, match = self._tokens, self._at, self._match
         if at >= 0:
             for token_id in tokens[num_tokens:]:
                 same = tokens[at] == token_id
-                self._hits[min(match, LONGEST) - SHORTEST].add(1, 1.0, int(same))
+                self._shares[min(match, LONGEST) - SHORTEST].add(int(same), 1, 1)
                 if not same:
                     break
                 at, match = at + 1, match + 1
-        self._chain = None
-        end = len(tokens)
-        followed = self._followed
-        until = min(end, self._num_indexed + _INDEXED_AT_ONCE)
-        for i in range(self._num_indexed, until):
-            followed[tokens[i - 2], tokens[i - 1]] = i
-        self._num_indexed = max(self._num_indexed, until)
-        self._at = followed.get((tokens[-2], tokens[-1]), -1) if until == end >= SHORTEST else -1
-        if self._at >= 0:
-            match = SHORTEST
+        self._proposal = None
+        self._index.extend(_INDEXED_AT_ONCE)
+        self._at = self._index.last_follower(tuple(tokens[-SHORTEST:])) if self._index.complete else -1
+        if self._at >= 0:  # count how many more tokens before the pair are the same
+            end, match = len(tokens), SHORTEST
             while match < min(LONGEST, self._at) and tokens[self._at - 1 - match] == tokens[end - 1 - match]:
                 match += 1
             self._match = match
 
-    def chain(self, num_tokens: int) -> Chain:
-        """What followed the match, as a proposal without nodes; empty if there is no match.
+    def proposal(self, num_tokens: int) -> Proposal:
+        """At most ``num_tokens`` that followed the match, as a proposal without nodes; empty if there is no match.
 
-        Where it reaches the end of the text it goes on with itself, as a text that repeats does. It ends where it is
-        next to certain to be wrong.
+        Where it reaches the end of the text it repeats itself, as a periodic text does. It ends where it is almost
+        certain to be wrong.
         """
         if self._at < 0 or num_tokens <= 0:
-            return Chain()
-        if self._chain is None or self._chain_limit < num_tokens:
-            self._chain, self._chain_limit = self._foreseen(num_tokens), num_tokens
-        return first_tokens(self._chain, num_tokens)
+            return Proposal()
+        if self._proposal is None or self._limit < num_tokens:
+            self._proposal, self._limit = self._predicted(num_tokens), num_tokens
+        return self._proposal.first(num_tokens)
 
-    def _foreseen(self, num_tokens: int) -> Chain:
-        period = len(self._tokens) - self._at
+    def _predicted(self, num_tokens: int) -> Proposal:
+        period = len(self._tokens) - self._at  # tokens [_at, len) are known; beyond them the prediction repeats
         token_ids: list[int] = []
         probs: list[float] = []
         path = 1.0
         for i in range(num_tokens):
-            prob = self._hits[min(self._match + i, LONGEST) - SHORTEST].rate()
+            prob = self._shares[min(self._match + i, LONGEST) - SHORTEST].value(_PRIOR)
             path *= prob
             if path < _LEAST_PATH:
                 break
             token_ids.append(self._tokens[self._at + i % period])
             probs.append(prob)
-        return Chain((), tuple(token_ids), tuple(probs), (None,) * len(probs))
+        return Proposal(tuple(token_ids), (None,) * len(probs), tuple(probs))

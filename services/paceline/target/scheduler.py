@@ -1,9 +1,9 @@
-"""Which sessions take part in the next step, and with how many tokens.
+"""Choice of the sessions of the next step, and of how many tokens each has computed.
 
 Order of service: sessions that decode, then prefill chunks of admitted sessions, then admission from the queue.
-How many draft tokens each brings is a matter of the whole step (``budget.py``).
-A step never exceeds its token budget; a session that no page is left for is preempted, the youngest first, and
-recomputed later from its tokens.
+Draft tokens are allocated for the whole step (``control/allocation.py``).
+A step never exceeds its token budget; where no page is free a session is preempted, the youngest first, and recomputed
+later from its tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.tree import Chain
+from paceline.core.processors import Row
+from paceline.core.tree import Proposal
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
-from paceline.target.control.allocation import RowBudget, blind_offer, first_tokens, offer
+from paceline.model.step_plan import SequenceStep
+from paceline.target.control.allocation import Allocation, blind_offer, offer
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.session import TargetSession
 from paceline.types import pages_for
@@ -23,24 +25,36 @@ from paceline.types import pages_for
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One session's part in a step: context tokens [start, stop), then the proposal."""
+    """One session's part in a step: context tokens [start, stop), then the proposal at [stop, stop + len(proposal))."""
 
     session: TargetSession
     start: int
     stop: int
-    chain: Chain
+    proposal: Proposal
     num_trimmed: int = 0
-    """Draft tokens that the session had beyond those."""
+    """Draft tokens that were available beyond the proposal."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes for it."""
-        return self.stop - self.start + len(self.chain)
+        """Tokens that the step computes for the session."""
+        return self.stop - self.start + len(self.proposal)
 
     @property
     def verifies(self) -> bool:
-        """Whether the step reaches the end of the context, so that it yields tokens."""
+        """True if the step reaches the end of the context, so that it yields tokens."""
         return self.stop == self.session.num_tokens
+
+    def sequence_step(self) -> SequenceStep:
+        """The tokens, positions and KV rows for the model's forward."""
+        session, proposal = self.session, self.proposal
+        rows = range(self.start, self.stop + len(proposal))  # a token's KV row is its position
+        token_ids = [*session.tokens[self.start : self.stop], *proposal.token_ids]
+        num_logits = len(proposal) + 1 if self.verifies else 0  # after the context and after each draft token
+        return SequenceStep(token_ids, rows, rows, session.pages, num_logits)
+
+    def rows(self) -> list[Row]:
+        """The positions to decide: after the context, and after each token of the proposal."""
+        return [Row(self.session.sampler, self.proposal.token_ids[:i]) for i in range(len(self.proposal) + 1)]
 
 
 class Scheduler:
@@ -53,13 +67,13 @@ class Scheduler:
         *,
         max_sessions: int,
         max_step_tokens: int,
-        rows: RowBudget | None = None,
+        allocation: Allocation | None = None,
         trial_rows: Callable[[TargetSession], int] = lambda session: 0,
     ) -> None:
-        """``trial_rows``: draft tokens of a session that are verified whatever ``rows`` decides."""
+        """``trial_rows``: draft tokens of a session that are verified whatever ``allocation`` decides."""
         self._cache = cache
         self._policy = policy
-        self._rows = rows or RowBudget(adaptive=False)
+        self._allocation = allocation or Allocation(adaptive=False)
         self._trial_rows = trial_rows
         self._max_sessions = max_sessions
         self._max_step_tokens = max_step_tokens
@@ -67,14 +81,14 @@ class Scheduler:
         self.running: list[TargetSession] = []  # oldest first
         self.num_preemptions = 0
         self.wait_until: float | None = None
-        """When the sessions that wait for a draft stop doing so; None if none waits."""
+        """Time at which the first waiting session stops waiting for its draft; None if none waits."""
 
     def add(self, session: TargetSession) -> None:
         """Queues a new session."""
         self.waiting.append(session)
 
     def remove(self, session: TargetSession) -> None:
-        """Forgets a session and frees its pages."""
+        """Removes a session and frees its pages."""
         if session in self.running:
             self.running.remove(session)
         else:
@@ -82,14 +96,14 @@ class Scheduler:
         session.release(self._cache)
 
     def schedule(self, now: float) -> list[Scheduled]:
-        """Chooses the parts of the next step; empty if every session waits for a draft or there is none."""
+        """Chooses the parts of the next step; none if every session waits for a draft or there is no session."""
         self.wait_until = None
         self._admit()
         decoding = [s for s in self.running if s.decoding]
         ready = self._not_waiting(decoding, now)
         budget = self._max_step_tokens
         prefilling = [s for s in self.running if not s.decoding]
-        wanted = self._allot(ready, prefilling) if self._rows.adaptive else {}
+        wanted = self._allocate(ready, prefilling) if self._allocation.adaptive else {}
         parts: list[Scheduled] = []
         for session in ready:
             if budget > 0 and session in self.running:
@@ -101,7 +115,7 @@ class Scheduler:
         return parts
 
     def _not_waiting(self, decoding: list[TargetSession], now: float) -> list[TargetSession]:
-        """Those that step now; ``wait_until`` is set for the others."""
+        """The sessions that step now; sets ``wait_until`` for the others."""
         policy = self._policy
         others_ready = len(decoding) < len(self.running) or any(
             not policy.may_wait(s, others_ready=False) or s.num_ahead() >= s.max_draft() for s in decoding
@@ -111,14 +125,15 @@ class Scheduler:
             return decoding
         wanted: dict[int, int] = {}
         row_s = 0.0
-        if self._rows.adaptive:
-            wanted = self._allot_if_sent(decoding)
+        if self._allocation.adaptive:
+            wanted = self._allocate_if_sent(decoding)
             at = sum(1 + min(s.num_ahead(), wanted[id(s)]) for s in decoding)
-            row_s = len(decoding) * (self._rows.cost.seconds(at + 1) - self._rows.cost.seconds(at))
+            # one token more delays all of them
+            row_s = len(decoding) * (self._allocation.cost.seconds(at + 1) - self._allocation.cost.seconds(at))
 
         def until_of(session: TargetSession, *, others_ready: bool) -> float | None:
-            k, foreseen = wanted.get(id(session)), session.foreseen(session.k).probs
-            return policy.wait_until(session, now, others_ready=others_ready, wanted=k, row_s=row_s, foreseen=foreseen)
+            k, fallback = wanted.get(id(session)), session.looked_up(session.k).probs
+            return policy.wait_until(session, now, others_ready=others_ready, wanted=k, row_s=row_s, fallback=fallback)
 
         waits = {id(s): until_of(s, others_ready=others_ready) for s in may_wait}
         others_ready = others_ready or any(until is None for until in waits.values())
@@ -135,19 +150,19 @@ class Scheduler:
                 session.waiting_since = now
         return ready
 
-    def _allot(self, ready: list[TargetSession], prefilling: list[TargetSession]) -> dict[int, int]:
-        """Draft tokens by id of the session, for a step of these."""
+    def _allocate(self, ready: list[TargetSession], prefilling: list[TargetSession]) -> dict[int, int]:
+        """Draft tokens for a step of these sessions, by ``id`` of the session."""
         budget = self._max_step_tokens - len(ready)
         num_context = len(ready)
         sessions = list(ready)
         for session in prefilling:
             missing = session.num_tokens - session.num_computed
             if missing <= budget:
-                sessions.append(session)
+                sessions.append(session)  # this step ends its prefill, so that it may verify a proposal
             num_context += min(missing, budget)
             budget -= min(missing, budget)
-        offers = [_offer(s) for s in sessions]
-        counts = self._rows.allot(
+        offers = [offer_of(s) for s in sessions]
+        counts = self._allocation.allocate_draft_tokens(
             offers,
             num_sessions=len(sessions),
             num_context=num_context,
@@ -155,11 +170,11 @@ class Scheduler:
         )
         return {id(s): max(count, self._trial_rows(s)) for s, count in zip(sessions, counts, strict=True)}
 
-    def _allot_if_sent(self, decoding: list[TargetSession]) -> dict[int, int]:
-        """The same for sessions that decode, if their drafts had sent all that they may."""
-        offers = [_offer(s, sent=s.draft_available and not s.idle) for s in decoding]
+    def _allocate_if_sent(self, decoding: list[TargetSession]) -> dict[int, int]:
+        """Draft tokens for a step of decoding sessions, as if their drafts had sent all that they may."""
+        offers = [offer_of(s, sent=s.draft_available and not s.idle) for s in decoding]
         num_sessions = len(decoding)
-        counts = self._rows.allot(
+        counts = self._allocation.allocate_draft_tokens(
             offers,
             num_sessions=num_sessions,
             num_context=num_sessions,
@@ -170,30 +185,40 @@ class Scheduler:
     def _take(
         self, parts: list[Scheduled], session: TargetSession, stop: int, budget: int, wanted: dict[int, int]
     ) -> int:
-        """Adds a part, preempting younger sessions for its pages; returns the tokens it uses."""
+        """Adds the part of one session, preempting younger sessions for its pages.
+
+        Args:
+            stop: the end of the context tokens [session.num_computed, stop) to compute.
+            budget: tokens that the step may still compute.
+            wanted: allocated draft tokens by ``id`` of the session; K for those without an entry.
+
+        Returns:
+            The number of tokens that the part uses.
+        """
         num_context = stop - session.num_computed
-        chain, num_trimmed, num_reserved = Chain(), 0, 0
+        proposal, num_trimmed, num_reserved = Proposal(), 0, 0
         if stop == session.num_tokens:
             limit = min(budget - num_context, wanted.get(id(session), session.k))
             available = session.proposal(session.k)
-            chain = first_tokens(available, limit)
-            num_trimmed = len(available) - len(chain)
-            # Under the rejection rule whether pages suffice must not depend on how long the chain is.
-            num_reserved = min(limit, session.max_draft()) if session.rejection and len(chain) else len(chain)
+            proposal = available.first(limit)
+            num_trimmed = len(available) - len(proposal)
+            # Rows [stop, stop + num_reserved) are for the proposal. Under the rejection rule whether pages suffice must
+            # not depend on how long the proposal is.
+            num_reserved = min(limit, session.max_draft()) if session.rejection and len(proposal) else len(proposal)
         while True:
             try:
                 session.reserve(self._cache, stop + num_reserved)
                 break
             except ResourceExhaustedError:
                 if num_reserved:
-                    chain, num_reserved = Chain(), 0
+                    proposal, num_reserved = Proposal(), 0
                     continue
                 victim = self.running[-1]
                 self._preempt(victim, parts)
                 if victim is session:
                     return 0
-        parts.append(Scheduled(session, session.num_computed, stop, chain, num_trimmed))
-        return num_context + len(chain)
+        parts.append(Scheduled(session, session.num_computed, stop, proposal, num_trimmed))
+        return num_context + len(proposal)
 
     def _preempt(self, session: TargetSession, parts: list[Scheduled]) -> None:
         assert len(self.running) > 1 or session.pages, "a lone session always fits: checked when it was opened"
@@ -224,14 +249,17 @@ class Scheduler:
         self._cache.check_integrity([s.pages for s in known])
 
 
-def _offer(session: TargetSession, *, sent: bool = False) -> Sequence[float]:
-    """See ``budget.offer``. ``sent``: as if its draft had sent all that it may."""
+def offer_of(session: TargetSession, *, sent: bool = False) -> Sequence[float]:
+    """Acceptance probabilities of the draft tokens that a session may verify now, each given those before it.
+
+    ``sent``: as if its draft had sent all that it may.
+    """
     if not session.k:
         return ()
-    chain = session.drafted(session.k)
-    if not len(chain) and not sent and session.lookup is not None:
-        return session.foreseen(session.k).probs
+    proposal = session.drafted(session.k)
+    if not len(proposal) and not sent and session.lookup is not None:
+        return session.looked_up(session.k).probs
     if not session.rejection:
-        return offer(chain, session.max_draft(), session.hits, extend=sent)
+        return offer(proposal, session.max_draft(), session.hits, extend=sent)
     # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.
-    return blind_offer(session.max_draft(), session.hits) if len(chain) or sent else ()
+    return blind_offer(session.max_draft(), session.hits) if len(proposal) or sent else ()

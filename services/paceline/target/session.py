@@ -1,4 +1,4 @@
-"""What the target keeps of one session."""
+"""State of one session on the target: tokens, KV pages, sampler, speculation tree, and the account of its drafting."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.processors import SamplerState
-from paceline.core.tree import Chain, SpeculationTree
+from paceline.core.statistics import DecayingRatio
+from paceline.core.tree import Proposal, SpeculationTree
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash
-from paceline.target.control.allocation import Hits
+from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
 
 
 @dataclass(slots=True)
 class Account:
-    """What drafting brought and cost a session since it was last judged (``steering.py``)."""
+    """Gain and cost of drafting for a session since it was last judged (``control/session_gate.py``)."""
 
     rounds: int = 0
     rows: int = 0
     """Draft tokens verified."""
     scheduled: int = 0
-    """Rounds with any."""
+    """Rounds in which draft tokens were verified."""
     trimmed: int = 0
-    """Draft tokens that were there and were not verified."""
+    """Draft tokens that were available and were not verified."""
     accepted: int = 0
     lost: float = 0.0
-    """Tokens that plain decoding would have made, of all sessions, in the time that the drafts took."""
+    """Tokens that plain decoding would have made, of all sessions, in the time that drafting took."""
     num_sessions: int = 0
-    """Beside how many others it was opened, itself included."""
+    """Highest concurrency since the account was opened."""
 
 
 class TargetSession:
@@ -48,13 +49,19 @@ class TargetSession:
         max_len: int,
         device: str,
         now: float,
-        coupled: Hits | None = None,
-        rejection: Hits | None = None,
-        lookups: Sequence[Hits] | None = None,
+        coupled: AcceptanceHistory | None = None,
+        rejection: AcceptanceHistory | None = None,
+        lookups: Sequence[DecayingRatio] | None = None,
     ) -> None:
-        """``coupled`` and ``rejection``: what is known of the acceptance of other sessions, by rule.
+        """Opens a session.
 
-        ``lookups``: the same of what their own texts have foreseen (``lookup.py``); None: no such proposals.
+        Args:
+            max_len: bound of the context in tokens.
+            coupled, rejection: the engine's acceptance history under each rule.
+            lookups: the engine's shares of right prompt lookups (``lookup.py``); None: no such proposals.
+
+        Raises:
+            InvalidRequestError: the prompt or an option names a token outside the vocabulary.
         """
         sampling, speculation = message.sampling, message.speculation
         self.session_id = message.session_id
@@ -80,12 +87,12 @@ class TargetSession:
         )
         self.rejection = speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0
         self.lookup: Lookup | None = None
-        """Proposals of its own text, where it may have any."""
+        """Proposals from the session's own text, where it may have any."""
         if lookups is not None and speculation.mode is Mode.OVERLAPPED and self.k > 0 and not self.rejection:
             self.lookup = Lookup(self.tokens, lookups)
             self.lookup.follow(len(self.tokens))
         self.picks = self.sampler.only_scales and not self.rejection
-        """Its tokens can be drawn from parts of the logits, without the whole rows."""
+        """True if its tokens can be drawn from parts of the vocabulary, without whole rows of logits."""
         self._vocab_size = vocab_size
         self.draft_epoch = message.epoch
         self.tree = SpeculationTree(vocab_size, len(self.tokens), rejection=self.rejection)
@@ -93,37 +100,37 @@ class TargetSession:
         self.num_computed = 0
         self.cached_tokens = 0
         self._hashes: list[bytes] = []
-        # The draft, as far as the target knows.
+        # The state of the draft, as far as the target knows it.
         self.draft_available = self.k > 0
         self.draft_silent = False
-        """The draft was waited for in vain; until it sends something to propose."""
+        """The draft was waited for in vain and has sent nothing to propose since."""
         self.idle_context_len = -1
-        """The draft said that it will send nothing more for a context of this length."""
+        """Length of the context for which the draft has announced to send nothing more."""
         self.nodes_context_len = -1
-        """Context length at the draft when it sent its last nodes."""
+        """Length of the context at the draft when it sent its last nodes."""
         self._outcome: tuple[int, ...] = ()
         """Committed tokens that the tree has not been walked along yet."""
         self.cause = Cause.START
-        """Why the coming round has the proposal that it has."""
+        """The reason for the coming round's proposal, or for having none."""
         self.outcome_at = now
-        """When the last outcome was known, seconds."""
+        """Time of the last outcome, seconds."""
         self.last_nodes_at = now
         self.waiting_since: float | None = None
-        """When it began to wait for its draft, in this round."""
-        # Whether drafting is worth its cost.
-        self.hits = Hits((rejection if self.rejection else coupled) or Hits())
+        """Time at which it began to wait for its draft in this round."""
+        # The worth of drafting, and the state of its pauses.
+        self.hits = AcceptanceHistory((rejection if self.rejection else coupled) or AcceptanceHistory())
         self.account = Account()
         self.paused = False
-        """Drafting does not pay now: plain rounds until it is asked for again."""
+        """Drafting does not pay now: plain rounds until it is resumed."""
         self.draft_heard = False
-        """Nodes have come since the draft was opened."""
+        """Nodes have arrived since the draft was opened."""
         self.on_trial = False
-        """A draft was asked for again; until it pays."""
+        """Drafting was resumed and has not paid yet."""
         self.unheard_rounds = 0
         self.num_failures = 0
-        """How often in a row drafting has not paid."""
+        """Times in a row that drafting has not paid."""
         self.num_load_failures = 0
-        """Of these, after it was asked for because there were fewer sessions."""
+        """Failures in a row after it was resumed because concurrency had fallen."""
         self.resumed_by_load = False
         self.resumed_at = now
 
@@ -134,20 +141,20 @@ class TargetSession:
 
     @property
     def decoding(self) -> bool:
-        """Whether only the last token's KV is missing."""
+        """True if only the last token's KV is missing."""
         return self.num_computed == len(self.tokens) - 1
 
     @property
     def idle(self) -> bool:
-        """Whether the draft has said that nothing more will come before the next outcome."""
+        """True if the draft has announced to send nothing more before the next outcome."""
         return self.idle_context_len == len(self.tokens)
 
     def max_draft(self) -> int:
-        """Longest proposal that can still be of use: the next token comes on top."""
+        """Length of the longest useful proposal: the round yields one token more than it accepts."""
         return max(0, min(self.k, self.max_tokens - len(self.tokens) - 1))
 
     def commit_outcome(self, token_ids: tuple[int, ...], now: float) -> None:
-        """Extends the context by what the target decided."""
+        """Extends the context by the tokens that the target decided."""
         self.tokens.extend(token_ids)
         self.sampler.append(token_ids)
         self._outcome = token_ids
@@ -163,22 +170,22 @@ class TargetSession:
 
     @property
     def settled(self) -> bool:
-        """Whether the tree stands at the end of the context."""
+        """True if the tree has been walked to the end of the context."""
         return not self._outcome
 
-    def proposal(self, limit: int) -> Chain:
-        """What to verify now, at most ``limit`` draft tokens: the draft's, or else what the session's text foresees."""
-        chain = self.drafted(limit)
-        return chain if len(chain) else self.foreseen(limit)
+    def proposal(self, limit: int) -> Proposal:
+        """At most ``limit`` tokens to verify now: the draft's, or else the prompt-lookup continuation."""
+        drafted = self.drafted(limit)
+        return drafted if len(drafted) else self.looked_up(limit)
 
-    def drafted(self, limit: int) -> Chain:
-        """The draft's proposal, at most so long."""
+    def drafted(self, limit: int) -> Proposal:
+        """At most ``limit`` tokens of the draft."""
         k = 0 if self.paused else min(self.max_draft(), limit)
-        return self.tree.proposal(k) if k > 0 else Chain()
+        return self.tree.proposal(k) if k > 0 else Proposal()
 
-    def foreseen(self, limit: int) -> Chain:
-        """The proposal of the session's own text, at most so long; it has no nodes."""
-        return Chain() if self.lookup is None else self.lookup.chain(min(self.max_draft(), limit))
+    def looked_up(self, limit: int) -> Proposal:
+        """At most ``limit`` tokens of the prompt-lookup continuation, which has no nodes."""
+        return Proposal() if self.lookup is None else self.lookup.proposal(min(self.max_draft(), limit))
 
     def num_ahead(self) -> int:
         """Length of the best path below the anchor, up to K."""
@@ -188,11 +195,11 @@ class TargetSession:
         return num
 
     def pause_drafting(self) -> None:
-        """Plain rounds from now on."""
+        """Makes rounds plain until drafting is resumed."""
         self.paused, self.on_trial, self.draft_available = True, False, False
 
     def resume_drafting(self, now: float, *, forget: bool) -> None:
-        """A draft is welcome again; it comes by ``follow_draft``. ``forget``: what earlier ones were worth."""
+        """Allows a draft again, which ``follow_draft`` begins. ``forget``: drop the record of earlier drafts."""
         self.paused, self.on_trial, self.draft_heard = False, True, False
         self.account, self.unheard_rounds, self.resumed_at = Account(), 0, now
         if forget:
@@ -208,13 +215,17 @@ class TargetSession:
         self.draft_heard = False
 
     def reserve(self, cache: KVCache, num_rows: int) -> None:
-        """Holds pages for rows [0, num_rows); raises ResourceExhaustedError and changes nothing on failure."""
+        """Holds pages for rows [0, num_rows).
+
+        Raises:
+            ResourceExhaustedError: too few pages are free; nothing is changed.
+        """
         missing = pages_for(num_rows) - len(self.pages)
         if missing > 0:
             self.pages.extend(cache.allocate(missing))
 
     def attach_prefix(self, cache: KVCache) -> None:
-        """Shares what other sessions have computed of the same prefix."""
+        """Shares the pages that other sessions have computed of the same prefix."""
         assert not self.pages
         assert self.num_computed == 0
         self.pages, self._hashes = cache.match_prefix(self.tokens)
@@ -226,7 +237,7 @@ class TargetSession:
         self.pages, self._hashes, self.num_computed = [], [], 0
 
     def commit_rows(self, cache: KVCache, num_computed: int) -> None:
-        """KV of rows [0, num_computed) is valid and committed from now on; shares pages that became full."""
+        """Declares the KV of rows [0, num_computed) valid and committed; shares pages that became full."""
         self.num_computed = num_computed
         while (len(self._hashes) + 1) * PAGE_SIZE <= num_computed:
             index = len(self._hashes)
@@ -236,7 +247,7 @@ class TargetSession:
             cache.publish(self.pages[index], digest)
 
     def cut(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """How many of the verified tokens are emitted, and whether the session ends with them."""
+        """The number of verified tokens to emit, and the reason if the session ends with them."""
         room = self.max_tokens - len(self.tokens)
         for i, token_id in enumerate(token_ids[:room]):
             if token_id in self.stop_ids:

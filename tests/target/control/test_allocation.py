@@ -10,11 +10,17 @@ import pytest
 from tests.support.rings import nightly
 from tests.target.simulation import cpu_cost
 
-from paceline.core.tree import Chain
+from paceline.core.tree import Proposal
 from paceline.messages import Node, OpenSession, SparseDistribution
-from paceline.target.control.allocation import Hits, allot, blind_offer, first_tokens, ideal_gain, offer
-from paceline.target.control.step_cost import Average, StepCost, size_class
-from paceline.target.scheduler import _offer
+from paceline.target.control.allocation import (
+    AcceptanceHistory,
+    allocate_draft_tokens,
+    blind_offer,
+    ideal_gain,
+    offer,
+)
+from paceline.target.control.step_cost import StepCost, size_class
+from paceline.target.scheduler import offer_of
 from paceline.target.session import TargetSession
 from paceline.types import Acceptance, SamplingParams, SpeculationParams
 
@@ -27,21 +33,12 @@ def learned(cost, sizes=range(1, 200)) -> StepCost:
     return made
 
 
-def chain_of(*probs: float) -> Chain:
+def proposal_of(*probs: float) -> Proposal:
     ids = tuple(range(1, len(probs) + 1))
-    return Chain(ids, ids, probs, (None,) * len(probs))
+    return Proposal(ids, (None,) * len(probs), probs, ids)
 
 
 # -- cost -----------------------------------------------------------------------------------------------------------
-
-
-def test_average() -> None:
-    """The first value counts in full, later ones by their weight."""
-    average = Average(0.1)
-    assert average.get(5.0) == 5.0
-    average.add(2.0)
-    average.add(3.0)
-    assert average.get(5.0) == pytest.approx(2.1)
 
 
 def test_costs_that_were_seen_are_reproduced_and_others_interpolated() -> None:
@@ -64,7 +61,7 @@ def test_nothing_is_known_before_the_first_step() -> None:
     cost.observe(4, 0.0)
     assert not cost.known
     assert cost.seconds(4) == 0.0
-    assert allot([[0.1] * 3, [0.9] * 4], cost, num_sessions=2, num_context=2, limit=5) == [3, 2]
+    assert allocate_draft_tokens([[0.1] * 3, [0.9] * 4], cost, num_sessions=2, num_context=2, limit=5) == [3, 2]
 
 
 def test_a_noisy_outlier_is_corrected_or_forgotten() -> None:
@@ -138,7 +135,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     t = n + rng.choice((0, 0, 7, 30))
     offers = [[rng.random() ** rng.choice((0.2, 1)) for _ in range(rng.randint(0, 5))] for _ in range(n)]
     limit, overhead_s = rng.choice((0, 3, 100)), rng.choice((0.0, 0.5))
-    counts = allot(offers, cost, num_sessions=n, num_context=t, limit=limit, overhead_s=overhead_s)
+    counts = allocate_draft_tokens(offers, cost, num_sessions=n, num_context=t, limit=limit, overhead_s=overhead_s)
     assert sum(counts) <= limit
     tokens = n + sum(math.prod(o[: i + 1]) for o, c in zip(offers, counts, strict=True) for i in range(c))
     seconds = overhead_s + cost.seconds(n) + cost.seconds(t + sum(counts)) - cost.seconds(t)
@@ -158,7 +155,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
 def test_choices_worked_out_by_hand(num_sessions: int, acceptance: float, expected: int) -> None:
     """Costs of a 150M model on two cores, all sessions alike."""
     cost = learned(cpu_cost, range(1, 200))
-    counts = allot(
+    counts = allocate_draft_tokens(
         [[acceptance] * 8] * num_sessions, cost, num_sessions=num_sessions, num_context=num_sessions, limit=999
     )
     assert set(counts) == {expected}
@@ -174,7 +171,7 @@ def test_ideal_gain() -> None:
     assert ideal_gain(cost, 1, 0.0, 8) == 1.0
     assert ideal_gain(StepCost(), 1, 0.9, 8) == 1.0
     for n, a, k in itertools.product((1, 3, 16), (0.2, 0.7, 0.95), (1, 4, 8)):
-        counts = allot([[a] * k] * n, cost, num_sessions=n, num_context=n, limit=999)
+        counts = allocate_draft_tokens([[a] * k] * n, cost, num_sessions=n, num_context=n, limit=999)
         tokens = n + sum(a ** (i + 1) for c in counts for i in range(c))
         expected = tokens / n * cost.seconds(n) / cost.seconds(n + sum(counts))
         assert ideal_gain(cost, n, a, k) == pytest.approx(expected)
@@ -185,27 +182,19 @@ def test_ideal_gain() -> None:
 
 def test_probabilities_are_corrected_by_what_was_accepted() -> None:
     """Nodes that claim 0.8 and are accepted half as often are taken for 0.4, once there is evidence."""
-    engine = Hits()
-    session = Hits(engine)
-    chain = chain_of(0.8, 0.8)
-    assert offer(chain, 2, session) == [0.8, 0.8]
+    engine = AcceptanceHistory()
+    session = AcceptanceHistory(engine)
+    proposal = proposal_of(0.8, 0.8)
+    assert offer(proposal, 2, session) == [0.8, 0.8]
     for i in range(400):
         session.add(1, 0.8, (i * 2) % 5 < 2)
-    assert offer(chain, 2, session) == pytest.approx([0.4, 0.4], rel=0.1)
+    assert offer(proposal, 2, session) == pytest.approx([0.4, 0.4], rel=0.1)
     assert session.rate() == pytest.approx(0.4, rel=0.1)
-    assert offer(chain, 1, Hits(engine)) == pytest.approx([0.4], rel=0.1)
-    assert offer(chain_of(0.5), 3, session, extend=True) == pytest.approx([0.25, 0.4, 0.4], rel=0.1)
+    assert offer(proposal, 1, AcceptanceHistory(engine)) == pytest.approx([0.4], rel=0.1)
+    assert offer(proposal_of(0.5), 3, session, extend=True) == pytest.approx([0.25, 0.4, 0.4], rel=0.1)
     session.fade()
     session.forget()
     assert session.rate() == pytest.approx(engine.rate())
-
-
-def test_first_tokens() -> None:
-    """A prefix, all of it, none."""
-    chain = chain_of(0.5, 0.4, 0.3)
-    assert first_tokens(chain, 5) is chain
-    assert first_tokens(chain, 2) == chain_of(0.5, 0.4)
-    assert len(first_tokens(chain, -1)) == 0
 
 
 def rejecting_session(*probs: float, token_id: int = 10) -> TargetSession:
@@ -221,7 +210,7 @@ def rejecting_session(*probs: float, token_id: int = 10) -> TargetSession:
 
 @pytest.mark.parametrize(
     ("decide", "lawful"),
-    [(_offer, True), (lambda session: offer(session.proposal(4), 4, session.hits), False)],
+    [(offer_of, True), (lambda session: offer(session.proposal(4), 4, session.hits), False)],
     ids=["blind", "mutant"],
 )
 def test_under_the_rejection_rule_the_choice_keeps_the_law_exactly(decide, lawful: bool) -> None:
@@ -232,7 +221,7 @@ def test_under_the_rejection_rule_the_choice_keeps_the_law_exactly(decide, lawfu
     emitted = [0.0, 0.0]
     for x in (0, 1):
         session = rejecting_session(q[x], token_id=10 + x)
-        used = allot([decide(session)], cost, num_sessions=4, num_context=4, limit=9)[0] > 0
+        used = allocate_draft_tokens([decide(session)], cost, num_sessions=4, num_context=4, limit=9)[0] > 0
         accepted = min(1.0, p[x] / q[x]) if used else 0.0
         rest = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)] if used else list(p)
         for v in (0, 1):
@@ -249,8 +238,8 @@ def test_under_the_rejection_rule_the_choice_sees_nothing_that_was_drawn(probs: 
     So what is proposed at a position is decided by earlier rounds and by sessions whose noise is independent.
     """
     session = rejecting_session()
-    assert _offer(session) == ()
+    assert offer_of(session) == ()
     session = rejecting_session(*probs)
     session.hits.add(10, 7.0, 9)
     assert len(session.proposal(4)) == len(probs)
-    assert _offer(session) == blind_offer(4, session.hits) == (session.hits.rate(),) * 4
+    assert offer_of(session) == blind_offer(4, session.hits) == (session.hits.rate(),) * 4

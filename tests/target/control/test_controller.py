@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from tests.target.simulation import Simulation, cpu_cost
 
+from paceline.core.statistics import DecayingHistogram, RateSample
 from paceline.draft.growth import Reach
-from paceline.target.control.allocation import Lengths
-from paceline.target.control.load_trials import Governor, Steps, _Load
-from paceline.target.control.report import Explainer, explain, measures
+from paceline.target.control.load_trials import LoadTrials, certain_margin
+from paceline.target.control.report import ControlReport, explain, measures
 
 _DRAFTS = {
     "light": {"acceptance": 0.8, "draft_step_s": 0.001},
@@ -55,19 +55,19 @@ def test_little_is_lost_before_a_load_is_known(monkeypatch: pytest.MonkeyPatch) 
     drafts."""
     plain = _first_seconds(0)
     assert _first_seconds(None) > 0.875 * plain
-    monkeypatch.setattr(Governor, "_new", lambda self, num_sessions, at: _Load(True))
+    monkeypatch.setattr(LoadTrials, "begins_with_drafts", lambda self, num_sessions: True)
     assert _first_seconds(None) < 0.8 * plain
 
 
 def test_steps_with_prefill_chunks_are_measured_less_what_those_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of short answers most steps have one: the governor hears of them, and of no more than what plain steps yield."""
+    """Of short answers most steps have one: they are measured, as no more than what plain steps yield."""
     heard: list[tuple[int, float]] = []
 
-    def measure(self: Governor, num_sessions: int, tokens: int, seconds: float, *, drafting: bool) -> None:
+    def measure(self: LoadTrials, num_sessions: int, tokens: int, seconds: float, *, drafting: bool) -> None:
         heard.append((tokens, seconds))
 
-    monkeypatch.setattr(Governor, "measure", measure)
-    monkeypatch.setattr(Governor, "wanted", lambda self, num_sessions: False)
+    monkeypatch.setattr(LoadTrials, "measure", measure)
+    monkeypatch.setattr(LoadTrials, "wanted", lambda self, num_sessions: False)
     simulation = Simulation(load=lambda now: 32, calibrate=True, max_tokens=24)
     start = simulation.now
     simulation.run(start + 4.0)
@@ -131,17 +131,17 @@ def test_a_status_explains_once_a_second() -> None:
     """However often it is asked for."""
     now = SimpleNamespace(s=0.0)
     simulation = Simulation(acceptance=0.8)
-    explainer = Explainer(lambda: now.s)
-    before = explainer(simulation.target)
+    report = ControlReport(lambda: now.s)
+    before = report(simulation.target)
     simulation.run(2.0)
-    assert explainer(simulation.target) is before
+    assert report(simulation.target) is before
     now.s = 1.0
-    assert explainer(simulation.target)["controller"] != before["controller"]
+    assert report(simulation.target)["controller"] != before["controller"]
 
 
 def test_lengths_fade() -> None:
     """A few thousand rounds later the first are forgotten."""
-    lengths = Lengths()
+    lengths = DecayingHistogram()
     assert lengths.shares() == {}
     assert lengths.mean() == 0.0
     for _ in range(600):
@@ -154,14 +154,14 @@ def test_lengths_fade() -> None:
 
 def test_the_error_of_a_rate() -> None:
     """Of steps that are alike it is none; of those that alternate it is that of their mean."""
-    alike, mixed = Steps(), Steps()
+    alike, mixed = RateSample(), RateSample()
     for i in range(100):
         alike.add(16.0, 0.05)
         mixed.add(10.0 if i % 2 else 30.0, 0.05)
-    assert alike.error() == pytest.approx(0.0, abs=1e-3)
-    assert mixed.error() == pytest.approx(10.0 / 0.05 / 10.0, rel=0.02)
-    assert Steps().error() == Steps().margin() == float("inf")
-    assert mixed.margin() == pytest.approx(2.5 * (1 + 2 / 99) * mixed.error())
+    assert alike.standard_error() == pytest.approx(0.0, abs=1e-3)
+    assert mixed.standard_error() == pytest.approx(10.0 / 0.05 / 10.0, rel=0.02)
+    assert RateSample().standard_error() == certain_margin(RateSample()) == float("inf")
+    assert certain_margin(mixed) == pytest.approx(2.5 * (1 + 2 / 99) * mixed.standard_error())
 
 
 @pytest.mark.slow

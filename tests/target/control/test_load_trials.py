@@ -8,40 +8,41 @@ from collections.abc import Callable
 import pytest
 from tests.target.simulation import cpu_cost
 
-from paceline.target.control.allocation import RowBudget
-from paceline.target.control.load_trials import Governor, Rate
+from paceline.core.statistics import RateEstimate
+from paceline.target.control.allocation import Allocation
+from paceline.target.control.load_trials import LoadTrials
 
 
-def governor(cost: Callable[[int], float] = cpu_cost) -> Governor:
+def load_trials(cost: Callable[[int], float] = cpu_cost) -> LoadTrials:
     """One that knows its target's steps."""
-    budget = RowBudget()
+    allocation = Allocation()
     for size in (*range(1, 65), *range(64, 257, 8)):
         for _ in range(8):
-            budget.observe_step(size, cost(size))
-    return Governor(budget)
+            allocation.observe_step(size, cost(size))
+    return LoadTrials(allocation)
 
 
 class Service:
-    """Steps whose speed depends on whether there are drafts, which follow what the governor wants."""
+    """Steps whose speed depends on whether there are drafts, which follow what the trials want."""
 
     def __init__(self, gain: float, *, num_sessions: int = 16, answers: bool = True) -> None:
         """``gain``: drafting over plain decoding, in tokens per second. ``answers``: drafts come when wanted."""
-        self.governor = governor()
+        self.trials = load_trials()
         self.gain, self.num_sessions, self._answers = gain, num_sessions, answers
         self.now = 0.0
-        self.switches: list[tuple[float, bool]] = [(0.0, self.governor.wanted(num_sessions))]
+        self.switches: list[tuple[float, bool]] = [(0.0, self.trials.wanted(num_sessions))]
 
     def run(self, seconds: float) -> float:
         """Returns the share of the time with drafts."""
         end, drafted_s, start = self.now + seconds, 0.0, self.now
         while self.now < end:
-            wanted = self.governor.wanted(self.num_sessions)
+            wanted = self.trials.wanted(self.num_sessions)
             if wanted != self.switches[-1][1]:
                 self.switches.append((self.now, wanted))
             drafting = wanted and self._answers
             step_s = cpu_cost(self.num_sessions)
             tokens = self.num_sessions * (self.gain if drafting else 1.0)
-            self.governor.measure(self.num_sessions, tokens, step_s, drafting=drafting)
+            self.trials.measure(self.num_sessions, tokens, step_s, drafting=drafting)
             self.now += step_s
             drafted_s += step_s * drafting
         return drafted_s / (self.now - start)
@@ -61,10 +62,10 @@ def test_what_is_clearly_faster_needs_no_trial() -> None:
     """Nor does what could not pay with the best of drafts."""
     service = Service(1.5)
     service.run(100.0)
-    assert service.governor.num_trials == 1, "of drafting: an average draft is not expected to pay beside 16 sessions"
+    assert service.trials.num_trials == 1, "of drafting: an average draft is not expected to pay beside 16 sessions"
     loaded = Service(0.5, num_sessions=200)
     assert loaded.run(100.0) == 0.0
-    assert loaded.governor.num_trials == 0
+    assert loaded.trials.num_trials == 0
 
 
 def test_trials_become_rare() -> None:
@@ -92,7 +93,7 @@ def test_two_that_are_equal_do_not_alternate() -> None:
     for gain in (0.995, 1.0, 1.03):
         service = Service(gain)
         service.run(200.0)
-        assert service.governor.num_trials == len(service.switches) // 2 <= 12
+        assert service.trials.num_trials == len(service.switches) // 2 <= 12
 
 
 def test_a_trial_of_drafts_that_do_not_come_ends() -> None:
@@ -110,21 +111,21 @@ def test_what_holds_for_few_sessions_is_no_matter_of_many() -> None:
     """One session keeps its draft while sixteen do without, and so do eight until drafting was tried there."""
     service = Service(0.8)
     service.run(5.0)
-    assert [service.governor.wanted(n) for n in (1, 2, 4, 8, 9, 16, 17, 64)] == [True] * 3 + [False] * 5
+    assert [service.trials.wanted(n) for n in (1, 2, 4, 8, 9, 16, 17, 64)] == [True] * 3 + [False] * 5
 
 
 def test_steps_beside_fewer_sessions_of_a_load_are_comparable() -> None:
     """Plain decoding beside 16 sessions and drafting beside 12 yield as much: the drafts are the reason."""
-    governed = governor()
-    rate = Rate()
+    trials = load_trials()
+    rate = RateEstimate()
     for n in (9, 12, 16):
-        rate.add(n * governed._scale(n), cpu_cost(n))
+        rate.add(n * trials.scale(n), cpu_cost(n))
     assert rate.per_s() == pytest.approx(16 / cpu_cost(16), rel=0.02)
 
 
 def test_a_rate_forgets() -> None:
     """Half of it in a second."""
-    rate = Rate()
+    rate = RateEstimate()
     assert rate.per_s() == 0.0
     rate.add(100, 1.0)
     rate.add(0, 1.0)

@@ -1,18 +1,18 @@
-"""How many draft tokens of which session a step verifies: the choice with the most expected tokens per second.
+"""Draft tokens by session and step: the choice that is expected to yield the most tokens per second.
 
 A step over n sessions that verifies draft tokens with path probabilities p_1 >= p_2 >= .. yields, with the m likeliest,
 
     E(m) = n + p_1 + .. + p_m  tokens  in  D(m) = h + C(n) + C(t + m) - C(t)  seconds,
 
-where C is the measured cost of a step by its tokens (``cost.py``), h what passes between two steps, and t the tokens
+where C is the measured cost of a step by its tokens (``step_cost.py``), h the time between two steps, and t the tokens
 that the step computes anyway: n, and prefill chunks, whose own cost is the same whatever is drafted. The m with the
 largest E / D is chosen. A path probability never exceeds that of the node before it, so the likeliest m tokens are
-always prefixes of chains, and E is concave; C is lumpy, so every m is looked at, up to where a convex function below C
-proves that none further can be better.
+always prefixes of proposals, and E is concave; C is lumpy, so every m is looked at, up to where a convex function below
+C proves that no further one can be better.
 
 Under the rejection rule whether a position is proposed must not depend on drawn values, nor on anything that does: not
-on the probabilities of nodes, and not on how long the chain is. Such a session offers the same from averages of its
-earlier rounds, whatever its chain, as soon as there is a first token (``blind_offer``).
+on the probabilities of nodes, and not on how long the proposal is. Such a session offers the averages of its earlier
+rounds, whatever its proposal, as soon as there is a first token (``blind_offer``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.core.tree import Chain
-from paceline.target.control.step_cost import Average, StepCost
+from paceline.core.statistics import DecayingHistogram, DecayingRatio, Ewma
+from paceline.core.tree import Proposal
+from paceline.target.control.step_cost import StepCost
 
 PRIOR_ACCEPTANCE = 0.7
 _ENGINE_WEIGHT, _SESSION_WEIGHT = 8.0, 32.0
 _SESSION_KEEP = 0.98
 _ENGINE_KEEP = 0.998
 _IDLE_KEEP = 0.97
-_LENGTHS_KEPT = 1024.0
 
 
 class StepTimes(Protocol):
@@ -38,86 +38,83 @@ class StepTimes(Protocol):
 
     @property
     def known(self) -> bool:
-        """Whether there is anything to go by."""
+        """False before anything was measured: then no time below means anything."""
         ...
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step with so many tokens."""
+        """Seconds of a step that computes ``num_tokens``."""
         ...
 
     def floor(self, num_tokens: int) -> float:
-        """A convex function below ``seconds``."""
+        """A convex function of the tokens that is nowhere above ``seconds``."""
         ...
 
 
-@dataclass(slots=True)
-class Hits:
-    """Verified draft tokens up to the first rejection, fading; leaning on ``parent`` with the weight of a few."""
+class AcceptanceHistory:
+    """Acceptance of the draft tokens verified so far, up to the first rejection of each round; old rounds fade.
 
-    parent: Hits | None = None
-    prior: float = PRIOR_ACCEPTANCE
-    """Without a parent: what to begin with."""
-    trials: float = 0.0
-    predicted: float = 0.0
-    """Sum of the nodes' own probabilities."""
-    accepted: float = 0.0
+    A session leans on its engine's history (``parent``), and that one on a prior, with the weight of a few tokens.
+    """
+
+    def __init__(self, parent: AcceptanceHistory | None = None) -> None:
+        keep, weight = (_ENGINE_KEEP, _ENGINE_WEIGHT) if parent is None else (_SESSION_KEEP, _SESSION_WEIGHT)
+        trials, predicted = (None, None) if parent is None else (parent._of_trials, parent._of_predicted)
+        self._of_trials: DecayingRatio = DecayingRatio(keep, weight, trials)
+        self._of_predicted: DecayingRatio = DecayingRatio(keep, weight, predicted)
+
+    @property
+    def trials(self) -> float:
+        """Verified draft tokens, faded."""
+        return self._of_trials.whole
 
     def add(self, trials: int, predicted: float, accepted: int) -> None:
-        """Takes what a round has decided, here and in the parent."""
-        keep = (_ENGINE_KEEP if self.parent is None else _SESSION_KEEP) ** trials
-        self.trials = keep * self.trials + trials
-        self.predicted = keep * self.predicted + predicted
-        self.accepted = keep * self.accepted + accepted
-        if self.parent is not None:
-            self.parent.add(trials, predicted, accepted)
+        """Takes the result of a round, here and in the parent.
+
+        Args:
+            trials: draft tokens up to the first rejected one, which is included.
+            predicted: sum of the nodes' own probabilities over these.
+            accepted: how many of them were accepted.
+        """
+        self._of_trials.add(accepted, trials, trials)
+        self._of_predicted.add(accepted, predicted, trials)
 
     def fade(self) -> None:
-        """A round passed without a trial: what was known here counts less, so that bad luck does not last."""
-        self.trials *= _IDLE_KEEP
-        self.predicted *= _IDLE_KEEP
-        self.accepted *= _IDLE_KEEP
+        """Makes this history count less after a round without a trial, so that bad luck does not last."""
+        self._of_trials.fade(_IDLE_KEEP)
+        self._of_predicted.fade(_IDLE_KEEP)
 
     def forget(self) -> None:
-        """Another draft serves from now on."""
-        self.trials = self.predicted = self.accepted = 0.0
+        """Starts again because another draft serves from now on."""
+        self._of_trials.fade(0.0)
+        self._of_predicted.fade(0.0)
 
     def rate(self) -> float:
         """Probability that a draft token is accepted, given that those before it were."""
-        prior, weight = (self.prior, _ENGINE_WEIGHT) if self.parent is None else (self.parent.rate(), _SESSION_WEIGHT)
-        return (self.accepted + weight * prior) / (self.trials + weight)
+        return self._of_trials.value(PRIOR_ACCEPTANCE)
 
     def correction(self) -> float:
-        """What the nodes' own probabilities have to be multiplied by."""
-        prior, weight = (1.0, _ENGINE_WEIGHT) if self.parent is None else (self.parent.correction(), _SESSION_WEIGHT)
-        return (self.accepted + weight * prior) / (self.predicted + weight)
+        """Factor that turns the nodes' own probabilities into those of being accepted."""
+        return self._of_predicted.value(1.0)
 
 
-def first_tokens(chain: Chain, num_tokens: int) -> Chain:
-    """The chain's first tokens."""
-    if len(chain) <= num_tokens:
-        return chain
-    n = max(0, num_tokens)
-    return Chain(chain.node_ids[:n], chain.token_ids[:n], chain.probs[:n], chain.qs[:n])
+def offer(proposal: Proposal, num_wanted: int, hits: AcceptanceHistory, *, extend: bool = False) -> list[float]:
+    """Coupled rule: acceptance probabilities of at most ``num_wanted`` draft tokens, each given those before it.
 
-
-def offer(chain: Chain, num_wanted: int, hits: Hits, *, extend: bool = False) -> list[float]:
-    """Coupled rule: probabilities of a session's draft tokens, each given those before it.
-
-    At most ``num_wanted``. ``extend``: as if its draft had already sent that many.
+    ``extend``: as if the draft had already sent ``num_wanted`` tokens.
     """
     correction = hits.correction()
-    probs = [min(1.0, correction * prob) for prob in chain.probs[:num_wanted]]
+    probs = [min(1.0, correction * prob) for prob in proposal.probs[:num_wanted]]
     if extend:
         probs.extend([hits.rate()] * (num_wanted - len(probs)))
     return probs
 
 
-def blind_offer(num_wanted: int, hits: Hits) -> tuple[float, ...]:
-    """Rejection rule: the same from earlier rounds alone, for as many tokens as may be proposed, there or not."""
+def blind_offer(num_wanted: int, hits: AcceptanceHistory) -> tuple[float, ...]:
+    """Rejection rule: acceptance probabilities from earlier rounds alone, for all tokens that may be proposed."""
     return (hits.rate(),) * num_wanted
 
 
-def allot(
+def allocate_draft_tokens(
     offers: Sequence[Sequence[float]],
     cost: StepTimes,
     *,
@@ -126,16 +123,17 @@ def allot(
     limit: int,
     overhead_s: float = 0.0,
 ) -> list[int]:
-    """How many draft tokens of each session to verify: the m of the module's head.
+    """Chooses how many draft tokens of each session to verify, as the head of this module derives it.
 
     Args:
-        offers: of each session, see ``offer`` and ``blind_offer``.
-        num_sessions: n, sessions that the step yields tokens for.
-        num_context: t, tokens that the step computes anyway.
-        limit: the most draft tokens in all.
-        overhead_s: h.
+        offers: acceptance probabilities of each session's draft tokens, see ``offer`` and ``blind_offer``.
+        num_sessions: n, the sessions that the step yields tokens for.
+        num_context: t, the tokens that the step computes anyway.
+        limit: the largest sum of all counts.
+        overhead_s: h, the seconds between two steps.
 
-    As many as offered before the cost of any step is known.
+    Returns:
+        The number of draft tokens of each session; everything that is offered before any step was measured.
     """
     counts = [0] * len(offers)
     if not cost.known:
@@ -143,15 +141,16 @@ def allot(
             counts[i] = min(len(probs), limit)
             limit -= counts[i]
         return counts
+    # A heap of (-path probability of the session's next draft token, session): the likeliest token is added first.
     heap = [(-probs[0], i) for i, probs in enumerate(offers) if probs]
     heapq.heapify(heap)
     order: list[int] = []
     num_best = 0
-    base_s = overhead_s + cost.seconds(num_sessions) - cost.seconds(num_context)
-    tokens = float(num_sessions)
+    base_s = overhead_s + cost.seconds(num_sessions) - cost.seconds(num_context)  # D(m) = base_s + C(t + m)
+    tokens = float(num_sessions)  # E(m)
     best = tokens / (base_s + cost.seconds(num_context))
     while heap and len(order) < limit:
-        path, i = heap[0]
+        path, i = heap[0]  # path is negative
         at = num_context + len(order)
         floor_s = cost.floor(at)
         # With j more: at most (tokens + j * path) / (floor + j * slope), which lies between these two.
@@ -174,7 +173,7 @@ def allot(
 
 
 def ideal_gain(cost: StepTimes, num_sessions: int, acceptance: float, k: int, overhead_s: float = 0.0) -> float:
-    """How many times the tokens per second of plain decoding an ideal draft would bring at this load, at least 1.
+    """Speedup over plain decoding that an ideal draft would bring with ``num_sessions``, at least 1.
 
     Ideal: every session always has a proposal of k tokens, each accepted with probability a given those before it.
     Of n sessions, m = q n + r draft tokens then yield n (1 + a + .. + a^q) + r a^(q+1) tokens, and the gain is
@@ -200,64 +199,41 @@ def ideal_gain(cost: StepTimes, num_sessions: int, acceptance: float, k: int, ov
 
 
 def load_class(num_sessions: int) -> int:
-    """What was learned beside so many sessions holds for 1, 2, 3 and 4, 5 to 8, 9 to 16, .. of them."""
+    """Concurrency bucket (1, 2, 3-4, 5-8, 9-16, ..) under which measurements are shared."""
     return max(0, num_sessions - 1).bit_length()
 
 
 @dataclass(slots=True)
-class Lengths:
-    """How long the proposals of the last few hundred rounds were; older ones fade."""
-
-    _counts: dict[int, float] = field(default_factory=dict)
-    _total: float = 0.0
-
-    def add(self, length: int) -> None:
-        """Takes a round."""
-        self._counts[length] = self._counts.get(length, 0.0) + 1.0
-        self._total += 1.0
-        if self._total >= _LENGTHS_KEPT:
-            self._counts = {k: count / 2 for k, count in self._counts.items() if count >= 1.0}
-            self._total = sum(self._counts.values())
-
-    def shares(self) -> dict[int, float]:
-        """Of the rounds, by length; empty before the first."""
-        counts = dict(self._counts)
-        total = sum(counts.values())
-        return {length: count / total for length, count in counts.items()}
-
-    def mean(self) -> float:
-        """0 before the first round."""
-        return sum(length * share for length, share in self.shares().items())
-
-
-@dataclass(slots=True)
-class RowBudget:
-    """What one engine has measured, and its decisions by ``allot``. ``adaptive`` False: every proposal in full."""
+class Allocation:
+    """Measurements of one engine and its allocations of draft tokens. ``adaptive`` False: every proposal in full."""
 
     adaptive: bool = True
     cost: StepCost = field(default_factory=StepCost)
-    overhead_s: Average = field(default_factory=lambda: Average(0.05))
-    """What passes between two steps while there is something to do."""
-    lengths: Lengths = field(default_factory=Lengths)
-    """What was chosen."""
-    coupled: Hits = field(default_factory=Hits)
-    rejection: Hits = field(default_factory=Hits)
+    overhead_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    """Seconds between two steps while there is something to do."""
+    lengths: DecayingHistogram = field(default_factory=DecayingHistogram)
+    """Lengths of the proposals that were verified."""
+    coupled: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    rejection: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    """Acceptance in all sessions, by rule."""
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Takes the duration of a step that only decoded."""
+        """Takes the seconds of a step that only decoded."""
         self.cost.observe(num_tokens, seconds)
 
     def plain_s(self, num_sessions: int) -> float:
-        """Seconds of a plain step of so many sessions, start to start."""
+        """Seconds of a plain step of ``num_sessions``, start to start."""
         return self.overhead_s.get(0.0) + self.cost.seconds(num_sessions)
 
     def gain(self, num_sessions: int, acceptance: float, k: int) -> float:
-        """See ``ideal_gain``."""
+        """Speedup that an ideal draft would bring by the measured cost of steps, see ``ideal_gain``."""
         return ideal_gain(self.cost, num_sessions, acceptance, k, self.overhead_s.get(0.0))
 
-    def allot(self, offers: Sequence[Sequence[float]], *, num_sessions: int, num_context: int, limit: int) -> list[int]:
-        """See ``allot``."""
-        return allot(
+    def allocate_draft_tokens(
+        self, offers: Sequence[Sequence[float]], *, num_sessions: int, num_context: int, limit: int
+    ) -> list[int]:
+        """Number of draft tokens of each session by the measured cost of steps, see ``allocate_draft_tokens``."""
+        return allocate_draft_tokens(
             offers,
             self.cost,
             num_sessions=num_sessions,

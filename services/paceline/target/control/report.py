@@ -1,7 +1,7 @@
-"""What the controller has chosen and why, for people and for gauges: from what it has measured, nothing else.
+"""The controller's choices and their reasons, as text and as gauges: from its measurements, nothing else.
 
-Read by other threads than the engine's while it runs: what changes size is copied at once, and two numbers of one
-answer may be a step apart.
+Read by other threads than the engine's while it runs: collections are copied before they are read, and two numbers of
+one answer may be a step apart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.target.control.allocation import Hits
+from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.load_trials import Standing
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _VALID_S = 1.0
 _LARGEST_K = 8
-"""Of the gauges of proposals by length; longer ones count as this."""
+"""Longest proposal with a gauge of its own; longer ones count as this."""
 
 
-class Explainer:
-    """The explanation of one engine, made anew once a second: a status is asked for more often."""
+class ControlReport:
+    """The controller's part of a replica's status, renewed once a second: a status is requested more often."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,7 +32,7 @@ class Explainer:
         self._made: Mapping[str, Any] = {}
 
     def __call__(self, engine: TargetEngine) -> Mapping[str, Any]:
-        """Fields of ReplicaStatus: controller, measures."""
+        """The fields ``controller`` and ``measures`` of ReplicaStatus."""
         if self._clock() - self._made_at >= _VALID_S:
             self._made = {"controller": explain(engine), "measures": measures(engine)}
             self._made_at = self._clock()
@@ -40,27 +40,27 @@ class Explainer:
 
 
 def explain(engine: TargetEngine) -> str:
-    """One sentence after the other: what drafting does at this load, proposals, steps, sessions that do without."""
-    rows, steering = engine.rows, engine.steering
-    if not rows.adaptive:
+    """Sentences about drafting at this load, lengths of proposals, seconds of steps, and paused sessions."""
+    allocation, gate = engine.allocation, engine.gate
+    if not allocation.adaptive:
         return "fixed: every session has as many draft tokens as its request allows (adaptive is false)"
     num_sessions = engine.num_running
     if num_sessions == 0:
-        return f"no session is running; {steering.governor.num_trials} trials of drafting or of plain decoding so far"
-    parts = [_standing(steering.governor.standing(num_sessions), num_sessions)]
-    lengths = rows.lengths.shares()
+        return f"no session is running; {gate.trials.num_trials} trials of drafting or of plain decoding so far"
+    parts = [_standing(gate.trials.standing(num_sessions), num_sessions)]
+    lengths = allocation.lengths.shares()
     if lengths:
         listed = ", ".join(f"{k}: {share:.0%}" for k, share in sorted(lengths.items()))
-        accepted = acceptance(rows.coupled, rows.rejection)
+        accepted = acceptance(allocation.coupled, allocation.rejection)
         parts.append(
-            f"proposals of {rows.lengths.mean():.1f} tokens on average (of length {listed}), "
+            f"proposals of {allocation.lengths.mean():.1f} tokens on average (of length {listed}), "
             f"{accepted:.0%} of a draft's tokens accepted"
         )
-    if rows.cost.known:
+    if allocation.cost.known:
         sizes = dict.fromkeys((num_sessions, 2 * num_sessions, 4 * num_sessions))
-        listed = ", ".join(f"{size}: {1e3 * rows.cost.seconds(size):.3g} ms" for size in sizes)
+        listed = ", ".join(f"{size}: {1e3 * allocation.cost.seconds(size):.3g} ms" for size in sizes)
         parts.append(f"a step by its tokens {listed}")
-    reasons = Counter(steering.reasons())
+    reasons = Counter(gate.reasons())
     parts += [f"{count} of {num_sessions} sessions without a draft: {why}" for why, count in sorted(reasons.items())]
     stats = engine.stats
     if stats.lookup_rounds:
@@ -91,25 +91,25 @@ def _standing(standing: Standing, num_sessions: int) -> str:
 
 
 def measures(engine: TargetEngine) -> Mapping[str, float]:
-    """Gauges, by the names of ``metrics/catalogue.py``; a label follows a colon."""
-    rows, steering, num_sessions = engine.rows, engine.steering, engine.num_running
-    found: dict[str, float] = {"acceptance": acceptance(rows.coupled, rows.rejection)}
-    found["sessions_paused"] = float(len(list(steering.reasons())))
-    lengths = rows.lengths.shares()
-    found["mean_draft_tokens"] = rows.lengths.mean()
+    """Gauges by the names of ``metrics/catalogue.py``; a label follows a colon."""
+    allocation, gate, num_sessions = engine.allocation, engine.gate, engine.num_running
+    found: dict[str, float] = {"acceptance": acceptance(allocation.coupled, allocation.rejection)}
+    found["sessions_paused"] = float(len(list(gate.reasons())))
+    lengths = allocation.lengths.shares()
+    found["mean_draft_tokens"] = allocation.lengths.mean()
     for k in range(_LARGEST_K + 1):
         share = sum(s for length, s in lengths.items() if min(length, _LARGEST_K) == k)
         found[f"draft_tokens_share:{k}"] = share
-    if rows.cost.known:
-        found |= {f"step_seconds:{size}": rows.cost.seconds(size) for size in (1, 4, 16, 64)}
-    if rows.adaptive and num_sessions:
-        standing = steering.governor.standing(num_sessions)
+    if allocation.cost.known:
+        found |= {f"step_seconds:{size}": allocation.cost.seconds(size) for size in (1, 4, 16, 64)}
+    if allocation.adaptive and num_sessions:
+        standing = gate.trials.standing(num_sessions)
         found["drafting"] = float(standing.drafting)
         for wanted, rate in standing.tokens_per_s.items():
             found[f"tokens_per_second:{'drafting' if wanted else 'plain'}"] = rate
     return found
 
 
-def acceptance(*known: Hits) -> float:
-    """Share of draft tokens that are accepted, those before them being so; of the rule with more to go by."""
+def acceptance(*known: AcceptanceHistory) -> float:
+    """Acceptance rate of draft tokens, given that those before them were accepted: of the rule with more trials."""
     return max(known, key=lambda hits: hits.trials).rate()

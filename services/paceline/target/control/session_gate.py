@@ -1,23 +1,23 @@
-"""Which sessions are worth a draft at all: drafts that cost more than they bring are told to stop, and tried again.
+"""Sessions with a draft and without: drafting that costs more than it brings is paused, and tried again later.
 
-By load, all sessions together: ``governor.py``. By session: every round of one that has a draft is put to its account
-(``Account``). In plain tokens, what its rounds have brought is
+All sessions of a load together are judged by ``load_trials.py``. Here each session is judged alone: every round of one
+that has a draft is booked in its ``Account``. In plain tokens, its rounds have brought
 
     net = accepted - lost,  lost = sum over its rounds of (waited_s + n row_s) / plain_s,
 
 where plain_s = h + C(n) is the time of one plain token at the load of the round, waited_s the time that the session
 waited for its draft, and row_s by how much its draft tokens made the step longer, (C(t + m) - C(t)) * its share of the
-m, for each of the n sessions in it. ``judge`` ends drafting for a session whose account shows next to no draft tokens
+m, for each of the n sessions in it. ``judge`` pauses drafting for a session whose account shows next to no draft tokens
 (its draft sends none in time) or next to no gain.
 
-Drafting is asked for again for such a session
+A paused session is resumed
 
-- by load: within half a second when so many sessions have left that the gain of an ideal draft (``ideal_gain``), with
-  the share of draft tokens that was accepted before, is worth it;
+- by load: within half a second when so many sessions have left that the gain of an ideal draft (``ideal_gain``), at
+  the acceptance seen before, is beneficial;
 - by time: after 2, 4, 8, .. seconds; one session at a time, and no more often than costs half a percent of the time.
-  Such a trial computes a few draft tokens whatever the budget says, so that no wrong average stays for ever.
+  Such a trial verifies a few draft tokens whatever the allocation says, so that no wrong average stays indefinitely.
 
-Both are slower every time that drafting has not paid for long, so no session flaps.
+Both take longer every time that drafting has not paid for long, so no session flaps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from paceline.messages import SpeculationWanted
-from paceline.target.control.allocation import RowBudget
-from paceline.target.control.load_trials import Governor
+from paceline.target.control.allocation import Allocation
+from paceline.target.control.load_trials import LoadTrials
 from paceline.target.session import Account, TargetSession
 
 log = logging.getLogger(__name__)
@@ -55,17 +55,17 @@ _REVIEW_S = 0.1
 
 
 class Judgement(enum.Enum):
-    """What an account says about drafting for its session."""
+    """Verdict on drafting for one session; the values are the reasons given in a status."""
 
     OPEN = "not judged"
-    """Too few rounds so far."""
+    """There were too few rounds so far."""
     PAYS = "worth it"
     NOT_SENT = "not sent in time"
-    """Next to nothing comes in time."""
+    """Next to no draft tokens arrive in time."""
     NO_GAIN = "not worth it"
-    """What is accepted is not worth what drafting costs."""
+    """The accepted tokens do not pay for drafting."""
     LOAD = "not worth it at this load"
-    """Of all sessions."""
+    """Drafting is paused for all sessions."""
 
 
 def judge(account: Account, *, trial: bool = False) -> Judgement:
@@ -95,68 +95,70 @@ def pause_s(num_failures: int) -> float:
 
 
 @dataclass(slots=True)
-class _Pause:
-    """A session without a draft, by decision."""
+class Pause:
+    """A session whose drafting is paused."""
 
     session: TargetSession
     until: float
     judgement: Judgement
     num_sessions: int
-    """When it was paused."""
+    """Concurrency when it was paused."""
 
 
 @dataclass(slots=True)
-class Steering:
-    """Decides for all sessions of one engine. ``messages`` are to be sent."""
+class SessionGate:
+    """Pauses and resumes drafting for the sessions of one engine. ``messages`` are to be sent."""
 
-    budget: RowBudget
+    allocation: Allocation
     messages: list[SpeculationWanted] = field(default_factory=list)
     num_pauses: int = 0
     num_resumptions: int = 0
-    _paused: dict[str, _Pause] = field(default_factory=dict)
+    paused: dict[str, Pause] = field(default_factory=dict)
+    """Paused sessions by id."""
     _trial: TargetSession | None = None
     _trial_account: Account | None = None
-    """Of a session on trial that ended too early."""
+    """Account of a session that ended during its trial; the next one on trial continues it."""
     _next_trial_at: float = 0.0
     _next_review_at: float = 0.0
     _peak_since: float = 0.0
     _peak: int = 0
     _last_peak: int = 0
-    governor: Governor = field(init=False)
+    trials: LoadTrials = field(init=False)
 
     def __post_init__(self) -> None:
-        self.governor = Governor(self.budget)
+        self.trials = LoadTrials(self.allocation)
 
     def begin(self, session: TargetSession, now: float, num_sessions: int) -> None:
-        """A session has been opened, ``num_sessions`` are open: without a draft, if nothing speaks for one.
+        """Takes a new session, the last of ``num_sessions``; it begins paused if drafting is off at this load.
 
-        Once one was told to do without, each is told, since routers open a session as they were last told of any.
+        After the first pause every new session is sent an explicit state, because routers open sessions with the last
+        state they saw.
         """
         if not session.draft_available:
             return
-        if not self.governor.wanted(num_sessions):
-            self._pause(session, Judgement.LOAD, now, num_sessions)
+        if not self.trials.wanted(num_sessions):
+            self.pause(session, Judgement.LOAD, now, num_sessions)
         elif self.num_pauses:
             self.messages.append(SpeculationWanted(session.session_id, session.epoch, True))
 
     def trial_rows(self, session: TargetSession) -> int:
-        """Draft tokens that a session on trial has verified whatever the budget says."""
+        """Draft tokens of a session on trial that are verified whatever the allocation says."""
         on_trial = session is self._trial and session.account.scheduled < _TRIAL_ROW_ROUNDS
         return _TRIAL_ROWS if on_trial else 0
 
     def reasons(self) -> Iterator[str]:
-        """Why each session that was told to do without a draft was told so."""
-        yield from [pause.judgement.value for pause in list(self._paused.values())]
+        """The reason of every paused session."""
+        yield from [pause.judgement.value for pause in list(self.paused.values())]
 
     def forget(self, session: TargetSession, now: float, num_sessions: int) -> None:
-        """The session has ended. An undecided trial is continued by another one."""
-        self._paused.pop(session.session_id, None)
+        """Removes a session that has ended. An undecided trial is continued by another one."""
+        self.paused.pop(session.session_id, None)
         if self._trial is session:
             self._end_trial(session, now, num_sessions)
             self._trial_account = session.account
 
     def observe(self, session: TargetSession, num_rows: int, num_trimmed: int, accepted: int, lost: float) -> None:
-        """Takes a round of a session that has a draft and is not paused; ``lost``: see the module's head."""
+        """Books a round of a session that has a draft and is not paused; ``lost``: in tokens, see the module's head."""
         account = session.account
         if not session.draft_heard:
             session.unheard_rounds += 1
@@ -171,11 +173,11 @@ class Steering:
         account.lost += lost
 
     def review(self, session: TargetSession, now: float, num_sessions: int) -> None:
-        """Decides about a session after one of its rounds."""
+        """Judges a session after one of its rounds, and pauses it if drafting does not pay."""
         trial = session is self._trial
         account = session.account
         if num_sessions <= _FEWER_SESSIONS * account.num_sessions:
-            session.account = account = Account()  # what was learned under another load
+            session.account = account = Account()  # the old one is of another load
         account.num_sessions = max(account.num_sessions, num_sessions)
         judgement = judge(account, trial=trial)
         if judgement is Judgement.OPEN:
@@ -186,35 +188,35 @@ class Steering:
         session.unheard_rounds = 0
         session.on_trial = False
         if judgement is not Judgement.PAYS:
-            self._pause(session, judgement, now, num_sessions)
+            self.pause(session, judgement, now, num_sessions)
             return
         if now - session.resumed_at > _SHORT_SPELL_S:
             session.num_failures = session.num_load_failures = 0
 
     def _end_trial(self, session: TargetSession, now: float, num_sessions: int) -> None:
-        """The next one waits until this one's cost is a small share of the time."""
+        """Ends the trial; the next one waits until this one's cost is a small share of the time."""
         self._trial, self._trial_account = None, None
         net_loss = max(0.0, session.account.lost - session.account.accepted)
-        cost_s = net_loss * self.budget.plain_s(num_sessions) / max(1, num_sessions)
+        cost_s = net_loss * self.allocation.plain_s(num_sessions) / max(1, num_sessions)
         self._next_trial_at = now + max(FIRST_PAUSE_S, cost_s / _TRIAL_SHARE)
 
     def tick(self, now: float, num_running: int, sessions: Iterable[TargetSession]) -> None:
-        """Ends drafting of all where the governor says so, and asks for it again where it is time."""
+        """Pauses all sessions where drafting is off at this load, and resumes those whose time has come."""
         trial = self._trial
         if trial is not None and trial.account.rounds == 0 and now - trial.resumed_at > _TRIAL_LIMIT_S:
             self._trial = None  # no draft has come for it
         num_sessions = self._lasting(num_running, now)
-        if not self.governor.wanted(num_sessions):
+        if not self.trials.wanted(num_sessions):
             for session in sessions:
                 if session.k > 0 and not session.paused:
-                    self._pause(session, Judgement.LOAD, now, num_sessions)
-        elif self._paused and now >= self._next_review_at:
+                    self.pause(session, Judgement.LOAD, now, num_sessions)
+        elif self.paused and now >= self._next_review_at:
             self._next_review_at = now + _REVIEW_S
             self._review_pauses(now, num_sessions)
 
     def _review_pauses(self, now: float, num_sessions: int) -> None:
         resumed, due = [], []
-        for pause in self._paused.values():
+        for pause in self.paused.values():
             session = pause.session
             if pause.judgement is Judgement.LOAD:
                 resumed.append(session)
@@ -227,25 +229,28 @@ class Steering:
             elif now >= pause.until:
                 due.append(session)
         for session in resumed:
-            self._resume(session, now, forget=False)
+            self.resume(session, now, forget=False)
         if due and self._trial is None and now >= self._next_trial_at:
             self._trial = max(due, key=lambda s: s.max_tokens - s.num_tokens)  # the longest to go
-            self._resume(self._trial, now, forget=True)
+            self.resume(self._trial, now, forget=True)
             if self._trial_account is not None:
                 self._trial.account = self._trial_account
 
     def _lasting(self, num_sessions: int, now: float) -> int:
-        """The most sessions of the last quarter to half of a second: where one follows another there are fewer between
-        the two, which is no reason to resume those that go on."""
+        """The highest concurrency of the last quarter to half of a second.
+
+        Where one session follows another there are fewer between the two, which is no reason to resume others.
+        """
         if now - self._peak_since > _PEAK_S:
             self._peak_since, self._last_peak, self._peak = now, self._peak, 0
         self._peak = max(self._peak, num_sessions)
         return max(self._peak, self._last_peak)
 
     def _gain(self, session: TargetSession, num_sessions: int) -> float:
-        return self.budget.gain(num_sessions, session.hits.rate(), session.k)
+        return self.allocation.gain(num_sessions, session.hits.rate(), session.k)
 
-    def _pause(self, session: TargetSession, judgement: Judgement, now: float, num_sessions: int) -> None:
+    def pause(self, session: TargetSession, judgement: Judgement, now: float, num_sessions: int) -> None:
+        """Stops drafting for a session, for longer after every failure in a row."""
         if judgement is not Judgement.LOAD:
             if now - session.resumed_at > _SHORT_SPELL_S:
                 session.num_failures = session.num_load_failures = 0
@@ -255,14 +260,19 @@ class Steering:
             self._trial = None
         session.pause_drafting()
         until = now + pause_s(session.num_failures)
-        log.debug("drafting is %s beside %d sessions", judgement.value, num_sessions - 1,
-                  extra={"session_id": session.session_id})  # fmt: skip
-        self._paused[session.session_id] = _Pause(session, until, judgement, num_sessions)
+        log.debug(
+            "drafting is %s at concurrency %d",
+            judgement.value,
+            num_sessions,
+            extra={"session_id": session.session_id},
+        )
+        self.paused[session.session_id] = Pause(session, until, judgement, num_sessions)
         self.num_pauses += 1
         self.messages.append(SpeculationWanted(session.session_id, session.epoch, False))
 
-    def _resume(self, session: TargetSession, now: float, *, forget: bool) -> None:
-        del self._paused[session.session_id]
+    def resume(self, session: TargetSession, now: float, *, forget: bool) -> None:
+        """Asks for a draft again; ``forget``: without the record of earlier ones."""
+        del self.paused[session.session_id]
         session.resume_drafting(now, forget=forget)
         session.resumed_by_load = not forget
         self.num_resumptions += 1

@@ -1,9 +1,9 @@
 """Seconds of a target step by the number of its tokens, learned while serving.
 
 A step of few tokens waits for the weights, so several cost as much as one, until arithmetic takes over; where that
-happens depends on machine, model and context. So it is measured: steps that only decode are averaged by size, between
-sizes that were seen the cost is interpolated, and one *level*, which every step moves, carries sizes that have not
-been seen for a while along when contexts grow or the machine slows down.
+happens depends on machine, model and context. So it is measured: steps that only decode are averaged by size, the cost
+between measured sizes is interpolated, and one *level*, which every step moves, carries sizes that have not been
+measured for a while along when contexts grow or the machine slows down.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from paceline.model.shapes import MIN_TOKENS, QUERY_MULTIPLE, padded_row_len
 
@@ -21,30 +20,14 @@ _EXACT, _LARGE = 64, 256
 _LEVEL_WEIGHT = 0.15
 _SIZE_WEIGHT = 0.1
 _RUSTY_STEPS = 256
-"""A size that was not seen for so many steps is learned anew, half of it at once."""
+"""A size that was not measured for so many steps is learned again: the next measurement counts half."""
 _FEW, _SOON = 3, 64
-"""A size that was seen less than ``_FEW`` times, and not in the last ``_SOON`` steps, is forgotten: an outlier there
-must not keep that size from being tried again."""
+"""A size measured less than ``_FEW`` times, and not in the last ``_SOON`` steps, is forgotten: an outlier there must
+not keep that size from being tried again."""
 _MOST_RATIO = 3.0
-"""A single step moves the averages as if it had been at most so many times slower or faster than expected."""
+"""A single step counts as at most so many times slower or faster than expected."""
 _REBUILD_STEPS = 8
 _LARGEST_TABLE = 1024
-
-
-@dataclass(slots=True)
-class Average:
-    """Exponential moving average; the first value counts in full."""
-
-    weight: float = 0.1
-    value: float | None = None
-
-    def add(self, value: float) -> None:
-        """Takes a measurement."""
-        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
-
-    def get(self, default: float) -> float:
-        """The average, or ``default`` before the first measurement."""
-        return default if self.value is None else self.value
 
 
 def size_class(num_tokens: int) -> int:
@@ -66,8 +49,8 @@ class _Size:
 class StepCost:
     """Expected seconds by number of tokens: non-decreasing, piecewise linear, strictly positive once known.
 
-    Sizes beyond those that were seen are expected to be cheap rather than dear, smaller ones as if the cost were
-    proportional: trying one corrects that, shunning it would not.
+    Sizes never measured are assumed to be cheap (beyond the largest) or proportional (below the smallest), so that they
+    get tried and the estimate corrects itself.
     """
 
     def __init__(self) -> None:
@@ -80,11 +63,11 @@ class StepCost:
 
     @property
     def known(self) -> bool:
-        """Whether any step was measured."""
+        """True as soon as any step was measured."""
         return bool(self._sizes)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Takes the duration of a step that only decoded; one without duration says nothing."""
+        """Takes the seconds of a step that only decoded; none if they are not positive."""
         if not seconds > 0.0:
             return
         self._num_observed += 1
@@ -96,6 +79,7 @@ class StepCost:
             self._sizes[at] = _Size(seconds / self._level, self._num_observed)
             self._rebuild()
             return
+        # Averages are of logarithms: a step twice as slow and one twice as fast cancel out.
         weight = max(_SIZE_WEIGHT, 0.5 / size.count)
         if self._num_observed - size.seen_at > _RUSTY_STEPS:
             weight = max(weight, 0.5)
@@ -111,15 +95,15 @@ class StepCost:
             self._rebuild()
 
     def seconds(self, num_tokens: int) -> float:
-        """Expected duration of a step with so many tokens; 0.0 before anything is known."""
+        """Expected seconds of a step with ``num_tokens``; 0.0 before anything is known."""
         return self._level * _at(self._table, num_tokens)
 
     def least(self, num_tokens: int) -> float:
-        """The same when the machine was at its fastest: what a step may take if a draft stops slowing it down."""
+        """Expected seconds with the machine at its fastest: a bound on a step that no draft slows down."""
         return self._least_level * _at(self._table, num_tokens)
 
     def floor(self, num_tokens: int) -> float:
-        """The largest convex function below ``seconds``: what bounds the cost of adding tokens from below."""
+        """Largest convex function below ``seconds``, which bounds the cost of adding tokens from below."""
         return self._level * min(_at(self._floor, num_tokens), _at(self._table, num_tokens))
 
     def _rebuild(self) -> None:
@@ -169,7 +153,7 @@ def _monotone(points: list[tuple[int, float, float]]) -> list[tuple[int, float]]
 
 
 def _with_padding(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Adds what padding makes likely: sizes of one padded size cost the same unless they were seen to differ."""
+    """Adds points that follow from padding: sizes of one padded size cost the same unless they were measured apart."""
     seen = {at for at, _ in points}
     padded: list[tuple[int, float]] = []
     for (at, value), (following, _) in itertools.pairwise([*points, (1 << 62, 0.0)]):
@@ -190,7 +174,7 @@ def _interpolate(points: list[tuple[int, float]], at: int) -> float:
 
 
 def _fill(points: list[tuple[int, float]]) -> list[float]:
-    """Values at 0, 1, .. up to the last point."""
+    """Values of the piecewise linear function at 0, 1, .. up to the last point."""
     table = [points[0][1]]
     for (left, low), (right, high) in itertools.pairwise(points):
         slope = (high - low) / (right - left)

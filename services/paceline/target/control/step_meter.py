@@ -1,0 +1,202 @@
+"""Counts and times of the steps of one target engine, and what the controllers learn from each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.core.verification import Verdict
+from paceline.target.control.allocation import Allocation
+from paceline.target.control.session_gate import SessionGate
+from paceline.target.control.waiting import WaitPolicy
+from paceline.target.scheduler import Scheduled
+from paceline.target.session import TargetSession
+from paceline.types import Cause
+
+_LEAST_DECODING = 0.5
+"""Steps that spend less than this share of their time on decoding say nothing about drafting."""
+
+
+@dataclass(slots=True)
+class TargetStats:
+    """Counted events since the engine started."""
+
+    steps: int = 0
+    tokens_computed: int = 0
+    rounds: int = 0
+    tokens_emitted: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    nodes_added: int = 0
+    nodes_stale: int = 0
+    nodes_invalid: int = 0
+    nodes_dropped: int = 0
+    trees_lost: int = 0
+    proposals_invalid: int = 0
+    messages_stale: int = 0
+    step_s: float = 0.0
+    """Seconds inside steps, from the choice of sessions to their outcomes."""
+    bubble_s: float = 0.0
+    """Seconds between the end of a step and the start of the next forward although a session was ready to step."""
+    bubble_steps: int = 0
+    hit_bubble_s: float = 0.0
+    """Part of ``bubble_s`` before forwards that only verify proposals which were there when the last step ended."""
+    hit_bubble_steps: int = 0
+    wait_s: float = 0.0
+    """Seconds between two steps in which every session waited for its draft."""
+    waits: int = 0
+    ahead_depth_total: int = 0
+    """Lengths of the proposals that were there when a step ended, up to K each."""
+    ahead_rounds: int = 0
+    draft_rows: int = 0
+    """Draft tokens verified."""
+    draft_rows_trimmed: int = 0
+    """Draft tokens that were there and were not verified, because the step was shorter without them."""
+    nodes_used: int = 0
+    """Draft tokens accepted."""
+    lookup_rounds: int = 0
+    """Rounds of sessions whose draft had nothing, with a proposal from their own text instead."""
+    lookup_rows: int = 0
+    """Tokens of these proposals."""
+    lookup_rows_used: int = 0
+    """Tokens of these proposals that were accepted."""
+    drafts_paused: int = 0
+    """Times that drafting was paused for a session."""
+    drafts_resumed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step whose verdicts are known: its times in seconds, and the cost of its draft tokens."""
+
+    parts: Sequence[Scheduled]
+    verifying: Sequence[Scheduled]
+    """The parts that verify: kept here, since their sessions grow when they are committed."""
+    started: float
+    """Time before its sessions were chosen."""
+    decided_at: float
+    """Time when its verdicts were known."""
+    row_s: float
+    """Delay by one draft token, summed over the sessions of the step."""
+    plain_s: float
+    """A plain step of the same sessions, start to start."""
+    decoding: float
+    """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
+
+
+class StepMeter:
+    """Measures the steps of one engine: ``begin``, ``decided``, a ``round`` per outcome, ``compare``, ``end``."""
+
+    def __init__(
+        self, clock: Callable[[], float], allocation: Allocation, wait_policy: WaitPolicy, gate: SessionGate
+    ) -> None:
+        self.stats = TargetStats()
+        self._clock = clock
+        self._allocation = allocation
+        self._wait_policy = wait_policy
+        self._gate = gate
+        self._started = self._forward_at = 0.0  # of the step in progress
+        self._emitted_before = 0  # tokens emitted by all steps before it
+        self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
+        self._decided_at = 0.0  # of the last step
+        self._all_waited = False  # since the last step
+
+    def idle(self, *, waiting: bool) -> None:
+        """Takes an attempt to step without a ready session; ``waiting``: there are sessions, all wait for drafts."""
+        self._all_waited = waiting
+        if not waiting:
+            self._ended_at = None
+
+    def begin(self, parts: Sequence[Scheduled], started: float) -> None:
+        """Takes the start of a forward, and accounts for the time since the last step."""
+        self._started, self._forward_at = started, self._clock()
+        self._emitted_before = self.stats.tokens_emitted
+        if self._ended_at is None:
+            return
+        gap_s, stats = self._forward_at - self._ended_at, self.stats
+        if self._all_waited:
+            stats.wait_s += gap_s
+            stats.waits += 1
+            return
+        stats.bubble_s += gap_s
+        stats.bubble_steps += 1
+        self._allocation.overhead_s.add(gap_s)
+        if all(p.verifies and p.session.cause is Cause.HIT for p in parts):
+            stats.hit_bubble_s += gap_s
+            stats.hit_bubble_steps += 1
+
+    def decided(self, parts: Sequence[Scheduled]) -> MeasuredStep:
+        """Takes the time at which the verdicts of the step are known."""
+        now, cost = self._clock(), self._allocation.cost
+        num_tokens = sum(p.num_tokens for p in parts)
+        verifying = [p for p in parts if p.verifies]
+        num_drafted, num_verifying = sum(len(p.proposal) for p in parts), len(verifying)
+        num_decoding = num_drafted + num_verifying  # the others belong to prefill chunks
+        added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_drafted)
+        step = MeasuredStep(
+            parts,
+            verifying,
+            self._started,
+            now,
+            row_s=added_s * num_verifying / num_drafted if num_drafted else 0.0,
+            plain_s=self._allocation.plain_s(num_verifying),
+            decoding=cost.seconds(num_decoding) / cost.seconds(num_tokens) if cost.known else 1.0,
+        )
+        if all(p.stop - p.start == 1 for p in parts):  # the costs above are those known before this step
+            self._wait_policy.step_s.add(now - self._started)
+            self._allocation.observe_step(num_tokens, now - self._forward_at)
+        self.stats.steps += 1
+        self.stats.step_s += now - self._started
+        self.stats.tokens_computed += num_tokens
+        return step
+
+    def round(self, step: MeasuredStep, part: Scheduled, verdict: Verdict, num_accepted: int, num_emitted: int) -> None:
+        """Takes the outcome of one session, before it is committed."""
+        session, proposal, stats = part.session, part.proposal, self.stats
+        stats.proposals_invalid += verdict.num_invalid
+        stats.rounds += 1
+        stats.tokens_emitted += num_emitted
+        num_nodes = len(proposal.node_ids)  # 0: plain, or a proposal from the session's own text
+        num_used = num_accepted if num_nodes else 0
+        num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
+        stats.draft_rows += num_nodes
+        stats.nodes_used += num_used
+        stats.draft_rows_trimmed += num_trimmed
+        if len(proposal) and not num_nodes:
+            stats.lookup_rounds += 1
+            stats.lookup_rows += len(proposal)
+            stats.lookup_rows_used += num_accepted
+        if session.k:
+            self._allocation.lengths.add(len(proposal))
+        if session.cause is Cause.START:
+            stats.cached_tokens += session.cached_tokens
+        else:
+            self._wait_policy.observe_round(num_nodes, num_used, num_emitted, step.decided_at - session.outcome_at)
+            if session.draft_available:
+                waited_s = 0.0 if session.waiting_since is None else step.started - session.waiting_since
+                lost_s = waited_s + step.row_s * num_nodes
+                lost = lost_s / step.plain_s if step.plain_s > 0 else 0.0
+                self._gate.observe(session, num_nodes, num_trimmed, num_used, lost)
+        if num_nodes:
+            num_tried = min(num_nodes, verdict.num_accepted + 1)  # those before the first rejection, and that one
+            session.hits.add(num_tried, sum(proposal.probs[:num_tried]), verdict.num_accepted)
+        elif session.draft_available:
+            session.hits.fade()
+
+    def compare(self, step: MeasuredStep, running: Sequence[TargetSession]) -> None:
+        """Takes the tokens per second of a step for the choice between drafting and plain decoding at its load.
+
+        Steps after a pause, of sessions that may not have a draft, or mostly of prefill do not count.
+        """
+        may = [s for s in running if s.k > 0]
+        if self._ended_at is None or not may or step.decoding < _LEAST_DECODING:
+            return
+        num_tokens = self.stats.tokens_emitted - self._emitted_before
+        seconds = step.decoding * (step.decided_at - self._decided_at)
+        heard = sum(s.draft_available and s.draft_heard for s in may)
+        self._gate.trials.measure(len(step.parts), num_tokens, seconds, drafting=2 * heard >= len(may))
+
+    def end(self, step: MeasuredStep) -> None:
+        """Takes the end of a step: the time from now to the next forward is a bubble or a wait."""
+        self._ended_at, self._decided_at = self._clock(), step.decided_at
+        self._all_waited = False
