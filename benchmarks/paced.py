@@ -102,7 +102,7 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
             from paceline.target.control.report import ControlReport
             from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server as add
 
-            describe = functools.partial(describe_target, explainer=ControlReport())
+            describe = functools.partial(describe_target, report=ControlReport())
         else:
             from paceline.runtime.draft_server import DraftService as Service
             from paceline.runtime.draft_server import describe

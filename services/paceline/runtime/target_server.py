@@ -40,7 +40,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-def describe(engine: TargetEngine, explainer: ControlReport) -> Mapping[str, Any]:
+def describe(engine: TargetEngine, report: ControlReport) -> Mapping[str, Any]:
     """What a target's status says of its engine and of its controller."""
     cache = engine.runner.cache
     return {
@@ -49,7 +49,7 @@ def describe(engine: TargetEngine, explainer: ControlReport) -> Mapping[str, Any
         "kv_pages_used": cache.num_pages - cache.num_available,
         "kv_pages": cache.num_pages,
         "counters": {**dataclasses.asdict(engine.stats), "trials": engine.gate.trials.num_trials},
-        **explainer(engine),
+        **report(engine),
     }
 
 
@@ -76,7 +76,7 @@ def target_server(
     host = EngineHost(
         "target",
         EngineSpec(setup, rendezvous).build,
-        functools.partial(describe, explainer=ControlReport()),
+        functools.partial(describe, report=ControlReport()),
         replica_id=replica_id,
         max_sessions=setup.options.max_sessions,
         model=model,

@@ -9,6 +9,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.size import gib
 from paceline.config import TargetSetup
 from paceline.errors import ConfigError
+from paceline.messages import FromTarget
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
 from paceline.model.device import resolve
@@ -20,7 +21,7 @@ from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.preflight.device import left_bytes, require_target
 from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
-from paceline.target.engine import FromTarget, TargetEngine
+from paceline.target.engine import TargetEngine
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)

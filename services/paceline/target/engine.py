@@ -19,12 +19,12 @@ from paceline.errors import InvalidRequestError, PacelineError
 from paceline.messages import (
     CloseSession,
     DraftState,
+    FromTarget,
     InFlight,
     Nodes,
     OpenSession,
     Outcome,
     SessionFailed,
-    SpeculationWanted,
     TreeLost,
 )
 from paceline.model.parallel.runner import LeadingRunner
@@ -38,9 +38,6 @@ from paceline.target.lookup import new_shares
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Acceptance, Cause, Mode, Round, SamplingParams, pages_for
-
-ToTarget = OpenSession | Nodes | CloseSession | DraftState
-FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
 
 _CALIBRATED_SIZES = (1, 4, 8, 16, 32, 64)
 _TIMED_FORWARDS = 3
@@ -115,7 +112,7 @@ class TargetEngine:
         """Number of open sessions that wait for room."""
         return len(self._scheduler.waiting)
 
-    def receive(self, messages: Sequence[ToTarget]) -> None:
+    def receive(self, messages: Sequence[OpenSession | Nodes | CloseSession | DraftState]) -> None:
         """Takes messages; those for unknown sessions or other epochs are dropped and counted."""
         for message in messages:
             session = self._sessions.get(message.session_id)
