@@ -178,9 +178,13 @@ def test_truncation_is_the_same_with_and_without_native_code(monkeypatch, spread
     logits = torch.randn(6, 3000, generator=generator) * spread
     logits = logits.bfloat16() if coarse else logits
     options = [
-        {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.999, "min_p": 1e-4}, {"top_k": 2000, "top_p": 0.95}, {},
+        {"top_k": 7},
+        {"top_p": 0.9},
+        {"top_p": 0.999, "min_p": 1e-4},
+        {"top_k": 2000, "top_p": 0.95},
+        {},
         {"min_p": 0.05, "temperature": 3.0},
-    ]  # fmt: skip
+    ]
     states = [SamplerState(SamplingParams(**{"temperature": 1.0, **o}), 1, (0,), vocab_size=3000) for o in options]
     batch = [Row(state) for state in states]
     native = process(logits, batch).scores

@@ -48,8 +48,8 @@ def reference(logits, params, prompt, output, eos=()):
         kept = {v for v in kept if weights[v] >= params.min_p}
         x = [x[v] if v in kept else -INF for v in vocab]
     top = max(x)
-    normaliser = top + math.log(sum(math.exp(value - top) for value in x))
-    return [value - normaliser for value in x]
+    normalizer = top + math.log(sum(math.exp(value - top) for value in x))
+    return [value - normalizer for value in x]
 
 
 def assert_same_distribution(log_probs, expected):

@@ -243,9 +243,12 @@ def test_rejection_rule_takes_only_nodes_that_can_have_been_drawn(
 def test_rejection_rule_proposes_the_sampled_child_however_unlikely() -> None:
     tree = SpeculationTree(VOCAB, 1, rejection=True)
     nodes = [
-        Node(1, 0, 0, 0.01, q=GOOD_Q), Node(2, 0, 1, 0.9, sampled=False), Node(3, 0, 2, 0.1, q=GOOD_Q),
-        Node(4, 1, 1, 0.9, sampled=False), Node(5, 2, 2, 0.5, q=GOOD_Q),
-    ]  # fmt: skip
+        Node(1, 0, 0, 0.01, q=GOOD_Q),
+        Node(2, 0, 1, 0.9, sampled=False),
+        Node(3, 0, 2, 0.1, q=GOOD_Q),
+        Node(4, 1, 1, 0.9, sampled=False),
+        Node(5, 2, 2, 0.5, q=GOOD_Q),
+    ]
     assert tree.add(nodes) == Added(added=4, invalid=1)
     assert tree.proposal(3).token_ids == (0,)
     assert tree.proposal(3).qs == (GOOD_Q,)

@@ -214,7 +214,7 @@ def test_sample_draft_reports_what_it_drew_from():
         assert list(sample.predicted) == likely
 
 
-def test_a_position_drafted_anew_gets_new_values():
+def test_a_position_that_is_drafted_again_gets_new_values():
     token_ids, log_q, seeds, positions = draft_inputs(200, 20)
     first, again, other = (
         [s.token_id for s in sample_draft(token_ids, log_q, seeds, positions, nonces, [1.0] * 200, [0] * 200)]

@@ -13,7 +13,7 @@ from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal, SpeculationTree
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
-from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed  # fmt: skip
+from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed
 from paceline.types import Cause, SamplingParams, SpeculationParams
 
 VOCAB = 12
@@ -178,18 +178,28 @@ class FakeTarget:
 
 
 def open_session(
-    session_id: str = "s", *, epoch: int = 0, text: Sequence[int] = (1, 2, 3), seed: int = 7,
-    temperature: float = 1.0, **speculation: object,
-) -> OpenSession:  # fmt: skip
+    session_id: str = "s",
+    *,
+    epoch: int = 0,
+    text: Sequence[int] = (1, 2, 3),
+    seed: int = 7,
+    temperature: float = 1.0,
+    **speculation: object,
+) -> OpenSession:
     """A session to open on both sides."""
     return OpenSession(
-        session_id, epoch, tuple(text), len(text), seed, SamplingParams(temperature=temperature),
+        session_id,
+        epoch,
+        tuple(text),
+        len(text),
+        seed,
+        SamplingParams(temperature=temperature),
         SpeculationParams.model_validate({"max_draft_tokens": 4, **speculation}),
-    )  # fmt: skip
+    )
 
 
 class Harness:
-    """A draft engine and the targets of its sessions, in lock step."""
+    """A draft engine and the targets of its sessions, in sequence."""
 
     def __init__(self, drafter: TableDrafter | None = None, **options: int) -> None:
         self.drafter = drafter or TableDrafter()

@@ -304,7 +304,7 @@ def test_a_gap_in_the_commits_ends_the_session_and_it_is_opened_again() -> None:
     for _ in range(3):
         harness.round(5)
     target = harness.targets["s"]
-    target.end(target.begin())  # nobody tells the engine
+    target.end(target.begin())  # the engine is not told
     at = len(target.text)
     harness.engine.receive([Commit("s", 0, at, target.end(target.begin()))])
     ((name, epoch, reason),) = failures(harness)
@@ -383,7 +383,7 @@ def test_unknown_nodes_in_flight_are_none(in_flight: tuple[int, ...]) -> None:
 
 
 def test_a_sender_that_believes_a_session_to_be_open_is_told_once() -> None:
-    """Its open was lost: it would commit for ever. A close or an open that was overtaken is no reason for a session."""
+    """Its open was lost: it would commit indefinitely. A close or an open that was overtaken opens no session."""
     harness = Harness()
     harness.engine.receive([Commit("s", 2, 3, (1,)), Commit("s", 2, 4, (1,)), Commit("s", 2, 5, (), (1,))])
     assert [(name, epoch) for name, epoch, _ in failures(harness)] == [("s", 2)]
@@ -453,8 +453,12 @@ def nonsense() -> st.SearchStrategy[Any]:
         lambda name, epoch, text, num_prompt, seed: dataclasses.replace(
             open_session(name, epoch=epoch), token_ids=text, num_prompt_tokens=num_prompt, seed=seed
         ),
-        names.filter(lambda name: name != "good"), epochs, ids, numbers, numbers,
-    )  # fmt: skip
+        names.filter(lambda name: name != "good"),
+        epochs,
+        ids,
+        numbers,
+        numbers,
+    )
     closes = st.builds(CloseSession, names.filter(lambda name: name != "good"), epochs)
     return st.one_of(commits.filter(lambda c: c.session_id != "good" or c.epoch != 6), opens, closes)
 

@@ -61,10 +61,7 @@ class Grower:
 def test_best_first_takes_the_likeliest_leaf_each_time() -> None:
     grower = Grower(BestFirst(k=3, fan_out=3, min_path_prob=1e-6))
     for _ in range(60):
-        leaves = [
-            n for n in grower.tree.nodes()
-            if not n.expanded and n.position - grower.tree.anchor.position <= 3
-        ]  # fmt: skip
+        leaves = [n for n in grower.tree.nodes() if not n.expanded and n.position - grower.tree.anchor.position <= 3]
         node = grower.expand_one()
         if node is None:
             assert not leaves

@@ -128,7 +128,7 @@ def test_modes_give_identical_tokens_in_mixed_batches_everywhere(family: str, te
 @pytest.mark.parametrize("mode", SPECULATING)
 @pytest.mark.parametrize("processor", ["none", "bad_words", "all"])
 def test_alone(processor: str, mode: Mode) -> None:
-    """One session, nobody beside it."""
+    """One session at a time."""
     _alone("qwen3", processor, 1.0, mode)
 
 
@@ -444,10 +444,18 @@ _FALSE_ALARM = 1e-6
 def tiny_pair():
     """A target over four tokens, and a draft that disagrees with it considerably."""
     config = LlamaConfig(
-        vocab_size=_TINY_VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, intermediate_size=16, initializer_range=0.3, max_position_embeddings=128,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=_TINY_VOCAB,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        initializer_range=0.3,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = random_model(config, seed=4, peak=1.0)
     draft = noisy_copy(model, 0.8, seed=2)
     return (
@@ -474,9 +482,18 @@ def _sample_texts(tiny_pair, num: int, mode: Mode, length: int, tamper=None) -> 
     speculation = SpeculationParams(mode=mode, acceptance=Acceptance.REJECTION, max_draft_tokens=3)
     requests = {f"s{i}": Request([1, 2, 3], SamplingParams(seed=i, **sampling), speculation) for i in range(num)}
     pump = Pump(
-        target, draft, pages=128, draft_pages=128, max_sessions=128, max_step_tokens=512, max_leaves=128,
-        top_m=_TINY_VOCAB, late=0.1, tamper=tamper, max_model_len=64,
-    )  # fmt: skip
+        target,
+        draft,
+        pages=128,
+        draft_pages=128,
+        max_sessions=128,
+        max_step_tokens=512,
+        max_leaves=128,
+        top_m=_TINY_VOCAB,
+        late=0.1,
+        tamper=tamper,
+        max_model_len=64,
+    )
     results: dict[str, Result] = {}
     names = list(requests)
     for first in range(0, num, 128):

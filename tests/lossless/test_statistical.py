@@ -1,6 +1,6 @@
 """The law of the emitted text by chi-square over many sessions with production noise, and acceptance rates.
 
-Seeds are fixed, so a pass is a pass for ever; for new seeds the family-wise false-alarm probability is 1e-6,
+Seeds are fixed, so a pass stays a pass; for new seeds the family-wise false-alarm probability is 1e-6,
 shared by Bonferroni. With 20,000 sessions and 25 cells (two tokens, V = 5) a total variation of 0.04 is
 detected with probability 0.99. ``law_p_value`` is the check, and each mutant below must make it fail.
 """

@@ -262,13 +262,15 @@ class Simulation:
             name,
             [self.rng.randrange(VOCAB) for _ in range(4)],
             SamplingParams(
-                max_tokens=self.rng.randint(max_tokens // 2, max_tokens), seed=1, ignore_eos=True,
+                max_tokens=self.rng.randint(max_tokens // 2, max_tokens),
+                seed=1,
+                ignore_eos=True,
                 temperature=temperature,
             ),
             SpeculationParams(mode=mode, max_draft_tokens=8 if k is None else k, **speculation),
             decode=lambda ids: "",
             clock=self.clocks["target"],
-        )  # fmt: skip
+        )
         self.sessions[name] = session
         self._send(now, session.open(draft_wanted=self._draft_wanted))
 

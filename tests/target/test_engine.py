@@ -70,9 +70,15 @@ class Direct:
 
 def message(name: str, request: Request, epoch: int = 1) -> OpenSession:
     return OpenSession(
-        name, epoch, tuple(request.prompt), len(request.prompt), request.sampling.seed or 0,
-        request.sampling, request.speculation, request.eos_token_ids,
-    )  # fmt: skip
+        name,
+        epoch,
+        tuple(request.prompt),
+        len(request.prompt),
+        request.sampling.seed or 0,
+        request.sampling,
+        request.speculation,
+        request.eos_token_ids,
+    )
 
 
 def plain(request: Request) -> Request:
@@ -180,7 +186,7 @@ def reference_tokens(n: int, count: int) -> list[int]:
 
 
 def run_with_proposal(request: Request, draft_tokens: list[int]) -> tuple[Direct, list[Outcome]]:
-    """The first round proposes ``draft_tokens`` after the first token; nobody drafts later."""
+    """The first round proposes ``draft_tokens`` after the first token; there is no draft later."""
     direct = Direct()
     direct.open("s", request)
     direct.engine.receive([Nodes("s", 1, len(request.prompt), proposal_of(draft_tokens), idle=True)])
@@ -373,7 +379,7 @@ def test_outcomes_and_proposals_say_which_context_they_continue() -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_tree_that_misses_nodes_is_reported_once_and_followed_again(early: bool) -> None:
-    """The draft has seen the whole context, yet the tree is lost: its session asks to be opened on a draft anew."""
+    """The draft has seen the whole context, yet the tree is lost: its session asks to be opened on a draft again."""
     want = reference_tokens(9, 12)
     direct = Direct()
     direct.open("s", greedy(9, 12))

@@ -82,7 +82,7 @@ def test_steps_with_prefill_chunks_are_measured_less_what_those_take(monkeypatch
 @pytest.mark.parametrize("num_sessions", list(_SECONDS))
 @pytest.mark.parametrize("draft", list(_DRAFTS))
 def test_no_fixed_setting_is_three_percent_faster(draft: str, num_sessions: int) -> None:
-    """K of 0 to 8, with a draft that is good, dear, useless, too slow, or never heard of; trials included."""
+    """K of 0 to 8, with a draft that is good, expensive, useless, too slow, or silent; trials included."""
     seconds = _SECONDS[num_sessions]
     fixed = {k: _rate(k, draft, num_sessions, seconds) for k in range(9)}
     adaptive = _rate(None, draft, num_sessions, seconds)

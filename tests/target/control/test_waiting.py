@@ -23,9 +23,14 @@ def policy(**values: float) -> WaitPolicy:
     """All measurements given: a target step of 20 ms, a draft step of 4 ms, 2 tokens per round of 40 ms."""
     made = WaitPolicy()
     defaults = {
-        "step_s": 0.02, "draft_step_s": 0.004, "link_s": 0.0, "first_acceptance": 0.7,
-        "acceptance": 0.7, "tokens_per_round": 2.0, "round_s": 0.04,
-    }  # fmt: skip
+        "step_s": 0.02,
+        "draft_step_s": 0.004,
+        "link_s": 0.0,
+        "first_acceptance": 0.7,
+        "acceptance": 0.7,
+        "tokens_per_round": 2.0,
+        "round_s": 0.04,
+    }
     for name, value in (defaults | values).items():
         getattr(made, name).value = value
     return made
