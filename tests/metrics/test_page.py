@@ -11,7 +11,7 @@ from paceline.draft.engine import DraftStats
 from paceline.fleet.autoscaler import Autoscaler
 from paceline.fleet.monitor import Monitor
 from paceline.metrics.router import RouterMetrics
-from paceline.target.engine import TargetStats
+from paceline.target.control.step_meter import TargetStats
 from paceline.types import Cause, FinishReason, Result, Round, RouterView, SpeculationStats, Timing, Usage
 
 PAGE = Path(__file__).with_name("page.txt")
