@@ -83,7 +83,7 @@ MISSES = (Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN)
 
 
 class _Params(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class SamplingParams(_Params):
@@ -93,23 +93,32 @@ class SamplingParams(_Params):
     """
 
     logit_bias: dict[TokenId, float] = Field(default_factory=dict)
+    """Added to the logits of these token ids; -inf forbids one."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """Token id sequences whose last token is forbidden wherever the others precede it."""
     min_tokens: int = Field(default=0, ge=0, lt=MAX_TOKENS)
     """End-of-sequence and stop token ids are forbidden before this many emitted tokens."""
     repetition_penalty: float = Field(default=1.0, gt=0, le=100, allow_inf_nan=False)
+    """Divides the positive logits of tokens of prompt and output, and multiplies the negative ones; 1 is off."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from the logits of tokens that the output has."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from the logits of tokens once for each time that the output has them."""
     temperature: float = Field(default=0.0, ge=0, le=100, allow_inf_nan=False)
     """0 is greedy: the argmax."""
     top_k: int = Field(default=0, ge=0, lt=MAX_TOKENS)
     """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keeps the fewest most likely tokens whose probabilities reach this sum; 1 keeps every token."""
     min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keeps tokens of at least this share of the largest probability; 0 keeps every token."""
 
     max_tokens: int = Field(default=128, ge=1, lt=MAX_TOKENS)
+    """The output ends after so many tokens."""
     stop_token_ids: tuple[TokenId, ...] = ()
+    """The output ends with the first of these."""
     ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     """64-bit key of the session's noise; drawn at random by the session if absent."""
 
@@ -144,7 +153,9 @@ class SpeculationParams(_Params):
     """How one session speculates."""
 
     mode: Mode = Mode.OVERLAPPED
+    """How the draft is used: not at all, in turn with the target, or while the target verifies."""
     acceptance: Acceptance = Acceptance.COUPLED
+    """The rule by which the target accepts draft tokens."""
     max_draft_tokens: int = Field(default=8, ge=0, le=MAX_DRAFT_TOKENS)
     """K, the longest proposal."""
     growth: Literal["best_first", "uniform", "geometric"] = "best_first"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.cli.common import EXIT_USAGE
+from paceline.cli.exit import EXIT_USAGE
 from paceline.cli.main import main
 from paceline.errors import ConfigError
 from paceline.plan.closed_form import Load, predict
@@ -128,7 +128,7 @@ def test_a_system_is_given_the_hit_rate_that_was_measured() -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, paceline.plan.command; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'numpy')))"
+    code = "import sys, paceline.cli.plan; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'numpy')))"
     source_root = str(Path(paceline.__file__).parents[1])
     ran = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, env={"PYTHONPATH": source_root})
     assert ran.returncode == 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.support.fake_service import FakeService
 
-from paceline.cli import main as cli
+from paceline.cli.main import main
 from paceline.cli.status import report
 from paceline.cluster.ports import free_ports
 from paceline.errors import EngineError
@@ -107,17 +107,17 @@ def test_it_travels_whole():
 
 def test_the_command(capsys):
     with FakeService() as service:
-        assert cli.main(["status", "--address", service.address]) == 0
+        assert main(["status", "--address", service.address]) == 0
         assert "target t1 up 0/16 0" in " ".join(capsys.readouterr().out.split())
-        assert cli.main(["status", "--address", service.address, "--json"]) == 0
+        assert main(["status", "--address", service.address, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
     assert (found["acceptance_rate"], found["pools"]["target"][0]["counters"]) == (0.5, {"steps": 3.0})
     assert (found["scaling"], found["starting"]) == ([], [])
 
 
 def test_no_target_is_a_status_of_its_own(capsys, monkeypatch):
-    monkeypatch.setattr("paceline.client.Client.server_info", lambda self, timeout_s: replace(INFO, pools={}))
-    assert cli.main(["status"]) == 1
+    monkeypatch.setattr("paceline.cli.status.Client.server_info", lambda self, timeout_s: replace(INFO, pools={}))
+    assert main(["status"]) == 1
     assert "no target is up" in capsys.readouterr().out
 
 
@@ -132,8 +132,8 @@ def test_watching_goes_on_when_nobody_answers_for_a_while(capsys, monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr("paceline.client.Client.server_info", server_info)
-    assert cli.main(["status", "--watch", "0.01", "--json"]) == 130
+    monkeypatch.setattr("paceline.cli.status.Client.server_info", server_info)
+    assert main(["status", "--watch", "0.01", "--json"]) == 130
     out, err = capsys.readouterr()
     assert [json.loads(line)["version"] for line in out.splitlines()] == ["1.2.3", "1.2.3"]
     assert "nobody there" in err
@@ -141,7 +141,7 @@ def test_watching_goes_on_when_nobody_answers_for_a_while(capsys, monkeypatch):
 
 def test_nobody_answers(capsys):
     (port,) = free_ports(1)
-    assert cli.main(["status", "--address", f"127.0.0.1:{port}", "--timeout", "2"]) == 1
+    assert main(["status", "--address", f"127.0.0.1:{port}", "--timeout", "2"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert f"127.0.0.1:{port}" in err
@@ -150,5 +150,5 @@ def test_nobody_answers(capsys):
 
 @pytest.mark.parametrize("flag", ["--timeout", "--watch"])
 def test_times_are_more_than_nothing(flag, capsys):
-    assert cli.main(["status", flag, "0"]) == 2
+    assert main(["status", flag, "0"]) == 2
     assert f"{flag} is 0: it must be more than 0 seconds" in capsys.readouterr().err

@@ -1,48 +1,46 @@
 """``paceline check``: what ``paceline serve`` would run, the memory that it takes, and what keeps it from starting.
 
-Reads files and ports, loads nothing. Exit status: 0 it may start, 1 it cannot; the others as in ``cli.py``.
+Reads files and ports, loads nothing. Exit status: 0 it may start, 1 it cannot; the others as in ``exit.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from paceline.checkpoint.size import gib
+from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.serve import add_config_flags, read_config
-from paceline.cli.table import table
+from paceline.cli.table import table, working
 from paceline.config import ServiceConfig
 from paceline.preflight.estimate import RAY_BYTES, MemoryEstimate
 from paceline.preflight.service import Examination, Pool, examine
 from paceline.types import PAGE_SIZE
 
-_EXIT_REFUSED = 1
 _UNKNOWN = "?"
 _COMPILER = "about 0.2 GiB"
 """Measured with the embedded target: 189 MiB until the replica ends."""
 
 
-def add_parser(commands: Any) -> None:
-    """Adds ``check`` to the commands."""
-    parser = commands.add_parser(
-        "check",
-        help="say whether the service would start, and what memory it takes",
-        description="Says what memory each replica takes, and what keeps the service from starting on this machine.",
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline check``."""
+    parser.description = "Reports what memory each replica takes, and what keeps the service from starting here."
     add_config_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_check)
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """``paceline check``."""
+    """Runs ``paceline check``."""
     config = read_config(args)
-    examination = examine(config, cores=False)  # as ``serve`` does: its Ray is told of as many cores as it takes
+    with working("reading the checkpoints"):
+        examination = examine(config, cores=False)  # as ``serve`` does: its Ray is told of as many cores as it takes
     print(json.dumps(as_json(examination), indent=2) if args.json else "\n".join(report(config, examination)))
-    return 0 if examination.may_start else _EXIT_REFUSED
+    return EXIT_DONE if examination.may_start else EXIT_FAILED
 
 
 def as_json(examination: Examination) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def report(config: ServiceConfig, examination: Examination) -> Iterator[str]:
     """The lines that are printed."""
     left = examination.left_bytes
     assert left is not None, "the replicas run here"
-    yield from table([_HEADER, *(_row(pool) for pool in examination.pools)])
+    yield from table([_HEADER, *(_row(pool) for pool in examination.pools)], sys.stdout)
     yield ""
     for pool in examination.pools:
         yield from _remarks(config, pool)

@@ -15,12 +15,13 @@ import sys
 from collections.abc import Iterator
 from typing import Protocol
 
-from paceline.cli.common import EXIT_ENGINE, local_config, write_text
+from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
+from paceline.cli.generate import add_engine_flags, local_config, write_text
 from paceline.client import Client
 from paceline.cluster.ports import free_ports
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.local import LocalPipeline
-from paceline.types import Chunk, Mode, Result, SamplingParams, SpeculationParams
+from paceline.types import Generation, Mode, Result, SamplingParams, SpeculationParams
 
 PROMPT = '''"""Helpers for reading configuration files."""
 
@@ -46,8 +47,21 @@ A step of the embedded target takes a few milliseconds, hardly more than a step 
 them: there is little to win here. At the cost of a larger target: paceline bench local --grow-target 150M"""
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline demo``."""
+    parser.description = (
+        "Starts the service, decodes one prompt plain and overlapped, in turn, and compares tokens and speed."
+    )
+    add_engine_flags(parser, "run both engines under this process instead of the service")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default 0: greedy")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each mode (default 3)")
+    parser.set_defaults(run=run_demo)
+
+
 def run_demo(args: argparse.Namespace) -> int:
-    """Returns 0 if all runs gave the same tokens."""
+    """Runs ``paceline demo``. Returns 0 if all runs gave the same tokens."""
     if args.repeats < 1:
         raise InvalidRequestError(f"--repeats is {args.repeats}: it must be at least 1")
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
@@ -74,19 +88,10 @@ def run_demo(args: argparse.Namespace) -> int:
     return _compare([result for mode in _MODES for result in results[mode]])
 
 
-class _Run(Protocol):
-    """A request in progress."""
-
-    def __iter__(self) -> Iterator[Chunk]: ...
-
-    @property
-    def result(self) -> Result: ...
-
-
 class _Source(Protocol):
     """The service or the one-process pipeline."""
 
-    def generate(self, prompt: str, sampling: SamplingParams, speculation: SpeculationParams, /) -> _Run: ...
+    def generate(self, prompt: str, sampling: SamplingParams, speculation: SpeculationParams, /) -> Generation: ...
 
 
 @contextlib.contextmanager
@@ -157,6 +162,6 @@ def _compare(runs: list[Result]) -> int:
             pairs = zip(reference, run.token_ids, strict=False)
             first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(run.token_ids)))
             print(f"tokens      DIFFERENT from position {first} on")
-            return EXIT_ENGINE
+            return EXIT_FAILED
     print(f"tokens      identical in all {len(runs)} runs ({len(reference)} tokens each)")
-    return 0
+    return EXIT_DONE

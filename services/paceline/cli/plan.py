@@ -1,6 +1,6 @@
 """``paceline plan``: flags in, a fleet and its cost out. Loads nothing.
 
-Exit status: 0 there is a fleet that keeps the limit, 1 there is none; 2 as in ``cli.py``.
+Exit status: 0 there is a fleet that keeps the limit, 1 there is none; 2 as in ``exit.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.table import table
 from paceline.errors import ConfigError
 from paceline.plan import measured
@@ -32,7 +33,6 @@ from paceline.plan.search import (
 )
 from paceline.plan.times import StepTable
 
-_EXIT_NONE = 1
 _RIDGE = 295
 """Tokens of a bf16 step whose arithmetic takes as long as reading the weights on an H100: 989 TFLOP/s over 3.35 TB/s,
 with 2 FLOP and 2 bytes for each weight."""
@@ -43,13 +43,11 @@ _HIT_K = 4
 """--hit-rate is that of so many draft tokens."""
 
 
-def add_parser(commands: Any) -> None:
-    """Adds ``plan`` to the commands."""
-    parser = commands.add_parser(
-        "plan",
-        help="how many targets and drafts, of which K, at what cost",
-        description="Says how many targets and drafts serve a load within a limit, with which K, and what a million "
-        "tokens cost against plain decoding: by a closed form of a round, confirmed by a discrete-event simulation.",
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline plan``."""
+    parser.description = (
+        "Computes how many targets and drafts serve a load within a limit, with which K, and what a million tokens "
+        "cost against plain decoding: by a closed form of a round, confirmed by a discrete-event simulation."
     )
     group = parser.add_argument_group("measured times, in ms")
     group.add_argument("--target-step-ms", type=_number(0, open_low=True), metavar="MS", help="of one token")
@@ -266,7 +264,7 @@ def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """``paceline plan``."""
+    """Runs ``paceline plan``."""
     system, wish = system_of(args), wish_of(args)
     devices = Devices(args.target_devices, args.draft_devices)
     prices = prices_of(args, devices)
@@ -283,7 +281,7 @@ def run_plan(args: argparse.Namespace) -> int:
         print("\n".join(report(system, wish, prices, plain, overlapped)))
         if same:
             print("\n".join(("", *same_devices(devices, same))))
-    return 0 if plain or overlapped else _EXIT_NONE
+    return EXIT_DONE if plain or overlapped else EXIT_FAILED
 
 
 def as_json(

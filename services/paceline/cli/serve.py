@@ -2,7 +2,7 @@
 
     flags, file ─▶ configuration ─▶ checks ─▶ cluster.launch.Service
 
-Exit status: 0 stopped by SIGTERM, 130 by Ctrl-C; the others as in ``cli/main.py``.
+Exit status: 0 stopped by SIGTERM, 130 by Ctrl-C; the others as in ``exit.py``.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.common import EXIT_INTERRUPTED
+from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
+from paceline.cli.flags import add_fields, add_model_flags
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
 from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, NgramDraftConfig, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.preflight.service import require_service
 
+_SERVER_KEYS = ["server.host", "server.grpc_port", "server.http_port"]
+_ENGINE_KEYS = ["target_config.engine_kwargs.dtype", "target_config.engine_kwargs.compile"]
+_TARGET_KEYS = [*_ENGINE_KEYS, "target_config.engine_kwargs.tensor_parallel_size"]
 
-def add_parser(commands: Any) -> None:
-    """Adds ``serve`` to the commands."""
-    parser = commands.add_parser(
-        "serve",
-        help="run the service",
-        description="Runs the service on this machine, or on a Ray cluster, until it is interrupted.",
-    )
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline serve``."""
+    parser.description = "Runs the service on this machine, or on a Ray cluster, until it is interrupted."
     add_config_flags(parser)
     group = parser.add_argument_group("Ray")
     group.add_argument("--address", metavar="RAY_ADDRESS", help="join this Ray cluster (default: start one here)")
@@ -43,39 +44,31 @@ def add_parser(commands: Any) -> None:
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds what ``read_config`` reads."""
+    """Adds the flags that ``read_config`` reads."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML: the configuration, or a Serve config file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of it (repeatable)"
     )
-    group = parser.add_argument_group("models")
-    group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
-    group.add_argument("--draft", metavar="ID_OR_PATH", help="draft model (default: the embedded one)")
-    group.add_argument("--drafter", choices=["model", "ngram", "none"], help="what proposes tokens")
-    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"])
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the models (default: on CPUs)")
-    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks of a target replica (default 1)")
+    add_model_flags(parser, ["model", "ngram", "none"])
     group = parser.add_argument_group("replicas")
     for pool in ("target", "draft", "router"):
         text = f"{pool} replicas, or bounds within which their number follows the load (default 1)"
         group.add_argument(f"--{pool}s", type=_size, metavar="N|MIN:MAX", help=text)
     group = parser.add_argument_group("where")
-    group.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 0.0.0.0)")
-    group.add_argument("--grpc-port", type=int, metavar="N", help="default 9000")
-    group.add_argument("--http-port", type=int, metavar="N", help="metrics and health; default 8000")
+    add_fields(group, ServiceConfig, _SERVER_KEYS)
 
 
 def _size(text: str) -> int | tuple[int, int]:
-    """Of a pool: a number of replicas, or the fewest and the most. Raises ArgumentTypeError."""
+    """The size of a pool: a number of replicas, or the fewest and the most. Raises ArgumentTypeError."""
     try:
         least, separator, most = text.partition(":")
         return (int(least), int(most)) if separator else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: a number is needed, or two such as 1:3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: a number is needed, or two such as 1:3") from None
 
 
 def _sized(pool: str, size: int | tuple[int, int] | None) -> dict[str, Any]:
-    """Settings of a pool's deployment. A number takes the place of bounds in the file, and bounds that of a number."""
+    """Settings of a pool's deployment: a number replaces bounds of the file, and bounds replace a number."""
     if size is None:
         return {}
     key = f"{pool}_config.deployment_config."
@@ -87,7 +80,7 @@ def _sized(pool: str, size: int | tuple[int, int] | None) -> dict[str, Any]:
 
 
 def read_config(args: argparse.Namespace) -> ServiceConfig:
-    """What file and flags say together; flags win. Raises ConfigError."""
+    """The configuration of file and flags together; flags win. Raises ConfigError."""
     config = ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)
     if args.draft is not None and args.drafter not in (None, "model"):
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
@@ -108,18 +101,10 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
 
 def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     """Overrides that depend on what there is to override."""
-    values: dict[str, Any] = {
-        "target_config.engine_kwargs.dtype": args.dtype,
-        "target_config.engine_kwargs.compile": args.compile,
-        "target_config.engine_kwargs.tensor_parallel_size": args.tensor_parallel_size,
-        "server.host": args.host,
-        "server.grpc_port": args.grpc_port,
-        "server.http_port": args.http_port,
-    }
-    draft = config.draft_config
+    keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS], config.draft_config
     if isinstance(draft, ModelDraftConfig):
-        values["draft_config.engine_kwargs.dtype"] = args.dtype
-        values["draft_config.engine_kwargs.compile"] = args.compile
+        keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]
+    values = {key: getattr(args, key.rpartition(".")[2]) for key in keys}
     given = {key: value for key, value in values.items() if value is not None}
     given |= _sized("target", args.targets) | _sized("router", args.routers)
     given |= {} if draft is None else _sized("draft", args.drafts)
@@ -133,7 +118,7 @@ def _override(key: str, value: Any) -> str:
 
 
 def _loading(flag: str, value: str) -> dict[str, str]:
-    """A directory is known to clients by its last part."""
+    """``model_loading_config`` of a flag's value; clients know a directory by its last part. Raises ConfigError."""
     if not value:
         raise ConfigError(f"{flag} is empty: a model id or a directory is needed")
     folder = Path(value).expanduser()
@@ -141,13 +126,13 @@ def _loading(flag: str, value: str) -> dict[str, str]:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """``paceline serve``."""
+    """Runs ``paceline serve``."""
     if args.print_environment:
         for name, value in serve_environment(socket_folder()).items():
             print(f"export {name}={shlex.quote(value)}")
-        return 0
+        return EXIT_DONE
     config = read_config(args)
     local = args.address is None
     require_service(config, memory=local, cores=False, ports=local)  # our own Ray is told of as many cores as it takes
     with Service(config, address=args.address, dashboard=args.dashboard, verbose=args.verbose) as service:
-        return EXIT_INTERRUPTED if service.run() == signal.SIGINT else 0
+        return EXIT_INTERRUPTED if service.run() == signal.SIGINT else EXIT_DONE

@@ -1,7 +1,7 @@
 """``paceline status``: the pools of a running service, their replicas, how well drafting goes, and who decides what.
 
 Asks GetServerInfo of any router. Exit status: 0 the service answers and a target is up, 1 it does not answer or none is
-up; the others as in ``cli.py``.
+up; the others as in ``exit.py``.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
+from paceline.cli.flags import add_tls_flags, check_positive
 from paceline.cli.table import table
-from paceline.errors import ConfigError, PacelineError
+from paceline.client import Client, Tls
+from paceline.errors import PacelineError
 from paceline.types import PoolScaling, ReplicaStatus, ServerInfo
 
 DEFAULT_ADDRESS = "localhost:9000"
 
-_EXIT_DOWN = 1
 _ORDER = ("router", "target", "draft")
 _HEADER = ("pool", "replica", "state", "sessions", "waiting", "KV", "busy", "node", "model")
 _CLEAR = "\x1b[H\x1b[2J"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds ``status`` to the commands."""
-    parser = commands.add_parser(
-        "status",
-        help="say how a running service is",
-        description="Says which replicas a running service has, how well drafting goes, and how pools are sized.",
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline status``."""
+    parser.description = (
+        "Reports which replicas a running service has, how well drafting goes, and how pools are sized."
     )
     parser.add_argument("--address", metavar="HOST:PORT", default=DEFAULT_ADDRESS, help=f"default {DEFAULT_ADDRESS}")
     parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch one in each line")
@@ -40,24 +39,20 @@ def add_parser(commands: Any) -> None:
         "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="again and again (default every 2 s)"
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
-    parser.add_argument("--tls", action="store_true", help="encrypt, and check the service's certificate")
-    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="--tls, with the authorities of this PEM file")
+    add_tls_flags(parser)
     parser.set_defaults(run=run_status)
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """``paceline status``."""
-    for flag, value in (("--timeout", args.timeout), ("--watch", args.watch)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{flag} is {value:g}: it must be more than 0 seconds")
-    from paceline.client import Client, Tls
-
+    """Runs ``paceline status``."""
+    check_positive("--timeout", args.timeout)
+    check_positive("--watch", args.watch)
     tls = Tls(ca_file=args.tls_ca) if args.tls or args.tls_ca is not None else None
     with Client(args.address, tls=tls) as client:
         if args.watch is None:
             info = client.server_info(timeout_s=args.timeout)
             _print(info, args)
-            return 0 if _target_up(info) else _EXIT_DOWN
+            return EXIT_DONE if _target_up(info) else EXIT_FAILED
         while True:
             try:
                 _print(client.server_info(timeout_s=args.timeout), args)
@@ -94,14 +89,14 @@ def report(info: ServerInfo) -> Iterator[str]:
     up = "" if _target_up(info) else "; no target is up"
     yield f"Paceline {info.version}, up {_duration(info.uptime_s)}{up}"
     yield ""
-    yield from table([_HEADER, *_rows(info)])
+    yield from table([_HEADER, *_rows(info)], sys.stdout)
     yield ""
     yield f"sessions: {info.sessions_running} running, {info.sessions_queued} waiting"
     yield _speculation(info)
     yield from _controllers(info)
     if info.scaling:
         yield ""
-        yield from table([_SCALING_HEADER, *map(_scaling_row, info.scaling)])
+        yield from table([_SCALING_HEADER, *map(_scaling_row, info.scaling)], sys.stdout)
         for pool in info.scaling:
             yield from _reasons(pool)
 

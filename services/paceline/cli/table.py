@@ -1,17 +1,36 @@
-"""Text tables."""
+"""Text tables and progress by ``rich``: with bold headers and a spinner on a terminal, plain and stable elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import IO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDTH = 10_000
+"""No line is cut or wrapped: a narrow terminal breaks long ones itself."""
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: the first to the left, the others to the right, the last as it comes."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def table(rows: Sequence[Sequence[str]], stream: IO[str] | None = None) -> list[str]:
+    """The lines of a table whose first row is the header: the first column to the left, the others to the right.
+
+    ``stream``: where they will be printed; on a terminal the header is bold.
+    """
+    header, *others = rows
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for column, name in enumerate(header):
+        grid.add_column(Text(name), justify="right" if column else "left", no_wrap=True)
+    for row in others:
+        grid.add_row(*map(Text, row))
+    console = Console(file=stream, width=_WIDTH, color_system=None if stream is None else "auto")
+    with console.capture() as lines:
+        console.print(grid)
+    return [line.rstrip() for line in lines.get().splitlines()]
+
+
+def working(text: str) -> AbstractContextManager[object]:
+    """Shows ``text`` with a spinner while the block runs, if standard error is a terminal."""
+    return Console(stderr=True).status(text)

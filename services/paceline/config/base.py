@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 class Config(BaseModel):
     """Frozen; a key that it does not know is refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Strict(Config):

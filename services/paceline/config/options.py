@@ -32,6 +32,7 @@ class ModelOptions(Strict):
     """How a model runs. A new option of both models costs one edit: a field of this class."""
 
     dtype: DType = "auto"
+    """The number format. ``auto``: bfloat16 where the device multiplies it natively, else float32."""
     compile: bool | Literal["auto"] = "auto"
     """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
     device: Device = "auto"

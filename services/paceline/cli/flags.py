@@ -1,0 +1,134 @@
+"""Flags that several commands share, generated from the pydantic fields that they set: a field's type gives choices
+and conversion, its docstring and default the help. A flag that is not given is None, so the field's default stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from paceline.config import ServiceConfig
+from paceline.errors import InvalidRequestError
+from paceline.refusals import explain_parameter
+from paceline.types import SamplingParams, SpeculationParams
+
+_ENGINE = "target_config.engine_kwargs"
+_NAMES = {"max_draft_tokens": "--draft-tokens", "path": "--target"}
+"""Fields whose flag has another name."""
+_METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+
+
+# -- from fields to flags ------------------------------------------------------------------------------------------
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field or of an argparse destination."""
+    return _NAMES.get(name, "--" + name.replace("_", "-"))
+
+
+def field_at(model: type[BaseModel], key: str) -> FieldInfo:
+    """The field at a dotted key of a tree of models."""
+    *path, name = key.split(".")
+    for part in path:
+        inner = model.model_fields[part].annotation
+        assert isinstance(inner, type)
+        assert issubclass(inner, BaseModel), f"{key}: {part} is not a model"
+        model = inner
+    return model.model_fields[name]
+
+
+def add_fields(group: Any, model: type[BaseModel], keys: Sequence[str]) -> None:
+    """Adds a flag for each field of ``model`` at these dotted keys, named after the last part of the key."""
+    for key in keys:
+        name, field = key.rpartition(".")[2], field_at(model, key)
+        group.add_argument(flag_of(name), dest=name, default=None, help=help_of(field), **_conversion(field.annotation))
+
+
+def help_of(field: FieldInfo) -> str:
+    """The docstring of a field as the help of its flag, with its default."""
+    text = " ".join((field.description or "").replace("``", "").split()).removesuffix(".").replace("%", "%%")
+    if text[1:2].islower():
+        text = text[0].lower() + text[1:]
+    default = field.get_default(call_default_factory=True)
+    if default is None:
+        return text
+    value = {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"
+    return f"{text} (default: {value})" if text else f"default: {value}"
+
+
+def _conversion(annotation: Any) -> dict[str, Any]:
+    """The arguments of ``add_argument`` that a type stands for."""
+    members = [kind for kind in _members(annotation) if kind is not type(None)]
+    if bool in members:
+        # With further values (``bool | Literal["auto"]``) off has to be said, too: they are the default.
+        return {"action": "store_true" if len(members) == 1 else argparse.BooleanOptionalAction}
+    (kind,) = members
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if issubclass(kind, enum.Enum):
+        return {"choices": [member.value for member in kind]}
+    return {"type": kind, "metavar": _METAVARS[kind]}
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def given(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
+    """The fields of ``model`` that flags have set."""
+    return {name: value for name in model.model_fields if (value := getattr(args, name, None)) is not None}
+
+
+def describe(error: ValidationError) -> str:
+    """One sentence for the first mistake in flags: the flag, its value and what is allowed."""
+    kinds: dict[str, type[BaseModel]] = {kind.__name__: kind for kind in (SamplingParams, SpeculationParams)}
+    text = explain_parameter(error, kinds.get(error.title, BaseModel))
+    name = str(next(iter(error.errors()[0]["loc"]), ""))
+    return flag_of(name) + text.removeprefix(name) if name and text.startswith(name) else text
+
+
+# -- groups --------------------------------------------------------------------------------------------------------
+
+
+def add_model_flags(parser: argparse.ArgumentParser, drafters: Sequence[str]) -> Any:
+    """Adds the models and how they run; returns the group."""
+    group = parser.add_argument_group("models")
+    for role in ("target", "draft"):
+        group.add_argument(f"--{role}", metavar="ID_OR_PATH", help=f"{role} model (default: the embedded one)")
+    group.add_argument("--drafter", choices=drafters, help="what proposes tokens (default: model)")
+    add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in ("dtype", "compile", "tensor_parallel_size")])
+    return group
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the fields of SamplingParams that have a flag, and ``--stop``."""
+    group = parser.add_argument_group("sampling")
+    names = ["max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"]
+    names += ["repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos", "seed"]
+    add_fields(group, SamplingParams, names)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
+
+
+def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the fields of SpeculationParams that have a flag."""
+    group = parser.add_argument_group("speculation")
+    add_fields(group, SpeculationParams, ["mode", "acceptance", "max_draft_tokens"])
+
+
+def add_tls_flags(group: Any) -> None:
+    """Adds how the connection to a service is encrypted (``tls_of``)."""
+    group.add_argument("--tls", action="store_true", default=None, help="encrypt, and check the service's certificate")
+    group.add_argument("--tls-ca", type=Path, metavar="FILE", help="--tls, with the authorities of this PEM file")
+
+
+def check_positive(flag: str, value: float | None) -> None:
+    """Raises InvalidRequestError unless the value of ``flag`` is absent or more than 0."""
+    if value is not None and not value > 0:
+        raise InvalidRequestError(f"{flag} is {value:g}: it must be more than 0 seconds")

@@ -1,0 +1,213 @@
+"""``paceline generate``: continues a prompt, by engines on this machine or by a running service."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from paceline.cli.flags import (
+    add_model_flags,
+    add_sampling_flags,
+    add_speculation_flags,
+    add_tls_flags,
+    check_positive,
+    flag_of,
+    given,
+)
+from paceline.config import wants_colour
+from paceline.errors import ConfigError, InvalidRequestError
+from paceline.types import Chunk, Generation, Mode, Request, Result, SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from paceline.config import LocalConfig
+
+_LOCAL_FLAGS = ("local", "target", "draft", "drafter", "dtype", "compile", "tensor_parallel_size")
+_SERVICE_FLAGS = ("timeout", "request_id", "tls", "tls_ca")
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline generate``."""
+    parser.description = "Continue a prompt."
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument("--logprobs", action="store_true", help="with --json: the log probability of every token")
+    add_engine_flags(parser, "run both engines on this machine (the default)")
+    group = parser.add_argument_group("service")
+    group.add_argument("--address", metavar="HOST:PORT", help="ask a running service instead of --local")
+    group.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole request (default: no limit)")
+    group.add_argument("--request-id", metavar="ID", help="default: drawn at random")
+    add_tls_flags(group)
+    add_sampling_flags(parser)
+    add_speculation_flags(parser)
+    parser.set_defaults(run=run_generate)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, local: str) -> None:
+    """Adds what ``local_config`` reads. ``local``: the help of ``--local``."""
+    group = add_model_flags(parser, ["model", "ngram"])
+    group.add_argument("--local", action="store_true", default=None, help=local)
+    group.add_argument(
+        "--verbose", action="store_true", help="report how the engines run and what their self-test found"
+    )
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Runs ``paceline generate``."""
+    _check_place(args)
+    stop = tuple(args.stop or ())
+    if "" in stop:
+        raise InvalidRequestError("--stop is empty: it needs at least one character")
+    request = Request(
+        request_id=args.request_id or "",
+        prompt=_read_stdin() if args.prompt == "-" else args.prompt,
+        sampling=SamplingParams(**given(args, SamplingParams)),
+        speculation=SpeculationParams(**given(args, SpeculationParams)),
+        stop=stop,
+    )
+    if not request.prompt:
+        raise InvalidRequestError("the prompt is empty: at least one character is needed")
+    with _run_local(args, request) if args.address is None else _run_remote(args, request) as generation:
+        if args.json:
+            unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+            print(json.dumps(as_json(generation.result, logprobs=args.logprobs), ensure_ascii=not unicode))
+        else:
+            write_text(generation, sys.stdout)
+            print(summary(generation.result), file=sys.stderr)
+    return 0
+
+
+def _check_place(args: argparse.Namespace) -> None:
+    """Refuses flags of the place that is not chosen."""
+    local = args.address is None
+    for name in _SERVICE_FLAGS if local else _LOCAL_FLAGS:
+        if getattr(args, name) is None:
+            continue
+        if local:
+            raise ConfigError(f"{flag_of(name)} is given without --address: it is for requests to a service")
+        raise ConfigError(f"{flag_of(name)} is given with --address {args.address}: it is for engines on this machine")
+    check_positive("--timeout", args.timeout)
+    if args.logprobs and not args.json:
+        raise InvalidRequestError("--logprobs is given without --json: only that shows them")
+
+
+@contextlib.contextmanager
+def _run_local(args: argparse.Namespace, request: Request) -> Iterator[Generation]:
+    from paceline.local import LocalPipeline  # a request to a service does without the engines
+
+    pipeline = LocalPipeline(local_config(args, with_draft=request.speculation.mode is not Mode.PLAIN))
+    pipeline.load()
+    token_ids = pipeline.encode(request.prompt, request.sampling)  # refuses before a model is loaded
+    with pipeline:
+        yield pipeline.generate(token_ids, request.sampling, request.speculation, request.stop)
+
+
+@contextlib.contextmanager
+def _run_remote(args: argparse.Namespace, request: Request) -> Iterator[Generation]:
+    from paceline.client import Client, Tls  # an engine on this machine does without gRPC
+
+    tls = Tls(ca_file=args.tls_ca) if args.tls or args.tls_ca is not None else None
+    with (
+        Client(args.address, tls=tls) as client,
+        client.generate(
+            request.prompt,
+            request.sampling,
+            request.speculation,
+            stop=request.stop,
+            timeout_s=args.timeout,
+            request_id=args.request_id,
+            logprobs=args.logprobs,
+        ) as stream,
+    ):
+        yield stream
+
+
+def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConfig:
+    """The pipeline that the model flags describe. Raises ConfigError."""
+    from paceline.checkpoint.files import embedded_paths
+    from paceline.config import DraftModel, LocalConfig, NgramOptions, TargetModel
+
+    paths = [
+        _path_of(flag_of(role), getattr(args, role), str(embedded))
+        for role, embedded in zip(("target", "draft"), embedded_paths(), strict=True)
+    ]
+    if args.target is not None and args.draft is None and args.drafter != "ngram" and with_draft:
+        raise ConfigError("--target is given without --draft: name one, or use --drafter ngram or --mode plain")
+    if args.drafter == "ngram" and args.draft is not None:
+        raise ConfigError(f"--draft {args.draft} is given with --drafter ngram, which needs no model")
+    target = TargetModel(path=paths[0], **given(args, TargetModel))
+    if not with_draft:
+        return LocalConfig(target=target)
+    if args.drafter == "ngram":
+        return LocalConfig(target=target, draft=NgramOptions())
+    options = given(args, DraftModel)
+    options.pop("tensor_parallel_size", None)  # the ranks are the target's
+    return LocalConfig(target=target, draft=DraftModel(path=paths[1], **options))
+
+
+def _path_of(flag: str, value: str | None, default: str) -> str:
+    if value == "":
+        raise ConfigError(f"{flag} is empty: a model id or a directory is needed")
+    return default if value is None else value
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is not UTF-8 text: {error}") from error
+
+
+def write_text(generation: Iterable[Chunk], stream: TextIO) -> None:
+    """Writes the text as it is produced; on a terminal accepted draft tokens are green."""
+    color = wants_colour(stream)
+    for chunk in generation:
+        for text, drafted in chunk.segments:
+            stream.write(f"{_GREEN}{text}{_PLAIN}" if color and drafted else text)
+        stream.flush()
+    stream.write("\n")
+    stream.flush()
+
+
+def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
+    """Returns the object that ``--json`` prints."""
+    stats, timing = result.speculation, result.timing
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        **({"logprobs": list(result.logprobs)} if logprobs else {}),
+        "finish_reason": result.finish_reason.value,
+        "usage": {
+            "prompt_tokens": result.usage.prompt_tokens,
+            "completion_tokens": result.usage.completion_tokens,
+        },
+        "speculation": {
+            "rounds": stats.rounds,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "hits": stats.hits,
+            "misses": stats.misses,
+        },
+        "timing": {
+            "prefill_s": round(timing.prefill_s, 6),
+            "decode_s": round(timing.decode_s, 6),
+            "tokens_per_s": round(timing.tokens_per_s, 3),
+        },
+    }
+
+
+def summary(result: Result) -> str:
+    """One line: speed, tokens per verification, acceptance and hit rate."""
+    stats, num_tokens = result.speculation, result.usage.completion_tokens
+    parts = [f"{num_tokens} tokens", f"{result.timing.tokens_per_s:.1f} tokens/s"]
+    parts.append(f"{num_tokens / max(stats.rounds, 1):.2f} tokens per verification")
+    if stats.drafted:
+        parts.append(f"acceptance {stats.accepted / stats.drafted:.0%}")
+    if stats.hits + stats.misses:
+        parts.append(f"hit rate {stats.hits / (stats.hits + stats.misses):.0%}")
+    parts.append(f"prefill {result.timing.prefill_s:.3f} s")
+    return ", ".join(parts)

@@ -1,0 +1,101 @@
+"""Flags made of pydantic fields, and the flags that every command has."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.cli.flags import add_fields, field_at, given, help_of
+from paceline.cli.main import build_parser
+
+
+class Color(enum.StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    num_rows: int = Field(default=3, ge=1)
+    """Rows of a ``table``, 100 % of them."""
+    share: float | None = None
+    """KV share. None: all."""
+    color: Color = Color.RED
+    dtype: Literal["auto", "float32"] = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    strict: bool = False
+    """Refuse more."""
+
+
+class Outer(BaseModel):
+    inner: Inner = Inner()
+
+
+NAMES = ["num_rows", "share", "color", "dtype", "compile", "strict"]
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_fields(parser, Outer, [f"inner.{name}" for name in NAMES])
+    return given(parser.parse_args(arguments), Inner)
+
+
+def test_what_is_not_given_is_left_to_the_field():
+    assert parsed() == {}
+
+
+def test_a_type_gives_the_conversion():
+    flags = "--num-rows 4 --share 0.5 --color blue --dtype float32 --no-compile --strict"
+    assert parsed(*flags.split()) == {
+        "num_rows": 4,
+        "share": 0.5,
+        "color": "blue",
+        "dtype": "float32",
+        "compile": False,
+        "strict": True,
+    }
+
+
+@pytest.mark.parametrize("arguments", [["--num-rows", "x"], ["--color", "green"], ["--dtype", "int8"]])
+def test_a_type_refuses_other_values(arguments):
+    with pytest.raises(argparse.ArgumentError):
+        parsed(*arguments)
+
+
+def test_a_docstring_and_a_default_give_the_help():
+    texts = {name: help_of(field_at(Outer, f"inner.{name}")) for name in NAMES}
+    assert texts["num_rows"] == "rows of a table, 100 %% of them (default: 3)"
+    assert texts["share"] == "KV share. None: all"
+    assert texts["dtype"] == "default: auto"
+    assert texts["strict"] == "refuse more (default: off)"
+
+
+MODEL = "--target --draft --drafter --dtype --compile --no-compile --tensor-parallel-size"
+SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port"
+FLAGS = {
+    "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --tls --tls-ca --stop "
+    "--max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
+    "--frequency-penalty --ignore-eos --seed --mode --acceptance --draft-tokens",
+    "serve": f"{SERVICE} --address --dashboard --print-environment --verbose",
+    "check": f"{SERVICE} --json",
+    "config": f"{SERVICE} --markdown",
+    "demo": f"{MODEL} --local --verbose --max-tokens --temperature --seed --repeats",
+    "status": "--address --json --watch --timeout --tls --tls-ca",
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_a_command_has_its_flags(command):
+    (commands,) = (action for action in build_parser(command)._actions if isinstance(action.choices, dict))
+    parser = commands.choices[command]
+    assert {flag for action in parser._actions for flag in action.option_strings} == {
+        *("-h", "--help"),
+        *FLAGS[command].split(),
+    }
+    for action in parser._actions:
+        assert action.help, f"{action.option_strings} says what it does"

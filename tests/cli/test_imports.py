@@ -1,0 +1,94 @@
+"""What the command line loads, and what it needs to be installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.fake_service import WORDS, FakeService
+
+import paceline
+
+ONLY = """
+import sys
+
+INSTALLED = {"google", "grpc", "grpc_health", "yaml", "annotated_types", "typing_extensions", "typing_inspection"}
+INSTALLED |= {"pydantic", "pydantic_core", "rich", "markdown_it", "mdurl", "pygments"}  # with what they depend on
+INSTALLED |= {"paceline", "paceline_bench", *sys.stdlib_module_names}
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in INSTALLED and not name.startswith("_"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Refuse())
+"""
+"""Refuses every library but gRPC with its health checks, protobuf, pydantic, PyYAML and rich."""
+
+HEAVY = {"torch", "transformers", "ray", "numpy", "tokenizers", "safetensors"}
+
+
+def run(script, *arguments):
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def paceline_alone(*arguments):
+    """The command line where nothing but the libraries of a client is installed."""
+    return run(f"{ONLY}\nfrom paceline.cli.main import main\nsys.exit(main(sys.argv[1:]))", *arguments)
+
+
+def test_the_hook_refuses_what_is_installed_here():
+    done = run(f"{ONLY}\nimport numpy")
+    assert done.returncode == 1
+    assert "No module named 'numpy'" in done.stderr
+
+
+def test_a_client_needs_few_libraries():
+    with FakeService() as service:
+        done = paceline_alone("generate", "hello", "--address", service.address)
+        assert (done.returncode, done.stdout) == (0, "".join(WORDS) + "\n"), done.stderr
+        done = paceline_alone("status", "--address", service.address)
+        assert done.returncode == 0, done.stderr
+        assert "target" in done.stdout
+        script = f"{ONLY}\nfrom paceline import Client\nprint(Client(sys.argv[1]).generate('hello').result.text)"
+        done = run(script, service.address)
+        assert (done.returncode, done.stdout) == (0, "".join(WORDS) + "\n"), done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["config", "--markdown"]])
+def test_help_needs_no_more_than_a_client(arguments):
+    done = paceline_alone(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "status", "check", "config", "plan", "demo"])
+def test_parsing_a_command_loads_nothing_heavy(command):
+    script = (
+        "import json, sys; from paceline.cli.main import build_parser; build_parser(sys.argv[1]); "
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    done = run(script, command)
+    assert done.returncode == 0, done.stderr
+    assert not HEAVY & set(json.loads(done.stdout))
+
+
+def test_the_help_of_all_commands_loads_none_of_them():
+    script = "import json, sys; from paceline.cli.main import build_parser; build_parser(''); "
+    done = run(f"{script}print(json.dumps(sorted(sys.modules)))")
+    loaded = set(json.loads(done.stdout))
+    commands = {f"paceline.cli.{path.stem}" for path in (Path(paceline.__file__).parent / "cli").glob("*.py")}
+    assert loaded & commands <= {"paceline.cli.main", "paceline.cli.exit", "paceline.cli.flags"}
+    assert not loaded & (HEAVY | {"grpc", "paceline_bench"})
+
+
+def test_a_library_that_is_missing_is_named():
+    done = paceline_alone("bench", "--help")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"paceline: bench needs \w+, which is not installed\n", done.stderr)
