@@ -63,6 +63,7 @@ ONLY = {
     "google.protobuf": {"rpc", "client"},
     "transformers": {"model", "checkpoint", "paceline_bench"},
     "argparse": {"cli", "cluster", "paceline_bench"},
+    "rich": {"cli"},
 }
 """Library -> the only packages that may import it."""
 
