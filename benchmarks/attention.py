@@ -1,4 +1,4 @@
-"""What the native attention is worth beside torch's: `python benchmarks/attention.py`.
+"""The native attention against torch's: `python benchmarks/attention.py`.
 
 First one layer's attention alone, keys and values written and read, with the heads of the grown target and of an 8B
 model; "cold": after 48 MiB have been written elsewhere, as the weights of a step would have been read. Then whole
@@ -31,8 +31,17 @@ from paceline.types import PAGE_SIZE, pages_for
 
 Kernel = Literal["sdpa", "native"]
 HEADS = {"6 heads, 2 of keys, 64": (6, 2, 64), "32 heads, 8 of keys, 128": (32, 8, 128)}
-LAYER_CASES = ((1, 1, 128), (1, 1, 512), (1, 1, 2048), (16, 1, 200), (16, 8, 200), (1, 16, 128), (1, 16, 512),
-               (1, 16, 2048), (1, 512, 0))  # fmt: skip
+LAYER_CASES = (
+    (1, 1, 128),
+    (1, 1, 512),
+    (1, 1, 2048),
+    (16, 1, 200),
+    (16, 8, 200),
+    (1, 16, 128),
+    (1, 16, 512),
+    (1, 16, 2048),
+    (1, 512, 0),
+)
 STEP_CASES = ((1, 1, 200), (1, 8, 200), (16, 1, 200), (16, 8, 200), (1, 1, 900), (1, 512, 0))
 """Sessions, new tokens of each, tokens before them."""
 

@@ -1,4 +1,4 @@
-"""What the batch-invariant shapes are worth and what they cost, on the embedded target.
+"""Worth and cost of the batch-invariant shapes, on the embedded target.
 
 Verifies held-out Python in chunks of several sizes with each rule of ``paceline.model.shapes`` on and off, against
 decoding one token at a time, and counts rows whose bits or whose argmax differ. Then times a decoding step with and

@@ -45,7 +45,7 @@ AUTO = "auto"
 FIXED = tuple(range(9))
 _TIMES_SLOWER = 10
 _STEP_S = 0.004
-"""What a tree step of the embedded draft takes, about."""
+"""Seconds of a tree step of the embedded draft, roughly."""
 _WARM_UP_TOKENS = 48
 
 
@@ -58,7 +58,7 @@ class SlowFactory:
     rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
+        """Builds the engine in its worker."""
         engine = EngineSpec(self.setup, self.rendezvous).build(emit)
         drafter = engine._drafter  # type: ignore[attr-defined]
         expand = drafter.expand
@@ -73,10 +73,10 @@ class SlowFactory:
 
 @dataclass(frozen=True, slots=True)
 class DeadFactory:
-    """Builds an engine that nothing ever comes of, as if all its messages were lost."""
+    """Builds an engine that never answers, as if all its messages were lost."""
 
     def __call__(self, emit: Emit) -> Engine:
-        """See EngineFactory."""
+        """Builds the engine in its worker."""
         return _Silent()
 
 
@@ -117,12 +117,12 @@ class Comparison:
     temperature: float
     sessions: int
     tokens_per_s: dict[str, float]
-    """Of `auto`, and of each K."""
+    """Speed-ups of ``auto`` and of each K."""
     best: str
     over_best: Ratio
     over_plain: Ratio
     different: int
-    """Requests whose tokens are not those of plain decoding: none, if all is well."""
+    """Number of requests whose tokens are not those of plain decoding; 0 if all is well."""
 
 
 class Bench:

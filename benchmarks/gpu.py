@@ -45,11 +45,23 @@ RESULTS = Path(__file__).parent / "results"
 VERIFIED = (1, 4, 8, 16)
 LEAVES = (1, 8, 16)
 _LLAMA = {
-    "llama-1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-                 "head_dim": 64, "tie_word_embeddings": True},
-    "llama-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                 "head_dim": 128, "tie_word_embeddings": False},
-}  # fmt: skip
+    "llama-1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "llama-8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -134,8 +146,9 @@ def draft_seconds(runner: ModelRunner, num_leaves: int, context: int, clock: Clo
     visible[:, :context], visible[range(num_leaves), rows] = True, True
     positions = torch.arange(context + num_leaves).clamp_(max=context)
     step = SequenceStep([1] * num_leaves, [context] * num_leaves, rows, pages, num_leaves, visible, positions)
-    state = SamplerState(SamplingParams(temperature=0), 0, (1,), vocab_size=runner.vocab_size,
-                         device=runner.cache.keys[0].device)  # fmt: skip
+    state = SamplerState(
+        SamplingParams(temperature=0), 0, (1,), vocab_size=runner.vocab_size, device=runner.cache.keys[0].device
+    )
     leaves = [Row(state)] * num_leaves
     try:
         return clock.seconds(lambda: download(*draft_candidates(runner.forward([step]), leaves, 48)), repeats)

@@ -1,4 +1,4 @@
-"""How often a target's next token was foreseen, by rule and temperature: `python benchmarks/hit_rates.py`.
+"""Hit rates of a target's next token, by rule and temperature: `python benchmarks/hit_rates.py`.
 
 Teacher-forced with the embedded pair: at every position both models see the same context, so positions do not
 depend on what any rule would have generated. Contexts are continuations of held-out prompts that the target sampled

@@ -100,7 +100,7 @@ async def load(address: str, sessions: int, mode: str, seconds: float) -> None:
 
 
 def confinement(service: dict[str, Any]) -> tuple[str, str]:
-    """What makes a machine what the manifest's pods are, and the command that runs something there as their user."""
+    """Options that make a machine like the manifest's pods, and the command that runs something there as their user."""
     template = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
     pod, container = template["securityContext"], template["containers"][0]["securityContext"]
     assert container["readOnlyRootFilesystem"]
@@ -122,7 +122,7 @@ def confinement(service: dict[str, Any]) -> tuple[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """What ``hosts.sh`` is told."""
+    """Arguments of ``hosts.sh``."""
     shared = [str(path) for path in (REPOSITORY, TESTBED) if path.is_relative_to("/tmp")]
     return os.environ | {
         "CLU_ROOT": str(ROOT),
@@ -400,13 +400,13 @@ class Cluster:
         return application["status"], pools
 
     def groups(self) -> dict[str, int]:
-        """What the RayCluster asks for."""
+        """Replicas that the RayCluster asks for."""
         return {group["groupName"]: group["replicas"] for group in self._stored()["workerGroupSpecs"]}
 
     def wait(
         self, what: str, done: Callable[[str, dict[str, int], dict[str, int]], bool], timeout_s: float
     ) -> dict[str, int]:
-        """Until ``done(state, replicas, groups)``; prints each change. The most that was asked for of each group."""
+        """Waits for ``done(state, replicas, groups)`` and prints each change; returns the most of each group."""
         until, last, most = time.monotonic() + timeout_s, "", dict.fromkeys(self.groups(), 0)
         while time.monotonic() < until:
             state, pools = self.replicas()
@@ -427,7 +427,7 @@ class Cluster:
         return sorted(pod for pod, name in self.machines.items() if name == group)
 
     def address(self, group: str) -> str:
-        """Of the first pod of a group."""
+        """Address of the first pod of a group."""
         return self.addresses[self.pods(group)[0]]
 
 
@@ -481,7 +481,7 @@ def phase(cluster: Cluster, title: str, grows: str, sessions: int, mode: str, se
 
 
 def diagnose(cluster: Cluster) -> None:
-    """What Serve's controller and the routers say."""
+    """Reports of Serve's controller and the routers."""
     logs = "/tmp/ray/session_latest/logs/serve"
     grep = f"grep -hiE 'autoscal|scal|ongoing' {logs}/controller*.log | tail -n 12; ls {logs}"
     cluster.say("the controller: " + hosts("run", "head", "bash", "-c", grep).stdout[-3000:])
@@ -502,8 +502,16 @@ def drained(cluster: Cluster) -> bool:
         time.sleep(8)
         started = time.monotonic()
         cluster.machines[pod] = "terminating"  # it counts no longer: the operator makes its successor at once
-        said = hosts("run", pod, "env", *(f"{k}={v}" for k, v in cluster.variables.items()),
-                     f"RAY_ADDRESS={HEAD}:6379", *cluster.as_user.split(), *command, timeout_s=150)  # fmt: skip
+        said = hosts(
+            "run",
+            pod,
+            "env",
+            *(f"{k}={v}" for k, v in cluster.variables.items()),
+            f"RAY_ADDRESS={HEAD}:6379",
+            *cluster.as_user.split(),
+            *command,
+            timeout_s=150,
+        )
         cluster.say(
             f"preStop: status {said.returncode} after {time.monotonic() - started:.1f} s: {said.stderr.strip()[-300:]}"
         )
@@ -517,7 +525,7 @@ def drained(cluster: Cluster) -> bool:
 
 
 def main() -> int:
-    """See the module's docstring. Exit status: 0 each load grew its own pool alone, and both returned."""
+    """Runs the benchmark. Exit status: 0 if each load grew its own pool alone, and both returned."""
     if not TESTBED.is_dir():
         print(f"{TESTBED} is not there: set PACELINE_TESTBED to the testbed's folder", file=sys.stderr)
         return 2

@@ -23,7 +23,7 @@ from paceline.model.compiled.package import _large_mappings, _use_huge_pages
 
 
 def fastest_s(ways: list[Callable[[], object]], seconds: float) -> list[float]:
-    """Of each way; they take turns for so long, and at least three times."""
+    """Fastest seconds of each way; they take turns for ``seconds``, and at least three times."""
     best, turns, end = [float("inf")] * len(ways), 0, time.perf_counter() + seconds
     while turns < 3 or time.perf_counter() < end:
         for i, way in enumerate(ways):

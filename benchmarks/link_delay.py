@@ -1,4 +1,4 @@
-"""What a slower link between router and draft costs: `python benchmarks/link_delay.py`.
+"""Cost of a slower link between router and draft: `python benchmarks/link_delay.py`.
 
 One target and one draft as replicas, and a router for each delay, all up all the time: modes and delays take turns
 request by request, in an order that rotates. `router_config.draft_link_delay_s` adds the delay to each way of the draft
@@ -64,17 +64,17 @@ class Cell:
 
     @property
     def step_s(self) -> float:
-        """Mean of the target's."""
+        """Mean seconds of the target's steps."""
         return self.steps["target.step_s"] / self.steps["target.steps"]
 
     @property
     def draft_step_s(self) -> float:
-        """Mean of the draft's tree steps."""
+        """Mean seconds of the draft's tree steps."""
         return self.steps["draft.step_s"] / self.steps["draft.tree_steps"]
 
     @property
     def width(self) -> float:
-        """Nodes of such a step."""
+        """Mean nodes of a tree step."""
         return self.steps["draft.leaves"] / self.steps["draft.tree_steps"]
 
     def share(self, cause: Cause) -> float:
@@ -168,14 +168,14 @@ async def run(
 
 
 async def all_up(routers: Iterable[Router]) -> None:
-    """Returns when every replica has told every router how it is."""
+    """Waits until every replica has reported to every router."""
     sides = [side for router in routers for side in (router._targets, router._drafts) if side is not None]
     while any(link.status is None for side in sides for link in side.links.values()):
         await asyncio.sleep(HEARTBEAT_S)
 
 
 async def counters(router: Router) -> Counter[str]:
-    """Of target and draft, as their next heartbeats have them."""
+    """Counters of target and draft, as of their next heartbeats."""
     await asyncio.sleep(2 * HEARTBEAT_S)
     found: Counter[str] = Counter()
     for side in (router._targets, router._drafts):
@@ -187,7 +187,7 @@ async def counters(router: Router) -> Counter[str]:
 
 
 def system_of(cells: Sequence[Cell]) -> System:
-    """What the model is given: steps of each mode, acceptance and the gap between rounds, of this run."""
+    """Inputs of the model from this run: steps of each mode, acceptance and the gap between rounds."""
     plain = cells[0]
     sequential, overlapped = (next(c for c in cells if c.mode is mode) for mode in (Mode.SEQUENTIAL, Mode.OVERLAPPED))
     row_s = max(0.0, (sequential.step_s - plain.step_s) / sequential.k)
@@ -221,20 +221,40 @@ def report(cells: Sequence[Cell], options: argparse.Namespace) -> Iterator[str]:
         f"acceptance {system.outcomes.acceptance:.3f}, link {system.link_s * 1e3:.2f} ms"
     )
     rows: list[tuple[str, ...]] = [
-        ("", "delay ms", "tokens/s", "x plain", "of no delay", "simulated", "tok/round", "hit", "late", "token", "k",
-         "target step", "draft step")
-    ]  # fmt: skip
+        (
+            "",
+            "delay ms",
+            "tokens/s",
+            "x plain",
+            "of no delay",
+            "simulated",
+            "tok/round",
+            "hit",
+            "late",
+            "token",
+            "k",
+            "target step",
+            "draft step",
+        )
+    ]
     first = {c.mode: c for c in reversed(cells)}
     simulated = {mode: rate_of(system, first[mode]) for mode in Mode}
     for c in cells:
         draft = f"{c.draft_step_s * 1e3:.2f}" if c.steps["draft.tree_steps"] else "-"
-        rows.append((
-            f"{c.mode.value} K={c.k}" if c.k else c.mode.value, f"{c.delay_ms:g}", f"{c.rate:.1f}",
-            f"{c.rate / plain.rate:.2f}", f"{c.rate / first[c.mode].rate:.2f}",
-            f"{rate_of(system, c) / simulated[c.mode]:.2f}", f"{c.tokens / len(c.rounds):.2f}",
-            *(f"{c.share(cause):.2f}" for cause in (Cause.HIT, Cause.LATE, Cause.TOKEN, Cause.K)),
-            f"{c.step_s * 1e3:.2f}", draft,
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"{c.mode.value} K={c.k}" if c.k else c.mode.value,
+                f"{c.delay_ms:g}",
+                f"{c.rate:.1f}",
+                f"{c.rate / plain.rate:.2f}",
+                f"{c.rate / first[c.mode].rate:.2f}",
+                f"{rate_of(system, c) / simulated[c.mode]:.2f}",
+                f"{c.tokens / len(c.rounds):.2f}",
+                *(f"{c.share(cause):.2f}" for cause in (Cause.HIT, Cause.LATE, Cause.TOKEN, Cause.K)),
+                f"{c.step_s * 1e3:.2f}",
+                draft,
+            )
+        )
     yield from table(rows)
 
 

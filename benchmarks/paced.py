@@ -32,7 +32,7 @@ from paceline.types import Cause, Chunk, Mode, Request, SamplingParams, Speculat
 
 _START_TIMEOUT_S = 120.0
 _TIMEOUT_S = 30.0
-"""Of a silent or busy replica: a first forward of a shape can take a second where others want the cores as well."""
+"""Limit of a silent or busy replica: a first forward of a shape can take a second where others want the cores too."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["paceline.target.build", "paceline.draft.build", "transformers", "grpc"])
 
@@ -126,7 +126,7 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
 
 @dataclass
 class Window:
-    """What sessions have yielded from ``warm_s`` on, for ``seconds``."""
+    """Yield of sessions from ``warm_s`` on, for ``seconds``."""
 
     warm_s: float
     seconds: float
@@ -168,7 +168,7 @@ class Window:
 
 
 def total(windows: Sequence[Window]) -> Window:
-    """One after the other."""
+    """Sum of several windows, one after the other."""
     names = [f.name for f in dataclasses.fields(Window) if f.name not in ("warm_s", "started")]
     return Window(0.0, **{name: sum(getattr(w, name) for w in windows) for name in names}, started=0.0)
 
@@ -195,9 +195,14 @@ class InTurn:
         self._num_opened = 0
 
     def run(
-        self, prompts: Sequence[Sequence[int]], sessions: int, sampling: SamplingParams,
-        speculation: SpeculationParams, warm_s: float, seconds: float,
-    ) -> Window:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int]],
+        sessions: int,
+        sampling: SamplingParams,
+        speculation: SpeculationParams,
+        warm_s: float,
+        seconds: float,
+    ) -> Window:
         """So many sessions at once, one request after the other."""
         window = Window(warm_s, seconds)
         if not sessions:
@@ -278,7 +283,11 @@ class Process:
         return cls(process, pipe)
 
     def answer(self) -> Any:
-        """Its next message. Raises RuntimeError if it says nothing."""
+        """Its next message.
+
+        Raises:
+            RuntimeError: it sends nothing.
+        """
         if not self.pipe.poll(_START_TIMEOUT_S):
             raise RuntimeError(f"process {self.process.pid} does not answer")
         return self.pipe.recv()
@@ -345,9 +354,14 @@ _numbers = iter(range(1 << 62))
 
 
 async def load(
-    router: Router, prompts: Sequence[Sequence[int]], sessions: int, sampling: SamplingParams,
-    speculation: SpeculationParams, warm_s: float, seconds: float,
-) -> Window:  # fmt: skip
+    router: Router,
+    prompts: Sequence[Sequence[int]],
+    sessions: int,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
+    warm_s: float,
+    seconds: float,
+) -> Window:
     """So many sessions at once on the router, one request after the other, until the time is over."""
     window = Window(warm_s, seconds)
 
@@ -371,5 +385,5 @@ async def load(
 
 
 def speculation_of(mode: Mode, k: int) -> SpeculationParams:
-    """Of a request."""
+    """Speculation parameters of a request."""
     return SpeculationParams(mode=mode) if mode is Mode.PLAIN else SpeculationParams(mode=mode, max_draft_tokens=k)

@@ -1,4 +1,4 @@
-"""What int8 weights cost and save against bfloat16: memory, the artifact, and the time of a step.
+"""Costs and savings of int8 weights against bfloat16: memory, the artifact, and the time of a step.
 
 Each variant lives in a process of its own with one thread. They take turns, so that a drift of the machine's speed
 meets all of them alike.
@@ -35,7 +35,7 @@ STEPS = (1, 5, 9)
 
 
 def serve(path: str, compile: bool, quantization: str | None, pipe: Connection) -> None:
-    """In its own process: loads the variant, says what it takes, then runs a step size whenever it is told one."""
+    """Loads the variant in its own process, reports its memory, then runs a step size whenever it gets one."""
     apply_worker_environment()
     configure(logging.WARNING)
     import torch
@@ -117,7 +117,7 @@ def measure(path: str) -> None:
 
 
 def name_of(compiled: bool) -> str:
-    """As the tables call it."""
+    """Name in the tables."""
     return "compiled" if compiled else "eager"
 
 

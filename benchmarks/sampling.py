@@ -1,4 +1,4 @@
-"""What it costs to go from logits to tokens, natively and in torch: `python benchmarks/sampling.py`.
+"""Cost of going from logits to tokens, natively and in torch: `python benchmarks/sampling.py`.
 
 Rows of random logits, as peaked as a language model's, go through the target's decision (`verification.decide`) and the
 draft's candidates and their ranking, under the options that requests have. Both ways take turns in one thread; medians.
@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 def median_ms(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Of each way; they take turns."""
+    """Median milliseconds of each way; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, way in ways.items():
@@ -54,7 +54,7 @@ def median_ms(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def in_torch(function: Callable[[], object]) -> Callable[[], object]:
-    """The same without native code."""
+    """``function`` without native code."""
 
     def run() -> object:
         with mock.patch.object(native, "usable", return_value=False):
@@ -64,7 +64,7 @@ def in_torch(function: Callable[[], object]) -> Callable[[], object]:
 
 
 def ways(num_rows: int, vocab_size: int, logits: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What is measured, by name, of rows in one proposal."""
+    """Functions to measure, by name, with all rows in one proposal."""
     draft_tokens = tuple(range(400, 399 + num_rows))
 
     def batch(**options: Any) -> list[Row]:

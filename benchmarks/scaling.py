@@ -129,8 +129,11 @@ class Trace:
             sampler = asyncio.create_task(self._sample(client))
             for phase in self._phases:
                 self._wanted = {Mode.PLAIN: phase.plain, Mode.OVERLAPPED: phase.speculating}
-                print(f"{self._now():5.0f} s  {phase.what}: {phase.plain} plain, {phase.speculating} speculating",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                print(
+                    f"{self._now():5.0f} s  {phase.what}: {phase.plain} plain, {phase.speculating} speculating",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 end = time.monotonic() + phase.seconds
                 while time.monotonic() < end:
                     self._fill(client)
@@ -180,8 +183,11 @@ class Trace:
         for name, pool in pools.items():
             before = last.get(name, {})
             if (pool["wanted"], pool["actual"]) != (before.get("wanted"), before.get("actual")):
-                print(f"{now:5.0f} s  {name}: {pool['actual']} of {pool['wanted']}: {pool['reason']}",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                print(
+                    f"{now:5.0f} s  {name}: {pool['actual']} of {pool['wanted']}: {pool['reason']}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         return {
             "at_s": round(now, 2),
             "plain": len(self._running[Mode.PLAIN]),
@@ -218,8 +224,11 @@ def measure(phases: Sequence[Phase], scale: float) -> dict[str, Any]:
 
 def latencies(requests: Sequence[dict[str, Any]], at: float, share: float) -> float | None:
     """The percentile of the times to the first token of requests that began within ten seconds around ``at``."""
-    times = sorted(r["first_s"] - r["began_s"] for r in requests
-                   if r["first_s"] is not None and abs(r["began_s"] - at) <= _WINDOW_S / 2)  # fmt: skip
+    times = sorted(
+        r["first_s"] - r["began_s"]
+        for r in requests
+        if r["first_s"] is not None and abs(r["began_s"] - at) <= _WINDOW_S / 2
+    )
     return times[min(len(times) - 1, int(share * len(times)))] if times else None
 
 
@@ -235,10 +244,10 @@ def plot(records: dict[str, Any], path: Path) -> None:
     axes[0].step(at, [s["speculating"] for s in samples], where="post", label="speculating", color="tab:green")
     axes[0].step(at, [s["queued"] for s in samples], where="post", label="of them waiting", color="tab:red", lw=0.8)
     axes[0].set_ylabel("sessions")
-    for axis, name, colour in ((axes[1], "target", "tab:blue"), (axes[2], "draft", "tab:orange")):
+    for axis, name, color in ((axes[1], "target", "tab:blue"), (axes[2], "draft", "tab:orange")):
         pools = [sample["pools"].get(name, {}) for sample in samples]
-        axis.step(at, [p.get("wanted") for p in pools], where="post", label="wanted", color=colour, ls="--")
-        axis.step(at, [p.get("actual") for p in pools], where="post", label="actual", color=colour, lw=2)
+        axis.step(at, [p.get("wanted") for p in pools], where="post", label="wanted", color=color, ls="--")
+        axis.step(at, [p.get("actual") for p in pools], where="post", label="actual", color=color, lw=2)
         axis.plot(at, [p.get("demand") for p in pools], label="needed", color="black", lw=0.6, alpha=0.6)
         axis.set_ylabel(f"{name}s")
         axis.set_ylim(-0.2, 3.6)
@@ -268,8 +277,11 @@ def summary(records: dict[str, Any]) -> Iterator[str]:
         samples = [s for s in records["samples"] if start <= s["at_s"] < end]
         requests = [r for r in records["requests"] if start <= r["began_s"] < end]
         first = sorted(r["first_s"] - r["began_s"] for r in requests if r["first_s"] is not None)
-        rates = [r["tokens"] / (r["ended_s"] - r["first_s"]) for r in requests
-                 if r["first_s"] is not None and r["ended_s"] is not None and r["ended_s"] > r["first_s"]]  # fmt: skip
+        rates = [
+            r["tokens"] / (r["ended_s"] - r["first_s"])
+            for r in requests
+            if r["first_s"] is not None and r["ended_s"] is not None and r["ended_s"] > r["first_s"]
+        ]
         sizes = {name: [s["pools"][name]["actual"] for s in samples] for name in POOLS}
         text = ", ".join(f"{name}s {min(s)} to {max(s)}, {s[-1]} at its end" for name, s in sizes.items() if s)
         yield f"{start:4.0f} to {end:4.0f} s, {phase['plain']} plain, {phase['speculating']} speculating: {text}"

@@ -77,9 +77,16 @@ def simulated() -> None:
         f"simulated at 4 targets per draft, {FLEET} targets, {ROUNDS} rounds; there K and in closed form the others\n"
     )
     header = (
-        "acceptance", "draft/target", "sessions", *(f"1:{n}" for n in SHARED), "1:4 simulated", "K", "K co-located",
-        "plain", "sequential",
-    )  # fmt: skip
+        "acceptance",
+        "draft/target",
+        "sessions",
+        *(f"1:{n}" for n in SHARED),
+        "1:4 simulated",
+        "K",
+        "K co-located",
+        "plain",
+        "sequential",
+    )
     rows: list[tuple[str, ...]] = [header]
     reached: Counter[str] = Counter()
     for acceptance in ACCEPTANCES:
@@ -95,10 +102,18 @@ def simulated() -> None:
                 four = rate_of(system, load, best) / rate_of(in_turn, alone, own)
                 reached.update({f"1:{n}": g >= WISHED for n, g in zip(SHARED, gains, strict=True)})
                 reached["1:4 simulated"] += four >= WISHED
-                rows.append((
-                    f"{acceptance:g}", f"{ratio:g}", str(sessions), *(f"{g:.2f}" for g in gains), f"{four:.2f}",
-                    str(best.k), str(own.k), *(f"{p.tokens_per_s / own.tokens_per_s:.2f}" for p in others),
-                ))  # fmt: skip
+                rows.append(
+                    (
+                        f"{acceptance:g}",
+                        f"{ratio:g}",
+                        str(sessions),
+                        *(f"{g:.2f}" for g in gains),
+                        f"{four:.2f}",
+                        str(best.k),
+                        str(own.k),
+                        *(f"{p.tokens_per_s / own.tokens_per_s:.2f}" for p in others),
+                    )
+                )
     print("\n".join(table(rows)))
     print(f"\nat least {WISHED:g}, of {len(rows) - 1}: " + ", ".join(f"{n} {count}" for n, count in reached.items()))
     print("\nthe draft's step, in target steps, with which 1:4 reaches it in closed form:\n")
@@ -140,10 +155,12 @@ async def measure(options: argparse.Namespace) -> None:
                 alone = replace(load, targets=5, drafts=0)
                 k_own = best_k(replace(guess, colocated=True), alone, Mode.SEQUENTIAL, most=8).k
                 tried = [
-                    ("plain", Mode.PLAIN, 0), *(("co-located", Mode.SEQUENTIAL, k) for k in (k_own - 1, k_own)),
+                    ("plain", Mode.PLAIN, 0),
+                    *(("co-located", Mode.SEQUENTIAL, k) for k in (k_own - 1, k_own)),
                     ("sequential", Mode.SEQUENTIAL, best_k(guess, load, Mode.SEQUENTIAL, most=8).k),
-                    ("overlapped", Mode.OVERLAPPED, 4), ("overlapped", Mode.OVERLAPPED, 8),
-                ]  # fmt: skip
+                    ("overlapped", Mode.OVERLAPPED, 4),
+                    ("overlapped", Mode.OVERLAPPED, 8),
+                ]
                 windows: dict[tuple[str, Mode, int], list[paced.Window]] = {key: [] for key in tried}
                 for repeat in range(options.repeats):
                     turn = repeat % len(tried)
@@ -189,11 +206,19 @@ def print_measured(
         own = name in ("plain", "co-located")
         at = replace(load, targets=min(5, sessions), drafts=0) if own else load
         simulated = simulate(replace(system, colocated=own), at, mode, k, seconds=60.0).tokens_per_s
-        rows.append((
-            name, str(k or "-"), f"{w.tokens_per_s:.1f}", f"{w.tokens_per_s / 5:.1f}", f"{w.tokens_per_s / base:.2f}",
-            f"{w.tokens_per_round:.2f}", "-" if w.hit_rate is None else f"{w.hit_rate:.2f}", f"{simulated:.1f}",
-            f"{simulated / w.tokens_per_s - 1:+.1%}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                name,
+                str(k or "-"),
+                f"{w.tokens_per_s:.1f}",
+                f"{w.tokens_per_s / 5:.1f}",
+                f"{w.tokens_per_s / base:.2f}",
+                f"{w.tokens_per_round:.2f}",
+                "-" if w.hit_rate is None else f"{w.hit_rate:.2f}",
+                f"{simulated:.1f}",
+                f"{simulated / w.tokens_per_s - 1:+.1%}",
+            )
+        )
     print("\n".join(table(rows)) + "\n", flush=True)
 
 

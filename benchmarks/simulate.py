@@ -48,7 +48,7 @@ class Clock:
 
 
 class DraftClock:
-    """What the draft engine reads: at the end of a step, its second reading, the step's duration has passed."""
+    """Clock of the draft engine: at its second reading, the end of a step, the step's duration has passed."""
 
     def __init__(self, clock: Clock, step_s: float) -> None:
         self._clock, self._step_s, self._readings = clock, step_s, 0
@@ -224,9 +224,13 @@ def main() -> None:
         for way in ways(options):
             started = time.perf_counter()
             simulation = Simulation(
-                models[0], models[1], draft_step=options.draft_step, max_leaves=way.max_leaves,
-                tree_budget=way.tree_budget, fan_out=way.fan_out,
-            )  # fmt: skip
+                models[0],
+                models[1],
+                draft_step=options.draft_step,
+                max_leaves=way.max_leaves,
+                tree_budget=way.tree_budget,
+                fan_out=way.fan_out,
+            )
             num_tokens, units, steps, same = 0, 0.0, 0, 0
             for index, prompt in enumerate(prompts):
                 sampling = SamplingParams(
@@ -244,10 +248,14 @@ def main() -> None:
             against = "" if way.speculation.mode is Mode.SEQUENTIAL else f"{rate / best_lock_step:.2f}"
             rows.append(
                 (
-                    way.name, f"{rate:.2f}", f"{num_tokens / steps:.2f}", against,
-                    f"{same}/{len(prompts)} same", f"{time.perf_counter() - started:.0f}",
+                    way.name,
+                    f"{rate:.2f}",
+                    f"{num_tokens / steps:.2f}",
+                    against,
+                    f"{same}/{len(prompts)} same",
+                    f"{time.perf_counter() - started:.0f}",
                 )
-            )  # fmt: skip
+            )
         print(f"\ntemperature {temperature:g}")
         print("\n".join(table(rows)), flush=True)
 

@@ -50,14 +50,14 @@ MAX_DESCRIPTORS_MORE = 16
 LOG_MONITOR, MAX_LOGS = "log monitor", 200
 """Ray's log monitor keeps two files of every worker open, also of those that have ended, up to so many."""
 MAX_RSS_MORE = 48 << 20
-"""By how much the fitted line may rise after the first third of a process's life."""
+"""Rise that the fitted line may have after the first third of a process's life."""
 MIN_SPAN_S = {"descriptors": 60.0, "rss_bytes": 450.0}
 """Shorter lives have no trend. An engine needs minutes until it has met every size of a step, for each of which oneDNN
 keeps code: drafts end up at about 640 MiB here, targets at 760."""
 MAX_STATES = 5
-BEHAVIOURS = {"complete": 0.64, "cancel": 0.08, "cancel_rpc": 0.06, "deadline": 0.1, "leave": 0.06, "break": 0.06}
-"""How clients behave, and how often: wait for the end; cancel their stream; cancel by id from elsewhere; give too
-little time; close their channel; lose their connection without a goodbye."""
+BEHAVIORS = {"complete": 0.64, "cancel": 0.08, "cancel_rpc": 0.06, "deadline": 0.1, "leave": 0.06, "break": 0.06}
+"""Behaviors of clients and their frequencies: wait for the end; cancel their stream; cancel by id from elsewhere; give
+too little time; close their channel; lose their connection without a goodbye."""
 
 
 # -- what is asked, and what has to come ----------------------------------------------------------------------------
@@ -65,7 +65,7 @@ little time; close their channel; lose their connection without a goodbye."""
 
 @dataclass(frozen=True)
 class Template:
-    """One of the requests that are sent again and again."""
+    """A request that is sent again and again."""
 
     prompt: str | tuple[int, ...]
     sampling: SamplingParams
@@ -74,13 +74,13 @@ class Template:
 
     @property
     def claimed(self) -> bool:
-        """Whether its tokens have to be plain decoding's."""
+        """True if its tokens have to be plain decoding's."""
         return self.sampling.temperature == 0 or self.speculation.acceptance is Acceptance.COUPLED
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What plain decoding in one process gives."""
+    """Result of plain decoding in one process."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -122,7 +122,7 @@ def make_templates(pipeline: LocalPipeline, count: int, max_tokens: int, rng: ra
 
 
 def expect(pipeline: LocalPipeline, templates: Sequence[Template]) -> list[Expected]:
-    """By plain decoding."""
+    """Expected results, by plain decoding."""
     plain = SpeculationParams(mode=Mode.PLAIN)
     running = [pipeline.submit(t.prompt, t.sampling, plain, t.stop) for t in templates]
     results = [generation.result for generation in running]
@@ -130,7 +130,7 @@ def expect(pipeline: LocalPipeline, templates: Sequence[Template]) -> list[Expec
 
 
 def fault_in(result: Result, expected: Expected, *, whole: bool) -> str | None:
-    """What is wrong with a result that is claimed to be plain decoding's; ``whole``: and to be all of it."""
+    """Fault in a result that is claimed to be plain decoding's, with ``whole`` all of it; None if it is right."""
     if not whole:
         wrong = result.token_ids != expected.token_ids[: len(result.token_ids)]
         return "its tokens are no beginning of plain decoding's" if wrong else None
@@ -195,7 +195,7 @@ class Ended:
     """One request, and how it ended."""
 
     at_s: float
-    """Since the start of the load."""
+    """Seconds since the start of the load."""
     behaviour: str
     template: int
     outcome: str
@@ -203,7 +203,7 @@ class Ended:
     seconds: float
     num_tokens: int
     checked: bool
-    """Whether its tokens were compared."""
+    """True if its tokens were compared."""
     fault: str | None = None
 
 
@@ -232,7 +232,7 @@ class Load:
     quiets: list[dict[str, Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
-    """Of the service, when a request went wrong."""
+    """State of the service when a request went wrong."""
     num_unanswered: int = 0
     """Questions for the state of the service that failed."""
 
@@ -274,7 +274,7 @@ class Load:
 
     @property
     def now_s(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._started
 
     # -- requests --
@@ -283,7 +283,7 @@ class Load:
         if len(self._requests) >= self.args.max_at_once:
             return
         number = self.rng.randrange(len(self.templates))
-        behaviour = self.rng.choices(list(BEHAVIOURS), list(BEHAVIOURS.values()))[0]
+        behaviour = self.rng.choices(list(BEHAVIORS), list(BEHAVIORS.values()))[0]
         task = asyncio.create_task(self._request(number, behaviour))
         self._requests.add(task)
         task.add_done_callback(self._requests.discard)
@@ -329,9 +329,13 @@ class Load:
                 client = await stack.enter_async_context(AsyncClient(self.service.address))
             template = self.templates[number]
             stream = client.generate(
-                template.prompt, template.sampling, template.speculation, stop=template.stop, timeout_s=limit_s,
+                template.prompt,
+                template.sampling,
+                template.speculation,
+                stop=template.stop,
+                timeout_s=limit_s,
                 logprobs=self.rng.random() < 0.2,
-            )  # fmt: skip
+            )
             if behaviour in ("complete", "deadline"):
                 result = await stream.result
             else:
@@ -394,12 +398,18 @@ class Load:
                 own = process.pid == os.getpid()
                 self.samples.append(
                     {
-                        "at_s": at_s, "quiet": quiet, "pid": process.pid, "started": process.started,
-                        "role": "soak" if own else role_of(process), "command": process.command[:60],
-                        "rss_bytes": process.rss_bytes, "threads": process.threads, "cpu_s": process.cpu_s,
+                        "at_s": at_s,
+                        "quiet": quiet,
+                        "pid": process.pid,
+                        "started": process.started,
+                        "role": "soak" if own else role_of(process),
+                        "command": process.command[:60],
+                        "rss_bytes": process.rss_bytes,
+                        "threads": process.threads,
+                        "cpu_s": process.cpu_s,
                         "descriptors": num_descriptors(process.pid),
                     }
-                )  # fmt: skip
+                )
             if once:
                 return
             await asyncio.sleep(SAMPLE_S)
@@ -432,7 +442,7 @@ class Load:
 
 
 def leftovers(info: ServerInfo) -> dict[str, float]:
-    """What has to be zero while nothing runs."""
+    """Counts that have to be zero while nothing runs."""
     left = Counter[str]()
     left["running"], left["queued"] = info.sessions_running, info.sessions_queued
     for kind, statuses in info.pools.items():
@@ -444,7 +454,7 @@ def leftovers(info: ServerInfo) -> dict[str, float]:
 
 
 def state(info: ServerInfo | None) -> dict[str, Any]:
-    """What helps to find out why a request does not end."""
+    """Facts that help to find out why a request does not end."""
     if info is None:
         return {}
     shown = ("num_sessions", "num_waiting", "kv_pages_used", "busy_s", "counters")
@@ -456,7 +466,7 @@ def state(info: ServerInfo | None) -> dict[str, Any]:
 
 
 def figures(info: ServerInfo) -> dict[str, Any]:
-    """What is kept of a quiet moment."""
+    """Record of a quiet moment."""
     replicas = {kind: [s.replica_id for s in statuses] for kind, statuses in info.pools.items()}
     counted = [s for statuses in info.pools.values() for s in statuses]
     tasks = {s.replica_id: s.counters["asyncio_tasks"] for s in counted if "asyncio_tasks" in s.counters}
@@ -468,7 +478,7 @@ def figures(info: ServerInfo) -> dict[str, Any]:
 
 
 def role_of(process: Process) -> str:
-    """What a process of the service is there for."""
+    """Role of a process of the service."""
     return LOG_MONITOR if "log_monitor.py" in process.command else process.role
 
 
@@ -484,13 +494,13 @@ class Trend:
     last: float
     per_hour: float
     rise: float
-    """Of the line, over the part that it is fitted to."""
+    """Rise of the line over the part that it is fitted to."""
     fit: float
     """Coefficient of determination, 0 to 1."""
 
     @property
     def leaks(self) -> bool:
-        """Whether it rises by more than it may, and steadily."""
+        """True if it rises steadily and by more than it may."""
         limit = MAX_DESCRIPTORS_MORE if self.what == "descriptors" else MAX_RSS_MORE
         if self.what == "descriptors" and self.role == LOG_MONITOR:
             limit = MAX_LOGS
@@ -510,7 +520,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
-    """Of every process that lived long enough: memory by all samples, descriptors by those of quiet moments."""
+    """Trends of every process that lived long enough: memory by all samples, descriptors by those of quiet moments."""
     lives: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for sample in samples:
         lives.setdefault((sample["pid"], sample["started"]), []).append(sample)
@@ -526,10 +536,17 @@ def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
             slope, fit = line(later)
             found.append(
                 Trend(
-                    life[-1]["role"], pid, what, points[-1][0] - points[0][0], points[0][1], points[-1][1],
-                    3600 * slope, slope * span_s, fit,
+                    life[-1]["role"],
+                    pid,
+                    what,
+                    points[-1][0] - points[0][0],
+                    points[0][1],
+                    points[-1][1],
+                    3600 * slope,
+                    slope * span_s,
+                    fit,
                 )
-            )  # fmt: skip
+            )
     return found
 
 
@@ -549,7 +566,7 @@ def task_rises(quiets: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, fl
 
 
 def judge(load: Load, found: Sequence[Trend]) -> list[str]:
-    """What is wrong beyond the faults that were seen at once."""
+    """Faults beyond those that were seen immediately."""
     wrong = [
         f"{t.role} (pid {t.pid}): {t.what} rises by {t.rise:.0f} over the last two thirds of {t.span_s:.0f} s"
         for t in found
@@ -581,7 +598,7 @@ def summary(load: Load, found: Sequence[Trend], wrong: Sequence[str]) -> str:
         ),
         *(
             f"  {behaviour}: " + ", ".join(f"{n} {o}" for (b, o), n in sorted(counts.items()) if b == behaviour)
-            for behaviour in BEHAVIOURS
+            for behaviour in BEHAVIORS
         ),
         "killed: " + ", ".join(f"{n} {kind}s" for kind, n in sorted(Counter(k for _, k, _ in load.kills).items())),
     ]

@@ -73,7 +73,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs inside is of ``name``."""
+        """Counts what runs inside as ``name``."""
         self._inner.append(0.0)
         started = time.perf_counter()
         try:
@@ -93,14 +93,14 @@ class Stopwatch:
         return timed
 
     def take(self) -> dict[str, float]:
-        """What was spent since the last call."""
+        """Seconds by part since the last call."""
         spent, self.spent = self.spent, dict.fromkeys(PARTS, 0.0)
         return spent
 
 
 @dataclass
 class Side:
-    """One engine, its inbox of encoded batches and what its steps took."""
+    """One engine, its inbox of encoded batches and the times of its steps."""
 
     engine: Any
     watch: Stopwatch
@@ -255,11 +255,21 @@ def main() -> None:
         for mode in (Mode.PLAIN, Mode.OVERLAPPED):
             for num_sessions in args.sessions:
                 sides = (
-                    Side(target, watch, lambda b: decode_to_target(target_pb2.ToTarget.FromString(b))[0],
-                         lambda: target.stats.steps, outbox=outboxes[0]),
-                    Side(draft, watch, lambda b: decode_to_draft(draft_pb2.ToDraft.FromString(b))[0],
-                         lambda: draft.stats.tree_steps, outbox=outboxes[1]),
-                )  # fmt: skip
+                    Side(
+                        target,
+                        watch,
+                        lambda b: decode_to_target(target_pb2.ToTarget.FromString(b))[0],
+                        lambda: target.stats.steps,
+                        outbox=outboxes[0],
+                    ),
+                    Side(
+                        draft,
+                        watch,
+                        lambda b: decode_to_draft(draft_pb2.ToDraft.FromString(b))[0],
+                        lambda: draft.stats.tree_steps,
+                        outbox=outboxes[1],
+                    ),
+                )
                 sessions = {}
                 for index in range(num_sessions):
                     sampling = SamplingParams(max_tokens=700, temperature=args.temperature, seed=index, ignore_eos=True)
@@ -287,13 +297,26 @@ def main() -> None:
                     width = statistics.mean(side.widths[20:])
                     rows.append(
                         (
-                            f"{name} {mode.value}", str(num_sessions), f"{width:.1f}", f"{1e3 * total:.2f}",
+                            f"{name} {mode.value}",
+                            str(num_sessions),
+                            f"{width:.1f}",
+                            f"{1e3 * total:.2f}",
                             *(f"{1e3 * parts[part]:.2f} ({100 * parts[part] / total:.1f} %)" for part in PARTS),
-                            f"{1e3 * floor:.2f}", f"{100 * floor / total:.0f} %",
+                            f"{1e3 * floor:.2f}",
+                            f"{100 * floor / total:.0f} %",
                         )
-                    )  # fmt: skip
-                    records.append({"engine": name, "mode": mode.value, "sessions": num_sessions, "width": width,
-                                    "seconds": parts, "floor_s": floor, "steps": len(side.steps)})  # fmt: skip
+                    )
+                    records.append(
+                        {
+                            "engine": name,
+                            "mode": mode.value,
+                            "sessions": num_sessions,
+                            "width": width,
+                            "seconds": parts,
+                            "floor_s": floor,
+                            "steps": len(side.steps),
+                        }
+                    )
     print("\n".join(table(rows)))
     if args.json:
         facts = {"environment": environment(), "bandwidth": bandwidth, "temperature": args.temperature}

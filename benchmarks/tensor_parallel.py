@@ -38,7 +38,7 @@ from paceline.model.step_plan import SequenceStep
 SIZES = (1, 5, 9)
 CONTEXT = 100
 STEPS = 10
-"""Of each size in a block."""
+"""Number of steps of each size in a block."""
 
 Times = dict[int, list[float]]
 """Seconds of each step, by its number of tokens."""
@@ -180,7 +180,7 @@ class Pool:
             self._pipes.append(ours)
 
     def __call__(self, name: str) -> list[Any]:
-        """Of all processes: None the first time, which loads; then the times of a block."""
+        """Results of all processes: None the first time, which loads; then the times of a block."""
         for pipe in self._pipes:
             pipe.send(name)
         return [pipe.recv() for pipe in self._pipes]
@@ -196,10 +196,16 @@ def main() -> None:
     parser.add_argument("--no-transformers", action="store_true")
     args = parser.parse_args()
     names = [
-        "one process, eager", "two ranks, eager, gloo", "two ranks, eager, shared memory", "one process, compiled",
-        "two ranks, compiled, shared memory", "transformers, one process", "transformers, tp_plan, gloo",
-        "20 sums, gloo", "20 sums, shared memory",
-    ]  # fmt: skip
+        "one process, eager",
+        "two ranks, eager, gloo",
+        "two ranks, eager, shared memory",
+        "one process, compiled",
+        "two ranks, compiled, shared memory",
+        "transformers, one process",
+        "transformers, tp_plan, gloo",
+        "20 sums, gloo",
+        "20 sums, shared memory",
+    ]
     names = [n for n in names if not (args.no_compile and "compiled" in n)]
     names = [n for n in names if not (args.no_transformers and "transformers" in n)]
     beside = "one process, compiled" if "one process, compiled" in names else "one process, eager"

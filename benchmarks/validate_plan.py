@@ -20,9 +20,20 @@ from paceline.types import Mode
 
 RESULTS = Path(__file__).parent / "results"
 _HEADER = (
-    "", "sessions", "tokens/s", "closed form", "error", "simulation", "error", "tok/round", "closed form", "hits",
-    "closed form", "possible", "reached",
-)  # fmt: skip
+    "",
+    "sessions",
+    "tokens/s",
+    "closed form",
+    "error",
+    "simulation",
+    "error",
+    "tok/round",
+    "closed form",
+    "hits",
+    "closed form",
+    "possible",
+    "reached",
+)
 
 
 def main() -> None:
@@ -32,9 +43,11 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="simulated for each row (default 60)")
     parser.add_argument(
-        "--service", type=Path, default=RESULTS / "service-150m.json",
+        "--service",
+        type=Path,
+        default=RESULTS / "service-150m.json",
         help="a JSON of paceline bench serve, of the pair of the first FILE",
-    )  # fmt: skip
+    )
     options = parser.parse_args()
     runs = [(path, measurements) for path in options.files for measurements in read(path)]
     of_runs = [c for path, measurements in runs for c in show(path, measurements, options.seconds)]
@@ -58,7 +71,7 @@ def show(path: Path, measurements: Measurements, seconds: float) -> list[Compari
 
 
 def print_errors(everything: list[Comparison]) -> None:
-    """Of tokens per second in closed form, by mode."""
+    """Prints the errors of tokens per second in closed form, by mode."""
     for mode in Mode:
         errors = [abs(c.error) for c in everything if c.row.mode is mode]
         if errors:
@@ -68,7 +81,7 @@ def print_errors(everything: list[Comparison]) -> None:
 
 
 def print_reached(path: Path, measurements: Measurements, everything: list[Comparison]) -> None:
-    """Of the fastest K of overlapped decoding."""
+    """Prints what the fastest K of overlapped decoding reached."""
     found = [c for c in everything if c.row in measurements.rows and c.row.mode is Mode.OVERLAPPED]
     if found:
         best = max(found, key=lambda c: c.row.tokens_per_s)
@@ -79,7 +92,7 @@ def print_reached(path: Path, measurements: Measurements, everything: list[Compa
 
 
 def inputs(measurements: Measurements) -> str:
-    """What was taken from the run."""
+    """Inputs that were taken from the run."""
     system = measurements.system
     return (
         f"acceptance {system.outcomes.acceptance:.3f}, r {system.outcomes.power:.2f}, "

@@ -111,7 +111,7 @@ def write_configs(machines: Machines) -> Path:
 
 
 def instances(machines: Machines) -> list[dict[str, str]]:
-    """What the cloud says that runs or has run: type, state, pool, address."""
+    """Instances that run or have run, as the cloud reports them: type, state, pool, address."""
     script = Path(__file__).with_name("instances.py")
     rows: list[dict[str, str]] = json.loads(machines.run(LAUNCHER, f"python {script}").splitlines()[-1])
     return rows

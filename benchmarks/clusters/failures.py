@@ -56,7 +56,7 @@ UP = "RAY_UP_enable_autoscaler_v2=0 RAY_AUTH_MODE=token ray up --yes --no-config
 
 @dataclass
 class Seen:
-    """What the clients and the head noted so far, read from the file they write."""
+    """Records of the clients and the head so far, read from the file that they write."""
 
     path: Path
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Seen:
                 kinds.get(event["kind"], []).append(event)
 
     def whole(self) -> bool:
-        """Whether every replica reports, and every node lives in the head's eyes."""
+        """True if every replica reports and the head sees every node alive."""
         self.read()
         pools = {name: self.pools[-1]["counts"].get(name, 0) for name in WHOLE} if self.pools else {}
         states = self.nodes[-1]["states"] if self.nodes else {}
@@ -88,12 +88,12 @@ class Seen:
         return pools == WHOLE and len(lives) == len(CORE)
 
     def sessions(self, address: str) -> int:
-        """Of the target on that machine."""
+        """Number of sessions of the target on that machine."""
         self.read()
         return self.pools[-1]["sessions"].get(address, 0) if self.pools else 0
 
     def drafting(self, since: float) -> bool:
-        """Whether a draft token was proposed since then."""
+        """True if a draft token was proposed since then."""
         self.read()
         return any(event["drafted"] for event in self.messages if event["t"] > since)
 
@@ -109,7 +109,7 @@ class Seen:
         return longest
 
     def first(self, events: list[dict[str, Any]], since: float, matches: Any) -> float | None:
-        """When the first such event came, in seconds after ``since``."""
+        """Seconds from ``since`` to the first such event."""
         return next((event["t"] - since for event in events if event["t"] >= since and matches(event)), None)
 
 
@@ -210,9 +210,19 @@ def off_for(seen: Seen, begin: float, end: float) -> str:
 
 
 HEAD = [
-    "failure", "sessions there", "node dead s", "gap before s", "gap s", "streams ended", "identical", "broken",
-    "without drafts s", "whole again s", "after it was back s", "host's load, 5 min",
-]  # fmt: skip
+    "failure",
+    "sessions there",
+    "node dead s",
+    "gap before s",
+    "gap s",
+    "streams ended",
+    "identical",
+    "broken",
+    "without drafts s",
+    "whole again s",
+    "after it was back s",
+    "host's load, 5 min",
+]
 
 
 @contextlib.contextmanager
@@ -265,7 +275,7 @@ def stop(machines: Machines, config: Path) -> dict[str, list[str]]:
 
 
 def versions() -> str:
-    """What it ran with."""
+    """Versions and machine of the run."""
     import ray
 
     commit = subprocess.run(

@@ -103,7 +103,7 @@ class Machines:
         return done.stdout
 
     def command(self, name: str, script: str) -> list[str]:
-        """What runs a shell script on a machine, as somebody who has logged in."""
+        """Command that runs a shell script on a machine, as if logged in."""
         return [str(self._hosts), "run", name, "bash", "-c", f". ~/.bashrc; cd {REPOSITORY}; {script}"]
 
     def run(self, name: str, script: str, *, timeout_s: float = 180.0, check: bool = True) -> str:
@@ -123,7 +123,7 @@ class Machines:
         return done.stdout
 
     def start(self, name: str, script: str, output: Path) -> subprocess.Popen[bytes]:
-        """The same in the background; its output goes to a file."""
+        """Runs it in the background; its output goes to a file."""
         with output.open("wb") as file:
             return subprocess.Popen(
                 self.command(name, script), env=self._environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
@@ -134,7 +134,7 @@ class Machines:
         return self.root / name / "home"
 
     def setenv(self, name: str, **variables: str) -> None:
-        """What a login shell of the machine has."""
+        """Environment of a login shell of the machine."""
         lines = "".join(f"export {key}={value!r}\n" for key, value in variables.items())
         with (self.home(name) / ".node_env").open("a") as file:
             file.write(lines)
@@ -145,7 +145,7 @@ class Machines:
             file.write(f"taskset -pc {core} $$ > /dev/null\n")
 
     def processes(self, name: str) -> list[str]:
-        """What runs there beside the machine's own init and sshd."""
+        """Processes that run there, without the machine's own init and sshd."""
         lines = self.run(name, "ps -eo pid=,args=").splitlines()
         own = ("hosts.sh _init", "/usr/sbin/sshd", "sshd:", "ps -eo", "sleep 1", "bash -c . ~/.bashrc")
         return [line.strip() for line in lines if not any(mark in line for mark in own)]
@@ -163,7 +163,7 @@ class Machines:
                 (self._site / entry.name).symlink_to(entry)
 
     def _furnish(self, name: str) -> None:
-        """What a machine with a network would get from it: an environment with the dependencies, here by a link."""
+        """Links an environment with the dependencies, which a machine with a network would install."""
         folder = self.home(name) / "paceline" / "venv"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
         packages = next((folder / "lib").iterdir()) / "site-packages"

@@ -1,1 +1,1 @@
-"""Tools for benchmarks: stand-ins for large weights."""
+"""``paceline bench``: measures the modes, a service, other servers, and reports on them."""

@@ -46,7 +46,7 @@ class GenerateRequest:
     """Prompts that are submitted together."""
 
     mode: str
-    """One of ``MODES``."""
+    """Mode of transformers, one of ``MODES``."""
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
     """Limit of each prompt."""

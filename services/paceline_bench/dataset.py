@@ -2,7 +2,7 @@
 
     {"prompt": TEXT}                                           ours
     {"turns": [TEXT, ...], "category": NAME, ...}              Spec-Bench, MT-Bench: the first turn
-    {"conversations": [{"from": "human", "value": TEXT}, ...]} ShareGPT: what is said first, by human or user
+    {"conversations": [{"from": "human", "value": TEXT}, ...]} ShareGPT: the first text of human or user
 
 Each may have ``max_tokens`` (instead of the run's) and ``category``. Other fields are left alone. Only first turns are
 asked: a later one depends on the answer to the earlier, so it would differ from server to server.
@@ -27,7 +27,7 @@ class Question:
     """One line of a file."""
 
     source: str
-    """File and line."""
+    """Name of the file, and the line."""
     text: str
     category: str = ""
     max_tokens: int | None = None
@@ -36,7 +36,8 @@ class Question:
 def read_questions(path: Path, categories: Sequence[str] = ()) -> Iterator[Question]:
     """The questions of a file in its order, only those of ``categories`` if any are given.
 
-    Raises ConfigError, naming file and line.
+    Raises:
+        ConfigError: the file cannot be read or a line is wrong; the message names file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -53,9 +54,9 @@ def _question(source: str, place: str, line: str) -> Question:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place} is no JSON: {error}") from error
+        raise ConfigError(f"{place} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{place} is no object: one per line is needed, with one of the fields {', '.join(FORMS)}")
+        raise ConfigError(f"{place} is not an object, which every line must be, with one of {', '.join(FORMS)}")
     given = [form for form in FORMS if form in value]
     if len(given) != 1:
         said = "none" if not given else " and ".join(given)

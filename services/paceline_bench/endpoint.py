@@ -39,9 +39,9 @@ class EndpointSettings:
     url: str
     """``http://host:port``, with or without ``/v1``."""
     model: str | None = None
-    """None: the first that it lists."""
+    """Name of the model; None for the first that the server lists."""
     api: str = "completions"
-    """One of ``APIS``."""
+    """API of the requests, one of ``APIS``."""
     key: str | None = field(default=None, repr=False)
     """Sent as a bearer token; never written anywhere."""
     extra: Mapping[str, Any] = field(default_factory=lambda: dict(_EXTRA))

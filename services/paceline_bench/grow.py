@@ -1,7 +1,7 @@
-"""Function-preserving growth: a small Llama that costs as much as a large one and says exactly the same.
+"""Function-preserving growth: a small Llama that costs as much as a large one and computes exactly the same.
 
 A benchmark needs models of realistic cost whose draft still agrees with its target. Where no large weights
-can be downloaded, `grow` makes them from a small pair: it widens every MLP with neurons whose output weights
+can be downloaded, ``grow`` makes them from a small pair: it widens every MLP with neurons whose output weights
 are zero, and interleaves layers whose two outputs (attention and MLP) are zero. The zeros are computed like
 any other number, so time and memory are those of the larger model, while the residual stream - and so every
 logit and every acceptance - is that of the small one. The idea is Net2Net's (Chen et al. 2016).
@@ -9,7 +9,7 @@ logit and every acceptance - is that of the small one. The idea is Net2Net's (Ch
 What a grown model stands in for: traffic, memory and loading time of weights, the arithmetic of the MLPs, the
 number of layers. What it does not: hidden size, heads and vocabulary stay small, so the KV cache grows with
 the number of layers only and messages between tensor-parallel ranks stay narrow. The config of a grown model
-carries `grown_from_num_parameters`; whoever reports a figure measured on one says so.
+carries ``grown_from_num_parameters``; whoever reports a figure measured on one says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def parse_size(size: str | int) -> int:
-    """Number of parameters meant by `150M`, `1.5B`, `300K` or a plain number; ValueError for the rest."""
+    """Number of parameters meant by ``150M``, ``1.5B``, ``300K`` or a plain number.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", str(size).strip().upper())
     num_parameters = round(float(match[1]) * _SUFFIXES[match[2]]) if match else 0
     if num_parameters <= 0:
@@ -36,13 +40,14 @@ def parse_size(size: str | int) -> int:
 
 
 def grow(model: LlamaForCausalLM, num_parameters: int, num_layers: int | None = None) -> LlamaForCausalLM:
-    """A model of about `num_parameters` (within 5 %) computing the same function as `model`, in its dtype.
+    """A model of about ``num_parameters`` (within 5 %) computing the same function as ``model``, in its dtype.
 
     In exact arithmetic the logits are equal; in floating point they differ by the order in which a longer row
     is summed (about 1e-6 relative in float32). Depth follows what models of that size have: 32 layers at 8B,
-    scaled by the fourth root of the size; `num_layers` chooses it instead. The MLP width takes the rest.
+    scaled by the fourth root of the size; ``num_layers`` chooses it instead. The MLP width takes the rest.
 
-    Raises ValueError if `num_parameters` (or `num_layers`) is below the model's own, or out of reach.
+    Raises:
+        ValueError: ``num_parameters`` or ``num_layers`` is below the model's own, or out of reach.
     """
     own = model.num_parameters()
     if num_parameters < own:
@@ -56,7 +61,7 @@ def grow(model: LlamaForCausalLM, num_parameters: int, num_layers: int | None = 
     finally:
         torch.set_default_dtype(default_dtype)
     grown = grown.to_empty(device=model.device)
-    # The rotary frequencies are no parameters, so `to_empty` left them undefined; they are the source's.
+    # The rotary frequencies are not parameters, so ``to_empty`` left them undefined; they are the source's.
     grown.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
     grown.tie_weights()
     generator = torch.Generator(model.device).manual_seed(0)
@@ -80,7 +85,7 @@ def grow_checkpoint(
     dtype: torch.dtype = torch.bfloat16,
     num_layers: int | None = None,
 ) -> int:
-    """Grow the checkpoint in `source_dir` and write it with its tokenizer; returns its exact size."""
+    """Grow the checkpoint in ``source_dir`` and write it with its tokenizer; returns its exact size."""
     model = LlamaForCausalLM.from_pretrained(source_dir, dtype=dtype)
     grown = grow(model, num_parameters, num_layers)
     grown.save_pretrained(destination_dir)
@@ -131,7 +136,7 @@ def _interleave(num_own: int, num_total: int) -> list[int | None]:
 
 
 def _fill(layer: nn.Module, source: nn.Module | None, config: LlamaConfig, generator: torch.Generator) -> None:
-    """Fill one grown layer in place: a copy of `source` with a wider MLP, or a layer that adds zero."""
+    """Fill one grown layer in place: a copy of ``source`` with a wider MLP, or a layer that adds zero."""
     theirs = {} if source is None else dict(source.named_parameters())
     for name, parameter in layer.named_parameters():
         if name.endswith("norm.weight"):
@@ -145,5 +150,5 @@ def _fill(layer: nn.Module, source: nn.Module | None, config: LlamaConfig, gener
 
 
 def _corner(grown: Tensor, own: Tensor) -> Tensor:
-    """The leading part of `grown` that has the shape of `own`."""
+    """The leading part of ``grown`` that has the shape of ``own``."""
     return grown[tuple(slice(0, size) for size in own.shape)]

@@ -20,8 +20,7 @@ from paceline_bench.records import RequestRecord
 PERCENTILES = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "itl", "gap", "e2el")
 LIMITED = ("ttft", "tpot", "itl", "e2el")
-"""What goodput can put a limit on; of the times between tokens each request's mean counts, as `vllm bench serve` does
-for TPOT, and for ITL its 99 %."""
+"""Metrics that goodput can limit. For TPOT a request's mean counts, as in ```vllm bench serve```; for ITL its 99 %."""
 
 Percentiles = dict[int, float | None]
 """Seconds by percent; None without values."""
@@ -29,19 +28,19 @@ Percentiles = dict[int, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one request, in seconds."""
+    """Latencies of one request, in seconds."""
 
     ttft_s: float
     e2el_s: float
     tpot_s: float | None
-    """None for a request of one token."""
+    """Mean time per token after the first; None for a request of one token."""
     itl_s: tuple[float, ...] | None
-    """None if the server does not say how many tokens a chunk holds."""
+    """Inter-token latencies; None if the server does not report how many tokens a chunk holds."""
     gap_s: tuple[float, ...]
 
 
 def times(record: RequestRecord) -> Times | None:
-    """None for a request without rounds, which has got nothing."""
+    """Latencies of a request; None for one without rounds, which has received nothing."""
     rounds = record.rounds
     if not rounds:
         return None
@@ -55,7 +54,7 @@ def times(record: RequestRecord) -> Times | None:
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """Linear between the two nearest values, numpy's default and that of `vllm bench serve`."""
+    """Linear between the two nearest values, numpy's default and that of ``vllm bench serve``."""
     if not values:
         return dict.fromkeys(PERCENTILES)
     return {p: _percentile(values, p) for p in PERCENTILES}
@@ -68,7 +67,7 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 
 
 def latencies(records: Iterable[RequestRecord]) -> dict[str, Percentiles]:
-    """Percentiles over all requests, for ITL and gaps over all of their values together; by METRICS."""
+    """Percentiles over all requests, by ``METRICS``; those of ITL and gaps are over all of their values together."""
     found = [t for record in records if (t := times(record)) is not None]
     every_itl = all(t.itl_s is not None for t in found)
     return {
@@ -81,7 +80,7 @@ def latencies(records: Iterable[RequestRecord]) -> dict[str, Percentiles]:
 
 
 def meets(record: RequestRecord, limits_ms: Mapping[str, float]) -> bool:
-    """Whether a request keeps every limit. One that has got nothing keeps none; what is unknown is not kept."""
+    """True if a request keeps every limit; one that has received nothing, or whose value is unknown, does not."""
     found = times(record)
     if found is None:
         return False

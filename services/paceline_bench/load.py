@@ -24,7 +24,7 @@ _Reply = TypeVar("_Reply")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests arrive."""
+    """Arrival process of requests."""
 
     sessions: int = 0
     """Concurrent requests; 0 in an open load."""

@@ -46,7 +46,7 @@ class Method:
 
     name: str
     mode: str
-    """A ``Mode``, or one of ``BASELINES``."""
+    """Name of a ``Mode``, or one of ``BASELINES``."""
     draft_tokens: int = 0
 
 
@@ -250,5 +250,5 @@ def _is_ours(record: RequestRecord) -> bool:
 
 
 def differs(records: Sequence[RequestRecord]) -> bool:
-    """Whether any text of ours differs that is claimed to be plain decoding's."""
+    """True if any text of ours differs that is claimed to be plain decoding's."""
     return any(record.identical is False for record in records if _is_ours(record))

@@ -1,4 +1,4 @@
-"""What a figure depends on: the machine, its load, the versions, the command; and how fast one core reads memory.
+"""The machine, its load, the versions and the command that a figure depends on, and how fast one core reads memory.
 
 floor of a step = (weights + KV of all sessions) in bytes / bytes per second of one core that reads
 """
@@ -24,9 +24,9 @@ from paceline.config import apply_worker_environment
 from paceline.runtime.workers import available_cores, pin
 
 _FLAGS = (
-    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16",
-    "i8mm", "sve",
-)  # fmt: skip
+    *("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "bf16", "i8mm", "sve"),
+)
 """CPU flags that the arithmetic of the engines depends on."""
 _PACKAGES = ("torch", "transformers", "ray", "grpcio", "numpy")
 _BYTES = 1 << 30
@@ -67,7 +67,7 @@ def _cpu() -> tuple[str, list[str]]:
 
 
 def _commit() -> str | None:
-    """Of the working tree that this module is in; ``-dirty`` if a tracked file differs. None: it is installed."""
+    """Commit of this module's working tree, with ``-dirty`` if a tracked file differs; None if it is installed."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -78,16 +78,16 @@ def _commit() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Of one core, one thread, over 1 GiB; the best of some passes."""
+    """Memory bandwidth of one core with one thread over 1 GiB, the best of some passes."""
 
     read_bytes_per_s: float
-    """Fastest of a sum, a maximum and a dot product: what is read, nothing is written."""
+    """Bytes read by the fastest of a sum, a maximum and a dot product, which write nothing."""
     copy_bytes_per_s: float
     """Bytes read plus bytes written by a copy."""
 
 
 def bandwidth(core: int | None, num_bytes: int = _BYTES) -> Bandwidth:
-    """Measured now, in a process of its own on ``core``. The machine should be idle."""
+    """Measures in a process of its own on ``core``. The machine should be idle."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=apply_worker_environment) as pool:
         return pool.submit(_bandwidth, core, num_bytes).result()
@@ -116,8 +116,8 @@ def _seconds(work: Any) -> float:
 
 
 def step_bytes(path: str, dtype: str) -> dict[str, int | None]:
-    """What a step reads of a checkpoint: all weights but an input embedding that is not the output layer too, and
-    the KV of a token. Empty for what is no directory with a checkpoint."""
+    """Bytes of a checkpoint that a step reads: all weights but an input embedding that is not the output layer too, and
+    the KV of a token. Empty if ``path`` is not a directory with a checkpoint."""
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         return {}
@@ -134,15 +134,15 @@ def step_bytes(path: str, dtype: str) -> dict[str, int | None]:
 
 
 def measure_floor(target: str, draft: str, dtype: str) -> dict[str, Any]:
-    """The ``floor`` of a report: bandwidth of the target's core now, and what a step of each engine reads."""
+    """Measures the ``floor`` of a report: bandwidth of the target's core, and the bytes that a step reads."""
     cores = available_cores()
     found = bandwidth(cores[0] if len(cores) >= 2 else None)
     return {**asdict(found), "target": step_bytes(target, dtype), "draft": step_bytes(draft, dtype)}
 
 
 def floor_s(floor: Mapping[str, Any], role: str, tokens: float) -> float | None:
-    """Least seconds of a one-token step of ``role`` over ``tokens`` KV positions of all its sessions together, from
-    the ``floor`` of a report; None where it does not say."""
+    """Least seconds of a one-token step of ``role`` over ``tokens`` KV positions of all its sessions together, by the
+    ``floor`` of a report; None if that lacks the figures."""
     read = floor.get(role) or {}
     if not read.get("weight_bytes") or not floor.get("read_bytes_per_s"):
         return None

@@ -1,4 +1,4 @@
-"""A ``paceline serve`` of one's own, and what its processes take, from ``/proc``. Linux only.
+"""A ``paceline serve`` of one's own, and the resources of its processes, from ``/proc``. Linux only.
 
 paceline serve ─▶ raylet ─▶ ray::ServeReplica:paceline:Target:... ─▶ ...       everything below it is its own
 """
@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 ROLES = ("target", "draft", "router", "monitor", "haproxy", "ray")
-"""What the processes of a service do; ``ray`` is all of Ray and Serve that runs no code of ours."""
+"""Roles of a service's processes; ``ray`` is all of Ray and Serve that runs no code of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class Process:
 
     pid: int
     started: int
-    """Clock ticks since boot; with ``pid`` the name of an incarnation."""
+    """Clock ticks since boot; together with ``pid`` it identifies an incarnation."""
     parent: int
     command: str
     cpu_s: float
-    """User and system, of all its threads."""
+    """User and system time of all its threads."""
     rss_bytes: int
     threads: int
 
     @property
     def role(self) -> str:
-        """One of ROLES."""
+        """Role of the process, one of ``ROLES``."""
         for name, role in (("Target:", "target"), ("Draft:", "draft"), ("Router", "router"), ("Monitor", "monitor")):
             if self.command.startswith(f"ray::ServeReplica:paceline:{name}"):
                 return role
@@ -61,7 +61,7 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """None if it has ended, zombies included."""
+    """Reads a process; None if it has ended, zombies included."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
@@ -70,14 +70,20 @@ def read_process(pid: int) -> Process | None:
     fields = stat.rpartition(")")[2].split()
     if fields[0] == "Z":
         return None
+    # Fields of proc(5) after the command, so that field n of the manual is fields[n - 3].
     return Process(
-        pid, int(fields[19]), int(fields[1]), command, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
-        int(fields[21]) * _PAGE_BYTES, int(fields[17]),
-    )  # fmt: skip
+        pid,
+        started=int(fields[19]),
+        parent=int(fields[1]),
+        command=command,
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+        rss_bytes=int(fields[21]) * _PAGE_BYTES,
+        threads=int(fields[17]),
+    )
 
 
 def num_descriptors(pid: int) -> int | None:
-    """Open file descriptors; None if it has ended."""
+    """Number of open file descriptors; None if the process has ended."""
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
@@ -85,7 +91,7 @@ def num_descriptors(pid: int) -> int | None:
 
 
 def family(root: int) -> list[Process]:
-    """The process and all below it."""
+    """A process and all of its descendants."""
     found = {int(name): read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     children: dict[int, list[Process]] = {}
     for process in found.values():
@@ -99,7 +105,8 @@ def family(root: int) -> list[Process]:
 
 
 def cpu_by_role(before: list[Process], after: list[Process]) -> dict[str, float]:
-    """CPU seconds between two looks. One that started meanwhile counts from its start, one that ended not at all."""
+    """CPU seconds between two readings, by role. Processes that started in between count from their start, those that
+    ended not at all."""
     earlier = {(p.pid, p.started): p.cpu_s for p in before}
     spent = dict.fromkeys(ROLES, 0.0)
     for process in after:
@@ -108,7 +115,7 @@ def cpu_by_role(before: list[Process], after: list[Process]) -> dict[str, float]
 
 
 def _end_with_parent() -> None:
-    """In the child: a SIGTERM when the parent dies, whatever it dies of."""
+    """Asks in the child for a SIGTERM when the parent dies, for whatever reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -122,9 +129,11 @@ class ServiceProcess:
         timeout_s: float = _START_TIMEOUT_S,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """``config``: of ServiceConfig, without ``server``. ``say`` is told what the service prints while it starts.
+        """``config`` is that of a ServiceConfig without ``server``. ``say`` gets what the service prints while it
+        starts.
 
-        Raises ConfigError.
+        Raises:
+            ConfigError: ``config`` is wrong.
         """
         grpc_port, http_port = free_ports(2)
         server = {"host": "127.0.0.1", "grpc_port": grpc_port, "http_port": http_port}
@@ -151,13 +160,13 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """Of ``paceline serve`` itself."""
+        """Process id of ``paceline serve`` itself."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def text(self) -> str:
-        """What it has printed."""
+        """Everything that it has printed."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def family(self) -> list[Process]:
@@ -165,12 +174,16 @@ class ServiceProcess:
         return family(self.pid)
 
     def check(self) -> None:
-        """Raises EngineError if it has ended by itself."""
+        """Checks that it runs.
+
+        Raises:
+            EngineError: it has ended by itself.
+        """
         if self._process is not None and self._process.poll() is not None:
             raise EngineError(f"paceline serve ended with status {self._process.returncode}: {self._last_lines()}")
 
     def stop(self) -> None:
-        """Ends it as SIGTERM does, and waits until its processes are gone. Idempotent."""
+        """Ends it by SIGTERM, and waits until its processes are gone. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             members = family(process.pid)
@@ -215,7 +228,7 @@ class ServiceProcess:
 
 
 def _wait_gone(members: list[Process]) -> None:
-    """Until none of them runs; those that stay are killed."""
+    """Waits until none of them runs; those that stay are killed."""
     end = time.monotonic() + _STOP_TIMEOUT_S / 4
     while left := [p for p in members if _same(p)]:
         if time.monotonic() > end:

@@ -23,19 +23,19 @@ from paceline_bench.tasks import GROUPS, group_after, group_lines
 MIN_TOKENS, MAX_TOKENS = 64, 200
 _TRIES = 1000
 _WINDOW_LINES = 40
-"""A group that begins further away than so many lines is not looked for: windows are seldom longer."""
+"""Number of lines in which a group is looked for: windows are seldom longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt and where it is from."""
+    """One prompt and its source."""
 
     source: str
     token_ids: tuple[int, ...]
     text: str = ""
     category: str = ""
     max_tokens: int | None = None
-    """None: the run's."""
+    """Limit of this prompt; None for that of the run."""
 
 
 def held_out_texts() -> dict[str, str]:
@@ -49,10 +49,11 @@ def held_out_texts() -> dict[str, str]:
 
 
 def held_out_prompts(tokenizer: Tokenizer, count: int, seed: int = 0, group: str = "") -> list[Prompt]:
-    """``count`` different windows of MIN_TOKENS to MAX_TOKENS tokens; the same for the same seed. ``group``: one of
-    ``tasks.GROUPS``, empty for any.
+    """``count`` different windows of MIN_TOKENS to MAX_TOKENS tokens; equal seeds give equal windows. ``group`` is one
+    of ``tasks.GROUPS``, or empty for any.
 
-    Raises ConfigError if the texts do not hold as many.
+    Raises:
+        ConfigError: the texts do not hold as many.
     """
     rng = random.Random(f"{seed} {group}" if group else seed)
     texts = sorted(held_out_texts().items())
@@ -94,7 +95,8 @@ def _window(tokenizer: Tokenizer, lines: list[str], wanted: int) -> tuple[str, t
 def file_prompts(tokenizer: Tokenizer, path: Path, count: int | None, categories: Sequence[str] = ()) -> list[Prompt]:
     """The first ``count`` prompts (None: all) of a file; with ``categories`` the first of each.
 
-    Raises ConfigError, naming file and line.
+    Raises:
+        ConfigError: there are too few, or a line is wrong; the message names file and line.
     """
     prompts: list[Prompt] = []
     for category in categories or ("",):
@@ -116,12 +118,13 @@ def choose(
 ) -> list[Prompt]:
     """Prompts of a file or held-out ones: ``count`` of each group, or in all if there are no groups.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: a group is unknown, or there are too few prompts.
     """
     if path is not None:
         return file_prompts(tokenizer, path, count, groups)
     for group in groups:
         if group not in GROUPS:
-            raise ConfigError(f"--task-group {group!r} is none of the held-out text: {', '.join(GROUPS)} are")
+            raise ConfigError(f"unknown --task-group {group!r} of the held-out text: use {', '.join(GROUPS)}")
     number = count or default
     return [p for group in groups or ("",) for p in held_out_prompts(tokenizer, number, seed, group)]

@@ -55,7 +55,7 @@ class RequestRecord:
     draft_steps: tuple[tuple[int, float], ...] = ()
     """(nodes, seconds) of the draft's tree steps while this unit decoded."""
     identical: bool | None = None
-    """Whether the tokens are those of plain decoding; None where that is not claimed."""
+    """True if the tokens are those of plain decoding; None where that is not claimed."""
     category: str = ""
     """Task group of the prompt; empty if none was asked for."""
     submitted_s: float = 0.0
@@ -98,7 +98,7 @@ class Configuration:
 
     place: str
     mode: Mode | None
-    """None: whatever the endpoint does."""
+    """Mode of the requests; None at an endpoint, which decodes as it likes."""
 
     @property
     def name(self) -> str:

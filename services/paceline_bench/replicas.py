@@ -1,4 +1,4 @@
-"""The same devices used without disaggregation: a whole replica on each of two cores, each with half of the sessions.
+"""Devices used without disaggregation: a whole replica on each of two cores, each with half of the sessions.
 
     core 0   target (and draft) ◀─ even requests        core 1   target (and draft) ◀─ odd requests
 

@@ -1,4 +1,4 @@
-"""Task groups in the manner of Spec-Bench, made from the held-out files: what a model is asked to write next.
+"""Task groups in the manner of Spec-Bench, made from the held-out files by what a model is asked to write next.
 
     headers     imports, and what else stands before the first definition of a module
     comments    docstrings and comments

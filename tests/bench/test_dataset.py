@@ -41,8 +41,8 @@ def test_three_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "no JSON"),
-        ("[1]", "no object"),
+        ("{", "not valid JSON"),
+        ("[1]", "not an object"),
         ({"text": "a"}, "none of the fields prompt, turns, conversations"),
         ({"prompt": "a", "turns": ["b"]}, "prompt and turns"),
         ({"prompt": 3}, '"prompt" needs some text, int is given'),

@@ -78,7 +78,7 @@ class LocalRun:
 
     @property
     def grouped(self) -> bool:
-        """Whether its prompts are of task groups."""
+        """True if its prompts are of task groups."""
         return any(r.category for r in self.records)
 
 

@@ -153,7 +153,7 @@ class Cell:
     latency_s: Mapping[str, Percentiles]
     """Latency at the client, by ``latency.METRICS``."""
     groups: Mapping[str, Mapping[str, float | None]]
-    """By task group: requests, tokens per second of a stream, tokens per round, acceptance."""
+    """Requests, tokens per second of a stream, tokens per round and acceptance, by task group."""
     tokens_per_round: float
     acceptance: float | None
     hits: Share
@@ -181,7 +181,7 @@ class Cell:
 
     @property
     def apart(self) -> bool:
-        """Whether it is of an open load or an endpoint, which documents hold apart from our own closed loads."""
+        """True for open loads and endpoints, which documents hold apart from our own closed loads."""
         return bool(self.rate) or self.place == ENDPOINT
 
 
