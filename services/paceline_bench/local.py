@@ -31,7 +31,7 @@ from paceline_bench.prompts import Prompt, choose
 from paceline_bench.records import RequestRecord
 from paceline_bench.replicas import Replicas
 from paceline_bench.settings import LocalSettings
-from paceline_bench.steps import StepRecord, TimedDraftFactory, TimedTargetFactory, read_steps
+from paceline_bench.steps import StepRecord, WatchedFactory, read_steps, timed_draft, timed_target
 
 _WARM_UP_TOKENS = 24
 _LOG_TIMEOUT_S = 0.5
@@ -100,8 +100,8 @@ class LocalBench:
             self._pipeline = stack.enter_context(
                 LocalPipeline(
                     config,
-                    target_factory=TimedTargetFactory(config.target_setup(), self._target_log),
-                    draft_factory=TimedDraftFactory(draft_setup, self._draft_log),
+                    target_factory=WatchedFactory(config.target_setup(), self._target_log, timed_target),
+                    draft_factory=WatchedFactory(draft_setup, self._draft_log, timed_draft),
                 )
             )
             if any(mode in replicas.MODES for mode in settings.baselines):

@@ -20,7 +20,7 @@ from paceline.runtime.workers import available_cores
 from paceline.types import Mode, SpeculationParams
 from paceline_bench.children import Child
 from paceline_bench.jobs import Job, Reply, run_jobs
-from paceline_bench.steps import TimedDraftFactory, TimedTargetFactory
+from paceline_bench.steps import WatchedFactory, timed_draft, timed_target
 
 NUM_REPLICAS = 2
 """Number of replicas: as many devices as a target and its draft have."""
@@ -69,10 +69,10 @@ class Replicas:
 
 @contextlib.contextmanager
 def _replica(config: LocalConfig) -> Iterator[Callable[[tuple[Sequence[Job], SpeculationParams]], list[Reply]]]:
-    nowhere = Path(os.devnull)
+    nowhere, draft = Path(os.devnull), config.draft_setup()
     with LocalPipeline(
         config,
-        target_factory=TimedTargetFactory(config.target_setup(), nowhere),  # for its empty prefix cache
-        draft_factory=TimedDraftFactory(draft, nowhere) if (draft := config.draft_setup()) is not None else None,
+        target_factory=WatchedFactory(config.target_setup(), nowhere, timed_target),  # for its empty prefix cache
+        draft_factory=None if draft is None else WatchedFactory(draft, nowhere, timed_draft),
     ) as pipeline:
         yield lambda work: run_jobs(pipeline, *work)

@@ -40,7 +40,7 @@ from paceline_bench.records import (
     with_identity,
 )
 from paceline_bench.settings import ServeSettings
-from paceline_bench.sides import Pair, Pipeline, Service, Side
+from paceline_bench.sides import Pipeline, Service, Side
 
 _WARM_UP_TOKENS = 24
 _COUNTERS_TIMEOUT_S = 10.0
@@ -60,14 +60,6 @@ class ServeBench:
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
-        self._pair = Pair(
-            target=settings.target,
-            draft=settings.draft,
-            dtype=settings.dtype,
-            compile=settings.compile,
-            max_sessions=settings.max_sessions,
-            max_queued=max(settings.max_sessions, *map(settings.num_requests, settings.loads)),
-        )
         self._stack = contextlib.ExitStack()
         self._sides: dict[str, Side] = {}
         self._local: Pipeline | None = None
@@ -82,7 +74,7 @@ class ServeBench:
                 stack.callback(lambda: self._runner.run(endpoint.__aexit__()))
                 self._sides[ENDPOINT] = endpoint
             if LOCAL in self.settings.places:
-                self._sides[LOCAL] = self._local = stack.enter_context(Pipeline(self._pair))
+                self._sides[LOCAL] = self._local = stack.enter_context(Pipeline(self.settings))
             self._stack = stack.pop_all()
         return self
 
@@ -119,7 +111,7 @@ class ServeBench:
             with contextlib.ExitStack() as stack:
                 if SERVICE in self.settings.places:
                     say(f"starting the service, draft link delay {delay_ms:g} ms")
-                    self._service = stack.enter_context(Service(self._pair, delay_ms, self._runner))
+                    self._service = stack.enter_context(Service(self.settings, delay_ms, self._runner))
                     self._sides[SERVICE] = self._service
                 self._run_delay(delay_ms, prompts, outcome)
         outcome.units[:] = with_identity(outcome.units)

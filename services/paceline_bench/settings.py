@@ -86,6 +86,11 @@ class ServeSettings(RunSettings):
         return max((16, *self.sessions))
 
     @property
+    def max_queued(self) -> int:
+        """Number of requests that may wait at the service."""
+        return max(self.max_sessions, *map(self.num_requests, self.loads))
+
+    @property
     def loads(self) -> list[Load]:
         """All loads, closed ones first."""
         closed = [Load(sessions=sessions) for sessions in self.sessions]

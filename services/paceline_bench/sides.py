@@ -13,18 +13,18 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from paceline.config import DraftModel, DType, LocalConfig, TargetModel
+from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.errors import ConfigError, EngineError
 from paceline.local import LocalPipeline
 from paceline.types import ReplicaStatus, SpeculationParams
 from paceline_bench.jobs import Job, Reply, TimedChunks
 from paceline_bench.processes import Process, ServiceProcess, cpu_by_role, family, read_process
 from paceline_bench.records import ServiceFacts
-from paceline_bench.steps import CountedTargetFactory
+from paceline_bench.settings import ServeSettings
+from paceline_bench.steps import CountedEngine, WatchedFactory
 
 if TYPE_CHECKING:
     from paceline.client import AsyncClient
@@ -33,20 +33,6 @@ _TARGET, _DRAFT = "bench-target", "bench-draft"
 _REQUEST_TIMEOUT_S = 300.0
 _IDLE_S = 3.0
 _MAX_THREADS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The models of both sides."""
-
-    target: str
-    draft: str
-    dtype: DType
-    compile: bool
-    max_sessions: int
-    """Number of sessions that both targets are built for."""
-    max_queued: int
-    """Number of requests that may wait at the service."""
 
 
 class Side(Protocol):
@@ -68,22 +54,22 @@ class Side(Protocol):
 class Pipeline:
     """The one-process side: LocalPipeline, its processes and its target's counters. A context manager."""
 
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            pair = self._pair
+            settings = self._settings
             self._readers = stack.enter_context(ThreadPoolExecutor(_MAX_THREADS, "paceline-reader"))
             self._counters = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))) / "counters"
-            run: dict[str, Any] = {"dtype": pair.dtype, "compile": pair.compile}
+            run: dict[str, Any] = {"dtype": settings.dtype, "compile": settings.compile}
             config = LocalConfig(
-                target=TargetModel(path=pair.target, max_sessions=pair.max_sessions, **run),
-                draft=DraftModel(path=pair.draft, **run),
+                target=TargetModel(path=settings.target, max_sessions=settings.max_sessions, **run),
+                draft=DraftModel(path=settings.draft, **run),
             )
             before = {p.pid for p in family(os.getpid())}
-            factory = CountedTargetFactory(config.target_setup(), self._counters)
+            factory = WatchedFactory(config.target_setup(), self._counters, CountedEngine)
             self.pipeline = stack.enter_context(LocalPipeline(config, target_factory=factory))
             workers = [p for p in family(os.getpid()) if p.pid not in before and "spawn_main" in p.command]
             self._roles = dict(zip((p.pid for p in sorted(workers, key=_by_age)), ("target", "draft"), strict=False))
@@ -122,19 +108,19 @@ class Pipeline:
 class Service:
     """A real ``paceline serve``, and a real client of its public port. A context manager."""
 
-    def __init__(self, pair: Pair, delay_ms: float, runner: asyncio.Runner) -> None:
+    def __init__(self, settings: ServeSettings, delay_ms: float, runner: asyncio.Runner) -> None:
         self.delay_ms, self._runner = delay_ms, runner
-        engine = {"dtype": pair.dtype, "compile": pair.compile}
+        engine = {"dtype": settings.dtype, "compile": settings.compile}
         config = {
             "target_config": {
-                "model_loading_config": {"model_id": _TARGET, "model_source": pair.target},
-                "engine_kwargs": {**engine, "max_sessions": pair.max_sessions},
+                "model_loading_config": {"model_id": _TARGET, "model_source": settings.target},
+                "engine_kwargs": {**engine, "max_sessions": settings.max_sessions},
             },
             "draft_config": {
-                "model_loading_config": {"model_id": _DRAFT, "model_source": pair.draft},
+                "model_loading_config": {"model_id": _DRAFT, "model_source": settings.draft},
                 "engine_kwargs": engine,
             },
-            "router_config": {"draft_link_delay_s": delay_ms / 1e3, "max_queued_requests": pair.max_queued},
+            "router_config": {"draft_link_delay_s": delay_ms / 1e3, "max_queued_requests": settings.max_queued},
         }
         self.process = ServiceProcess(config, say=lambda line: print(f"  {line}", file=sys.stderr))
         self._client: AsyncClient | None = None

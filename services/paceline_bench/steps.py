@@ -109,52 +109,33 @@ def read_steps(path: Path) -> list[StepRecord]:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedTargetFactory:
-    """Builds the target engine. Whenever it is without sessions its prefix cache is emptied, so that no request
+class WatchedFactory:
+    """Builds an engine in its worker, and what watches it around it."""
+
+    setup: TargetSetup | DraftSetup
+    path: Path
+    """File that the watch writes to."""
+    watch: Callable[[Any, Path], Engine]
+    """One of ``timed_target``, ``timed_draft`` and ``CountedEngine``."""
+    rendezvous: Rendezvous | None = None
+
+    def __call__(self, emit: Emit) -> Engine:
+        """Builds the engine."""
+        return self.watch(EngineSpec(self.setup, self.rendezvous).build(emit), self.path)
+
+
+def timed_target(engine: Any, path: Path) -> Engine:
+    """Records the steps of a target engine. Whenever it has no sessions its prefix cache is emptied, so that no request
     profits from an earlier one with the same prompt."""
+    cache = engine.runner.cache
 
-    setup: TargetSetup
-    path: Path
-    rendezvous: Rendezvous | None = None
+    def forget() -> None:
+        if engine.num_sessions == 0:
+            cache.release(cache.allocate(cache.num_available))
 
-    def __call__(self, emit: Emit) -> Engine:
-        """Builds the engine in its worker."""
-        from paceline.target.build import build_target_engine
-
-        engine = build_target_engine(self.setup, emit, self.rendezvous)
-        cache = engine.runner.cache
-
-        def forget() -> None:
-            if engine.num_sessions == 0:
-                cache.release(cache.allocate(cache.num_available))
-
-        return TimedEngine(engine, lambda: (engine.stats.steps, engine.stats.tokens_computed), self.path, forget)
+    return TimedEngine(engine, lambda: (engine.stats.steps, engine.stats.tokens_computed), path, forget)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedDraftFactory:
-    """Builds the draft engine; records its tree steps, not its prefill."""
-
-    setup: DraftSetup
-    path: Path
-    rendezvous: Rendezvous | None = None
-
-    def __call__(self, emit: Emit) -> Engine:
-        """Builds the engine in its worker."""
-        from paceline.draft.build import build_draft_engine
-
-        engine = build_draft_engine(self.setup, emit, self.rendezvous)
-        return TimedEngine(engine, lambda: (engine.stats.tree_steps, engine.stats.leaves), self.path)
-
-
-@dataclass(frozen=True, slots=True)
-class CountedTargetFactory:
-    """Builds the target engine; writes its counters to a file whenever it has run out of sessions."""
-
-    setup: TargetSetup
-    path: Path
-    rendezvous: Rendezvous | None = None
-
-    def __call__(self, emit: Emit) -> Engine:
-        """Builds the engine in its worker."""
-        return CountedEngine(EngineSpec(self.setup, self.rendezvous).build(emit), self.path)
+def timed_draft(engine: Any, path: Path) -> Engine:
+    """Records the tree steps of a draft engine, not its prefill."""
+    return TimedEngine(engine, lambda: (engine.stats.tree_steps, engine.stats.leaves), path)
