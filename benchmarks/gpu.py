@@ -29,7 +29,7 @@ from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.messages import OpenSession, Outcome
+from paceline.messages import FromTarget, OpenSession, Outcome
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
@@ -37,7 +37,7 @@ from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep
-from paceline.target.engine import FromTarget, TargetEngine
+from paceline.target.engine import TargetEngine
 from paceline.types import PAGE_SIZE, Mode, SamplingParams, SpeculationParams, pages_for
 from paceline_bench.grow import grow, parse_size
 

@@ -33,7 +33,8 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates, process, rank_coupled, row_keys
-from paceline.core.verification import Proposal, sample_draft, verify
+from paceline.core.tree import Proposal
+from paceline.core.verification import sample_draft, verify
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.model.loading import load_pretrained
 from paceline.types import Acceptance, SamplingParams

@@ -24,7 +24,8 @@ from paceline.cli.table import table
 from paceline.core import rows as native
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import best_coupled, draft_candidates
-from paceline.core.verification import Proposal, decide
+from paceline.core.tree import Proposal
+from paceline.core.verification import decide
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams
 from step_overhead import read_bandwidth

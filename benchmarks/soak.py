@@ -196,7 +196,7 @@ class Ended:
 
     at_s: float
     """Seconds since the start of the load."""
-    behaviour: str
+    behavior: str
     template: int
     outcome: str
     """``complete``, ``abort``, ``deadline``, ``refused``, ``broken``, ``failed`` or ``hung``."""
@@ -283,28 +283,28 @@ class Load:
         if len(self._requests) >= self.args.max_at_once:
             return
         number = self.rng.randrange(len(self.templates))
-        behaviour = self.rng.choices(list(BEHAVIORS), list(BEHAVIORS.values()))[0]
-        task = asyncio.create_task(self._request(number, behaviour))
+        behavior = self.rng.choices(list(BEHAVIORS), list(BEHAVIORS.values()))[0]
+        task = asyncio.create_task(self._request(number, behavior))
         self._requests.add(task)
         task.add_done_callback(self._requests.discard)
 
-    async def _request(self, number: int, behaviour: str) -> None:
+    async def _request(self, number: int, behavior: str) -> None:
         began, at_s = time.monotonic(), self.now_s
         outcome, fault, result = "hung", None, None
-        limit_s = self.rng.uniform(0.02, 1.0) if behaviour == "deadline" else self.args.limit_s
+        limit_s = self.rng.uniform(0.02, 1.0) if behavior == "deadline" else self.args.limit_s
         try:
             async with asyncio.timeout(limit_s + GRACE_S):
-                outcome, result = await self._ask(number, behaviour, limit_s)
+                outcome, result = await self._ask(number, behavior, limit_s)
         except DeadlineExceededError as error:
-            outcome, fault = "deadline", None if behaviour == "deadline" else str(error)
+            outcome, fault = "deadline", None if behavior == "deadline" else str(error)
         except ResourceExhaustedError:
             outcome = "refused"
         except PacelineError as error:
-            outcome = "broken" if behaviour in ("break", "leave") and isinstance(error, EngineError) else "failed"
+            outcome = "broken" if behavior in ("break", "leave") and isinstance(error, EngineError) else "failed"
             fault = f"{type(error).__name__}: {error}" if outcome == "failed" else None
         except TimeoutError:  # DeadlineExceededError is one, too
             fault = f"it hangs: no end {GRACE_S:g} s after its deadline"
-        if fault is None and outcome not in EXPECTED[behaviour] | {"refused"}:
+        if fault is None and outcome not in EXPECTED[behavior] | {"refused"}:
             fault = f"it ended as {outcome}"
         template, checked = self.templates[number], False
         if fault is None and result is not None and template.claimed:
@@ -312,20 +312,20 @@ class Load:
             fault = fault_in(result, self.expected[number], whole=outcome == "complete")
         num_tokens = 0 if result is None else len(result.token_ids)
         seconds = time.monotonic() - began
-        self.ended.append(Ended(at_s, behaviour, number, outcome, seconds, num_tokens, checked, fault))
+        self.ended.append(Ended(at_s, behavior, number, outcome, seconds, num_tokens, checked, fault))
         if outcome in ("hung", "failed", "deadline") and fault is not None and len(self.states) < MAX_STATES:
             self.states.append({"at_s": self.now_s, **state(await self._info())})
             print(f"state: {self.states[-1]}", file=sys.stderr, flush=True)
         if fault is not None:
-            self._fault(f"request of template {number} ({behaviour}, {template.speculation.mode}): {fault}")
+            self._fault(f"request of template {number} ({behavior}, {template.speculation.mode}): {fault}")
 
-    async def _ask(self, number: int, behaviour: str, limit_s: float) -> tuple[str, Result]:
+    async def _ask(self, number: int, behavior: str, limit_s: float) -> tuple[str, Result]:
         async with contextlib.AsyncExitStack() as stack:
             client, wire = self._client, None
-            if behaviour == "break":
+            if behavior == "break":
                 wire = await stack.enter_async_context(Wire(self.service.address))
                 client = await stack.enter_async_context(AsyncClient(wire.address))
-            elif behaviour == "leave":
+            elif behavior == "leave":
                 client = await stack.enter_async_context(AsyncClient(self.service.address))
             template = self.templates[number]
             stream = client.generate(
@@ -336,14 +336,14 @@ class Load:
                 timeout_s=limit_s,
                 logprobs=self.rng.random() < 0.2,
             )
-            if behaviour in ("complete", "deadline"):
+            if behavior in ("complete", "deadline"):
                 result = await stream.result
             else:
-                result = await self._disturbed(stream, behaviour, client, wire)
+                result = await self._disturbed(stream, behavior, client, wire)
         return "abort" if result.finish_reason is FinishReason.ABORT else "complete", result
 
-    async def _disturbed(self, stream: AsyncStream, behaviour: str, client: AsyncClient, wire: Wire | None) -> Result:
-        """Reads some of the stream, then does to it what the behaviour says."""
+    async def _disturbed(self, stream: AsyncStream, behavior: str, client: AsyncClient, wire: Wire | None) -> Result:
+        """Reads some of the stream, then does to it what the behavior says."""
         after = self.rng.randrange(6)
         if after:
             async for _ in stream:
@@ -352,11 +352,11 @@ class Load:
                     break
         else:
             await asyncio.sleep(self.rng.uniform(0, 0.1))
-        if behaviour == "cancel":
+        if behavior == "cancel":
             stream.cancel()
-        elif behaviour == "cancel_rpc":
+        elif behavior == "cancel_rpc":
             await client.cancel(stream.request_id)
-        elif behaviour == "leave":
+        elif behavior == "leave":
             await client.aclose()
         elif wire is not None:
             wire.cut()
@@ -587,7 +587,7 @@ def judge(load: Load, found: Sequence[Trend]) -> list[str]:
 
 def summary(load: Load, found: Sequence[Trend], wrong: Sequence[str]) -> str:
     """Readable."""
-    counts = Counter((e.behaviour, e.outcome) for e in load.ended)
+    counts = Counter((e.behavior, e.outcome) for e in load.ended)
     checked = sum(e.checked for e in load.ended)
     tokens = sum(e.num_tokens for e in load.ended)
     times = sorted(e.seconds for e in load.ended if e.outcome == "complete")
@@ -597,8 +597,8 @@ def summary(load: Load, found: Sequence[Trend], wrong: Sequence[str]) -> str:
             f"plain decoding ({sum(t.claimed for t in load.templates)} of {len(load.templates)} templates are claimed)"
         ),
         *(
-            f"  {behaviour}: " + ", ".join(f"{n} {o}" for (b, o), n in sorted(counts.items()) if b == behaviour)
-            for behaviour in BEHAVIORS
+            f"  {behavior}: " + ", ".join(f"{n} {o}" for (b, o), n in sorted(counts.items()) if b == behavior)
+            for behavior in BEHAVIORS
         ),
         "killed: " + ", ".join(f"{n} {kind}s" for kind, n in sorted(Counter(k for _, k, _ in load.kills).items())),
     ]

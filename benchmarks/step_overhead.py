@@ -218,9 +218,9 @@ def main() -> None:
     paths = [grown(str(TARGET_DIR), args.target_size, "bfloat16"), str(DRAFT_DIR)]
     if args.draft_size:
         paths[1] = grown(paths[1], args.draft_size, "bfloat16")
-    run: dict[str, Any] = {"dtype": "bfloat16", "compile": True}
-    target_config = TargetModel(path=paths[0], max_sessions=max(args.sessions), adaptive=False, **run)
-    draft_config = DraftModel(path=paths[1], **run)
+    options: dict[str, Any] = {"dtype": "bfloat16", "compile": True}
+    target_config = TargetModel(path=paths[0], max_sessions=max(args.sessions), adaptive=False, **options)
+    draft_config = DraftModel(path=paths[1], **options)
     weights = [weight_bytes(load_model(Checkpoint.open(model.path), model)) for model in (target_config, draft_config)]
     config = LocalConfig(target=target_config, draft=draft_config)
     draft_setup = config.draft_setup()
