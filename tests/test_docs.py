@@ -61,6 +61,8 @@ FORBIDDEN = {
     r"(quanti|tokeni|summari|optimi|initiali|normali|seriali)s(e|ed|es|ing|ation)": "American spelling",
     r"colour(s|ed)?|behaviour(s)?|licence(s|d)?": "American spelling",
     r"day two": "operations",
+    r"lock[- ]step": "sequential",
+    r"beside (\d+|n|ten|so many|how many|others)( of them| sessions)?": "at concurrency n",
 }
 """Words that the project does not use in prose -> what it says instead."""
 
