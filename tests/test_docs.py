@@ -1,6 +1,6 @@
 """The pages say what is true of the tree: links, names, commands, configurations, generated tables and words.
 
-    python -m tests.test_docs      writes docs/metrics.md
+    python -m tests.test_docs      writes the generated pages, docs/configuration.md and docs/metrics.md
 
 Each check is a function from a page to its faults, so that it can be shown to fail.
 """
@@ -24,7 +24,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from paceline.cli.main import build_parser
+from paceline.cli.main import build_parser, main
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
 from paceline.metrics import catalogue, engines
@@ -419,7 +419,15 @@ def metrics_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-GENERATED = {"metrics.md": metrics_page}
+def configuration_page() -> str:
+    """docs/configuration.md, as ``paceline config --markdown`` prints it."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["config", "--markdown"]) == 0
+    return printed.getvalue()
+
+
+GENERATED = {"metrics.md": metrics_page, "configuration.md": configuration_page}
 
 
 @pytest.mark.parametrize("name", GENERATED)
