@@ -137,8 +137,11 @@ def test_nothing_heavy_is_imported() -> None:
 def test_prompts_contexts_and_the_time_to_first_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on the first tokens that one target misses makes it two."""
     more: dict[str, str | None] = {
-        "--prompt-tokens": "2000", "--tokens-per-request": "64", "--target-kv-kib": "32", "--draft-kv-kib": "4",
-    }  # fmt: skip
+        "--prompt-tokens": "2000",
+        "--tokens-per-request": "64",
+        "--target-kv-kib": "32",
+        "--draft-kv-kib": "4",
+    }
     found: dict[str | None, Any] = {}
     for ttft_ms in (None, "400"):
         assert plan(more | {"--slo-itl-ms": "60", "--slo-ttft-ms": ttft_ms}, "--json") == 0

@@ -105,7 +105,7 @@ def _keeps_something_else(estimate: MemoryEstimate) -> bool:
 
 
 def _remarks(config: ServiceConfig, pool: Pool) -> Iterator[str]:
-    """What the numbers of a pool stand for, a sentence each."""
+    """Explanations of a pool's numbers, a sentence each."""
     estimate = pool.estimate
     if estimate is None:
         yield f"{pool.key}: nothing is known of {pool.model_id!r}; see below."

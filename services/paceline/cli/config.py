@@ -73,7 +73,7 @@ def _sections(model: type[BaseModel], path: str, which: str) -> Iterator[str]:
 
 
 def _type(field: FieldInfo) -> str:
-    """What a key may hold, in words: ``whole number, at least 1, or `null```."""
+    """The values that a key may hold, in words: ``whole number at least 1 or `null```."""
     words = dict.fromkeys(_word(kind) for kind in _members(field.annotation))
     bounds = [
         f"{sign} {bound}"

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.generate import add_engine_flags, local_config, write_text
+from paceline.cli.table import table
 from paceline.client import Client
 from paceline.cluster.ports import free_ports
 from paceline.errors import EngineError, InvalidRequestError
@@ -82,7 +83,7 @@ def run_demo(args: argparse.Namespace) -> int:
                     write_text(generation, sys.stdout)
                 results[mode].append(generation.result)
     print("-" * 73)
-    print(table(results))
+    print(comparison(results))
     if args.target is None and args.draft is None:
         print(f"\n{_SMALL_PAIR}\n")
     return _compare([result for mode in _MODES for result in results[mode]])
@@ -134,9 +135,9 @@ def _service(args: argparse.Namespace) -> Iterator[_Source]:
         service.wait()
 
 
-def table(results: dict[Mode, list[Result]]) -> str:
-    """One line per mode, the ratio of the medians, and what the columns mean."""
-    lines = [f"{'':12}{'tokens/s':>22}{'per step':>10}{'accepted':>10}{'hit rate':>10}"]
+def comparison(results: dict[Mode, list[Result]]) -> str:
+    """One line per mode, the ratio of the medians, and the meaning of the columns."""
+    rows = [("", "tokens/s", "per step", "accepted", "hit rate")]
     medians = []
     for mode, runs in results.items():
         rates = [run.timing.tokens_per_s for run in runs]
@@ -149,10 +150,10 @@ def table(results: dict[Mode, list[Result]]) -> str:
         per_step = sum(run.usage.completion_tokens for run in runs) / max(rounds, 1)
         accepted_share = f"{accepted / drafted:.0%}" if drafted else "-"
         hit_rate = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
-        lines.append(f"{mode.value:12}{speed:>22}{per_step:>10.2f}{accepted_share:>10}{hit_rate:>10}")
+        rows.append((mode.value, speed, f"{per_step:.2f}", accepted_share, hit_rate))
     if medians[0] > 0:
-        lines.append(f"{'speed-up':12}{medians[-1] / medians[0]:>22.2f}")
-    return "\n".join([*lines, "", _MEANING])
+        rows.append(("speed-up", f"{medians[-1] / medians[0]:.2f}", "", "", ""))
+    return "\n".join([*table(rows, sys.stdout), "", _MEANING])
 
 
 def _compare(runs: list[Result]) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
-from paceline.cli.table import table
+from paceline.cli.table import table, working
 from paceline.errors import ConfigError
 from paceline.plan import measured
 from paceline.plan.closed_form import Requests, System
@@ -28,7 +29,8 @@ from paceline.plan.search import (
     cheapest,
     cheapest_plain,
     concurrency,
-    least_tree_budget,
+    pays,
+    settings_of,
     whole,
 )
 from paceline.plan.times import StepTable
@@ -52,9 +54,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("measured times, in ms")
     group.add_argument("--target-step-ms", type=_number(0, open_low=True), metavar="MS", help="of one token")
     group.add_argument(
-        "--target-row-ms", type=_number(0), metavar="MS",
+        "--target-row-ms",
+        type=_number(0),
+        metavar="MS",
         help=f"each further token (default: 1/{_RIDGE} of a step, an H100 in bf16)",
-    )  # fmt: skip
+    )
     group.add_argument("--draft-step-ms", type=_number(0, open_low=True), metavar="MS", help="tree step of one node")
     group.add_argument(
         "--draft-row-ms", type=_number(0), metavar="MS", help=f"each further node (default: 1/{_RIDGE} of a step)"
@@ -62,64 +66,87 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--link-ms", type=_number(0), metavar="MS", help="target to draft, one way (default 0.2)")
     group = parser.add_argument_group("measured statistics")
     group.add_argument(
-        "--acceptance", type=_number(0, 1, open_high=True), metavar="A",
+        "--acceptance",
+        type=_number(0, 1, open_high=True),
+        metavar="A",
         help="probability that a draft token is accepted, given those before it",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--hit-rate", type=_number(0, 1, open_high=True), metavar="H",
+        "--hit-rate",
+        type=_number(0, 1, open_high=True),
+        metavar="H",
         help=f"of a draft that is never late, at K={_HIT_K} (default: as measured at such an acceptance)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--rule", choices=["coupled", "rejection"], default="coupled", help="acceptance rule, for that default"
     )
     group.add_argument(
-        "--from", type=Path, dest="source", metavar="FILE",
+        "--from",
+        type=Path,
+        dest="source",
+        metavar="FILE",
         help="take times and statistics that are not given from a JSON of paceline bench local",
-    )  # fmt: skip
+    )
     group.add_argument("--at-temperature", type=_number(0), metavar="T", help="which of FILE (default: its first)")
     group.add_argument(
-        "--sharing", type=_number(1), default=1.0, metavar="F",
+        "--sharing",
+        type=_number(1),
+        default=1.0,
+        metavar="F",
         help="overlapped steps take so many times as long: cores or memory that both kinds share (default 1)",
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("keys and values that each step reads, for requests")
     group.add_argument("--target-kv-kib", type=_number(0), metavar="KIB", help="of a token, in one rank (default 0)")
     group.add_argument("--draft-kv-kib", type=_number(0), metavar="KIB", help="the same of the draft (default 0)")
     group.add_argument(
-        "--bandwidth-gb-s", type=_number(0, open_low=True), metavar="GB/S",
+        "--bandwidth-gb-s",
+        type=_number(0, open_low=True),
+        metavar="GB/S",
         help=f"at which they are read (default {_BANDWIDTH_GB_S}: an H100)",
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("load")
     group.add_argument("--sessions", type=_count, metavar="N", help="at once")
     group.add_argument("--requests-per-s", type=_number(0, open_low=True), metavar="R", help="or Poisson arrivals")
     group.add_argument(
-        "--prompt-tokens", type=_count, metavar="N",
+        "--prompt-tokens",
+        type=_count,
+        metavar="N",
         help="of a request; with --sessions, one request follows the other (default: no prompts)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--tokens-per-request", type=_count, metavar="N",
+        "--tokens-per-request",
+        type=_count,
+        metavar="N",
         help="output (default 256; with --sessions alone they have no end)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--length-spread", type=_number(0, 4), metavar="C",
+        "--length-spread",
+        type=_number(0, 4),
+        metavar="C",
         help="standard deviation over mean of both lengths, gamma-distributed (default 0)",
-    )  # fmt: skip
+    )
     group.add_argument("--slo-itl-ms", type=_number(0, open_low=True), required=True, metavar="MS", help="the limit")
     group.add_argument(
         "--slo-ttft-ms", type=_number(0, open_low=True), metavar="MS", help="of the time to a request's first tokens"
     )
     group.add_argument(
-        "--slo", choices=[o.value for o in Objective], default=Objective.MEAN.value,
+        "--slo",
+        choices=[o.value for o in Objective],
+        default=Objective.MEAN.value,
         help="of what: mean time per token, or the 99th percentile between two messages to a client; mean or 99th "
         "percentile of the time to the first tokens (default mean)",
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("replicas")
     group.add_argument(
         "--max-sessions", type=_count, default=64, metavar="N", help="of a target, by its KV memory (default 64)"
     )
     group.add_argument(
-        "--max-step-tokens", type=_count, default=256, metavar="N",
+        "--max-step-tokens",
+        type=_count,
+        default=256,
+        metavar="N",
         help="of a step, prompt chunks and proposals together (default 256)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--draft-width", type=_count, default=64, metavar="N", help="nodes of a tree step at most (default 64)"
     )
@@ -167,9 +194,10 @@ def system_of(args: argparse.Namespace) -> System:
     known = _from_file(args.source, args.at_temperature) if args.source else None
     if known is None:
         missing = [
-            flag for flag in ("--target-step-ms", "--draft-step-ms", "--acceptance")
+            flag
+            for flag in ("--target-step-ms", "--draft-step-ms", "--acceptance")
             if getattr(args, flag[2:].replace("-", "_")) is None
-        ]  # fmt: skip
+        ]
         if missing:
             raise ConfigError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed, or --from FILE")
         if args.at_temperature is not None:
@@ -184,7 +212,9 @@ def system_of(args: argparse.Namespace) -> System:
     kv_s = 1024 / 1e9 / (args.bandwidth_gb_s or _BANDWIDTH_GB_S)
     link_s = args.link_ms / 1e3 if args.link_ms is not None else known.link_s if known else 0.0002
     return System(
-        target, draft, outcomes,
+        target,
+        draft,
+        outcomes,
         link_s=link_s,
         gap_s=known.gap_s if known and args.target_step_ms is None else 0.0,
         fan_out=args.fan_out,
@@ -194,7 +224,7 @@ def system_of(args: argparse.Namespace) -> System:
         target_kv_s=(args.target_kv_kib or 0.0) * kv_s,
         draft_kv_s=(args.draft_kv_kib or 0.0) * kv_s,
         sharing=args.sharing,
-    )  # fmt: skip
+    )
 
 
 def _steps(step_ms: float | None, row_ms: float | None, known: StepTable | None, flag: str) -> StepTable:
@@ -234,7 +264,7 @@ def wish_of(args: argparse.Namespace) -> Wish:
 
 
 def requests_of(args: argparse.Namespace) -> Requests | None:
-    """What the sessions ask for; None: they have neither prompt nor end. Raises ConfigError."""
+    """The requests of the sessions; None: sessions have neither prompt nor end. Raises ConfigError."""
     if args.bandwidth_gb_s is not None and args.target_kv_kib is None and args.draft_kv_kib is None:
         raise ConfigError(
             f"--bandwidth-gb-s {args.bandwidth_gb_s:g} is given without --target-kv-kib or --draft-kv-kib"
@@ -249,13 +279,15 @@ def requests_of(args: argparse.Namespace) -> Requests | None:
                 )
         return None
     return Requests(
-        args.tokens_per_request or _OUTPUT_TOKENS, args.prompt_tokens or 0, args.length_spread or 0.0,
+        args.tokens_per_request or _OUTPUT_TOKENS,
+        args.prompt_tokens or 0,
+        args.length_spread or 0.0,
         args.requests_per_s,
-    )  # fmt: skip
+    )
 
 
 def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
-    """Of both kinds, by default as many times that of a device."""
+    """Prices of a target and a draft; the default is that of their devices."""
     target, draft = args.target_cost_per_hour, args.draft_cost_per_hour
     return Prices(
         devices.target * _DEVICE_COST if target is None else target,
@@ -268,13 +300,14 @@ def run_plan(args: argparse.Namespace) -> int:
     system, wish = system_of(args), wish_of(args)
     devices = Devices(args.target_devices, args.draft_devices)
     prices = prices_of(args, devices)
-    plain = cheapest_plain(system, wish, prices, seed=args.seed)
-    overlapped = cheapest(system, wish, prices, seed=args.seed)
-    plain = plain and whole(system, wish, plain, seed=args.seed)
-    overlapped = overlapped and whole(system, wish, overlapped, seed=args.seed)
     same: list[Way] = []
-    if overlapped is not None:
-        same = list(ways(system, overlapped.load, overlapped.predicted.k, devices, seed=args.seed))
+    with working("simulating fleets"):
+        plain = cheapest_plain(system, wish, prices, seed=args.seed)
+        overlapped = cheapest(system, wish, prices, seed=args.seed)
+        plain = plain and whole(system, wish, plain, seed=args.seed)
+        overlapped = overlapped and whole(system, wish, overlapped, seed=args.seed)
+        if overlapped is not None:
+            same = list(ways(system, overlapped.load, overlapped.predicted.k, devices, seed=args.seed))
     if args.json:
         print(json.dumps(as_json(system, wish, prices, plain, overlapped, same), indent=2))
     else:
@@ -298,7 +331,7 @@ def as_json(
         "wish": asdict(wish),
         "plain": asdict(plain) if plain else None,
         "overlapped": asdict(overlapped) if overlapped else None,
-        "config": config_of(system, overlapped) if overlapped else None,
+        "config": settings_of(system, overlapped) if overlapped else None,
         "speculation_pays": pays(plain, overlapped),
         "same_devices": [asdict(way) for way in same],
     }
@@ -319,25 +352,6 @@ def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if not key.startswith("_")}
 
 
-def pays(plain: Fleet | None, overlapped: Fleet | None) -> bool:
-    """Whether tokens are cheaper with drafts, or the limit cannot be kept without."""
-    return overlapped is not None and (plain is None or overlapped.per_million < plain.per_million)
-
-
-def config_of(system: System, fleet: Fleet) -> dict[str, int]:
-    """Dotted keys of the service's configuration, and of a request."""
-    drafts = max(1, fleet.load.drafts)
-    return {
-        "target_config.deployment_config.num_replicas": fleet.load.targets,
-        "draft_config.deployment_config.num_replicas": drafts,
-        "target_config.engine_kwargs.max_sessions": math.ceil(fleet.load.sessions / fleet.load.targets),
-        "draft_config.engine_kwargs.max_sessions": math.ceil(fleet.load.sessions / drafts),
-        "draft_config.engine_kwargs.tree_budget": least_tree_budget(system, fleet),
-        "draft_config.engine_kwargs.fan_out": system.fan_out,
-        "speculation.max_draft_tokens": fleet.predicted.k,
-    }
-
-
 def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, overlapped: Fleet | None) -> Iterator[str]:
     """The lines that are printed."""
     yield from _assumptions(system, wish, prices)
@@ -346,7 +360,7 @@ def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, over
     rows += [_row("plain", plain)] if plain else []
     rows += [_row("overlapped", overlapped)] if overlapped else []
     if len(rows) > 1:
-        yield from table(rows)
+        yield from table(rows, sys.stdout)
         yield from _slices(plain, overlapped)
         yield ""
     limit = f"{wish.limit_s * 1e3:g} ms"
@@ -382,7 +396,7 @@ def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, over
         "which the table shows."
     )
     yield ""
-    yield from (f"{key}: {value}" for key, value in config_of(system, overlapped).items())
+    yield from (f"{key}: {value}" for key, value in settings_of(system, overlapped).items())
 
 
 def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:
@@ -398,13 +412,19 @@ def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:
     ]
     rows += [
         (
-            way.name, str(way.load.targets), str(way.load.drafts or "-"), str(way.simulated.k or "-"),
-            f"{way.tokens_per_s:,.0f}", f"{way.per_device:,.1f}", f"{way.per_device / base.per_device:.2f}",
-            _two(way.simulated.tpot_s), f"{way.simulated.gap_s[99] * 1e3:.1f}",
+            way.name,
+            str(way.load.targets),
+            str(way.load.drafts or "-"),
+            str(way.simulated.k or "-"),
+            f"{way.tokens_per_s:,.0f}",
+            f"{way.per_device:,.1f}",
+            f"{way.per_device / base.per_device:.2f}",
+            _two(way.simulated.tpot_s),
+            f"{way.simulated.gap_s[99] * 1e3:.1f}",
         )
         for way in same
-    ]  # fmt: skip
-    yield from table(rows)
+    ]
+    yield from table(rows, sys.stdout)
 
 
 def _two(seconds: Mapping[int, float]) -> str:
@@ -455,9 +475,23 @@ def _assumptions(system: System, wish: Wish, prices: Prices) -> Iterator[str]:
 
 
 _HEADER = (
-    "", "targets", "drafts", "K", "sessions", "tokens/s", "tok/round", "ms/token", "TPOT p50/p99", "gap p50/p99",
-    "TTFT p50/p99", "hits", "target use", "draft use", "cost/h", "cost/M tokens",
-)  # fmt: skip
+    "",
+    "targets",
+    "drafts",
+    "K",
+    "sessions",
+    "tokens/s",
+    "tok/round",
+    "ms/token",
+    "TPOT p50/p99",
+    "gap p50/p99",
+    "TTFT p50/p99",
+    "hits",
+    "target use",
+    "draft use",
+    "cost/h",
+    "cost/M tokens",
+)
 
 
 def _row(name: str, fleet: Fleet) -> tuple[str, ...]:

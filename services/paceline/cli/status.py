@@ -125,7 +125,7 @@ def _row(kind: str, status: ReplicaStatus) -> tuple[str, ...]:
 
 
 def _speculation(info: ServerInfo) -> str:
-    """What the controllers of the targets choose, and how it goes."""
+    """The speculation that the targets' controllers choose, and its rates."""
     may, have = info.sessions_speculating, info.sessions_drafting
     if not may:
         chosen = "no running session may have a draft"
@@ -140,7 +140,7 @@ def _speculation(info: ServerInfo) -> str:
 
 
 def _controllers(info: ServerInfo) -> Iterator[str]:
-    """What those of the targets that run have chosen since they started, by session and step."""
+    """Choices of the running targets' controllers since they started, by session and step."""
     for status in info.pools.get("target", ()):
         if words := status.controller:
             yield f"target {status.replica_id}: {words}"

@@ -1,5 +1,5 @@
-"""What the blocking and the asyncio client share: addresses and TLS, the making of requests, the unary RPCs, and how
-long to wait for a service that starts. Nothing here waits.
+"""The parts that the blocking and the asyncio client share: addresses and TLS, the making of requests, the unary RPCs,
+and how long to wait for a service that starts. Nothing here waits.
 
 Retries: gRPC itself repeats a call that failed with UNAVAILABLE before the first message came, twice at most. A
 request keeps its id and seed then, so the tokens that a dead router had begun to send and those of the next router
@@ -227,7 +227,7 @@ class Patience:
 
 
 class ClientBase(Generic[StreamT]):
-    """What both clients are made of: address, credentials and the making of requests."""
+    """Base of both clients: address, credentials and the making of requests."""
 
     def __init__(
         self, address: str, *, tls: Tls | None = None, credentials: grpc.ChannelCredentials | None = None

@@ -38,12 +38,12 @@ _MOST_LAG = 16
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What one replica of each kind and the link between them are like."""
+    """The times and limits of one replica of each kind, and of the link between them."""
 
     target: StepTable
-    """By the tokens of all sessions in the step."""
+    """Seconds of a target step by the tokens of all its sessions."""
     draft: StepTable
-    """By the nodes of a tree step, all sessions together."""
+    """Seconds of a tree step by its nodes, all sessions together."""
     outcomes: Outcomes
     link_s: float = 0.0
     """One way between target and draft."""
@@ -59,9 +59,9 @@ class System:
     max_step_tokens: int = 256
     """Tokens of a step, prompt chunks and proposals together; of a draft's prefill likewise."""
     target_kv_s: float = 0.0
-    """What a token of context adds to each target step that reads its keys and values."""
+    """Seconds that a token of context adds to each target step that reads its keys and values."""
     draft_kv_s: float = 0.0
-    """The same of the draft."""
+    """Seconds that a token of context adds to each tree step that reads its keys and values."""
     sharing: float = 1.0
     """Steps take so many times as long when both kinds compute at once, as overlapped ones do: cores, memory, power."""
     colocated: bool = False
@@ -98,7 +98,7 @@ class Requests:
 
     @property
     def context_tokens(self) -> float:
-        """Of a session that decodes, a mean over time: long requests are there for longer."""
+        """Mean context over time of a session that decodes: long requests are there for longer."""
         return self.prompt_tokens + self.output_tokens * (1.0 + self.spread**2) / 2
 
 
@@ -131,7 +131,7 @@ class Prediction:
     k: int
     """Longest proposal."""
     tokens_per_s: float
-    """Of all sessions."""
+    """Tokens per second of all sessions."""
     tokens_per_round: float
     round_s: float
     slow_round_s: float
@@ -168,7 +168,7 @@ def best_k(system: System, load: Load, mode: Mode, most: int = 16) -> Prediction
 
 @lru_cache(maxsize=4096)
 def lookahead(system: System, batch: int, k: int) -> int:
-    """Draft tokens per session that ``budget.allot`` verifies beside so many sessions that all have k."""
+    """Draft tokens per session that the target's controller verifies at this concurrency if all sessions have k."""
     if not system.adaptive:
         return k
     counts = allocate_draft_tokens(
@@ -188,9 +188,9 @@ class _Batch:
 
     decoding: float
     prefill_rows: float
-    """Of a step."""
+    """Seconds of a target step."""
     prefill_rounds: float
-    """Of a request, until its first token."""
+    """Seconds of a request until its first token."""
 
     @classmethod
     def of(cls, system: System, load: Load, tokens: float, rows: float) -> Self:
@@ -257,7 +257,7 @@ def colocated(system: System, load: Load, k: int) -> Prediction:
 
 
 def draft_step_s(system: System, nodes: float) -> float:
-    """Of draft steps over so many nodes: one after the other if they are more than the width."""
+    """Seconds of the draft steps over so many nodes: one after the other if they are more than the width."""
     return system.draft.seconds(min(nodes, system.draft_width)) * max(1.0, nodes / system.draft_width)
 
 

@@ -14,13 +14,13 @@ from paceline.types import Mode
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Of one replica."""
+    """Devices of one replica of each kind."""
 
     target: int = 4
     draft: int = 1
 
     def of(self, load: Load) -> int:
-        """That a fleet takes."""
+        """Devices that a fleet takes."""
         return load.targets * self.target + load.drafts * self.draft
 
 
@@ -35,7 +35,7 @@ class Way:
     tokens_per_s: float
     """Simulated, of all sessions."""
     per_device: float
-    """The same for each device that it uses: what is too little for a target is left out."""
+    """Tokens per second for each device in use: devices that are too few for a target are left out."""
 
 
 def ways(system: System, load: Load, k: int, devices: Devices, *, seed: int = 0) -> Iterator[Way]:

@@ -1,4 +1,4 @@
-"""What ``paceline bench --json`` has measured: the model's inputs, and what its predictions are compared with."""
+"""Measurements of ``paceline bench --json``: the inputs of the model, and the rows that test its predictions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A row beside what the model and the simulation say of it."""
+    """A measured row with the predictions of the closed form and of the simulation for it."""
 
     row: Row
     predicted: Prediction
@@ -123,9 +123,9 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
 
 
 def read_service(path: Path, like: System) -> list[Measurements]:
-    """Of a ``bench serve`` file without added delay, one for each place: one process, and the service.
+    """Measurements of a ``bench serve`` file without added delay, one for each place: one process, and the service.
 
-    Its step times are those of plain decoding beside so many sessions; drafts and statistics, which it does not hold,
+    Its step times are those of plain decoding at that concurrency; drafts and statistics, which it does not hold,
     are those of ``like``, from a run of the same pair. Tokens per second are the streams', without prefill. Raises
     ConfigError if it is none.
     """
@@ -173,7 +173,7 @@ def _steps(requests: Iterable[Mapping[str, Any]], key: str) -> Iterator[tuple[in
 
 
 def _gap_s(plain: list[Mapping[str, Any]], sessions: int) -> float:
-    """Decoding time beside the steps, per step."""
+    """Decoding time between the steps, per step."""
     if sessions > 1:
         return 0.0
     steps = [float(seconds) for r in plain for _, seconds in r["target_steps"]]
@@ -181,7 +181,7 @@ def _gap_s(plain: list[Mapping[str, Any]], sessions: int) -> float:
 
 
 def _link_s(requests: list[Mapping[str, Any]], gap_s: float) -> float:
-    """One way, from lock step: what is left of its time beside the steps of both sides, per round."""
+    """One way, from lock step: the rest of its time without the steps of both sides, per round."""
     left = rounds = 0.0
     for r in requests:
         left += r["decode_s"] - sum(s for _, s in r["target_steps"]) - sum(s for _, s in r["draft_steps"])
@@ -221,7 +221,7 @@ def _row(summary: Mapping[str, Any], sessions: int) -> Row:
 
 
 def compare(measured: Measurements, *, seconds: float = 20.0, seed: int = 0) -> list[Comparison]:
-    """Every row beside the closed form and ``seconds`` of simulated time."""
+    """Compares every row with the closed form and with ``seconds`` of simulated time."""
     comparisons = []
     for row in measured.rows:
         load = Load(row.sessions, 1, 1)
@@ -235,7 +235,7 @@ def compare(measured: Measurements, *, seconds: float = 20.0, seed: int = 0) -> 
 
 
 def at_hit_rate(system: System, load: Load, k: int, hit_rate: float) -> System:
-    """The same with the r of ``tree.Outcomes`` that gives overlapped decoding this hit rate in closed form.
+    """The system with the r of ``Outcomes`` that gives overlapped decoding this hit rate in closed form.
 
     The nearest to it, where the draft's time allows no more or its first choices alone are more.
     """

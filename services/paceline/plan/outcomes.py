@@ -1,4 +1,4 @@
-"""What a draft has prepared when a step ends: outcomes, how likely each is, and how far its chain was grown.
+"""Outcomes that a draft has prepared when a step ends: how likely each is, and how far its chain was grown.
 
 Every draft token is accepted with probability a given those before it, as in 2211.17192, section 3.1. A proposal of k
 tokens is then cut at j < k with probability a^j (1 - a) and accepted in full with a^k. The target's next token is the
@@ -37,7 +37,7 @@ def rejection_powers(acceptance: float) -> tuple[float, float]:
 
 
 def expected_tokens(acceptance: float, k: float) -> float:
-    """Of a step that verifies k draft tokens, next token included: 2211.17192, equation 1."""
+    """Expected tokens of a step that verifies k draft tokens, next token included: 2211.17192, equation 1."""
     return k + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (k + 1.0)) / (1.0 - acceptance)
 
 
@@ -63,7 +63,7 @@ class Outcomes:
 
     @classmethod
     def of_hit_rate(cls, acceptance: float, hit_rate: float, k: int, fan_out: int) -> Self:
-        """Such that a draft with time for everything hits ``hit_rate`` of the outcomes of k tokens."""
+        """Outcomes of which a draft with time for everything hits the share ``hit_rate`` at k tokens."""
         if cls(acceptance, 0.0).ideal_hit_rate(k, fan_out) > hit_rate:
             ideal = cls(acceptance, 0.0).ideal_hit_rate(k, fan_out)
             return cls(acceptance, 0.0, coverage=hit_rate / ideal)
@@ -77,7 +77,7 @@ class Outcomes:
         return cls(acceptance, high)
 
     def ideal_hit_rate(self, k: int, fan_out: int) -> float:
-        """Of a draft that has expanded every outcome of k tokens with this fan-out."""
+        """Hit rate of a draft that has expanded every outcome of k tokens with this fan-out."""
         return self.coverage * sum(p for _, _, p in self.of(k, fan_out))
 
     def of(self, k: int, fan_out: int) -> Iterator[tuple[int, int, float]]:
@@ -89,7 +89,7 @@ class Outcomes:
                     yield position, rank, probability
 
     def probability(self, k: int, position: int, rank: int) -> float:
-        """That k tokens are cut at ``position`` (k: not at all) and the next token is the candidate of this rank."""
+        """Probability that k tokens are cut at ``position`` (k: nowhere) and the next one is this rank's candidate."""
         a, r = self.acceptance, self.power
         if position < k:
             return 0.0 if rank == 0 else a**position * (1 - a) * _tail(rank, r)

@@ -9,7 +9,7 @@ from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
 
 ENOUGH = 0.97
-"""Of the tokens per second that unlimited drafts would yield."""
+"""Share of the tokens per second of unlimited drafts that a recommended ratio has to reach."""
 _PAYS = 1.02
 """Times plain decoding; the prediction is not exact enough to tell less."""
 _LOOKAHEADS = (1, 2, 4, 8)

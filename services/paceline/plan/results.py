@@ -1,4 +1,4 @@
-"""What is counted of a simulated service."""
+"""The counts and times of a simulated service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.types import Cause, Mode
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was counted after the warm-up; times in seconds."""
+    """Counts and times after the warm-up; times in seconds."""
 
     mode: Mode
     k: int

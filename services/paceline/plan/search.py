@@ -1,4 +1,4 @@
-"""How many targets and drafts of which K: the cheapest tokens among those that keep the promised time per token.
+"""The search for numbers of targets and drafts and for K: the cheapest tokens that keep the promised time per token.
 
 The closed form looks at every K and at numbers of replicas around the least that can do; the simulation has the last
 word: while it misses the objective, the next best is taken. Plain decoding is held to the same objective.
@@ -25,20 +25,20 @@ _TRIALS = 12
 _MOST_ROUNDS = 120_000
 """Session rounds of one simulation, about: a second."""
 _WHOLE_ROUNDS = 1_000_000
-"""The same of a whole fleet in the end: ten seconds."""
+"""Session rounds of the last simulation, of a whole fleet, about: ten seconds."""
 _SLICE_SESSIONS, _SLICE_DRAFTS, _SLICE_TARGETS = 2000, 32, 16
-"""A slice has at least so many."""
+"""A slice has at least so many of each."""
 _LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 _BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
 _AS_GOOD = 0.995
-_DEARER = 1.25
+_TOO_EXPENSIVE = 1.25
 """Times the cheapest so far: from there on more drafts only cost more."""
 _STEPS_AHEAD = 4
 """Numbers of drafts that are looked at per doubling."""
 
 
 class Objective(StrEnum):
-    """What has to stay below the limit."""
+    """The time that has to stay below the limit."""
 
     MEAN = "mean"
     """A session's mean time per output token (TPOT), and the mean time to a request's first tokens (TTFT)."""
@@ -54,32 +54,32 @@ class Prices:
     draft: float
 
     def per_hour(self, load: Load) -> float:
-        """Of the fleet."""
+        """Price of the fleet."""
         return load.targets * self.target + load.drafts * self.draft
 
     def per_million(self, load: Load, tokens_per_s: float) -> float:
-        """Of a million tokens."""
+        """Price of a million tokens."""
         return self.per_hour(load) / _SECONDS_PER_HOUR / tokens_per_s * _MILLION
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is asked for."""
+    """The load, its limits and the bounds of a replica."""
 
     sessions: int
     """At once."""
     limit_s: float
     objective: Objective = Objective.MEAN
     max_sessions: int = 64
-    """Of one target: what its KV memory holds."""
+    """Most sessions of one target, by its KV memory."""
     requests: Requests | None = None
     """If they arrive by themselves, ``sessions`` is derived of them, for each fleet: a faster one has fewer at once."""
     ttft_limit_s: float = math.inf
-    """Of the time to the first tokens; needs ``requests``."""
+    """Limit of the time to the first tokens; needs ``requests``."""
 
     @property
     def arrives(self) -> bool:
-        """Whether requests come at a rate of their own."""
+        """True if requests arrive at a rate of their own."""
         return self.requests is not None and self.requests.per_s is not None
 
     def load(self, sessions: int, targets: int, drafts: int = 0) -> Load:
@@ -107,13 +107,13 @@ def measure(result: Result, objective: Objective) -> float:
 
 
 def kept(wish: Wish, result: Result) -> bool:
-    """Whether a simulated fleet keeps both limits."""
+    """Returns whether a simulated fleet keeps both limits."""
     ttft_s = result.mean_ttft_s if wish.objective is Objective.MEAN else result.ttft_s[99]
     return measure(result, wish.objective) <= wish.limit_s and (ttft_s <= wish.ttft_limit_s or wish.requests is None)
 
 
 def expected(prediction: Prediction, objective: Objective) -> float:
-    """The same of the closed form."""
+    """Returns whether a fleet keeps both limits in closed form."""
     return prediction.itl_s if objective is Objective.MEAN else prediction.slow_round_s
 
 
@@ -138,7 +138,7 @@ def seconds_for(load: Load, prediction: Prediction, most_rounds: int = _MOST_ROU
 
 
 def slice_of(load: Load) -> Load:
-    """As many times fewer replicas and sessions as leave enough of them; drafts and sessions in proportion."""
+    """A slice of a fleet: as many times fewer replicas and sessions as leave enough of them, in proportion."""
     fewer = min(
         load.sessions // _SLICE_SESSIONS,
         load.targets // _SLICE_TARGETS,
@@ -238,7 +238,7 @@ def least_tree_budget(system: System, fleet: Fleet) -> int:
 
 
 def _fleet(system: System, wish: Wish, prices: Prices, load: Load, predicted: Prediction, seed: int) -> Fleet | None:
-    """As simulated, a slice of it; None if it misses the limit there."""
+    """The fleet with the simulation of a slice of it; None if it misses the limit there."""
     some = slice_of(load)
     simulated = run(system, wish, some, predicted.mode, predicted.k, seed=seed)
     if not kept(wish, simulated):
@@ -261,7 +261,7 @@ def _candidates(system: System, wish: Wish, prices: Prices) -> Iterator[tuple[fl
                 if predicted.mode is Mode.OVERLAPPED and _keeps(wish, load, predicted):
                     cost = prices.per_million(load, _used(wish, predicted.tokens_per_s))
                     yield cost, load, predicted
-                    if cost > _DEARER * best:
+                    if cost > _TOO_EXPENSIVE * best:
                         break  # drafts yield the less the more there are
                     best = min(best, cost)
         if lookahead(system, max(1, round(wish.sessions / least)), k) < k:
@@ -300,7 +300,7 @@ def _settled(wish: Wish, at: Callable[[int], tuple[Load, Prediction]]) -> tuple[
 
 
 def _used(wish: Wish, tokens_per_s: float) -> float:
-    """Of what a fleet could yield, what is asked for."""
+    """The part of a fleet's throughput that is asked for."""
     if wish.requests is None or wish.requests.per_s is None:
         return tokens_per_s
     return wish.requests.per_s * wish.requests.output_tokens
@@ -326,3 +326,22 @@ def _least_targets(wish: Wish, at: Callable[[int], tuple[Load, Prediction]]) -> 
         else:
             low = middle
     return high
+
+
+def pays(plain: Fleet | None, overlapped: Fleet | None) -> bool:
+    """Returns whether tokens are cheaper with drafts, or the limit cannot be kept without."""
+    return overlapped is not None and (plain is None or overlapped.per_million < plain.per_million)
+
+
+def settings_of(system: System, fleet: Fleet) -> dict[str, int]:
+    """The settings of a fleet: dotted keys of the service's configuration, and of a request."""
+    drafts = max(1, fleet.load.drafts)
+    return {
+        "target_config.deployment_config.num_replicas": fleet.load.targets,
+        "draft_config.deployment_config.num_replicas": drafts,
+        "target_config.engine_kwargs.max_sessions": math.ceil(fleet.load.sessions / fleet.load.targets),
+        "draft_config.engine_kwargs.max_sessions": math.ceil(fleet.load.sessions / drafts),
+        "draft_config.engine_kwargs.tree_budget": least_tree_budget(system, fleet),
+        "draft_config.engine_kwargs.fan_out": system.fan_out,
+        "speculation.max_draft_tokens": fleet.predicted.k,
+    }

@@ -7,8 +7,8 @@ the width shared evenly, as long as there is anything worth expanding. Outcomes 
 was prepared for them is what ``tree.prepared`` says of the draft steps that really ended, and whose nodes really
 arrived, in time. Waiting on a miss is ``model.worth_length``, the engine's criterion.
 
-Prompts are prefilled in chunks, in order of arrival, beside the sessions that decode, as far as a step's tokens go; by
-drafts in turn with their tree steps. A new request goes to the replicas with the fewest sessions.
+Prompts are prefilled in chunks, in order of arrival, along with the sessions that decode, as far as a step's tokens
+go; by drafts in turn with their tree steps. A new request goes to the replicas with the fewest sessions.
 
 Left out: preemption, prefix caches, and what ``System.sharing`` does not say of replicas on one machine.
 """
@@ -289,7 +289,7 @@ class Simulation:
         session.last_at = now
 
     def _walk(self, session: Session, accepted: int) -> bool:
-        """Whether the tree holds a continuation; the draft goes on from the outcome either way."""
+        """Returns whether the tree holds a continuation; the draft continues from the outcome either way."""
         full = accepted == session.in_flight
         rank = self._system.outcomes.rank(full=full, uniform=1.0 - self._random.random())
         steps, arrivals = len(session.arrivals), session.arrivals
@@ -305,7 +305,7 @@ class Simulation:
             self._grow(session, fresh=False)
         elif steps == 0:
             cause = Cause.LATE
-            self._grow(session, fresh=not self._foreseen(session, accepted, rank))
+            self._grow(session, fresh=not self._predicted(session, accepted, rank))
         else:
             cause = Cause.TOKEN if accepted in tree.positions else Cause.K
             self._grow(session, fresh=True)
@@ -313,8 +313,8 @@ class Simulation:
             self._counts.causes[cause.value] += 1
         return length > 0
 
-    def _foreseen(self, session: Session, accepted: int, rank: int) -> bool:
-        """Whether a tree whose nodes are still on their way holds the outcome: its steps go on counting."""
+    def _predicted(self, session: Session, accepted: int, rank: int) -> bool:
+        """Returns whether a tree whose nodes are still on their way holds the outcome: its steps go on counting."""
         return (accepted, rank) in self._tree(session.in_flight, self._k, self._most_nodes).lengths
 
     def _grow(self, session: Session, *, fresh: bool) -> None:
@@ -322,7 +322,7 @@ class Simulation:
         session.need = 0
         draft = session.draft
         assert draft is not None
-        if not fresh and not session.chain:  # nodes are on their way, or will be: it was foreseen
+        if not fresh and not session.chain:  # nodes are on their way, or will be: it was predicted
             return
         session.known_at = self._now + self._link_s()
         session.fresh = fresh
@@ -369,10 +369,12 @@ class Simulation:
             ]
         else:
             active = [
-                s for s in draft.sessions
+                s
+                for s in draft.sessions
                 if (len(s.arrivals) < k or len(s.arrivals) * s.share < enough[s.in_flight])
-                and (not s.fresh or s.known_at <= now) and not s.draft_prompt
-            ]  # fmt: skip
+                and (not s.fresh or s.known_at <= now)
+                and not s.draft_prompt
+            ]
         if not active and draft.prefilling:
             self._draft_prefills(draft)
             return

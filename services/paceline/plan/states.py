@@ -1,4 +1,4 @@
-"""What a simulation keeps of each session, target and draft. Times in seconds, lengths in tokens."""
+"""The state of each simulated session, target and draft. Times in seconds, lengths in tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,24 @@ class Session:
     """A request, or a session without end."""
 
     __slots__ = (
-        "arrivals", "arrived_at", "chain", "context", "draft", "draft_prompt", "fresh", "in_flight", "known_at",
-        "last_at", "left", "need", "prompt", "seconds", "share", "target", "tokens",
-    )  # fmt: skip
+        "arrivals",
+        "arrived_at",
+        "chain",
+        "context",
+        "draft",
+        "draft_prompt",
+        "fresh",
+        "in_flight",
+        "known_at",
+        "last_at",
+        "left",
+        "need",
+        "prompt",
+        "seconds",
+        "share",
+        "target",
+        "tokens",
+    )
 
     def __init__(
         self, target: Target, draft: Draft | None, arrived_at: float, prompt: int, left: int, context: int
@@ -21,7 +36,7 @@ class Session:
         self.context, self.left = context, left  # known to the target; output tokens to come
         self.chain = self.in_flight = 0
         self.known_at = 0.0  # when the draft hears of the outcome that it grows for
-        self.fresh = True  # it had not foreseen it: a step begun earlier is in vain
+        self.fresh = True  # the draft had not predicted the outcome: a step begun earlier is in vain
         self.arrivals: list[float] = []  # at the target, of what each of its steps since then has added
         self.share = 0  # nodes of such a step, the last one's
         self.need = 0  # draft tokens that are waited for

@@ -56,7 +56,7 @@ class StepTable:
         return type(self)(tuple((tokens, factor * seconds) for tokens, seconds in self.points), self.known)
 
     def seconds(self, num_tokens: float) -> float:
-        """Of a step with so many tokens; a mean number may have a fraction."""
+        """Seconds of a step with so many tokens; a mean number may have a fraction."""
         return _at(self.points, num_tokens)
 
     def floor(self, num_tokens: float) -> float:
