@@ -36,17 +36,8 @@ _MANY = 16
 
 def reserved_cpus(config: ServiceConfig) -> int:
     """Cores that the replicas reserve when there are as many as there may be, at most 16 of a kind."""
-    total = 0.0
-    for part in (config.target_config, config.draft_config, config.router_config):
-        if part is None:
-            continue
-        options, scaling = part.deployment_options(), part.deployment_config.autoscaling_config
-        bundles = options.get("placement_group_bundles")
-        cpus = sum(b.get("CPU", 0.0) for b in bundles) if bundles else options["ray_actor_options"]["num_cpus"]
-        replicas = part.deployment_config.num_replicas
-        most = (scaling.max_replicas or 1) if scaling is not None else replicas if isinstance(replicas, int) else 1
-        total += cpus * min(most, _MANY)
-    return max(1, math.ceil(total - 1e-9))
+    reserved = config.reserved_cpus(lambda deployment: min(deployment.most_replicas, _MANY))
+    return max(1, math.ceil(reserved - 1e-9))
 
 
 class Service:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-import socket
+
+from paceline.preflight.ports import is_free
 
 _RANGE = (26000, 32000)
 """Single ports are drawn from here."""
@@ -17,7 +18,7 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     while len(ports) < count:
         port = random.randrange(*_RANGE)
-        if port not in ports and _is_free(port):
+        if port not in ports and is_free(port):
             ports.append(port)
     return ports
 
@@ -26,14 +27,5 @@ def free_block() -> int:
     """The first of ``BLOCK`` ports in a row that nobody uses now."""
     while True:
         first = random.randrange(*_BLOCK_RANGE, BLOCK)
-        if all(_is_free(port) for port in range(first, first + BLOCK)):
+        if all(is_free(port) for port in range(first, first + BLOCK)):
             return first
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as one:
-        try:
-            one.bind(("", port))
-        except OSError:
-            return False
-    return True

@@ -71,6 +71,20 @@ class DeploymentConfig(Strict):
             raise Fault("num_replicas", f"is {self.num_replicas} beside an autoscaling_config: give one of them")
         return self
 
+    @property
+    def first_replicas(self) -> int:
+        """Replicas at the start."""
+        scaling = self.autoscaling_config
+        if scaling is not None:
+            return scaling.initial_replicas or (1 if scaling.min_replicas is None else scaling.min_replicas)
+        return self.num_replicas if isinstance(self.num_replicas, int) else 1
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas at most."""
+        scaling = self.autoscaling_config
+        return self.first_replicas if scaling is None else scaling.max_replicas or 1
+
     def options(self, num_cpus: float, num_gpus: float = 0.0) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``, with these resources where none are configured."""
         options = self.model_dump(exclude_none=True)

@@ -4,7 +4,7 @@ back as YAML, and cut into the slices that the monitor and the engine builders a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Strict
+from paceline.config.deployments import DeploymentConfig
 from paceline.config.files import args_of_application, first_line, read_yaml, set_key
 from paceline.config.loading import EMBEDDED_TARGET, resolve
 from paceline.config.options import DraftSetup, TargetSetup
@@ -123,6 +124,17 @@ class ServiceConfig(Strict):
                 pools[kind] = scaling.model_dump()
         max_sessions = self.target_config.engine_kwargs.max_sessions
         return {"pools": pools, "max_sessions": max_sessions, "log": self.log.model_dump(by_alias=True)}
+
+    def reserved_cpus(self, num_replicas: Callable[[DeploymentConfig], int]) -> float:
+        """Cores that Ray reserves for all pools, with as many replicas of each as ``num_replicas`` says."""
+        reserved = 0.0
+        for pool in (self.target_config, self.router_config, self.draft_config):
+            if pool is not None:
+                options = pool.deployment_options()
+                bundles = options.get("placement_group_bundles")
+                cpus = sum(b.get("CPU", 0.0) for b in bundles) if bundles else options["ray_actor_options"]["num_cpus"]
+                reserved += cpus * num_replicas(pool.deployment_config)
+        return reserved
 
     def target_setup(self) -> TargetSetup:
         """What a target replica builds its engine from."""

@@ -6,10 +6,8 @@ before. A *warning* may be all right on another machine or with other requests.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +16,6 @@ from paceline.checkpoint.folder import local_folder
 from paceline.checkpoint.size import ModelSize, gib
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
 from paceline.config import (
-    DeploymentConfig,
     DraftSetup,
     ModelDraftConfig,
     NgramDraftConfig,
@@ -39,12 +36,12 @@ from paceline.preflight.estimate import (
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.host_memory import available_bytes, session_pages
+from paceline.preflight.ports import check_ports
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 
 _log = logging.getLogger(__name__)
 
 _TARGET, _DRAFT = "target_config", "draft_config"
-_PORTS_TRIED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +142,7 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
     if cores:
         findings += _check_cores(config)
     if ports:
-        findings += _check_ports(config.server.host, config.server.grpc_port, config.server.http_port)
+        findings += check_ports(config.server.host, config.server.grpc_port, config.server.http_port)
     findings.sort(key=lambda finding: finding.severity is Severity.WARNING)
     return Examination(tuple(findings), pools, left)
 
@@ -267,7 +264,7 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
             on_gpu=on_gpu,
             left_bytes=0 if on_gpu else left // setup.options.tensor_parallel_size,
         )
-    return Pool(_TARGET, part.model_loading_config.model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
+    return Pool(_TARGET, part.model_loading_config.model_id, part.deployment_config.first_replicas, on_gpu, estimate)
 
 
 def _draft_pools(
@@ -278,7 +275,7 @@ def _draft_pools(
     if part is None or setup is None:
         return
     if isinstance(part, NgramDraftConfig):
-        yield Pool(_DRAFT, None, _num_replicas(part.deployment_config), False, ngram_estimate(setup))
+        yield Pool(_DRAFT, None, part.deployment_config.first_replicas, False, ngram_estimate(setup))
     else:
         on_gpu = _on_gpu(part)
         estimate = None
@@ -286,11 +283,11 @@ def _draft_pools(
             max_len = min(draft.max_len(setup.max_model_len), target.limit if target is not None else draft.limit)
             estimate = draft_estimate(setup, draft.size, max_len, on_gpu=on_gpu)
         model_id = part.model_loading_config.model_id
-        yield Pool(_DRAFT, model_id, _num_replicas(part.deployment_config), on_gpu, estimate)
+        yield Pool(_DRAFT, model_id, part.deployment_config.first_replicas, on_gpu, estimate)
 
 
 def _router_pool(config: ServiceConfig) -> Pool:
-    replicas = _num_replicas(config.router_config.deployment_config)
+    replicas = config.router_config.deployment_config.first_replicas
     return Pool("router_config", None, replicas, False, MemoryEstimate(ROUTER_PROCESS_BYTES))
 
 
@@ -362,59 +359,11 @@ def _on_gpu(config: TargetConfig | ModelDraftConfig) -> bool:
     return config.engine_kwargs.device != "cpu" and bool(reserved)
 
 
-def _num_replicas(config: DeploymentConfig) -> int:
-    """Replicas that are there from the start."""
-    scaling = config.autoscaling_config
-    if scaling is not None:
-        return scaling.initial_replicas or (1 if scaling.min_replicas is None else scaling.min_replicas)
-    return config.num_replicas if isinstance(config.num_replicas, int) else 1
-
-
 def _check_cores(config: ServiceConfig) -> list[Finding]:
-    """Ray does not refuse replicas for which there is no core: they wait for ever."""
-    parts = [config.target_config, config.router_config, *([config.draft_config] if config.draft_config else [])]
-    reserved = 0.0
-    for part in parts:
-        options = part.deployment_options()
-        bundles = options.get("placement_group_bundles")
-        cpus = sum(b.get("CPU", 0.0) for b in bundles) if bundles else options["ray_actor_options"]["num_cpus"]
-        reserved += cpus * _num_replicas(part.deployment_config)
+    """Ray does not refuse replicas for which there is no core: they wait indefinitely."""
+    reserved = config.reserved_cpus(lambda deployment: deployment.first_replicas)
     cores = len(os.sched_getaffinity(0))
     if reserved <= cores + 1e-9:
         return []
     problem = f"and the other pools reserve {reserved:g} cores, and this machine has {cores}"
-    return [Finding.warning(_TARGET, f"{problem}: without other machines some replicas wait for ever")]
-
-
-def _check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
-    findings = []
-    for name, port in (("grpc_port", grpc_port), ("http_port", http_port)):
-        try:
-            _bind(host, port)
-        except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                return [
-                    Finding.error("server.host", f"is {host!r}, which is no address of this machine: use '0.0.0.0'")
-                ]
-            others = range(port + 1, min(port + _PORTS_TRIED, 65536))
-            free = next((p for p in others if p not in (grpc_port, http_port) and _is_free(host, p)), None)
-            remedy = "choose another port" if free is None else f"{free} is free"
-            reason = (error.strerror or str(error)).lower()
-            findings.append(Finding.error(f"server.{name}", f"is {port}, which cannot be used ({reason}): {remedy}"))
-    return findings
-
-
-def _bind(host: str, port: int) -> None:
-    """Takes a port for a moment. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(address)
-
-
-def _is_free(host: str, port: int) -> bool:
-    try:
-        _bind(host, port)
-    except OSError:
-        return False
-    return True
+    return [Finding.warning(_TARGET, f"{problem}: without other machines some replicas wait indefinitely")]

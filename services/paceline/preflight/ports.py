@@ -1,0 +1,50 @@
+"""Ports of this machine: which are free, and what is wrong with those that the service is to listen on.
+
+Called by ``preflight.service``, and by ``cluster.ports``, which chooses ports.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from paceline.preflight.findings import Finding
+
+_PORTS_TRIED = 32
+"""Ports after a taken one that are looked at for a free one."""
+
+
+def check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
+    """At most one error for each port that cannot be used, with one that can."""
+    findings = []
+    for name, port in (("grpc_port", grpc_port), ("http_port", http_port)):
+        try:
+            bind(host, port)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                return [
+                    Finding.error("server.host", f"is {host!r}, which is not an address of this machine: use '0.0.0.0'")
+                ]
+            others = range(port + 1, min(port + _PORTS_TRIED, 65536))
+            free = next((p for p in others if p not in (grpc_port, http_port) and is_free(p, host)), None)
+            remedy = "choose another port" if free is None else f"{free} is free"
+            reason = (error.strerror or str(error)).lower()
+            findings.append(Finding.error(f"server.{name}", f"is {port}, which cannot be used ({reason}): {remedy}"))
+    return findings
+
+
+def bind(host: str, port: int) -> None:
+    """Takes a port for a moment. Raises OSError if a server could not."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+
+
+def is_free(port: int, host: str = "0.0.0.0") -> bool:
+    """True if a server could listen on the port now."""
+    try:
+        bind(host, port)
+    except OSError:
+        return False
+    return True
