@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one sentence: the key by its dotted path, its value, what is allowed.
+"""Validation errors as one sentence: the key by its dotted path, its value, what is allowed.
 
 Knows pydantic's errors and the shape of a tree of models, and nothing of what the settings mean.
 """
@@ -64,7 +64,7 @@ def explain(error: ValidationError, model: type[BaseModel], elsewhere: Mapping[s
 
 
 def explain_parameter(error: ValidationError, model: type[BaseModel]) -> str:
-    """As ``explain``, for the parameters of a request: a rule about several of them speaks for itself."""
+    """One sentence for the first mistake in the parameters of a request; rules about several of them are quoted."""
     fault = error.errors(include_url=False)[0].get("ctx", {}).get("error")
     return str(fault) if fault is not None else explain(error, model).replace("Input should be ", "")
 
@@ -153,7 +153,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:
-    """What a discriminated union may call it by."""
+    """The tags by which a discriminated union may name a model."""
     kind = model.model_fields.get("kind")
     return {model.__name__, kind.default if kind is not None else None}
 

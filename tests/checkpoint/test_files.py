@@ -81,7 +81,7 @@ def test_an_engine_is_built_from_one_opening_of_each_checkpoint(tmp_path, monkey
         expected = {folders["target"]: 1}
     else:
         growing = DraftOptions(tree_budget=16, tree_step_tokens=4, **run)
-        build_draft_engine(DraftSetup.beside(target, folders["draft"], growing), print)
+        build_draft_engine(DraftSetup.for_target(target, folders["draft"], growing), print)
         expected = dict.fromkeys(folders.values(), 1)
     assert opened == expected
     assert read[folders[kind], "config.json"] == read[folders[kind], "headers"] == 1

@@ -59,7 +59,7 @@ def test_a_serve_config_file_gives_the_arguments_of_its_application(tmp_path):
     ("text", "message"),
     [
         ("- 1\n", "holds [1]: a mapping of keys is needed"),
-        ("a: [1\n", "is no YAML: expected"),
+        ("a: [1\n", "is not valid YAML: expected"),
         ("applications: []\n", "applications is [] in"),
         ("applications: [{args: 3}]\n", "applications[0].args is 3 in"),
         ("applications: [{args: {server: 3}}]\nhttp_options: {port: 1}\n", "server is 3: it must be a mapping"),
@@ -125,9 +125,9 @@ def test_overrides_of_the_draft():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("target_config", "'target_config' is no setting: it must be KEY=VALUE with a dotted key"),
-        ("=3", "'=3' is no setting"),
-        ("log.json={", "log.json is '{', which is no YAML"),
+        ("target_config", "'target_config' is not a setting: it must be KEY=VALUE with a dotted key"),
+        ("=3", "'=3' is not a setting"),
+        ("log.json={", "log.json is '{', which is not valid YAML"),
         ("target_config.engine_kwargs.max_sesions=3", "max_sesions is 3, but there is no such key: did you mean"),
         ("target_config.engine_kwargs.max_sessions=many", "max_sessions is 'many': it must be a whole number"),
         ("server.grpc_port=8000", "server.http_port is 8000, which is grpc_port too"),

@@ -356,7 +356,7 @@ def test_what_is_built_holds_the_longest_context_that_it_can(
 ) -> None:
     monkeypatch.setattr(build, "load_model", lambda *given: pair("llama")[1])
     target = TargetSetup(str(TARGET_DIR), TargetOptions(**options))
-    setup = DraftSetup.beside(target, str(DRAFT_DIR) if isinstance(draft, DraftOptions) else None, draft)
+    setup = DraftSetup.for_target(target, str(DRAFT_DIR) if isinstance(draft, DraftOptions) else None, draft)
     sent: list[Nodes | SessionFailed] = []
     engine = build.build_draft_engine(setup, sent.extend)
     engine.receive([open_session("fits", text=[1] * longest), open_session("longer", text=[1] * (longest + 1))])

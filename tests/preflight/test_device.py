@@ -50,7 +50,7 @@ def target_setup(folder, **options):
 
 
 def draft_setup(folder, **options):
-    return DraftSetup.beside(target_setup(folder), f"{folder}/draft", DraftOptions(**RUN, **options))
+    return DraftSetup.for_target(target_setup(folder), f"{folder}/draft", DraftOptions(**RUN, **options))
 
 
 def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memory):

@@ -56,7 +56,7 @@ def target(tree_budget=256, **options):
 
 
 def draft(**options):
-    return DraftSetup.beside(target(), "draft", DraftOptions(**options))
+    return DraftSetup.for_target(target(), "draft", DraftOptions(**options))
 
 
 def test_the_parts_of_a_target_by_hand():
@@ -136,7 +136,7 @@ def test_the_parts_of_a_draft():
     assert (estimate.num_longest, estimate.num_typical) == (3 * 21 // 37, 3)
     wider = draft_estimate(draft(max_sessions=3), facts, 2048)
     assert wider.workspace_bytes - estimate.workspace_bytes == 16 * 500_000 * (2 + 4), "up to 32 rows when measured"
-    without = ngram_estimate(DraftSetup.beside(target(max_sessions=3), None, NgramOptions()))
+    without = ngram_estimate(DraftSetup.for_target(target(max_sessions=3), None, NgramOptions()))
     assert without.total_bytes == ENGINE_PROCESS_BYTES + estimate.tree_bytes
 
 

@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 
 def draft_setup(**options):
-    return DraftSetup.beside(TargetSetup("x"), "y", DraftOptions(**options))
+    return DraftSetup.for_target(TargetSetup("x"), "y", DraftOptions(**options))
 
 
 def test_pages_where_nothing_is_configured():

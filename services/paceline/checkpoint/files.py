@@ -64,7 +64,7 @@ class Checkpoint:
 
     @classmethod
     def _read(cls, folder: Path, path: str) -> Self | None:
-        """What the JSON files say; None unless they say everything."""
+        """Opens it from the JSON files alone; None unless they say everything."""
         config = read_json(folder, "config.json")
         architectures = config.get("architectures")
         max_model_len, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
@@ -128,7 +128,7 @@ class Checkpoint:
 
     @property
     def location(self) -> str:
-        """Where transformers finds it: a directory, or the id."""
+        """The directory or id under which transformers finds it."""
         folder = Path(self.path).expanduser()
         return str(folder) if folder.is_dir() else self.path
 

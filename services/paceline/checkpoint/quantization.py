@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What transformers asks for before it loads weights of one method (its ``validate_environment``)."""
+    """Requirements of transformers for loading weights of one method (its ``validate_environment``)."""
 
     packages: tuple[tuple[str, str], ...] = ()
     """Each by the name it is imported by and the name it is installed by."""
@@ -58,7 +58,7 @@ METHODS: dict[str, Method] = {
     "torchao": Method((("torchao", "torchao"),)),
     "vptq": Method((("vptq", "vptq"), _ACCELERATE), ("cuda",)),
 }
-"""By the names of transformers' ``AUTO_QUANTIZATION_CONFIG_MAPPING``."""
+"""Methods by their names in transformers' ``AUTO_QUANTIZATION_CONFIG_MAPPING``."""
 
 
 def method_of(config: Mapping[str, Any]) -> str:

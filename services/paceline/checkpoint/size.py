@@ -1,4 +1,4 @@
-"""How large a model is: from its configuration and the headers of its weight files, without reading a weight."""
+"""The size of a model, from its configuration and the headers of its weight files, without reading a weight."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ModelSize:
 
 
 class WeightCounts(NamedTuple):
-    """What the headers of the weight files add up to."""
+    """Sums over the headers of the weight files."""
 
     numbers: int
     """Numbers in all tensors."""

@@ -18,7 +18,7 @@ from paceline.cli.flags import (
     flag_of,
     given,
 )
-from paceline.config import wants_colour
+from paceline.config import wants_color
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.types import Chunk, Generation, Mode, Request, Result, SamplingParams, SpeculationParams
 
@@ -164,7 +164,7 @@ def _read_stdin() -> str:
 
 def write_text(generation: Iterable[Chunk], stream: TextIO) -> None:
     """Writes the text as it is produced; on a terminal accepted draft tokens are green."""
-    color = wants_colour(stream)
+    color = wants_color(stream)
     for chunk in generation:
         for text, drafted in chunk.segments:
             stream.write(f"{_GREEN}{text}{_PLAIN}" if color and drafted else text)

@@ -15,7 +15,7 @@ from paceline.config.autoscaling import (
     TargetAutoscaling,
 )
 from paceline.config.deployments import DeploymentConfig, RayActorOptions
-from paceline.config.environment import apply_worker_environment, cache_dir, wants_colour
+from paceline.config.environment import apply_worker_environment, cache_dir, wants_color
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
 from paceline.config.local import DraftModel, LocalConfig, TargetModel
 from paceline.config.options import (
@@ -71,5 +71,5 @@ __all__ = [
     "TargetSetup",
     "apply_worker_environment",
     "cache_dir",
-    "wants_colour",
+    "wants_color",
 ]

@@ -13,7 +13,7 @@ from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, 
 from paceline.refusals import Fault, shown
 
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 15.0, 300.0
-"""Of our own policies, where nothing is configured."""
+"""Delays of our own policies where nothing is configured."""
 
 _FOLLOW = "paceline.fleet.follow:"
 _OF_SERVE = (
@@ -23,12 +23,12 @@ _OF_SERVE = (
     "upscaling_factor",
     "downscaling_factor",
 )
-"""Settings of Serve's own policy that ours knows nothing of."""
+"""Settings of Serve's own policy that ours does not have."""
 
 _PROMPT = {"metrics_interval_s": 1.0, "look_back_period_s": 2.0, "upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
 
 MONITOR_SCALING = _PROMPT | {"min_replicas": 1, "max_replicas": 1, "policy": {"policy_function": f"{_FOLLOW}post"}}
-"""Of the monitor's deployment: it brings the decisions to Serve's controller, and stays one."""
+"""Autoscaling of the monitor's deployment, which brings the decisions to Serve's controller and stays one."""
 
 
 def _names_function(policy: Any) -> bool:
@@ -36,7 +36,7 @@ def _names_function(policy: Any) -> bool:
 
 
 def _function_or(ours: str) -> Discriminator:
-    """Tells a policy that names a function from ours by that key; tags are names of classes (``explain``)."""
+    """Tells a policy that names a function from ours by that key; tags are names of classes (``paceline.refusals``)."""
     return Discriminator(lambda policy: "PolicyFunction" if _names_function(policy) else ours)
 
 
@@ -47,17 +47,17 @@ class AutoscalingConfig(Strict):
     initial_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float | None = Field(default=None, gt=0)
-    """Asks for Serve's own policy: replicas in proportion to requests."""
+    """Selects Serve's own policy: replicas in proportion to requests."""
     metrics_interval_s: float | None = Field(default=None, gt=0)
     look_back_period_s: float | None = Field(default=None, gt=0)
     upscaling_factor: float | None = Field(default=None, gt=0)
     downscaling_factor: float | None = Field(default=None, gt=0)
     upscale_delay_s: float | None = Field(default=None, ge=0)
-    """How long there must be too few replicas. None: 15 s."""
+    """Time for which there must be too few replicas. None: 15 s."""
     downscale_delay_s: float | None = Field(default=None, ge=0)
-    """How long there must be too many. None: 300 s."""
+    """Time for which there must be too many replicas. None: 300 s."""
     downscale_to_zero_delay_s: float | None = Field(default=None, ge=0)
-    """How long there must be no need of any. None: downscale_delay_s."""
+    """Time for which no replica must be needed. None: downscale_delay_s."""
     aggregation_function: Literal["mean", "max", "min"] | None = None
     policy: Any = None
     """None: ours, by what the engines report, unless target_ongoing_requests is given. Each pool has its own."""
@@ -95,13 +95,13 @@ class AutoscalingConfig(Strict):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the pool's size is decided by the monitor (``paceline.scaling``)."""
+        """True if the monitor decides the pool's size (``paceline.fleet``)."""
         if self.policy is None:
             return self.target_ongoing_requests is None
         return not _names_function(self.policy)
 
     def for_serve(self, pool: str) -> dict[str, Any]:
-        """As ``serve.deployment`` takes it. With our policy Serve follows what is decided, without delays of its own.
+        """The settings as ``serve.deployment`` takes them. With our policy Serve follows the decisions without a delay.
 
         A short look-back: Serve wakes an empty pool while any request for it was waiting within that time.
         """
@@ -115,7 +115,7 @@ class AutoscalingConfig(Strict):
 
 
 class TargetAutoscaling(AutoscalingConfig):
-    """Of the targets."""
+    """Autoscaling of the targets."""
 
     policy: (
         Annotated[
@@ -127,7 +127,7 @@ class TargetAutoscaling(AutoscalingConfig):
 
 
 class DraftAutoscaling(AutoscalingConfig):
-    """Of the drafts."""
+    """Autoscaling of the drafts."""
 
     policy: (
         Annotated[
@@ -139,7 +139,7 @@ class DraftAutoscaling(AutoscalingConfig):
 
 
 class RouterAutoscaling(AutoscalingConfig):
-    """Of the routers."""
+    """Autoscaling of the routers."""
 
     policy: (
         Annotated[
@@ -150,7 +150,7 @@ class RouterAutoscaling(AutoscalingConfig):
     ) = None
 
     @model_validator(mode="after")
-    def _somebody(self) -> Self:
+    def _at_least_one(self) -> Self:
         if self.min_replicas == 0:
             raise Fault("min_replicas", "is 0: without a router nobody answers, and nothing wakes the others")
         return self

@@ -1,6 +1,4 @@
-"""What every model of the configuration rests on: frozen, without unknown keys, and strict where it is read from
-files.
-"""
+"""The bases of every model of the configuration: frozen, without unknown keys, and strict about types."""
 
 from __future__ import annotations
 
@@ -14,6 +12,6 @@ class Config(BaseModel):
 
 
 class Strict(Config):
-    """Takes a value only as what it is: ``"32"`` is no number, and ``yes`` is none either."""
+    """Converts no value: ``"32"`` is not a number, and neither is ``yes``."""
 
     model_config = ConfigDict(strict=True)

@@ -14,7 +14,7 @@ from paceline.refusals import Fault
 
 
 class PlacementGroupConfig(Strict):
-    """Where the processes of one replica go together."""
+    """Placement of the processes of one replica as a group."""
 
     bundles: list[dict[str, float]] = Field(min_length=1)
     """Resources of each bundle, such as ``{"CPU": 1, "GPU": 1}``; the replica itself takes the first, and each of its
@@ -24,14 +24,14 @@ class PlacementGroupConfig(Strict):
 
 
 class RayActorOptions(Strict):
-    """What Ray reserves for a replica. None: Ray's default."""
+    """Resources that Ray reserves for a replica. None: Ray's default."""
 
     num_cpus: float | None = Field(default=None, ge=0)
     """Cores. None: 0.9 for an engine, 0.2 for a router."""
     num_gpus: float | None = Field(default=None, ge=0)
     """GPUs. None: one for an engine with device cuda or an accelerator_type, unless its bundles say it."""
     memory: float | None = Field(default=None, ge=0)
-    """Bytes."""
+    """Memory in bytes."""
     resources: dict[str, float] | None = None
     accelerator_type: str | None = None
     runtime_env: dict[str, Any] | None = None
@@ -53,9 +53,9 @@ class DeploymentConfig(Strict):
     max_queued_requests: int | None = Field(default=None, ge=-1)
     backpressure_config: dict[str, Any] | None = None
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
-    """How long a replica that is taken away may finish its sessions."""
+    """Time that a replica which is stopped has to finish its sessions."""
     graceful_shutdown_wait_loop_s: float = Field(default=0.2, gt=0)
-    """How often it looks whether they are finished."""
+    """Interval at which a stopping replica checks whether its sessions are finished."""
     health_check_period_s: float = Field(default=1.0, gt=0)
     health_check_timeout_s: float = Field(default=10.0, gt=0)
     ray_actor_options: RayActorOptions = RayActorOptions()
@@ -98,21 +98,21 @@ class DeploymentConfig(Strict):
 
 
 class TargetDeployment(DeploymentConfig):
-    """Of the targets."""
+    """Serve options of the targets."""
 
     _pool: ClassVar = "target"
     autoscaling_config: TargetAutoscaling | None = None
 
 
 class DraftDeployment(DeploymentConfig):
-    """Of the drafts."""
+    """Serve options of the drafts."""
 
     _pool: ClassVar = "draft"
     autoscaling_config: DraftAutoscaling | None = None
 
 
 class RouterDeployment(DeploymentConfig):
-    """Of the routers."""
+    """Serve options of the routers."""
 
     _pool: ClassVar = "router"
     autoscaling_config: RouterAutoscaling | None = None

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TextIO
 
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""What a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
+"""Variables that a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
 wants one of its cores, so parallelism comes from processes."""
 
 
 def cache_dir() -> Path:
-    """Where compiled models are kept: PACELINE_CACHE, else the user's cache directory."""
+    """Directory of the compiled models: PACELINE_CACHE, else the user's cache directory."""
     own = os.environ.get("PACELINE_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(own).expanduser() if own else Path(base).expanduser() / "paceline"
@@ -25,6 +25,6 @@ def apply_worker_environment() -> None:
     os.environ.update(WORKER_ENVIRONMENT)
 
 
-def wants_colour(stream: TextIO) -> bool:
+def wants_color(stream: TextIO) -> bool:
     """True if ``stream`` is a terminal whose user did not ask for plain text (NO_COLOR, TERM=dumb)."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

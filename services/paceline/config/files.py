@@ -34,7 +34,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not UTF-8 text: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{str(path)!r} is no YAML: {first_line(error)}") from error
+        raise ConfigError(f"{str(path)!r} is not valid YAML: {first_line(error)}") from error
     if not isinstance(data, dict | None):
         raise ConfigError(f"{str(path)!r} holds {shown(data)}: a mapping of keys is needed")
     return data or {}
@@ -67,7 +67,7 @@ def args_of_application(data: dict[str, Any], path: str | Path) -> dict[str, Any
 
 
 def first_line(error: yaml.YAMLError) -> str:
-    """What is wrong, and in which line where that is known."""
+    """The problem that YAML reports, and its line where that is known."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"{problem} in line {mark.line + 1}" if mark is not None else problem

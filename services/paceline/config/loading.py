@@ -1,4 +1,4 @@
-"""Where the models of a service are, in the shape of Ray Serve LLM."""
+"""Sources of the models of a service, in the shape of Ray Serve LLM."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ModelLoadingConfig(Strict):
     model_source: str | None = Field(default=None, min_length=1)
     """Directory of a checkpoint, or an id that transformers resolves. None: model_id."""
     tokenizer_source: str | None = Field(default=None, min_length=1)
-    """The same for its tokenizer. None: where the model is."""
+    """Directory or id of its tokenizer. None: that of the model."""
 
     @property
     def source(self) -> str:
-        """Where the checkpoint is."""
+        """Directory or id of the checkpoint."""
         return resolve(self.model_source or self.model_id)
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer is."""
+        """Directory or id of the tokenizer."""
         return self.source if self.tokenizer_source is None else resolve(self.tokenizer_source)
 
 

@@ -31,16 +31,16 @@ class LocalConfig(Strict):
     draft: DraftModel | NgramOptions | None = None
     """None: plain decoding only."""
     worker: Literal["process", "thread"] = "process"
-    """Where the engines run. ``thread`` shares one interpreter lock between both: for debugging and tests."""
+    """The kind of worker that runs an engine. ``thread``: both share one interpreter lock, for debugging and tests."""
     pin_cores: bool = True
     """Give each engine a core of its own where there are at least two."""
 
     def target_setup(self) -> TargetSetup:
-        """What the target engine is built from."""
+        """The slice that the target engine is built from."""
         return TargetSetup(self.target.path, self.target, 0 if self.draft is None else self.draft.tree_budget)
 
     def draft_setup(self) -> DraftSetup | None:
-        """What the draft engine is built from. None: there is no draft."""
+        """The slice that the draft engine is built from. None: there is no draft."""
         if self.draft is None:
             return None
-        return DraftSetup.beside(self.target_setup(), getattr(self.draft, "path", None), self.draft)
+        return DraftSetup.for_target(self.target_setup(), getattr(self.draft, "path", None), self.draft)

@@ -3,7 +3,7 @@
     ModelOptions ──▶ TargetOptions
          └─────────▶ DraftOptions ◀── Growing ──▶ NgramOptions
 
-YAML holds them as ``engine_kwargs``, ``LocalConfig`` beside a path, and the builders take them inside a TargetSetup or
+YAML holds them as ``engine_kwargs``, ``LocalConfig`` with a path, and the builders take them inside a TargetSetup or
 DraftSetup, which are what one engine is built from.
 """
 
@@ -29,7 +29,7 @@ loaded; activations keep the dtype."""
 
 
 class ModelOptions(Strict):
-    """How a model runs. A new option of both models costs one edit: a field of this class."""
+    """Options of a model's execution. A new option of both models costs one edit: a field of this class."""
 
     dtype: DType = "auto"
     """The number format. ``auto``: bfloat16 where the device multiplies it natively, else float32."""
@@ -41,7 +41,7 @@ class ModelOptions(Strict):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks that share the weights and the KV cache, each a process with a core or an accelerator of its own."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
-    """How much later than another a rank may come to an exchange before it counts as hung, and the engine as dead."""
+    """Longest delay of a rank at an exchange; a rank that is later counts as hung, and the engine as dead."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
     max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
@@ -51,7 +51,7 @@ class ModelOptions(Strict):
 
 
 class TargetOptions(ModelOptions):
-    """How a target engine runs. A new option costs one edit: a field of this class."""
+    """Options of a target engine. A new option costs one edit: a field of this class."""
 
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""
@@ -60,13 +60,13 @@ class TargetOptions(ModelOptions):
     max_step_tokens: int = Field(default=256, ge=32, le=65536)
     """Tokens of one forward, prefill chunks and proposals together."""
     adaptive: bool = True
-    """As many draft tokens per step as pay by measured times, and no draft where none do. False: as many as a request
-    allows, always."""
+    """Use as many draft tokens per step as pay by measured times, and no draft where none do. False: always as many as
+    a request allows."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions, or one at
     max_model_len."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Instead of kv_pages: the share of the memory left beside weights and workspace that becomes KV pages."""
+    """Instead of kv_pages: the share of the memory that weights and workspace leave free which becomes KV pages."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -76,7 +76,8 @@ class TargetOptions(ModelOptions):
 
 
 class Growing(Strict):
-    """How any drafter grows its speculation trees. A new option of all drafters costs one edit: a field here."""
+    """Options of how any drafter grows its speculation trees. A new option of all drafters costs one edit: a field of
+    this class."""
 
     tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes kept per session beyond the context."""
@@ -88,7 +89,7 @@ class Growing(Strict):
 
 
 class DraftOptions(Growing, ModelOptions):
-    """How the engine of a draft model runs. A new option costs one edit: a field of this class."""
+    """Options of the engine of a draft model. A new option costs one edit: a field of this class."""
 
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
@@ -97,7 +98,7 @@ class DraftOptions(Growing, ModelOptions):
 
 
 class NgramOptions(Growing):
-    """How the n-gram drafter runs, which copies continuations from earlier occurrences of the last tokens in the
+    """Options of the n-gram drafter, which copies continuations from earlier occurrences of the last tokens in the
     session's own context. A new option costs one edit: a field of this class."""
 
     min_match: int = Field(default=1, ge=1, le=16)
@@ -141,7 +142,7 @@ class DraftSetup:
     """Prompt tokens of one forward."""
 
     @classmethod
-    def beside(cls, target: TargetSetup, source: str | None, options: DraftOptions | NgramOptions) -> Self:
+    def for_target(cls, target: TargetSetup, source: str | None, options: DraftOptions | NgramOptions) -> Self:
         """The setup of a draft for this target."""
         num_sessions = options.max_sessions if isinstance(options, DraftOptions) else None
         return cls(

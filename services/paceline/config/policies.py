@@ -1,5 +1,5 @@
-"""What the sizes of the pools are decided by: a policy of ours for each pool, or a function of Ray Serve or of the
-user's. The decisions themselves are ``paceline.scaling``.
+"""Policies that decide the sizes of the pools: one of ours for each pool, or a function of Ray Serve or of the
+user's. The decisions themselves are in ``paceline.fleet``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class PolicyFunction(Strict):
 
 
 class ScalingPolicy(Strict):
-    """What the sizes of all pools are decided by; each pool adds its own signals (``docs/scaling.md``)."""
+    """The settings that the policies of all pools share; each pool adds its own signals (``docs/scaling.md``)."""
 
     window_s: float = Field(default=5.0, ge=2, le=600)
-    """Shares and percentiles are those of so many seconds."""
+    """Seconds over which shares and percentiles are taken."""
     hysteresis: float = Field(default=0.2, ge=0.05, le=0.9)
     """A replica goes when the others would be less than full by this share of their goal. Noise of a signal up to
     hysteresis / (2 - hysteresis) of its mean changes nothing to and fro."""
@@ -35,18 +35,18 @@ class ScalingPolicy(Strict):
 
 
 class TargetPolicy(ScalingPolicy):
-    """By sessions, KV memory and the time to the first token."""
+    """Sizes the targets by sessions, KV memory and the time to the first token."""
 
     occupancy: float = Field(default=0.8, gt=0, le=1)
     """The share of ``max_sessions`` of a target that is full enough; waiting requests count as sessions."""
     kv_usage: float = Field(default=0.85, gt=0, le=1)
     """The share of a target's KV pages that is full enough."""
     ttft_s: float | None = Field(default=None, gt=0)
-    """Nine of ten first tokens shall come within it. None: no matter."""
+    """Goal that nine of ten first tokens should meet. None: no goal."""
 
 
 class DraftPolicy(ScalingPolicy):
-    """By the time inside tree steps, late misses, and what the model of time recommends."""
+    """Sizes the drafts by the time inside tree steps, late misses, and what the model of time recommends."""
 
     utilization: float = Field(default=0.75, gt=0, le=1)
     """The share of its time that a draft spends inside tree steps when it is busy enough."""
@@ -57,7 +57,7 @@ class DraftPolicy(ScalingPolicy):
     probe_interval_s: float = Field(default=300.0, gt=0)
     """Speculation that did not pay is tried again after it, then after 2, 4 and 8 times as long."""
     probe_s: float = Field(default=90.0, gt=0)
-    """How long it is tried: targets try by themselves every 64 s at the latest."""
+    """Length of a trial: targets try by themselves every 64 s at the latest."""
 
     @model_validator(mode="after")
     def _sound(self) -> Self:
@@ -71,7 +71,7 @@ class DraftPolicy(ScalingPolicy):
 
 
 class RouterPolicy(ScalingPolicy):
-    """By sessions and CPU time."""
+    """Sizes the routers by sessions and CPU time."""
 
     sessions_per_replica: int = Field(default=200, ge=1)
     """Sessions, waiting ones included, that are enough for one router."""

@@ -68,7 +68,7 @@ class _Replicas(Strict):
         return options
 
     def _rank_bundle(self, wants_gpu: bool) -> dict[str, float]:
-        """What one rank takes: what is said of the replica, which is the first."""
+        """The bundle of one rank: the resources that are configured for the replica, which is the first rank."""
         actor = self.deployment_config.ray_actor_options
         num_gpus = actor.num_gpus if actor.num_gpus is not None else float(wants_gpu)
         bundle = {"CPU": _ENGINE_CPUS if actor.num_cpus is None else actor.num_cpus, "GPU": num_gpus}
@@ -173,7 +173,7 @@ class RouterConfig(Strict):
     max_queued_requests: int = Field(default=64, ge=0)
     """Requests that one router lets wait for a target; further ones are refused with RESOURCE_EXHAUSTED."""
     recovery_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a session waits for another target when it has lost its own, before it ends with UNAVAILABLE."""
+    """Longest wait of an orphaned session for another target, before it ends with UNAVAILABLE."""
     draft_timeout_s: float = Field(default=1.0, gt=0)
     """Silence after which a draft counts as hung: sessions go on by plain decoding."""
     target_timeout_s: float = Field(default=5.0, gt=0)
@@ -181,7 +181,7 @@ class RouterConfig(Strict):
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
     draft_link_delay_s: float = Field(default=0.0, ge=0, le=10)
-    """For experiments with slow networks: added to each way between router and drafts."""
+    """Delay added to each direction between router and drafts, for experiments with slow networks."""
     deployment_config: RouterDeployment = RouterDeployment()
 
     def deployment_options(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from paceline.refusals import Fault, explain
 
 
 class ServerConfig(Strict):
-    """Where clients reach the service."""
+    """The address at which clients reach the service."""
 
     host: str = Field(default="0.0.0.0", min_length=1)
     grpc_port: int = Field(default=9000, ge=1, le=65535)
@@ -96,11 +96,11 @@ class ServiceConfig(Strict):
         for override in overrides:
             key, separator, text = override.partition("=")
             if not separator or not key.strip():
-                raise ConfigError(f"{override!r} is no setting: it must be KEY=VALUE with a dotted key")
+                raise ConfigError(f"{override!r} is not a setting: it must be KEY=VALUE with a dotted key")
             try:
                 value = yaml.safe_load(text)
             except yaml.YAMLError as error:
-                raise ConfigError(f"{key} is {text!r}, which is no YAML: {first_line(error)}") from error
+                raise ConfigError(f"{key} is {text!r}, which is not valid YAML: {first_line(error)}") from error
             set_key(data, key.strip().split("."), value)
         return self.parse(data)
 
@@ -137,18 +137,18 @@ class ServiceConfig(Strict):
         return reserved
 
     def target_setup(self) -> TargetSetup:
-        """What a target replica builds its engine from."""
+        """The slice that a target replica builds its engine from."""
         target, draft = self.target_config, self.draft_config
         tree_budget = 0 if draft is None else draft.engine_kwargs.tree_budget
         return TargetSetup(target.model_loading_config.source, target.engine_kwargs, tree_budget)
 
     def draft_setup(self) -> DraftSetup | None:
-        """What a draft replica builds its engine from. None: plain decoding."""
+        """The slice that a draft replica builds its engine from. None: plain decoding."""
         draft = self.draft_config
         if draft is None:
             return None
         source = draft.model_loading_config.source if isinstance(draft, ModelDraftConfig) else None
-        return DraftSetup.beside(self.target_setup(), source, draft.engine_kwargs)
+        return DraftSetup.for_target(self.target_setup(), source, draft.engine_kwargs)
 
 
 _ELSEWHERE = {

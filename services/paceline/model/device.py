@@ -11,7 +11,7 @@ from paceline.errors import ConfigError
 
 
 class Placement(NamedTuple):
-    """Where a model runs, and the dtype of its weights."""
+    """The device of a model, and the dtype of its weights."""
 
     device: torch.device
     dtype: torch.dtype

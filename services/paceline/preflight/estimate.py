@@ -33,15 +33,15 @@ from paceline.types import MAX_DRAFT_TOKENS
 PROCESS_BYTES = 256 << 20
 """The least that a replica takes before it holds a model: interpreter, torch and Ray."""
 REPLICA_RAY_BYTES = 130 << 20
-"""What Ray was measured to add to the process of a replica."""
+"""Memory that Ray was measured to add to the process of a replica."""
 CODE_BYTES = 96 << 20
-"""What the steps of an engine leave behind on CPUs, in oneDNN and the allocator, at most as measured."""
+"""Memory that the steps of an engine leave behind on CPUs, in oneDNN and the allocator, at most as measured."""
 ENGINE_PROCESS_BYTES = (374 << 20) + REPLICA_RAY_BYTES + CODE_BYTES
-"""What an engine's replica takes without a model: torch and transformers were measured to be 374 MiB."""
+"""Memory of an engine's replica without a model: torch and transformers were measured to be 374 MiB."""
 ROUTER_PROCESS_BYTES = 160 << 20
-"""The same of a router's replica, which imports no torch."""
+"""Memory of a router's replica, which imports no torch."""
 RAY_BYTES = 1 << 30
-"""What Ray's and Serve's own processes, the monitor and ``paceline serve`` were measured to take together."""
+"""Memory that Ray's and Serve's own processes, the monitor and ``paceline serve`` were measured to take together."""
 
 _NODE_BYTES = 1024
 """A node of a speculation tree: Python objects in tree, frontier and row tables."""
@@ -55,10 +55,10 @@ class MemoryEstimate:
     process_bytes: int
     weights_bytes: int = 0
     packed_bytes: int = 0
-    """Of the weights once more, where they are compiled."""
+    """Second copy of the weights, packed by the compiler; 0 when running eagerly."""
     kv_bytes: int = 0
     least_kv_bytes: int = 0
-    """Of the pages that it cannot start without: all of them, unless kv_fraction decides how many there are."""
+    """KV pages required to start: all of them, or one full-length session's if kv_fraction sizes the cache."""
     tree_bytes: int = 0
     workspace_bytes: int = 0
     num_pages: int = 0
@@ -67,11 +67,11 @@ class MemoryEstimate:
     num_longest: int = 0
     """Sessions of that length that the pages hold."""
     num_typical: int = 0
-    """The same of ``typical_len``."""
+    """Sessions of ``typical_len`` that the pages hold."""
     num_ranks: int = 1
     """Processes of a replica, each with a device and with these numbers."""
     on_gpu: bool = False
-    """The device is one."""
+    """The device is a GPU."""
 
     @property
     def typical_len(self) -> int:
@@ -80,23 +80,23 @@ class MemoryEstimate:
 
     @property
     def least_bytes(self) -> int:
-        """From below: no replica that comes to its largest step takes less."""
+        """Lower bound: no replica that reaches its largest step takes less."""
         model = self.weights_bytes + self.least_kv_bytes + self.workspace_bytes
         return min(PROCESS_BYTES, self.process_bytes) + model
 
     @property
     def host_bytes(self) -> int:
-        """What a replica takes of its machine if the model is in the memory of a GPU."""
+        """Memory that a replica takes of its machine if the model is in that of a GPU."""
         return self.process_bytes + self.tree_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """What comes to be on the device after the KV pages, which must leave room for it."""
+        """Memory that is allocated on the device after the KV pages, which must leave room for it."""
         return self.workspace_bytes + (0 if self.on_gpu else self.tree_bytes + CODE_BYTES)
 
     @property
     def device_bytes(self) -> int:
-        """What the model takes on its device."""
+        """Memory that the model takes on its device."""
         return self.weights_bytes + self.packed_bytes + self.kv_bytes + self.workspace_bytes
 
     @property
@@ -238,8 +238,8 @@ def _workspace_bytes(
         attention    (T / 16 + S) * P * (a page's bytes in a layer)    keys and values, if gathered, for every query row
         logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
 
-    The last two are never there at once: the larger one counts.
-    Sampling on GPUs needs more: there the noise of all rows is made at once.
+    The last two never coexist: the larger one counts.
+    Sampling on GPUs needs more: there the noise of all rows is drawn in one call.
     """
     tokens, sessions = padded_tokens(max_tokens), min(max_sessions, max_tokens)
     activations = tokens * size.item_bytes * (6 * size.hidden_size + 3 * size.intermediate_size)

@@ -1,4 +1,4 @@
-"""What a check has to say: one sentence for each thing that is wrong, and how bad it is."""
+"""Findings of the checks: one sentence for each thing that is wrong, and its severity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Severity(StrEnum):
-    """Whether the service can start nevertheless."""
+    """ERROR: the service cannot start. WARNING: it may work nevertheless."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -31,5 +31,5 @@ class Finding:
 
     @classmethod
     def warning(cls, key: str, problem: str) -> Self:
-        """The same of what may be all right."""
+        """A finding that may be all right; ``problem`` continues the sentence that begins with the key."""
         return cls(Severity.WARNING, key, f"{key} {problem}")

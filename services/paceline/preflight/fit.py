@@ -1,4 +1,7 @@
-"""Replicas that the memory of this machine does not hold, and the nearest settings with which it would."""
+"""Findings for replicas that do not fit the memory there is, with the nearest settings that do.
+
+Called by ``preflight.service`` for the machine that starts the service, and by ``preflight.device`` in a replica.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ class Room:
     """The memory for a replica."""
 
     left: int
-    """Bytes."""
+    """Free bytes."""
     started: bool = False
     """The process is there already, without a model: ``left`` is what it may add."""
     on_gpu: bool = False
-    """It is that of a GPU, in which there is no process."""
+    """The memory is that of a GPU, which holds no process."""
 
     def __str__(self) -> str:
         return f"this {'GPU' if self.on_gpu else 'machine'} has {gib(self.left)} left"
 
     def least(self, estimate: MemoryEstimate) -> int:
-        """Bytes that a replica takes of it, from below."""
+        """Lower bound of the bytes that a replica takes of it."""
         there = min(PROCESS_BYTES, estimate.process_bytes) if self.started or self.on_gpu else 0
         return estimate.least_bytes - there
 
@@ -61,13 +64,13 @@ class _Fit:
         return self.room.least(estimate) if self.severity is Severity.ERROR else self.room.expected(estimate)
 
     def holds(self, **changes: float) -> bool:
-        """Whether a replica fits."""
+        """True if a replica fits."""
         return self.needed(**changes) <= self.room.left
 
     def largest(self, key: str, least: int, most: int, **others: float) -> int:
         """The largest value from ``least`` to ``most`` that fits, ``least`` - 1 if there is none. What is below one
         that fits must fit too."""
-        values = range(least, most + 1)
+        values = range(least, most + 1)  # needs grow with the value: False, ..., False, True, ..., True
         return least - 1 + bisect_left(values, True, key=lambda value: not self.holds(**{key: value}, **others))
 
     def finding(self, key: str, value: float, remedy: str) -> Finding:
@@ -135,7 +138,7 @@ def _max_len(configured: int | None, limit: int) -> int:
 def _check_fraction(
     kv_fraction: float, size: ModelSize, estimate: MemoryEstimate, max_len: int, room: Room
 ) -> Finding | None:
-    """What the replica itself would say of kv_fraction, once it has loaded the model."""
+    """The refusal of kv_fraction that the replica itself would give, once it has loaded the model."""
     after = room.left - room.least(estimate) + estimate.least_kv_bytes + estimate.workspace_bytes
     try:
         fraction_pages(kv_fraction, max_len, size.page_bytes, after - estimate.reserved_bytes)

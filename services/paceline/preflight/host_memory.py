@@ -1,4 +1,7 @@
-"""How much memory there is, and how many KV pages belong into it. Plain numbers: starts without torch."""
+"""Free memory of this machine, and the number of KV pages that belong into it. Plain numbers: starts without torch.
+
+Called by both checks, ``preflight.service`` and ``preflight.device``, by the estimates, and by the builders.
+"""
 
 from __future__ import annotations
 

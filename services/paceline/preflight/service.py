@@ -1,4 +1,6 @@
-"""What can be known to be wrong before anything is loaded. Reads files and ports; imports no torch and no Ray.
+"""The check of a whole service before anything is loaded. Reads files and ports; imports no torch and no Ray.
+
+Called by ``paceline check``, which shows the Examination, and by ``paceline serve``, which refuses to start.
 
 An *error* is certain: memory is estimated from below, so what is refused here would die of its largest step, if not
 before. A *warning* may be all right on another machine or with other requests.
@@ -39,7 +41,7 @@ from paceline.preflight.host_memory import available_bytes, session_pages
 from paceline.preflight.ports import check_ports
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _TARGET, _DRAFT = "target_config", "draft_config"
 
@@ -53,10 +55,10 @@ class Pool:
     model_id: str | None
     """None: it runs no model."""
     num_replicas: int
-    """That are there from the start."""
+    """Replicas at the start."""
     on_gpu: bool
     estimate: MemoryEstimate | None
-    """Of a rank of one replica. None: its model is not on this machine, or cannot be used, which a finding says."""
+    """Memory of a rank of one replica. None: its model is not on this machine, or cannot be used, as a finding says."""
 
     @property
     def num_processes(self) -> int:
@@ -65,12 +67,12 @@ class Pool:
 
     @property
     def least_bytes(self) -> int:
-        """What all replicas take of this machine's memory, from below."""
+        """Lower bound of the memory that all replicas take of this machine."""
         return 0 if self.on_gpu or self.estimate is None else self.num_processes * self.estimate.least_bytes
 
     @property
     def machine_bytes(self) -> int:
-        """What they are expected to take of it; without the memory of GPUs."""
+        """Memory that all replicas are expected to take of this machine; without that of GPUs."""
         if self.estimate is None:
             return 0
         return self.num_processes * (self.estimate.host_bytes if self.on_gpu else self.estimate.total_bytes)
@@ -78,22 +80,22 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What the service would start, and what is wrong with that."""
+    """The pools that the service would start, and everything that is wrong with them."""
 
     findings: tuple[Finding, ...]
     """Errors first."""
     pools: tuple[Pool, ...]
     left_bytes: int | None
-    """Memory that this machine has left. None: others run the replicas."""
+    """Free memory of this machine. None: others run the replicas."""
 
     @property
     def machine_bytes(self) -> int:
-        """What all of it is expected to take of this machine's memory."""
+        """Memory that the whole service is expected to take of this machine."""
         return _expected_bytes(self.pools)
 
     @property
     def may_start(self) -> bool:
-        """Whether nothing is certain to fail."""
+        """True if nothing is certain to fail."""
         return all(finding.severity is not Severity.ERROR for finding in self.findings)
 
 
@@ -102,7 +104,7 @@ def require_service(config: ServiceConfig, *, memory: bool = True, cores: bool =
     findings = check_service(config, memory=memory, cores=cores, ports=ports)
     for finding in findings:
         if finding.severity is Severity.WARNING:
-            _log.warning("%s", finding.message)
+            log.warning("%s", finding.message)
     errors = [finding.message for finding in findings if finding.severity is Severity.ERROR]
     if errors:
         raise ConfigError("; ".join(errors))
@@ -116,7 +118,7 @@ def check_service(
 
 
 def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True) -> Examination:
-    """What would be started, and everything that is wrong with it.
+    """Examines the pools that would be started, and finds everything that is wrong with them.
 
     ``memory`` and ``cores``: also whether this machine has enough, which is moot where others run the replicas, or
     where Ray is told of more cores than there are. ``ports``: also whether they are free, which they are not where
@@ -174,7 +176,7 @@ class _Model:
 
 
 def _read_model(pool: str, config: TargetConfig | ModelDraftConfig, findings: list[Finding]) -> _Model | None:
-    """The model of a pool, unless it is not here or something is wrong with it, which ``findings`` then says."""
+    """The model of a pool; None if it is not here or something is wrong with it, which is added to ``findings``."""
     options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
     key += ".model_source" if loading.model_source is not None else ".model_id"
     try:
@@ -299,7 +301,7 @@ def _check_memory(
     draft: _Model | None,
     left: int,
 ) -> list[Finding]:
-    """Replicas that run on CPUs against the memory that this machine has left."""
+    """Checks the replicas that run on CPUs against the free memory of this machine."""
     if target is None:
         return []
     on_cpu = {pool.key for pool in pools if not pool.on_gpu}
@@ -315,12 +317,12 @@ def _check_memory(
 
 
 def _expected_bytes(pools: Sequence[Pool]) -> int:
-    """What the whole service is expected to take of this machine's memory."""
+    """Memory that the whole service is expected to take of this machine."""
     return RAY_BYTES + sum(pool.machine_bytes for pool in pools)
 
 
 def _check_sum(kv_fraction: float | None, pools: Sequence[Pool], left: int) -> list[Finding]:
-    """Replicas that fit one by one: how many of the largest do, beside the others."""
+    """Checks replicas that fit one by one together; names how many of the largest pool fit with the others."""
     least = sum(pool.least_bytes for pool in pools)
     expected = _expected_bytes(pools)
     if expected <= left:

@@ -1,4 +1,4 @@
-"""What a worker or a replica is given to build its engine: small, picklable, and free of torch until it is called."""
+"""Specifications of engines for workers and replicas: small, picklable, and free of torch until they build."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How to build one engine, or one rank of it; its ``build`` is what a worker is given."""
+    """Builds one engine, or one rank of it; a worker is given its ``build``."""
 
     setup: TargetSetup | DraftSetup
     rendezvous: Rendezvous | None = None
-    """Where the ranks of a tensor-parallel engine meet, and which of them this is; the first is the engine itself."""
+    """Meeting point of the ranks of a tensor-parallel engine, and the number of this one; rank 0 is the engine."""
 
     @property
     def kind(self) -> str:
