@@ -1,6 +1,6 @@
-"""The values that a client sees: what it asks for, what it gets, what a service says of itself.
+"""Public values: requests, results and the state of a service, as clients see them.
 
-Plain data: no tensors, no Ray, no protobuf. What routers and replicas say to each other is in ``messages.py``.
+Plain data: no tensors, no Ray, no protobuf. The messages between routers and replicas are in ``messages.py``.
 """
 
 from __future__ import annotations
@@ -16,66 +16,68 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from paceline.errors import InvalidRequestError
 
 MAX_DRAFT_TOKENS = 16
-"""The longest proposal that the service accepts (K)."""
+"""Longest proposal that the service accepts (K)."""
 
 MAX_TOKENS = 2**31
-"""Counts and token ids of requests are below it."""
+"""Exclusive upper bound of the counts and token ids in a request."""
 MAX_LOGIT_BIAS = 1e4
+"""Largest finite logit bias, either way."""
 MAX_SEED = 2**64 - 1
+"""Largest seed: seeds are 64-bit keys."""
 
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
 
 
 class Mode(enum.StrEnum):
-    """How a session uses its draft."""
+    """Way in which a session uses its draft."""
 
     PLAIN = "plain"
-    """No draft: one token per target step."""
+    """Plain decoding without a draft: one token per target step."""
     SEQUENTIAL = "sequential"
-    """Draft, verify, wait, draft: classic speculative decoding."""
+    """Classic speculative decoding: draft, verify, wait, draft."""
     OVERLAPPED = "overlapped"
-    """Draft the continuations of likely outcomes while the target verifies."""
+    """The draft grows continuations of likely outcomes while the target verifies."""
 
 
 class Acceptance(enum.StrEnum):
-    """The rule by which the target accepts draft tokens. Both are greedy matching at temperature 0."""
+    """Rule by which the target accepts draft tokens. At temperature 0 both are greedy matching."""
 
     COUPLED = "coupled"
-    """Draft and target share position-keyed noise: accept what the target itself would have sampled."""
+    """Coupled sampling: draft and target share position-keyed noise, and the token that the target samples decides."""
     REJECTION = "rejection"
-    """Leviathan et al. 2211.17192: accept with min(1, p/q), recover from norm(max(p - q, 0))."""
+    """Rejection sampling (Leviathan et al. 2211.17192): accept with min(1, p/q), recover from norm(max(p - q, 0))."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a session ended."""
+    """Reason why a session ended."""
 
     STOP = "stop"
     """An end-of-sequence token, a stop token id or a stop string."""
     LENGTH = "length"
-    """max_tokens or the model's context length."""
+    """``max_tokens`` or the model's context length was reached."""
     ABORT = "abort"
-    """Cancelled by the client."""
+    """The client cancelled the request."""
 
 
 class Cause(enum.StrEnum):
-    """Where the proposal of a round came from, or why there was none."""
+    """Origin of a round's proposal, or the reason why there was none."""
 
     HIT = "hit"
-    """The tree already held a continuation of the last outcome when its step ended."""
+    """Hit: the tree already held a continuation of the last outcome when its step ended."""
     TOKEN = "token"
-    """Miss: the draft had grown below this position, but not this next token."""
+    """Miss: the draft had grown at this position, but not with this next token."""
     K = "k"
-    """Miss: the position that was cut at had not been grown at all."""
+    """Miss: the draft had not grown at all at the position where the proposal was cut."""
     LATE = "late"
     """Miss: the continuation arrived after the target had to decide."""
     DRAFT_DOWN = "draft_down"
     """Miss: no draft serves the session now."""
     DISABLED = "disabled"
-    """Plain decoding by request, mode or controller."""
+    """Drafting is off, by the request, its mode or the controller."""
     SEQUENTIAL = "sequential"
-    """Drafted after the last outcome, as sequential mode does: neither hit nor miss."""
+    """Neither hit nor miss: drafted after the last outcome, as sequential mode does."""
     START = "start"
-    """The first round: its context is the prompt, there was no outcome to hit."""
+    """First round: its context is the prompt, there was no outcome to hit."""
 
 
 MISSES = (Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN)
@@ -87,9 +89,9 @@ class _Params(BaseModel):
 
 
 class SamplingParams(_Params):
-    """How the next token is chosen from the target's logits. Validation errors name the field and the range.
+    """Choice of the next token from the target's logits. Validation errors name the field and the range.
 
-    The processors run in the order of the fields (``sampling.py`` states each formula).
+    The processors run in the order of the fields (``core/processors.py`` states each formula).
     """
 
     logit_bias: dict[TokenId, float] = Field(default_factory=dict)
@@ -105,9 +107,9 @@ class SamplingParams(_Params):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     """Subtracted from the logits of tokens once for each time that the output has them."""
     temperature: float = Field(default=0.0, ge=0, le=100, allow_inf_nan=False)
-    """0 is greedy: the argmax."""
+    """Divisor of the logits; 0 is greedy: the argmax."""
     top_k: int = Field(default=0, ge=0, lt=MAX_TOKENS)
-    """0 keeps every token."""
+    """Number of most likely tokens that are kept; 0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keeps the fewest most likely tokens whose probabilities reach this sum; 1 keeps every token."""
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -136,12 +138,12 @@ class SamplingParams(_Params):
         return self
 
     def check_seed(self) -> None:
-        """Raises InvalidRequestError if the seed is out of range, as that of a copy may be: pydantic checks none."""
+        """Raises InvalidRequestError if the seed is out of range, which pydantic does not check in a copy."""
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequestError(f"seed is {self.seed}: at least 0 and at most {MAX_SEED} is allowed")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequestError if a token id that is named is not below ``vocab_size``."""
+        """Raises InvalidRequestError if a field holds a token id outside [0, vocab_size)."""
         named = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}
         for field_name, token_ids in [*named.items(), *(("bad_words", words) for words in self.bad_words)]:
             if max(token_ids, default=0) >= vocab_size:
@@ -150,137 +152,157 @@ class SamplingParams(_Params):
 
 
 class SpeculationParams(_Params):
-    """How one session speculates."""
+    """Speculation of one session."""
 
     mode: Mode = Mode.OVERLAPPED
     """How the draft is used: not at all, in turn with the target, or while the target verifies."""
     acceptance: Acceptance = Acceptance.COUPLED
     """The rule by which the target accepts draft tokens."""
     max_draft_tokens: int = Field(default=8, ge=0, le=MAX_DRAFT_TOKENS)
-    """K, the longest proposal."""
+    """Longest proposal (K), in tokens; 0 is plain decoding."""
     growth: Literal["best_first", "uniform", "geometric"] = "best_first"
-    """How the draft spends its tree budget (``draft/growth.py``)."""
+    """Strategy by which the draft spends its tree budget (``draft/growth.py``)."""
     saguaro: float = Field(default=1.0, gt=0, le=1)
     """Rejection rule only: q of the predicted next tokens is scaled by this before sampling; 1 is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks for."""
+    """A client's request."""
 
     request_id: str
+    """Unique among the requests in progress."""
     prompt: str | tuple[int, ...] = field(repr=False)
-    """Text, or token ids."""
+    """Prompt as text or as token ids."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these."""
+    """Stop strings: the text ends before the first of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one target step did for one session."""
+    """Effect of one target step on one session."""
 
     num_drafted: int
+    """Draft tokens that were verified."""
     num_accepted: int
+    """Draft tokens that were accepted."""
     cause: Cause
-    """How this round's proposal came about."""
+    """Origin of the round's proposal, or the reason why there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What a replica says of itself: first on every stream, then with every heartbeat."""
+    """Status of a replica, sent first on every stream and then with every heartbeat."""
 
     replica_id: str
     kind: str
-    """``target``, ``draft`` or ``router``."""
+    """Kind of the replica: ``target``, ``draft`` or ``router``."""
     incarnation: int
-    """Grows when the replica's process is started anew."""
+    """Number that grows when the replica's process is restarted."""
     num_sessions: int
     """Open sessions, waiting ones included."""
     num_waiting: int
+    """Open sessions that wait for room."""
     max_sessions: int
-    """How many it serves at once without queueing."""
+    """Number of sessions that the replica serves at once without queueing."""
     kv_pages_used: int = 0
+    """KV pages that sessions hold."""
     kv_pages: int = 0
+    """KV pages of the replica's cache; 0 if it has none."""
     busy_s: float = 0.0
     """Seconds since the step in progress began; 0 between steps. A value that only grows is an engine that hangs."""
     pid: int = 0
+    """Process id on its node."""
     node: str = ""
+    """Address of the node."""
     model: str = ""
+    """Model that the replica runs or serves."""
     draining: bool = False
+    """True while the replica takes no new sessions."""
     busy_share: float = 0.0
-    """Share of the last seconds that an engine was inside steps, as the monitor has measured it; 0 elsewhere."""
+    """Share of the last seconds that the engine spent in steps, measured by the monitor; 0 elsewhere."""
     counters: Mapping[str, float] = field(default_factory=dict)
     """Counted events since the replica started."""
     controller: str = ""
-    """What its controller has chosen now, and why, in words."""
+    """Current choice of the target's controller and its reason, in words."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """What that rests on: gauges by name, a label after a colon (``target/explanation.py``)."""
+    """Measurements behind the controller's choice: gauges by name, with a label after a colon."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterView:
-    """What a router sees of the service, beside its own status."""
+    """State of the service as one router sees it."""
 
     members: Mapping[str, tuple[str, ...]]
-    """``target`` or ``draft`` -> ids of the replicas that take sessions."""
+    """Pool name (``target`` or ``draft``) -> ids of the replicas that take sessions."""
     speculating: int
-    """Running sessions that may have a draft, by what was asked for."""
+    """Running sessions whose requests ask for speculation."""
     drafting: int
-    """Of these, those that have one, or whose target wants one for them."""
+    """Speculating sessions that have a draft, or whose target wants one for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What a replica that is not ready yet is doing."""
+    """Progress of a replica that is starting."""
 
     replica_id: str
     kind: str
+    """Kind of the replica: ``target``, ``draft`` or ``router``."""
     node: str
     doing: str
+    """Current stage of the start, in words."""
     elapsed_s: float
+    """Seconds since that stage began."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolScaling:
-    """How the size of a pool is decided, and what was decided last."""
+    """Size of a pool, and the latest decision about it."""
 
     name: str
-    """``target``, ``draft`` or ``router``."""
+    """Name of the pool: ``target``, ``draft`` or ``router``."""
     wanted: int | None
-    """Replicas that there shall be. None: nothing is decided yet, and the pool keeps its size."""
+    """Number of replicas that the pool should have. None: not decided yet, so it keeps its size."""
     actual: int
-    """Replicas that take sessions now."""
+    """Number of replicas that take sessions now."""
     least: int
+    """Fewest replicas that the pool may have."""
     most: int
+    """Most replicas that the pool may have."""
     demand: float | None
-    """Replicas that the load needs now. None: not known, so nothing is changed."""
+    """Number of replicas that the load needs now. None: unknown, so the size does not change."""
     signal: str
-    """What that demand goes by."""
+    """Signal from which the demand is computed."""
     reason: str
-    """Of the last change."""
+    """Reason for the last change."""
     changed_s: float | None
-    """Since the last change. None: there was none."""
+    """Seconds since the last change. None: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served, and what a request may ask for."""
+    """The model that a service serves, and the choices that a request has."""
 
     model_id: str
     draft_model_id: str | None
-    """None: no draft, every session is plain."""
+    """Model of the draft. None: there is no draft, every session is plain."""
     tokenizer_fingerprint: str
-    """Of the vocabulary and merges, by content."""
+    """Hash of the tokenizer's vocabulary and merges."""
     vocab_size: int
     max_context_length: int
-    """Prompt and completion together."""
+    """Most tokens of prompt and completion together."""
     eos_token_ids: tuple[int, ...]
+    """Token ids that end a completion unless ``ignore_eos`` is set."""
     dtype: str
+    """Data type of the target's weights and activations."""
     modes: tuple[str, ...]
+    """Values of ``Mode`` that a request may use."""
     acceptances: tuple[str, ...]
+    """Values of ``Acceptance`` that a request may use."""
     max_draft_tokens: int
+    """Longest proposal that a request may ask for; 0 without a draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,23 +312,23 @@ class ServerInfo:
     version: str
     uptime_s: float
     pools: Mapping[str, tuple[ReplicaStatus, ...]]
-    """``target``, ``draft`` or ``router`` -> the newest status of each replica that reports now."""
+    """Pool name (``target``, ``draft`` or ``router``) -> latest status of each replica that reports now."""
     sessions_running: int
     sessions_queued: int
     acceptance_rate: float
-    """Accepted over drafted tokens; 0 before any was drafted."""
+    """Accepted tokens over drafted tokens; 0 before any was drafted."""
     acceptance_length: float
-    """Tokens per round that verified a draft token, the next token included: 1 + accepted / rounds; 1 before any."""
+    """Mean tokens of the rounds that verified a draft token, the next token included; 1 before any."""
     hit_rate: float
     """Hits over hits and misses; 0 before any."""
     sessions_speculating: int = 0
-    """Running sessions that may have a draft, by what was asked for."""
+    """Running sessions whose requests ask for speculation."""
     sessions_drafting: int = 0
-    """Of these, those that have one, or whose target wants one for them."""
+    """Speculating sessions that have a draft, or whose target wants one for them."""
     scaling: tuple[PoolScaling, ...] = ()
-    """Of the pools whose sizes the service decides itself."""
+    """Scaling of the pools whose sizes the service decides itself."""
     starting: tuple[Startup, ...] = ()
-    """Replicas on their way up."""
+    """Replicas that are starting."""
 
 
 @dataclass(slots=True)
@@ -317,8 +339,9 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     causes: dict[Cause, int] = field(default_factory=dict)
+    """Rounds by the cause of their proposal."""
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
-    """Rounds with a proposal, by how many of its tokens were accepted."""
+    """Rounds with a proposal, by the number of its tokens that were accepted."""
 
     def add(self, round_: Round) -> None:
         """Counts one round."""
@@ -343,22 +366,23 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one round adds for the client."""
+    """Part of a completion: the tokens of one round."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """Log probability of each token under the target's distribution after all processors."""
     drafted: tuple[bool, ...]
-    """Of each token: whether it was an accepted draft token."""
+    """Flag of each token: True if it was an accepted draft token."""
     segments: tuple[tuple[str, bool], ...]
     """Decided text with the flag of the token that decided it; may lag behind the tokens."""
     round: Round | None
-    """None: text that was withheld and is released by the end of the session."""
+    """Round that decided the tokens. None: withheld text that the end of the session releases."""
     usage: Usage | None = None
-    """Token counts so far, this chunk included; a client's chunks have none."""
+    """Token counts so far, this chunk included; None in the chunks that a client receives."""
 
     @property
     def text(self) -> str:
-        """All segments in order."""
+        """Text of all segments, in order."""
         return "".join(text for text, _ in self.segments)
 
 
@@ -369,25 +393,26 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    """Prompt tokens whose KV was shared with an earlier session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one session, by the session's clock."""
+    """Durations of one session, by the session's clock."""
 
     prefill_s: float
-    """From open to the first token."""
+    """Seconds from opening the session to its first token."""
     decode_s: float
-    """From the first to the last outcome."""
+    """Seconds from the first to the last outcome."""
     tokens_per_s: float
-    """Tokens after the first outcome per second of decode_s; 0.0 if there were none."""
+    """Tokens after the first outcome per second of ``decode_s``; 0.0 if there were none."""
     queue_s: float = 0.0
-    """Before it was opened, as its owner says."""
+    """Seconds that the request waited before its session was opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished session."""
+    """Result of a finished session."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -398,7 +423,7 @@ class Result:
     timing: Timing
     seed: int
     matched_stop: int | str | None = None
-    """What ended it: the stop or end-of-sequence token id, or the stop string. None unless it was one of these."""
+    """Stop token id, end-of-sequence token id or stop string that ended the session; None if none of them did."""
 
 
 class Generation(Protocol):
@@ -422,26 +447,27 @@ PAGE_SIZE = 64
 
 
 def pages_for(num_rows: int) -> int:
-    """Pages that hold ``num_rows`` KV rows."""
+    """Returns the number of pages that hold ``num_rows`` KV rows."""
     return -(-num_rows // PAGE_SIZE)
 
 
 START_TIMEOUT_S = 900.0
-"""Longest time from the first rank that is up to the last one."""
+"""Longest time from the first rank that is up to the last one, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one replica meet, and which of them this is. Several replicas of a host do not collide."""
+    """Meeting point of the ranks of one replica, and the rank of this one; replicas of one host do not collide."""
 
     store: str
-    """``file:PATH`` on one host, or ``tcp:HOST:PORT`` of a store that listens already."""
+    """Address of the store: ``file:PATH`` on one host, or ``tcp:HOST:PORT`` of a store that listens already."""
     degree: int
+    """Number of ranks."""
     rank: int = 0
     timeout_s: float = 10.0
-    """How much later than another a rank may come to an exchange before it counts as hung."""
+    """Longest delay in seconds of one rank behind another at an exchange, before it counts as hung."""
     start_timeout_s: float = START_TIMEOUT_S
 
     def of(self, rank: int) -> Self:
-        """The same place for another rank."""
+        """Returns the same meeting point for another rank."""
         return replace(self, rank=rank)
