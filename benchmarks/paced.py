@@ -23,8 +23,9 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import LocalConfig, RouterConfig, apply_worker_environment
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
+from paceline.router.admission import TargetInfo
 from paceline.router.pool import Member, StaticPool
-from paceline.router.router import ModelFacts, Router
+from paceline.router.router import Router
 from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost, ReplicaServer
@@ -234,7 +235,7 @@ class InTurn:
             take = session.on_target if messages is self._from_target else session.on_draft
             actions = take(message)
             self._act(actions, window)
-            if actions.draft_wanted:
+            if session.wants_draft:
                 self._act(session.on_draft_up(), window)
             actions = session.digest()
             self._act(actions, window)
@@ -339,10 +340,10 @@ async def routed(
     config: LocalConfig, members: dict[str, list[Member]], *, delay_s: float = 0.0
 ) -> AsyncIterator[Router]:
     """A router of its own to these replicas; ``delay_s`` is added to each way of its draft links."""
-    facts = ModelFacts(load_tokenizer(config.target.path), config.target.max_model_len or 4096, ())
+    info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len or 4096, ())
     pools = StaticPool("target", members["target"]), StaticPool("draft", members["draft"])
-    settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S)
-    router = Router(facts, *pools, settings, metrics=RouterMetrics(Registry("router"), "paced"), draft_delay_s=delay_s)
+    settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S, draft_link_delay_s=delay_s)
+    router = Router(info, *pools, settings, metrics=RouterMetrics(Registry("router"), "paced"))
     await router.start()
     try:
         yield router

@@ -35,7 +35,8 @@ MAY = {
     "drafters": {"core", "model", "checkpoint", "config", *VALUES},
     "draft": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
     "target": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
-    "router": {"rpc", "checkpoint", "metrics", "messages", "v1", *VALUES},
+    # It takes RouterConfig, its slice of the configuration, as the engines take theirs.
+    "router": {"rpc", "checkpoint", "metrics", "messages", "config", "v1", *VALUES},
     # What connects them.
     "rpc": {"messages", "refusals", "v1", *VALUES},
     "metrics": {"messages", *VALUES},

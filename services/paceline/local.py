@@ -3,9 +3,8 @@
     client ── submit ──▶ Session ◀── messages ──▶ target worker
            ◀─ chunks ──          ◀── messages ──▶ draft worker
 
-The sessions relay between the workers in the reader threads; one lock orders all that touches a session.
-The draft is expendable: without it sessions go on by plain decoding, and it is started again. Without the target
-they fail.
+The workers' reader threads call the relay; one lock orders all that touches a session. The draft is expendable:
+without it sessions go on by plain decoding, and it is started again. Without the target they fail.
 """
 
 from __future__ import annotations
@@ -16,20 +15,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, require_same_tokens
 from paceline.config import DraftModel, LocalConfig
 from paceline.errors import EngineError, PacelineError
-from paceline.messages import SpeculationWanted, ToDraft, ToTarget
-from paceline.router.session import Actions, Session, append_commits
-from paceline.runtime.build import EngineSpec
-from paceline.runtime.ranks import led, process_ranks
-from paceline.runtime.workers import Emit, EngineFactory, ProcessWorker, ThreadWorker, Worker, available_cores
+from paceline.messages import FromDraft, FromTarget
+from paceline.router.relay import Outbox, Relay
+from paceline.router.session import Actions, Session
+from paceline.runtime.ranks import local_worker
+from paceline.runtime.workers import EngineFactory, Worker
 from paceline.types import Chunk, Result, SamplingParams, SpeculationParams
 
 log = logging.getLogger(__name__)
@@ -57,49 +55,29 @@ class LocalPipeline:
         self._given = (tokenizer, checkpoint)
         self._loaded = False
         self._lock = threading.RLock()
-        self._live: dict[str, Generation] = {}
-        self._waiting: deque[Generation] = deque()
+        self._relay = Relay()
+        self._active: dict[str, LocalGeneration] = {}
+        self._waiting: deque[LocalGeneration] = deque()
         self._num_submitted = 0
         self._failure: EngineError | None = None
-        self.num_unknown = 0
-        """Engine messages for sessions that had ended."""
         self.num_draft_restarts = 0
-        """How often a dead draft was started again."""
-
-        cores = available_cores() if config.pin_cores else []
-        others = config.target.tensor_parallel_size - 1  # the target's other ranks come behind both engines
-        make: Any = ProcessWorker if config.worker == "process" else ThreadWorker
-
-        def make_worker(kind: str, factory: Any, on_messages: Emit, on_death: Callable[[str], None]) -> Worker:
-            is_draft = kind == "draft"
-            setup = config.draft_setup() if is_draft else config.target_setup()
-            rendezvous, followers = process_ranks(setup, cores[2 + others :] if is_draft else cores[2:])
-            if factory is None:
-                assert setup is not None
-                factory = EngineSpec(setup, rendezvous).build
-            elif rendezvous is not None:
-                factory = replace(factory, rendezvous=rendezvous)
-            core = cores[is_draft] if len(cores) >= 2 else None
-            return led(lambda died: make(kind, factory, on_messages, died, core), followers, on_death)
+        """Times that a dead draft was started again."""
 
         def make_draft() -> Worker:
-            return make_worker("draft", draft_factory, self._from_draft, self._on_draft_death)
+            return local_worker(config, "draft", draft_factory, self._on_draft, self._on_draft_death)
 
         self._make_draft = make_draft
-        self._target = make_worker("target", target_factory, self._from_target, self._on_target_death)
+        self._target = local_worker(config, "target", target_factory, self._on_target, self._on_target_death)
         self._draft = make_draft() if config.draft is not None or draft_factory is not None else None
         self._draft_up = self._draft is not None
-        self._draft_wanted = True  # by the target's controller, when it last spoke of any session
+        self._draft_wanted = True  # the latest preference of the target's controller
         self._stopping = threading.Event()
         self._restart: threading.Thread | None = None
 
     # -- life ----------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Reads tokenizers and configurations: finds what is wrong with the models before they are loaded.
-
-        Raises ConfigError. ``start`` does this too; after it, ``encode`` works.
-        """
+        """Opens the checkpoints, as ``start`` does, so that ``encode`` works. Raises ConfigError for wrong models."""
         if self._loaded:
             return
         tokenizer, checkpoint = self._given
@@ -132,7 +110,7 @@ class LocalPipeline:
         self._stopping.set()
         with self._lock:
             self._failure = self._failure or EngineError("the pipeline has been stopped")
-            for generation in [*self._live.values(), *self._waiting]:
+            for generation in [*self._active.values(), *self._waiting]:
                 self.cancel(generation)
         for worker in (self._draft, self._target):
             if worker is not None:
@@ -168,7 +146,7 @@ class LocalPipeline:
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
         stop: Sequence[str] = (),
-    ) -> Generation:
+    ) -> LocalGeneration:
         """Starts a request; it waits its turn if ``max_sessions`` are in progress.
 
         Raises InvalidRequestError for a prompt that is empty or too long, EngineError if the target is gone.
@@ -189,87 +167,64 @@ class LocalPipeline:
                 clock=self._clock,
             )
             self._num_submitted += 1
-            generation = Generation(session, self.cancel)
+            generation = LocalGeneration(session, self.cancel)
             self._waiting.append(generation)
             self._admit()
         return generation
 
     generate = submit
-    """The same: a Generation is the iterator of chunks."""
+    """Alias of ``submit``: the returned generation is the iterator of chunks."""
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: LocalGeneration) -> None:
         """Ends a request now and frees it on both engines. A finished one is left as it is."""
         with self._lock:
             if generation.done:
                 return
-            opened = generation.session.session_id in self._live
+            opened = generation.session.session_id in self._active
             if not opened:
                 self._waiting.remove(generation)
             actions = generation.session.cancel()
             if opened:
-                self._send(actions.to_target, actions.to_draft)
+                self._send(actions)
             self._deliver(generation, actions)
 
     # -- the relay -----------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting and len(self._live) < self.config.target.max_sessions:
+        while self._waiting and len(self._active) < self.config.target.max_sessions:
             generation = self._waiting.popleft()
-            self._live[generation.session.session_id] = generation
-            actions = generation.session.open(self._draft_up, draft_wanted=self._draft_wanted)
-            self._send(actions.to_target, actions.to_draft)
+            session = generation.session
+            self._active[session.session_id] = generation
+            self._relay.sessions[session.session_id] = session
+            self._send(session.open(self._draft_up, draft_wanted=self._draft_wanted))
 
-    def _from_target(self, messages: Sequence[Any]) -> None:
+    def _on_target(self, messages: Sequence[FromTarget]) -> None:
         with self._lock:
-            to_target: list[ToTarget] = []
-            to_draft: list[ToDraft] = []
-            touched: dict[str, Generation] = {}
-            wanted: list[Generation] = []
-            for message in messages:
-                generation = self._live.get(message.session_id)
-                if generation is None:
-                    self.num_unknown += 1
-                    continue
-                if isinstance(message, SpeculationWanted):
-                    self._draft_wanted = message.wanted
-                actions = generation.session.on_target(message)
-                to_target += actions.to_target
-                append_commits(to_draft, actions.to_draft)
-                touched[message.session_id] = generation
-                if actions.target_lost is not None:
-                    self._fail(generation, EngineError(f"the target failed the session: {actions.target_lost}"))
-                elif actions.draft_wanted:
-                    wanted.append(generation)
-            self._send(to_target, to_draft)
-            self._give_draft(wanted)
-            for generation in touched.values():  # text, after the engines have what they need
-                if not generation.done:
+            outbox = self._relay.on_target(messages)
+            if outbox.speculation_wanted is not None:
+                self._draft_wanted = outbox.speculation_wanted
+            self._send(outbox)
+            for session_id, reason in outbox.target_failed.items():
+                self._fail(self._active[session_id], EngineError(f"the target failed the session: {reason}"))
+            self._give_draft(outbox.draft_wanted)
+            for session_id in outbox.touched:  # text, after the engines have what they need
+                if generation := self._active.get(session_id):
                     actions = generation.session.digest()
-                    self._send(actions.to_target, actions.to_draft)
+                    self._send(actions)
                     self._deliver(generation, actions)
 
-    def _from_draft(self, messages: Sequence[Any]) -> None:
+    def _on_draft(self, messages: Sequence[FromDraft]) -> None:
         with self._lock:
-            to_target: list[ToTarget] = []
-            wanted: list[Generation] = []
-            for message in messages:
-                generation = self._live.get(message.session_id)
-                if generation is None:
-                    self.num_unknown += 1
-                    continue
-                actions = generation.session.on_draft(message)
-                to_target += actions.to_target
-                if actions.draft_wanted:
-                    wanted.append(generation)
-            self._send(to_target, [])
-            self._give_draft(wanted)
+            outbox = self._relay.on_draft(messages)
+            self._send(outbox)
+            self._give_draft(outbox.draft_wanted)
 
     def _on_draft_death(self, reason: str) -> None:
         log.warning("%s; sessions continue by plain decoding until it is back", reason)
         with self._lock:
             self._draft_up = False
-            for generation in self._live.values():
-                self._send(generation.session.on_draft_down().to_target, [])
+            for session in self._relay.sessions.values():
+                self._send(session.on_draft_down())
             if self._failure is None:
                 self._restart = threading.Thread(target=self._restart_draft, name="paceline-restart", daemon=True)
                 self._restart.start()
@@ -294,49 +249,50 @@ class LocalPipeline:
                 if self._restart is not threading.current_thread():  # it has died again already
                     return
                 self._draft_up = True
-                self._give_draft(self._live.values())
+                self._give_draft(self._relay.sessions.values())
             return
 
-    def _give_draft(self, generations: Iterable[Generation]) -> None:
+    def _give_draft(self, sessions: Iterable[Session]) -> None:
         """Opens those that want a draft on it, if it is up."""
         if self._draft_up:
-            for generation in generations:
-                actions = generation.session.on_draft_up()
-                self._send(actions.to_target, actions.to_draft)
+            for session in sessions:
+                self._send(session.on_draft_up())
 
     def _on_target_death(self, reason: str) -> None:
         with self._lock:
             self._failure = EngineError(reason)
-            for generation in [*self._live.values(), *self._waiting]:
+            for generation in [*self._active.values(), *self._waiting]:
                 self._fail(generation, EngineError(reason))
 
-    def _fail(self, generation: Generation, error: EngineError) -> None:
+    def _fail(self, generation: LocalGeneration, error: EngineError) -> None:
         actions = generation.session.cancel()
-        self._send([], actions.to_draft)
+        self._send(Actions(to_draft=actions.to_draft))
         generation.deliver(Actions(chunks=actions.chunks))
         generation.fail(error)
         self._forget(generation)
 
-    def _deliver(self, generation: Generation, actions: Actions) -> None:
-        if generation.deliver(actions):
+    def _deliver(self, generation: LocalGeneration, actions: Actions) -> None:
+        generation.deliver(actions)
+        if generation.done:
             self._forget(generation)
 
-    def _forget(self, generation: Generation) -> None:
-        self._live.pop(generation.session.session_id, None)
+    def _forget(self, generation: LocalGeneration) -> None:
+        self._active.pop(generation.session.session_id, None)
+        self._relay.sessions.pop(generation.session.session_id, None)
         if self._failure is None:
             self._admit()
 
-    def _send(self, to_target: Sequence[ToTarget], to_draft: Sequence[ToDraft]) -> None:
-        if to_draft and self._draft is not None and self._draft_up:
-            self._draft.send(list(to_draft))
-        if to_target:
-            self._target.send(list(to_target))
+    def _send(self, messages: Actions | Outbox) -> None:
+        if messages.to_draft and self._draft is not None and self._draft_up:
+            self._draft.send(messages.to_draft)
+        if messages.to_target:
+            self._target.send(messages.to_target)
 
 
-class Generation:
+class LocalGeneration:
     """A request in progress: iterate over its chunks, then read ``result``. One consumer."""
 
-    def __init__(self, session: Session, cancel: Callable[[Generation], None]) -> None:
+    def __init__(self, session: Session, cancel: Callable[[LocalGeneration], None]) -> None:
         self.session = session
         self._cancel = cancel
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
@@ -367,23 +323,22 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether ``result`` returns at once."""
+        """True if ``result`` returns at once."""
         return self._done.is_set()
 
     def cancel(self) -> None:
         """Ends the request now; what has arrived is its result, finish_reason ``abort``."""
         self._cancel(self)
 
-    def deliver(self, actions: Actions) -> bool:
-        """For the pipeline: passes chunks on; True if the session is finished."""
+    def deliver(self, actions: Actions) -> None:
+        """Passes chunks on, and ends the request with the result. Called by the pipeline."""
         for chunk in actions.chunks:
             self._chunks.put(chunk)
         if actions.result is not None:
             self._finish()
-        return actions.result is not None
 
     def fail(self, error: PacelineError) -> None:
-        """For the pipeline: ends the request with an error."""
+        """Ends the request with an error. Called by the pipeline."""
         self._error = error
         self._finish()
 

@@ -36,7 +36,7 @@ from paceline.messages import (
     SparseDistribution,
     SpeculationWanted,
 )
-from paceline.router.session import Actions, Session
+from paceline.router.session import Session
 from paceline.target.engine import TargetEngine
 from paceline.types import Round
 
@@ -61,7 +61,7 @@ class FaultyPump(Pump):
         self.counts: Counter[str] = Counter()
         self.content_is_true = all(kind != "corrupt" for _, kind in self.faults)
         self.chunks: dict[str, list[int]] = defaultdict(list)
-        self.on_outcome: Callable[[Session], None] = lambda session: None
+        self.on_outcome: Callable[[Session], None] | None = None
         """Called between an outcome and its digest."""
         self.each_tick: Callable[[], None] = lambda: None
         self._seen: dict[str, list[Any]] = {link: [] for link in LINKS}
@@ -161,40 +161,41 @@ class FaultyPump(Pump):
 
     def reopen(self, session: Session) -> None:
         """On the same target, or the one that has taken its place."""
-        actions = session.reopen_target()
-        self._send(actions)
-        self._give_draft(session, actions)
-
-    def _give_draft(self, session: Session, actions: Actions) -> None:
-        assert actions.draft_wanted <= session.wants_draft
-        if actions.draft_wanted and not self.draft_dead:
+        self._send(session.reopen_target())
+        if session.wants_draft and not self.draft_dead:
             self._send(session.on_draft_up())
 
-    def _on_target(self, events: list[Any]) -> None:
-        for event in events:
-            session = self.sessions[event.session_id]
-            actions = session.on_target(event)
-            self._send(actions)
-            if actions.target_lost is not None:
-                self.reopen(session)
-            else:
-                self._give_draft(session, actions)
-            if isinstance(event, Outcome):
-                self.on_outcome(session)
-            actions = session.digest()
-            self.chunks[event.session_id] += [t for chunk in actions.chunks for t in chunk.token_ids]
-            self._send(actions)
+    def _target_failed(self, session: Session, reason: str) -> None:
+        self.reopen(session)
 
-    def _on_draft(self, events: list[Any]) -> None:
-        for event in events:
-            session = self.sessions[event.session_id]
-            actions = session.on_draft(event)
-            for message in actions.to_target:
-                if isinstance(message, Nodes):
-                    assert session.draft_available
-                    assert message.epoch == session.draft_epoch, "something stale is relayed"
-            self._send(actions)
-            self._give_draft(session, actions)
+    def _on_target(self, messages: list[Any]) -> None:
+        if self.on_outcome is None:
+            super()._on_target(messages)
+            return
+        for message in messages:  # one at a time: the engine may die with the rest of the batch on its way
+            outbox = self.relay.on_target([message])
+            self._carry_out(outbox)
+            if isinstance(message, Outcome):
+                self.on_outcome(self.sessions[message.session_id])
+            for session in outbox.touched.values():
+                self._digest(session)
+
+    def _on_draft(self, messages: list[Any]) -> None:
+        for message in messages:  # one at a time, so that what is relayed can be compared with the session's state
+            session = self.sessions[message.session_id]
+            available, epoch = session.draft_available, session.draft_epoch
+            outbox = self.relay.on_draft([message])
+            if any(isinstance(relayed, Nodes) for relayed in outbox.to_target):
+                assert available
+                assert message.epoch == epoch, "something stale is relayed"
+            self._carry_out(outbox)
+
+    def _digest(self, session: Session) -> None:
+        actions = session.digest()
+        self.chunks[session.session_id] += [t for chunk in actions.chunks for t in chunk.token_ids]
+        self._send(actions)
+        if session.result is not None:
+            self.results[session.session_id] = session.result
 
     # -- deaths ----------------------------------------------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class FaultyPump(Pump):
         if self.draft is not None and not self.draft_dead:
             self._count(self.draft.stats)
         for session in self.sessions.values():
-            self._count(session.relay)
+            self._count(session.relay_stats)
 
     def _count(self, stats: Any) -> None:
         for key, value in dataclasses.asdict(stats).items():

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.router.link import DRAFT, Link
+from paceline.router.delay import DelayedLink
+from paceline.router.link import DRAFT
 from paceline.router.pool import Member
 from paceline.types import ReplicaStatus
 
@@ -24,7 +25,7 @@ def test_delays_of_batches_overlap_and_keep_their_order() -> None:
 
     async def test() -> float:
         kind = replace(DRAFT, decode=lambda batch: (batch, None, 0))
-        link = Link(
+        link = DelayedLink(
             Member("draft-0", "127.0.0.1:1"), kind, on_messages=lambda _, messages: heard.extend(messages),
             on_change=lambda _: None, silence_s=5.0, delay_s=DELAY_S,
         )  # fmt: skip
@@ -48,7 +49,7 @@ def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
 
     async def test() -> None:
         kind = replace(DRAFT, decode=lambda batch: (batch, status, 0))
-        link = Link(
+        link = DelayedLink(
             Member("draft-0", "127.0.0.1:1"), kind, on_messages=lambda _, messages: None,
             on_change=lambda _: None, on_latency=latencies.append, silence_s=5.0, delay_s=DELAY_S,
         )  # fmt: skip

@@ -55,7 +55,7 @@ def test_nodes_are_relayed_as_they_are():
     nodes = Nodes("s", 0, 3, (Node(1, 0, 65, 0.5),))
     assert session.on_draft(nodes).to_target == [nodes]
     assert session.on_draft(Nodes("s", 9, 3, ())).to_target == []
-    assert session.relay == RelayStats(stale=1)
+    assert session.relay_stats == RelayStats(stale=1)
 
 
 def test_draft_failure_means_plain_decoding_at_once_and_once():
@@ -79,7 +79,7 @@ def test_reopened_target_continues_where_it_was():
     session.open()
     session.on_target(outcome(session, [65, 66], 1))
     lost = session.on_target(SessionFailed("s", 0, "worker ended"))
-    assert lost.target_lost == "worker ended"
+    assert lost.target_failed == "worker ended"
     actions = session.reopen_target()
     (opened,) = actions.to_target
     assert isinstance(opened, OpenSession)
@@ -90,7 +90,7 @@ def test_reopened_target_continues_where_it_was():
     result = session.digest().result
     assert result is not None
     assert result.text == "ABC"
-    assert session.relay == RelayStats(stale=1, targets_lost=1, target_reopens=1)
+    assert session.relay_stats == RelayStats(stale=1, targets_lost=1, target_reopens=1)
 
 
 def test_cancel_frees_both_engines_and_keeps_what_arrived():
@@ -104,7 +104,7 @@ def test_cancel_frees_both_engines_and_keeps_what_arrived():
     assert actions.result.text == "".join(c.text for c in actions.chunks) == "AB"
     assert session.cancel().result is None
     assert session.on_target(outcome(session, [67])) == Actions()
-    assert session.relay == RelayStats(ended=1)
+    assert session.relay_stats == RelayStats(ended=1)
 
 
 def test_target_finish_closes_the_draft_only():

@@ -33,7 +33,7 @@ def test_an_outcome_that_comes_twice_counts_once():
     assert session.on_target(InFlight("s", 0, 5, (1,))) == Actions()
     session.on_target(outcome(session, [68], finish=FinishReason.LENGTH))
     assert session.digest().result.text == "ABCD"
-    assert session.relay == RelayStats(repeated=4)
+    assert session.relay_stats == RelayStats(repeated=4)
 
 
 def test_an_outcome_that_is_missing_costs_the_target_and_no_token():
@@ -42,15 +42,15 @@ def test_an_outcome_that_is_missing_costs_the_target_and_no_token():
     session.on_target(outcome(session, [65]))
     assert session.on_target(InFlight("s", 0, 6, (1,))) == Actions()  # of the next context: its outcome is on its way
     lost = session.on_target(outcome(session, [67], at=6))
-    assert lost.target_lost is not None
-    assert "at 4 was lost before 6" in lost.target_lost
+    assert lost.target_failed is not None
+    assert "at 4 is missing before the one at 6" in lost.target_failed
     (opened,) = session.reopen_target().to_target
     assert isinstance(opened, OpenSession)
     assert opened.token_ids == (*PROMPT, 65)
     assert session.on_target(outcome(session, [66, 67], at=4, epoch=0)) == Actions()  # it was only late
     session.on_target(outcome(session, [66, 67], finish=FinishReason.LENGTH))
     assert session.digest().result.text == "ABC"
-    assert session.relay == RelayStats(stale=1, early=2, targets_lost=1, target_reopens=1)
+    assert session.relay_stats == RelayStats(stale=1, early=2, targets_lost=1, target_reopens=1)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_a_malformed_outcome_costs_the_target_and_no_token(changes):
     session = make()
     session.open()
     actions = session.on_target(replace(outcome(session, [65, 66], 1), **changes))
-    assert actions.target_lost == "a malformed outcome at 3"
+    assert actions.target_failed == "a malformed outcome at 3"
     assert actions.to_draft == []
-    assert session.relay == RelayStats(malformed=1, targets_lost=1)
+    assert session.relay_stats == RelayStats(malformed=1, targets_lost=1)
     session.reopen_target()
     session.on_target(outcome(session, [65, 66], 1, FinishReason.LENGTH))
     assert session.digest().result.text == "AB"
@@ -81,7 +81,7 @@ def test_nodes_for_a_context_that_nobody_has_are_dropped(context_len):
     session = make()
     session.open()
     assert session.on_draft(Nodes("s", 0, context_len, ())) == Actions()
-    assert session.relay == RelayStats(malformed=1)
+    assert session.relay_stats == RelayStats(malformed=1)
 
 
 def test_a_lost_tree_is_opened_again_under_a_new_epoch():
@@ -97,7 +97,7 @@ def test_a_lost_tree_is_opened_again_under_a_new_epoch():
     assert session.on_draft(Nodes("s", 0, 4, ())) == Actions()
     assert session.on_target(TreeLost("s", 0)) == Actions()  # it cannot speak of the new one: no node has gone there
     assert session.on_target(outcome(session, [66])).to_draft == [Commit("s", 1, 4, (66,))]
-    assert session.relay == RelayStats(stale=2, trees_lost=1, draft_reopens=1)
+    assert session.relay_stats == RelayStats(stale=2, trees_lost=1, draft_reopens=1)
 
 
 def test_a_tree_that_is_lost_when_its_draft_is_gone_is_no_news():
@@ -107,7 +107,7 @@ def test_a_tree_that_is_lost_when_its_draft_is_gone_is_no_news():
     session.on_draft_down()
     assert session.on_target(TreeLost("s", 0)) == Actions()
     assert not session.draft_available
-    assert session.relay == RelayStats(stale=1, drafts_lost=1)
+    assert session.relay_stats == RelayStats(stale=1, drafts_lost=1)
 
 
 def test_a_draft_that_fails_the_session_is_tried_again_twice_in_a_row():
@@ -115,7 +115,7 @@ def test_a_draft_that_fails_the_session_is_tried_again_twice_in_a_row():
     session.open()
     for retry in range(MAX_DRAFT_RETRIES):
         actions = session.on_draft(SessionFailed("s", session.draft_epoch, "no room"))
-        assert (actions.draft_lost, actions.draft_wanted) == ("no room", True)
+        assert actions.to_target == [DraftState("s", 0, False)]
         assert session.wants_draft
         assert [m.epoch for m in session.on_draft_up().to_draft] == [retry + 1]
     session.on_target(outcome(session, [65, 66], 1))  # this one was worth it: the count starts again
@@ -123,11 +123,10 @@ def test_a_draft_that_fails_the_session_is_tried_again_twice_in_a_row():
         session.on_draft(SessionFailed("s", session.draft_epoch, "no room"))
         session.on_draft_up()
     last = session.on_draft(SessionFailed("s", session.draft_epoch, "no room"))
-    assert (last.draft_lost, last.draft_wanted) == ("no room", False)
     assert last.to_target == [DraftState("s", 0, False)]
     assert not session.wants_draft
     assert session.on_draft_up() == Actions()
-    assert session.relay == RelayStats(drafts_lost=2 * MAX_DRAFT_RETRIES + 1, draft_reopens=2 * MAX_DRAFT_RETRIES)
+    assert session.relay_stats == RelayStats(drafts_lost=2 * MAX_DRAFT_RETRIES + 1, draft_reopens=2 * MAX_DRAFT_RETRIES)
 
 
 def test_trees_that_are_lost_time_and_again_are_given_up():
@@ -135,10 +134,11 @@ def test_trees_that_are_lost_time_and_again_are_given_up():
     session.open()
     for _ in range(MAX_DRAFT_RETRIES):
         session.on_draft(Nodes("s", session.draft_epoch, 3, ()))
-        assert session.on_target(TreeLost("s", 0)).draft_lost is None
+        session.on_target(TreeLost("s", 0))
+        assert session.draft_available
     session.on_draft(Nodes("s", session.draft_epoch, 3, ()))
     actions = session.on_target(TreeLost("s", 0))
-    assert actions.draft_lost is not None
+    assert not session.draft_available
     assert actions.to_draft == [CloseSession("s", MAX_DRAFT_RETRIES)]
     assert actions.to_target == [DraftState("s", 0, False)]
     assert not session.wants_draft
@@ -151,7 +151,8 @@ def test_a_session_begins_without_a_draft_where_none_is_wanted():
     assert opened.to_draft == []
     assert opened.to_target[1:] == [DraftState("s", 0, False)]
     assert not session.wants_draft
-    assert session.on_target(SpeculationWanted("s", 0, True)).draft_wanted
+    session.on_target(SpeculationWanted("s", 0, True))
+    assert session.wants_draft
     assert session.on_draft_up().to_target == [DraftState("s", 0, True, draft_epoch=1, context_len=3)]
 
 
@@ -161,32 +162,32 @@ def test_a_target_that_wants_no_drafts_is_left_alone_until_it_does():
     away = session.on_target(SpeculationWanted("s", 0, False))
     assert away.to_draft == [CloseSession("s", 0)]
     assert away.to_target == [DraftState("s", 0, False)]
-    assert not away.draft_wanted
     assert not session.wants_draft
     assert session.on_draft_up() == session.on_target(SpeculationWanted("s", 0, False)) == Actions()
     assert session.on_target(outcome(session, [65])) == Actions()
     assert session.on_draft(Nodes("s", 0, 3, ())) == Actions()
     back = session.on_target(SpeculationWanted("s", 0, True))
-    assert back == Actions(draft_wanted=True)
+    assert back == Actions()
     assert session.wants_draft
     assert session.on_draft_up().to_target == [DraftState("s", 0, True, draft_epoch=1, context_len=4)]
     assert session.on_target(SpeculationWanted("s", 0, True)) == Actions()
     # What the old target wanted says nothing about the next one.
     session.on_target(SpeculationWanted("s", 0, False))
     again = session.reopen_target()
-    assert again.draft_wanted
+    assert session.wants_draft
     assert [type(m) for m in again.to_target] == [OpenSession, DraftState]
-    assert session.relay == RelayStats(stale=1, draft_reopens=1, target_reopens=1)
+    assert session.relay_stats == RelayStats(stale=1, draft_reopens=1, target_reopens=1)
 
 
 def test_a_draft_that_works_can_be_left_for_another():
     session = make()
     session.open()
     actions = session.leave_draft()
-    assert actions == Actions([DraftState("s", 0, False)], [CloseSession("s", 0)], draft_wanted=True)
-    assert session.leave_draft() == Actions(draft_wanted=True)
+    assert actions == Actions([DraftState("s", 0, False)], [CloseSession("s", 0)])
+    assert session.leave_draft() == Actions()
+    assert session.wants_draft
     assert [type(m) for m in session.on_draft_up().to_draft] == [OpenSession]
-    assert session.relay == RelayStats(draft_reopens=1)
+    assert session.relay_stats == RelayStats(draft_reopens=1)
 
 
 @pytest.mark.parametrize("speculation", [{"mode": Mode.PLAIN}, {"max_draft_tokens": 0}])

@@ -18,8 +18,9 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import DraftModel, LocalConfig, RouterConfig, TargetModel, apply_worker_environment
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
+from paceline.router.admission import TargetInfo
 from paceline.router.pool import Member, StaticPool
-from paceline.router.router import ModelFacts, Router
+from paceline.router.router import Router
 from paceline.types import Request, Result, SamplingParams, SpeculationParams
 
 START_TIMEOUT_S = 60.0
@@ -145,10 +146,9 @@ async def routed(config, targets, drafts, **settings):
         StaticPool("target", [r.member for r in targets]),
         StaticPool("draft", [r.member for r in drafts]),
     )
-    facts = ModelFacts(load_tokenizer(config.target.path), config.target.max_model_len, EOS_IDS)
+    info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len, EOS_IDS)
     metrics = RouterMetrics(Registry("router"), "tiny")
-    delay_s = settings.pop("draft_delay_s", 0.0)
-    router = Router(facts, *pools, RouterConfig(**settings), metrics=metrics, draft_delay_s=delay_s)
+    router = Router(info, *pools, RouterConfig(**settings), metrics=metrics)
     await router.start()
     try:
         yield router, *pools

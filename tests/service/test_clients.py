@@ -1,4 +1,4 @@
-"""The clients against the real door, router and replicas: what they hand out is what one process gives."""
+"""The clients against the real service, router and replicas: what they hand out is what one process gives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.service.support import replicas, routed, run, tiny_pair
 
 from paceline.client import AsyncClient, Client
 from paceline.errors import DeadlineExceededError, InvalidRequestError
-from paceline.router.service import GenerationDoor
+from paceline.router.service import GenerationService
 from paceline.rpc.status import to_status
 from paceline.types import FinishReason, SamplingParams
 from paceline.v1 import generation_pb2 as pb
@@ -21,14 +21,14 @@ PROMPT = "the quick brown fox "
 
 
 class _Host(GenerationServiceServicer):
-    """The door on a grpc.aio server, as Serve hosts it."""
+    """The GenerationService on a grpc.aio server, as Serve hosts it."""
 
     def __init__(self, router):
-        self._door = GenerationDoor(router)
+        self._service = GenerationService(router)
 
     async def Generate(self, request, context):
         try:
-            async with contextlib.aclosing(self._door.generate(request)) as responses:
+            async with contextlib.aclosing(self._service.generate(request)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:
@@ -38,7 +38,7 @@ class _Host(GenerationServiceServicer):
             context.set_trailing_metadata(trailers)
 
     async def Cancel(self, request, context):
-        return pb.CancelResponse(cancelled=self._door.cancel(request.request_id))
+        return pb.CancelResponse(cancelled=self._service.cancel(request.request_id))
 
     async def GetModelInfo(self, request, context):
         raise NotImplementedError
@@ -54,7 +54,7 @@ def engines(checkpoints):
 
 
 def served(checkpoints, engines, test):
-    """Runs ``test(address, router)`` against a router behind a door."""
+    """Runs ``test(address, router)`` against a router behind a service."""
 
     async def main():
         async with routed(tiny_pair(checkpoints), *engines) as (router, *_):
@@ -124,7 +124,7 @@ def test_a_request_that_is_left_is_freed(checkpoints, engines):
     served(checkpoints, engines, test)
 
 
-def test_what_the_door_refuses(checkpoints, engines):
+def test_what_the_service_refuses(checkpoints, engines):
     async def test(address, router):
         async with AsyncClient(address) as client:
             for prompt, part in (("", "text is empty"), ([], "input_ids is empty"), ([10**6], "1000000")):

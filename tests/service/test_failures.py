@@ -179,7 +179,7 @@ def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
             for prompt, (chunks, result) in zip(prompts, results, strict=True):
                 assert result.token_ids == plain(prompt, sampling)
                 assert [t for chunk in chunks for t in chunk.token_ids] == list(result.token_ids)
-            assert router._live == {}
+            assert router._active == {}
             assert len(router._targets.open_links()) == 1
 
     with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
@@ -196,7 +196,7 @@ def test_without_any_target_left_a_request_ends_as_unavailable_and_says_after_wh
                 await collect(router, PROMPT, sampling=ONE, on_chunk=at(5, targets[0].kill))
             with pytest.raises(EngineError, match="no target replica was up for 1 s"):
                 await collect(router, PROMPT, sampling=ONE)
-            assert router._live == {}
+            assert router._active == {}
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         run(test)
@@ -210,7 +210,7 @@ def test_a_request_that_takes_too_long_ends_and_frees_what_it_held(checkpoints):
         async with routed(config, targets, drafts, request_timeout_s=0.5) as (router, _, _):
             with pytest.raises(DeadlineExceededError, match=r"longer than 0\.5 s"):
                 await collect(router, PROMPT, sampling=ONE.model_copy(update={"max_tokens": 1500}))
-            assert router._live == {}
+            assert router._active == {}
             await until(lambda: open_sessions(router) == [0, 0])
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
@@ -238,7 +238,7 @@ def test_leaving_a_stream_frees_it_on_both_replicas(checkpoints):
                 await asyncio.sleep(0.1)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-            assert router._live == {}
+            assert router._active == {}
             await until(lambda: open_sessions(router) == [0, 0])
             await until(lambda: [status.kv_pages_used for status in router.statuses()["target"]] == [0])
 
@@ -257,7 +257,7 @@ def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
             tasks = [asyncio.create_task(collect(router, PROMPT, sampling=endless)) for _ in range(4)]
             await until(lambda: max(open_sessions(witness), default=0) == 4)
             for link in [*router._targets.links.values(), *router._drafts.links.values()]:
-                await link.stop()  # the streams break; nobody closes a session
+                link.stop()  # the streams break; nobody closes a session
             await until(lambda: open_sessions(witness) == [0, 0])
             for task in tasks:
                 task.cancel()
@@ -337,7 +337,7 @@ def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, 
     config = tiny_pair(checkpoints)
 
     async def test():
-        async with routed(config, targets, drafts, draft_delay_s=delay_s) as (router, _, _):
+        async with routed(config, targets, drafts, draft_link_delay_s=delay_s) as (router, _, _):
             measured = []
             (link,) = router._drafts.links.values()
             link._on_latency = measured.append

@@ -16,8 +16,8 @@ import torch
 
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
-from paceline.messages import SpeculationWanted
 from paceline.model.loading import LoadedModel
+from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
@@ -84,7 +84,8 @@ class Pump:
         self.from_draft: deque[Any] = deque()
         self.to_target: deque[Any] = deque()
         self.to_draft: deque[Any] = deque()
-        self.sessions: dict[str, Session] = {}
+        self.relay = Relay()
+        self.sessions = self.relay.sessions
         self.results: dict[str, Result] = {}
         self.failures: dict[str, str] = {}
         self.ticks = 0
@@ -189,31 +190,36 @@ class Pump:
         receive([queue.popleft() for _ in range(count)])
         return True
 
-    def _on_target(self, events: list[Any]) -> None:
-        for event in events:
-            session = self.sessions[event.session_id]
-            actions = session.on_target(event)
-            self._send(actions)
-            if actions.target_lost is not None:
-                self.failures[event.session_id] = actions.target_lost
-                self._send(session.cancel(), keep_result=False)
-                continue
-            if isinstance(event, SpeculationWanted) and actions.draft_wanted and not self.draft_dead:
+    def _on_target(self, messages: list[Any]) -> None:
+        outbox = self.relay.on_target(messages)
+        self._carry_out(outbox)
+        for session in outbox.touched.values():
+            self._digest(session)
+
+    def _on_draft(self, messages: list[Any]) -> None:
+        self._carry_out(self.relay.on_draft(messages))
+
+    def _carry_out(self, outbox: Outbox) -> None:
+        self._send(outbox)
+        for name, reason in outbox.target_failed.items():
+            self._target_failed(self.sessions[name], reason)
+        if self.draft is not None and not self.draft_dead:
+            for session in outbox.draft_wanted:
                 self._send(session.on_draft_up())
-            actions = session.digest()
-            self._send(actions)
 
-    def _on_draft(self, events: list[Any]) -> None:
-        for event in events:
-            self._send(self.sessions[event.session_id].on_draft(event))
+    def _target_failed(self, session: Session, reason: str) -> None:
+        self.failures[session.session_id] = reason
+        self._send(session.cancel())
 
-    def _send(self, actions: Actions, *, keep_result: bool = True) -> None:
+    def _digest(self, session: Session) -> None:
+        self._send(session.digest())
+        if session.result is not None and session.session_id not in self.failures:
+            self.results[session.session_id] = session.result
+
+    def _send(self, actions: Actions | Outbox) -> None:
         for message in actions.to_target:
             self.to_target.extend(self.tamper(message) if self.tamper else [message])
         self.to_draft.extend(actions.to_draft)
-        if actions.result is not None and keep_result:
-            session_id = next(k for k, s in self.sessions.items() if s.result is actions.result)
-            self.results[session_id] = actions.result
 
 
 def plain_reference(target: LoadedModel, requests: dict[str, Request], **options: Any) -> dict[str, Result]:

@@ -286,7 +286,7 @@ class Simulation:
         if isinstance(message, SpeculationWanted):
             self.wanted.append((at, message.session_id, message.wanted))
             self._draft_wanted = message.wanted
-            if actions.draft_wanted:
+            if session.wants_draft:
                 self._send(at, session.on_draft_up())
         actions = session.digest()
         for chunk in actions.chunks:

@@ -24,8 +24,8 @@ from paceline.errors import EngineError, NotFoundError, PacelineError
 from paceline.fleet.report import Reporter
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
+from paceline.router.admission import TargetInfo
 from paceline.router.pool import Lease
-from paceline.router.router import ModelFacts
 from paceline.rpc.status import to_status
 from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus
 
@@ -48,7 +48,7 @@ class Router:
         """Reads the tokenizer and connects to the replicas that are there; requests may wait for others."""
         from paceline.cluster.placement import ServePool
         from paceline.router import router as core
-        from paceline.router.service import GenerationDoor
+        from paceline.router.service import GenerationService
 
         self.config = config
         self._monitor, self._targets = monitor, targets
@@ -69,9 +69,8 @@ class Router:
             self.config.router_config,
             metrics=RouterMetrics(registry, model_id),
             token=internal_token(),
-            draft_delay_s=self.config.router_config.draft_link_delay_s,
         )
-        self._door = GenerationDoor(self._router)
+        self._service = GenerationService(self._router)
         self._myself = serve.get_replica_context()
         self._peers: DeploymentHandle | None = None
         self._dtype: str | None = None
@@ -86,7 +85,7 @@ class Router:
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """See protos/paceline/v1/generation.proto."""
         try:
-            async with contextlib.aclosing(self._door.generate(request)) as responses:
+            async with contextlib.aclosing(self._service.generate(request)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:
@@ -94,7 +93,7 @@ class Router:
 
     async def Cancel(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto. The request may be with another router: all are asked."""
-        cancelled = self._door.cancel(request.request_id)
+        cancelled = self._service.cancel(request.request_id)
         if not cancelled and request.request_id:
             cancelled = any(await self._ask_peers("cancel_here", request.request_id))
         from paceline.v1.generation_pb2 import CancelResponse
@@ -119,7 +118,7 @@ class Router:
 
     async def cancel_here(self, request_id: str) -> bool:
         """Cancels a request if it is with this router."""
-        return self._door.cancel(request_id)
+        return self._service.cancel(request_id)
 
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
         """See protos/paceline/v1/generation.proto."""
@@ -281,13 +280,13 @@ def _set_status(grpc_context: Any, error: Exception) -> None:
     grpc_context.set_trailing_metadata(list(trailers))
 
 
-def model_facts(config: ServiceConfig) -> ModelFacts:
+def model_facts(config: ServiceConfig) -> TargetInfo:
     """What routers need to know of the target. Raises ConfigError."""
     loading = config.target_config.model_loading_config
     checkpoint = Checkpoint.open(loading.source)
     tokenizer = checkpoint.tokenizer if loading.tokenizer == loading.source else load_tokenizer(loading.tokenizer)
     limit = config.target_config.engine_kwargs.max_model_len
-    return ModelFacts(
+    return TargetInfo(
         tokenizer=tokenizer,
         max_model_len=min(limit or checkpoint.max_model_len, checkpoint.max_model_len),
         eos_token_ids=checkpoint.eos_token_ids or tokenizer.eos_token_ids,

@@ -1,4 +1,4 @@
-"""The public door: ``GenerationService`` off the wire and onto it. Errors leave as PacelineErrors or statuses."""
+"""Implements GenerationService: converts requests and responses, delegates to the Router."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paceline.v1 import generation_pb2
 log = logging.getLogger(__name__)
 
 
-class GenerationDoor:
-    """Generate and Cancel over one router. Whoever hosts it turns PacelineErrors into statuses (``status.py``)."""
+class GenerationService:
+    """Generate and Cancel over one router. Its host turns PacelineErrors into statuses (``rpc/status.py``)."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -25,7 +25,7 @@ class GenerationDoor:
     async def generate(
         self, message: generation_pb2.GenerateRequest
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Responses to one request. Raises PacelineError; leaving the generator frees the session."""
+        """Yields the responses to one request. Raises PacelineError; leaving the generator frees the session."""
         request = request_from_proto(message)
         extra = {"request_id": request.request_id}
         started, result = time.monotonic(), None
@@ -47,12 +47,12 @@ class GenerationDoor:
             log.debug("request ended: %s after %.3f s", reason, time.monotonic() - started, extra=extra)
 
     def cancel(self, request_id: str) -> bool:
-        """Whether such a request was in progress here; it is ended."""
+        """Ends a request; returns False if it is not in progress here."""
         return self._router.cancel(request_id)
 
 
 def _chunk(chunk: Chunk, logprobs: bool) -> generation_pb2.GenerateStreamChunk:
-    assert chunk.usage is not None, "chunks of a session have it"
+    assert chunk.usage is not None, "every chunk of a session has it"
     usage = chunk.usage
     return chunk_to_proto(
         chunk,

@@ -1,7 +1,7 @@
-"""The relay of one session: a state machine that consumes engine events and produces messages and text.
+"""One session: a state machine that consumes engine events and produces messages and text.
 
-It does no input or output and reads no clock but the one it is given, so the one-process pipeline and the
-distributed router use it unchanged. It refuses to know where engines live.
+It does no input or output and reads no clock but the one it is given; a ``Relay`` holds many of them. It refuses to
+know where engines live.
 
 Two phases, so that text work never delays an engine: ``on_*`` return the messages that are urgent;
 ``digest`` turns what has arrived into text, stop strings and the result.
@@ -11,8 +11,8 @@ of its last open, the draft's is the same or newer; re-opening the target re-ope
 target's tree died with it. An engine's message of another epoch than its own last open is stale: dropped and
 counted.
 
-Within an epoch every outcome says at which context length it begins, so that each token is taken exactly once:
-one that begins too early has come before, one that begins too late shows that another was lost, and then the
+Within an epoch every outcome states the context length at which it begins, so that each token is taken exactly once:
+one that begins too early is a repetition, one that begins too late shows that another is missing, and then the
 target has to be re-opened from the history. Nothing that a draft sends or fails to send can change a token.
 """
 
@@ -55,60 +55,58 @@ from paceline.types import (
 )
 
 MAX_DRAFT_RETRIES = 2
-"""After so many losses of its draft in a row, without one accepted token between them, the next is the last:
-the session stays without."""
+"""Failures of its draft in a row, without an accepted token between them, after which a session re-opens it; after one
+more it stays without a draft."""
 
-_OF_THE_DRAFT = (Cause.HIT, Cause.SEQUENTIAL)
+_DRAFT_CAUSES = (Cause.HIT, Cause.SEQUENTIAL)
 """Causes of rounds whose accepted tokens are certainly the draft's."""
 
 
 @dataclass(slots=True)
 class RelayStats:
-    """Counted events of one session's relay: messages that were not used, and what was done about losses."""
+    """Counted events of one session's relay: dropped messages, and failures with what was done about them."""
 
     stale: int = 0
-    """Of another epoch than the engine's, or of a draft that the session has left."""
+    """Messages of an epoch other than the engine's, or of a draft that the session has left."""
     ended: int = 0
-    """They came after the session's end."""
+    """Messages that came after the session's end."""
     repeated: int = 0
-    """Of the target, for a context that had been passed: they had come before."""
+    """Target messages for a context length that the session has passed: repetitions."""
     early: int = 0
-    """Of the target, for a context that is yet to come: another message was lost or overtaken."""
+    """Target messages for a context length that is yet to come: another message is missing or was overtaken."""
     malformed: int = 0
-    """No engine sends them."""
+    """Messages that no engine sends."""
     targets_lost: int = 0
-    """Failures of the target, lost outcomes included, that this session has seen."""
+    """Failures of the target, missing outcomes included."""
     target_reopens: int = 0
+    """Times that the session was opened on another (or restarted) target."""
     trees_lost: int = 0
+    """Times that the target reported nodes missing for good."""
     drafts_lost: int = 0
-    """Losses of a draft that served the session, whatever the reason; lost trees are not among them."""
+    """Failures of a draft that served the session, whatever the reason; lost trees are not counted."""
     draft_reopens: int = 0
-    """Opened on a draft under an epoch of its own: by itself after a lost tree, or by its owner."""
+    """Times that the session was opened on a draft under a new epoch: after a lost tree, or by its owner."""
 
     @property
     def dropped(self) -> int:
-        """Messages that were not used."""
+        """Number of messages that were not used."""
         return self.stale + self.ended + self.repeated + self.early + self.malformed
 
 
 @dataclass(slots=True)
 class Actions:
-    """What the owner of a session must do now, in this order."""
+    """Consequences of one event, in the order in which the session's owner carries them out."""
 
     to_target: list[ToTarget] = field(default_factory=list)
     to_draft: list[ToDraft] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     result: Result | None = None
-    target_lost: str | None = None
-    """The target cannot go on with the session, and why: call ``reopen_target`` or give up."""
-    draft_lost: str | None = None
-    """The draft that served the session does so no more, and why."""
-    draft_wanted: bool = False
-    """The session has no draft and could use one: call ``on_draft_up`` when there is one for it."""
+    target_failed: str | None = None
+    """Reason why the target cannot go on with the session, if so: call ``reopen_target`` or give up."""
 
 
 class Session:
-    """One request from admission to finish. Not thread-safe: the owner serialises the calls."""
+    """One request from admission to finish. Not thread-safe: the owner serializes the calls."""
 
     def __init__(
         self,
@@ -132,19 +130,19 @@ class Session:
         self.sampling = sampling.model_copy(update={"seed": self.seed})
         self.speculation = speculation
         self.stats = SpeculationStats()
-        self.relay = RelayStats()
+        self.relay_stats = RelayStats()
         self.draft_available = False
-        """Whether it is open on a draft now."""
+        """True while the session is open on a draft."""
         self.result: Result | None = None
 
         self._prompt = tuple(prompt_token_ids)
-        self._history = list(prompt_token_ids)  # all that the target has decided
+        self._history = list(prompt_token_ids)  # the prompt and all that the target has decided
         self._eos_token_ids = tuple(eos_token_ids)
         self._epoch = self._target_epoch = self._draft_epoch = 0
         self._opened = False
         self._target_done = False  # the target has ended the session, or was told to
-        self._draft_wanted = True  # by the target's controller
-        self._num_losses = 0  # of the draft, since one of its tokens was accepted
+        self._draft_wanted = True  # the latest preference of the target's controller
+        self._num_losses = 0  # failures of the draft since one of its tokens was accepted
         self._relayed = False  # nodes of the draft's epoch have gone to the target
 
         self._undigested: deque[Outcome] = deque()
@@ -165,34 +163,34 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """True once there is a result."""
+        """True once the session has a result."""
         return self.result is not None
 
     @property
     def epoch(self) -> int:
-        """The newest epoch."""
+        """The session's newest epoch."""
         return self._epoch
 
     @property
     def target_epoch(self) -> int:
-        """Of the last open on a target. To leave a target that lives on, close it there under this first."""
+        """Epoch of the last open on a target. Close the session under it before leaving a target that lives on."""
         return self._target_epoch
 
     @property
     def draft_epoch(self) -> int:
-        """Of the last open on a draft."""
+        """Epoch of the last open on a draft."""
         return self._draft_epoch
 
     @property
     def speculates(self) -> bool:
-        """Whether it was asked to; False: it needs no draft, ever."""
+        """True if the request asks for speculation; False: the session never needs a draft."""
         return self.speculation.mode is not Mode.PLAIN and self.speculation.max_draft_tokens > 0
 
     @property
     def wants_draft(self) -> bool:
-        """Whether ``on_draft_up`` would open it on a draft now: it has none, can use one and is worth one.
+        """True if ``on_draft_up`` would open the session on a draft now: it has none and can use one.
 
-        Not before it is opened, nor after its end, nor while the target's controller does without, nor once its
+        False before it is opened, after its end, while the target's controller has paused drafting, and once its
         drafts have failed it more than MAX_DRAFT_RETRIES times in a row.
         """
         return (
@@ -207,8 +205,8 @@ class Session:
     def open(self, draft_available: bool = True, *, draft_wanted: bool = True, queue_s: float = 0.0) -> Actions:
         """Starts the session on the target, and on the draft unless it is plain, has none, or none is wanted.
 
-        ``draft_wanted``: what the target's controller last said, of any session. ``queue_s`` is how long the request
-        waited before, in seconds.
+        ``draft_wanted`` is the latest preference of the target's controller. ``queue_s`` is the time that the request
+        has waited, in seconds.
         """
         self._opened, self._draft_wanted = True, draft_wanted
         draft_available = draft_available and draft_wanted
@@ -220,35 +218,34 @@ class Session:
                 actions.to_draft.append(self._open_message())
             else:
                 self._tell_no_draft(actions)
-        actions.draft_wanted = self.wants_draft
         return actions
 
     def on_target(self, event: FromTarget) -> Actions:
-        """An event of the target: outcomes are committed to the draft at once."""
+        """Takes a message of the target: outcomes are committed to the draft at once."""
         actions = Actions()
         if self._target_done:
-            self.relay.ended += 1
+            self.relay_stats.ended += 1
         elif event.epoch != self._target_epoch:
-            self.relay.stale += 1
+            self.relay_stats.stale += 1
         elif isinstance(event, SessionFailed):
             self._lose_target(actions, event.message)
         elif isinstance(event, SpeculationWanted):
             self._draft_wanted = event.wanted
             if not event.wanted:
                 self._leave_draft(actions)
-            actions.draft_wanted = self.wants_draft
         elif isinstance(event, TreeLost):
             self._on_tree_lost(actions)
         elif event.context_len < len(self._history):
-            self.relay.repeated += 1
+            self.relay_stats.repeated += 1
         elif event.context_len > len(self._history):
-            self.relay.early += 1
+            self.relay_stats.early += 1
             if isinstance(event, Outcome):
-                self._lose_target(actions, f"an outcome at {len(self._history)} was lost before {event.context_len}")
+                reason = f"the outcome at {len(self._history)} is missing before the one at {event.context_len}"
+                self._lose_target(actions, reason)
         elif isinstance(event, InFlight):
             self._commit(actions, in_flight=event.node_ids)
         elif _malformed(event):
-            self.relay.malformed += 1
+            self.relay_stats.malformed += 1
             self._lose_target(actions, f"a malformed outcome at {event.context_len}")
         else:
             self._on_outcome(event, actions)
@@ -260,71 +257,69 @@ class Session:
             self._close_draft(actions)
         else:
             self._commit(actions, token_ids=outcome.token_ids)
-        if outcome.round.num_accepted and outcome.round.cause in _OF_THE_DRAFT:
+        if outcome.round.num_accepted and outcome.round.cause in _DRAFT_CAUSES:
             self._num_losses = 0
         self._history.extend(outcome.token_ids)
         self._undigested.append(outcome)
 
     def _on_tree_lost(self, actions: Actions) -> None:
-        if not (self.draft_available and self._relayed):  # of a draft that the session has left
-            self.relay.stale += 1
+        if not (self.draft_available and self._relayed):  # the tree of a draft that the session has left
+            self.relay_stats.stale += 1
             return
-        self.relay.trees_lost += 1
+        self.relay_stats.trees_lost += 1
         self._num_losses += 1
         if self._num_losses <= MAX_DRAFT_RETRIES:
             self._open_draft(actions)
         else:
             self._leave_draft(actions)
-            actions.draft_lost = "the target has lost nodes of it time and again"
 
     def on_draft(self, event: FromDraft) -> Actions:
-        """An event of the draft: nodes go to the target as they are."""
+        """Takes a message of the draft: nodes go to the target as they are."""
         actions = Actions()
         if self._target_done:
-            self.relay.ended += 1
+            self.relay_stats.ended += 1
         elif event.epoch != self._draft_epoch or not self.draft_available:
-            self.relay.stale += 1
+            self.relay_stats.stale += 1
         elif isinstance(event, SessionFailed):
-            self._lose_draft(actions, event.message)
+            self._lose_draft(actions)
         elif not 0 < event.context_len <= len(self._history):
-            self.relay.malformed += 1
+            self.relay_stats.malformed += 1
         else:
             self._relayed = True
             actions.to_target.append(event)
         return actions
 
-    def on_draft_down(self, reason: str = "the draft is down") -> Actions:
-        """The draft is lost: the session goes on by plain decoding at once."""
+    def on_draft_down(self) -> Actions:
+        """The draft has failed: the session goes on by plain decoding at once."""
         actions = Actions()
         if self.draft_available and not self._target_done:
-            self._lose_draft(actions, reason)
+            self._lose_draft(actions)
         return actions
 
     def on_draft_up(self) -> Actions:
-        """A draft is there for the session: if it wants one, it is opened there from the token history."""
+        """Opens the session on a draft from its token history, if it wants one; its owner has one for it."""
         actions = Actions()
         if self.wants_draft:
             self._open_draft(actions)
         return actions
 
     def leave_draft(self) -> Actions:
-        """Gives up a draft that works, for instance one that is to be stopped: it is closed there."""
+        """Gives up a draft that works, for instance one that drains: the session is closed there."""
         actions = Actions()
         if not self._target_done:
             self._leave_draft(actions)
-        actions.draft_wanted = self.wants_draft
         return actions
 
     def reopen_target(self) -> Actions:
         """Continues on another (or restarted) target, from the token history, under a new epoch.
 
         Outcomes that the old target still sends are stale from here on, so nothing is lost or emitted twice. The
-        draft stays, and is re-opened there; what the old target's controller wanted is forgotten.
+        session stays at its draft and is re-opened there; the preference of the old target's controller is forgotten.
         """
         actions = Actions()
         if not self._opened or self._target_done:
             return actions
-        self.relay.target_reopens += 1
+        self.relay_stats.target_reopens += 1
         self._draft_wanted = True
         self._epoch += 1
         if self.draft_available:
@@ -335,20 +330,18 @@ class Session:
         actions.to_target.append(self._open_message())
         if self.speculates and not self.draft_available:
             self._tell_no_draft(actions)
-        actions.draft_wanted = self.wants_draft
         return actions
 
     def _lose_target(self, actions: Actions, reason: str) -> None:
-        self.relay.targets_lost += 1
-        actions.target_lost = reason
+        self.relay_stats.targets_lost += 1
+        actions.target_failed = reason
 
-    def _lose_draft(self, actions: Actions, reason: str) -> None:
-        """The draft has forgotten the session already."""
-        self.relay.drafts_lost += 1
+    def _lose_draft(self, actions: Actions) -> None:
+        """The draft has failed the session and forgotten it already."""
+        self.relay_stats.drafts_lost += 1
         self._num_losses += 1
         self.draft_available = False
         self._tell_no_draft(actions)
-        actions.draft_lost, actions.draft_wanted = reason, self.wants_draft
 
     def _leave_draft(self, actions: Actions) -> None:
         if self.draft_available:
@@ -356,7 +349,7 @@ class Session:
             self._tell_no_draft(actions)
 
     def _open_draft(self, actions: Actions) -> None:
-        self.relay.draft_reopens += 1
+        self.relay_stats.draft_reopens += 1
         self._epoch += 1
         self._draft_epoch = self._epoch
         self._relayed = False
@@ -374,7 +367,7 @@ class Session:
             actions.to_draft.append(Commit(self.session_id, self._draft_epoch, context_len, token_ids, in_flight))
 
     def cancel(self) -> Actions:
-        """Ends the session now with what has arrived; frees it on both engines."""
+        """Ends the session now with the tokens that have arrived, and frees it on both engines."""
         actions = self.digest()
         if not self.finished:
             self._end(actions, FinishReason.ABORT, actions.chunks)
@@ -383,7 +376,7 @@ class Session:
     # -- text and result -----------------------------------------------------------------------------------
 
     def digest(self) -> Actions:
-        """Turns the outcomes that have arrived into chunks, and the last one into the result."""
+        """Turns the outcomes that have arrived into chunks, and the last one into the result, too."""
         actions = Actions()
         while self._undigested and not self.finished:
             self._digest(self._undigested.popleft(), actions)
@@ -425,7 +418,7 @@ class Session:
             self._end(actions, finish_reason, [])
 
     def _release(self, text: str) -> tuple[str, str | None]:
-        """Adds decided text; returns what no stop string can take back, and the stop string that is complete."""
+        """Adds decided text; returns the part that no stop string can withhold, and the complete stop string."""
         if not self._stops:
             return text, None
         text = self._withheld + text
@@ -487,7 +480,7 @@ class Session:
 
 
 def _malformed(outcome: Outcome) -> bool:
-    """Whether no target can have meant it."""
+    """True if no target can have meant this outcome."""
     num_tokens = len(outcome.token_ids)
     fits = num_tokens == len(outcome.logprobs) and 0 <= outcome.round.num_accepted <= outcome.round.num_drafted
     return not (num_tokens and fits and outcome.round.num_accepted <= num_tokens and min(outcome.token_ids) >= 0)
@@ -499,21 +492,3 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-def append_commits(to_draft: list[ToDraft], new: Sequence[ToDraft]) -> None:
-    """Appends, merging "what is in flight now" into the commit just before it.
-
-    Only the last message is looked at per session: sessions of one batch come one after the other.
-    """
-    for message in new:
-        last = to_draft[-1] if to_draft else None
-        if (
-            isinstance(message, Commit)
-            and isinstance(last, Commit)
-            and not message.token_ids
-            and (last.session_id, last.epoch) == (message.session_id, message.epoch)
-        ):
-            to_draft[-1] = Commit(last.session_id, last.epoch, last.context_len, last.token_ids, message.in_flight)
-        else:
-            to_draft.append(message)

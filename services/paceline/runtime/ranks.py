@@ -13,13 +13,14 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from paceline.config import DraftSetup, ModelOptions, TargetSetup
+from paceline.config import DraftSetup, LocalConfig, ModelOptions, TargetSetup
 from paceline.errors import EngineError, PacelineError
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.workers import ProcessWorker, Worker
+from paceline.runtime.workers import Emit, ProcessWorker, ThreadWorker, Worker, available_cores
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,33 @@ def process_ranks(
         return lambda on_death: ProcessWorker(name, spec.build, _ignore, on_death, pinned[rank - 1])
 
     return rendezvous, [maker(rank) for rank in range(1, degree)]
+
+
+def local_worker(
+    config: LocalConfig,
+    kind: Literal["target", "draft"],
+    factory: Any,
+    on_messages: Emit,
+    on_death: Callable[[str], None],
+) -> Worker:
+    """An engine of the one-process pipeline and its other ranks, on cores of their own where there are enough.
+
+    ``factory`` defaults to the engine that ``config`` names; one for several ranks is a dataclass with a rendezvous.
+    """
+    cores = available_cores() if config.pin_cores else []
+    is_draft = kind == "draft"
+    # cores: target, draft, the target's other ranks, the draft's other ranks
+    first_other = 2 + config.target.tensor_parallel_size - 1 if is_draft else 2
+    setup = config.draft_setup() if is_draft else config.target_setup()
+    rendezvous, followers = process_ranks(setup, cores[first_other:])
+    if factory is None:
+        assert setup is not None
+        factory = EngineSpec(setup, rendezvous).build
+    elif rendezvous is not None:
+        factory = replace(factory, rendezvous=rendezvous)
+    core = cores[is_draft] if len(cores) >= 2 else None
+    make: type[ProcessWorker | ThreadWorker] = ProcessWorker if config.worker == "process" else ThreadWorker
+    return led(lambda died: make(kind, factory, on_messages, died, core), followers, on_death)
 
 
 def _ignore(messages: Sequence[Any]) -> None:

@@ -40,8 +40,8 @@ async def attacked(config, replicas, kind, attack, plain, patience_s=30.0):
             (victim, asyncio.ensure_future(begun.wait())), return_when=asyncio.FIRST_COMPLETED, timeout=30
         )
         assert begun.is_set(), f"the stream has not begun: {router.statuses()}"
-        (live,) = router._live.values()
-        session = live.session
+        (active,) = router._active.values()
+        session = active.session
         epoch = session.target_epoch if kind == "target" else session.draft_epoch
         before = dict(one.host.status().counters)
         async with Raw(one) as raw:

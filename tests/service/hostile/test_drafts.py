@@ -74,7 +74,7 @@ async def answered_with(garbage, counted, config, target, plain, *, every_s=None
                 if counted(counts):
                     break
             assert counted(counts) > 0
-            assert router._live == {}
+            assert router._active == {}
         await assert_free(target)
         target.host.check()
     finally:
@@ -117,7 +117,7 @@ def test_a_fault_of_our_own_on_a_link_hangs_no_session(config, shared, plain, mo
             _, result = await collect(router, PROMPT, sampling=VICTIM)
             assert result.token_ids == plain(PROMPT, VICTIM)
             assert min(calls.values()) > 5
-            assert router._live == {}
+            assert router._active == {}
         await assert_free(*shared)
 
     run(test, 40)

@@ -1,0 +1,148 @@
+"""Requests on their way in: tokenized, checked against the limits, then queued until a target has room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt
+from paceline.config import RouterConfig
+from paceline.errors import InvalidRequestError, PacelineError, ResourceExhaustedError
+from paceline.metrics.router import RouterMetrics
+from paceline.router.link import DraftLink, TargetLink
+from paceline.router.pool import Lease
+from paceline.router.session import Session
+from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result
+
+_LONG_PROMPT = 16384
+"""Prompts of more characters are tokenized in a worker thread."""
+_RECENT_S = 60.0
+"""Finishes longer ago than this say nothing about how soon there will be room."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """Properties of the target model that a router needs."""
+
+    tokenizer: Tokenizer
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request from its arrival to its end, with its places on replicas and what waits for its client."""
+
+    request: Request
+    session: Session
+    token_ids: tuple[int, ...]
+    """The tokens of the prompt."""
+    arrived_s: float
+    opened: bool = False
+    target: TargetLink | None = None
+    target_lease: Lease | None = None
+    target_failures: int = 0
+    """Targets that have failed the session itself; a target that goes down is not counted."""
+    orphaned_since: float | None = None
+    """Time when its target was lost; None while it has one, or waits in the queue for its first."""
+    draft: DraftLink | None = None
+    draft_lease: Lease | None = None
+
+    chunks: deque[Chunk] = field(default_factory=deque)
+    """Chunks that the client has not taken yet."""
+    result: Result | None = None
+    error: PacelineError | None = None
+    last_chunk_s: float = 0.0
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the request leaves the queue, for a target or because it has ended."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there are chunks, a result or an error for the client."""
+
+    @property
+    def done(self) -> bool:
+        """True once the request has a result or an error."""
+        return self.result is not None or self.error is not None
+
+
+class Admission:
+    """Checks requests and holds the queue of those that wait for a target."""
+
+    def __init__(
+        self,
+        info: TargetInfo,
+        config: RouterConfig,
+        router_id: str,
+        *,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self.queue: deque[ActiveRequest] = deque()
+        self._info, self._config, self._router_id = info, config, router_id
+        self._metrics, self._clock = metrics, clock
+        self._num_sessions = 0
+        self._finished_s: deque[float] = deque(maxlen=64)  # when the latest requests left
+
+    async def prepare(self, request: Request, targets: Sequence[ReplicaStatus]) -> ActiveRequest:
+        """Tokenizes a request and checks it against the limits of the model and of the ``targets`` that are up.
+
+        Raises InvalidRequestError if it can never be served.
+        """
+        info, arrived_s = self._info, self._clock()
+        args = (info.tokenizer, request.prompt, request.sampling.max_tokens, info.max_model_len)
+        if isinstance(request.prompt, str) and len(request.prompt) > _LONG_PROMPT:
+            token_ids = await asyncio.to_thread(encode_prompt, *args)
+        else:
+            token_ids = encode_prompt(*args)
+        request.sampling.check_vocabulary(info.tokenizer.vocab_size)
+        _check_kv_room(len(token_ids) + request.sampling.max_tokens, targets)
+        self._num_sessions += 1
+        session = Session(
+            f"{self._router_id}.{self._num_sessions}",
+            token_ids,
+            request.sampling,
+            request.speculation,
+            decode=info.tokenizer.decode,
+            stop=request.stop,
+            eos_token_ids=info.eos_token_ids,
+            clock=self._clock,
+        )
+        return ActiveRequest(request, session, token_ids, arrived_s)
+
+    def refuse_if_full(self, active: ActiveRequest, num_running: int) -> None:
+        """Takes a queued request out again if more wait than may. Raises ResourceExhaustedError then."""
+        limit = self._config.max_queued_requests
+        if len(self.queue) <= limit:
+            return
+        self.queue.remove(active)
+        self._metrics.rejected("queue_full")
+        raise ResourceExhaustedError(
+            f"{num_running} requests are running and {len(self.queue)} are queued: at most {limit} may wait",
+            retry_after_s=self._expected_wait_s(),
+        )
+
+    def leave(self, active: ActiveRequest) -> None:
+        """Removes a request from the queue, if it is there."""
+        if active in self.queue:
+            self.queue.remove(active)
+
+    def note_finished(self) -> None:
+        """Records that a request has ended: the rate of these tells how long others wait."""
+        self._finished_s.append(self._clock())
+
+    def _expected_wait_s(self) -> float:
+        """Returns the time until a place in the queue is free: the mean time between the latest finishes."""
+        times = self._finished_s
+        if len(times) < 2 or self._clock() - times[0] > _RECENT_S:
+            return 1.0
+        return min(max((times[-1] - times[0]) / (len(times) - 1), 0.05), 30.0)
+
+
+def _check_kv_room(num_tokens: int, targets: Sequence[ReplicaStatus]) -> None:
+    pages = [status.kv_pages for status in targets if status.kv_pages]
+    if pages and num_tokens > PAGE_SIZE * max(pages):
+        raise InvalidRequestError(
+            f"prompt and max_tokens need {num_tokens} tokens of KV, the targets hold {PAGE_SIZE * max(pages)}: "
+            "shorten the prompt or lower max_tokens"
+        )

@@ -1,0 +1,198 @@
+"""Which replica a session goes to: the links of each pool, prefix affinity and leases. No gRPC, no clock."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from paceline.router.admission import ActiveRequest
+from paceline.router.link import DraftLink, Link, TargetLink
+from paceline.router.pool import Lease, Member, Pool
+from paceline.types import PAGE_SIZE, ReplicaStatus
+
+_REMEMBERED_PIECES = 65536
+_MORE_LOAD = 2
+"""Sessions that a replica may have beyond the least loaded one and still be chosen for its cached prefix."""
+
+AnyLink = TypeVar("AnyLink", bound=Link[Any, Any])
+
+
+class LinkPool(Generic[AnyLink]):
+    """The links to the replicas of one pool."""
+
+    def __init__(self, pool: Pool, make_link: Callable[[Member], AnyLink]) -> None:
+        self.pool = pool
+        self.links: dict[str, AnyLink] = {}
+        self._make_link = make_link
+
+    def sync(self, tasks: asyncio.TaskGroup) -> list[AnyLink]:
+        """Links to new members; stops and returns the links to former members that serve no session any more."""
+        members = self.pool.members()
+        gone = [link for rid, link in self.links.items() if rid not in members and not (link.up and link.sessions)]
+        for link in gone:
+            del self.links[link.member.replica_id]
+            link.stop()
+        for replica_id, member in members.items():
+            if replica_id not in self.links:
+                self.links[replica_id] = link = self._make_link(member)
+                link.start(tasks)
+        return gone
+
+    def open_links(self) -> list[AnyLink]:
+        """Returns the links that are up and whose replicas take sessions."""
+        members = self.pool.members()
+        return [link for rid, link in self.links.items() if link.up and rid in members]
+
+    def is_draining(self, link: AnyLink) -> bool:
+        """True if the link's replica takes no sessions any more."""
+        return link.member.replica_id not in self.pool.members()
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """Returns the latest status of each replica that is up."""
+        return [link.status for link in self.links.values() if link.up and link.status is not None]
+
+    def choose(self, current: AnyLink | None, cached_tokens: Callable[[str], int] | None = None) -> AnyLink | None:
+        """Returns the best link but the ``current`` one; None if no replica has room."""
+        links = {link.member.replica_id: link for link in self.open_links() if link is not current}
+        cached = {rid: cached_tokens(rid) for rid in links} if cached_tokens is not None and len(links) > 1 else None
+        chosen = choose([Candidate(rid, link.load, link.max_sessions) for rid, link in links.items()], cached)
+        return None if chosen is None else links[chosen.replica_id]
+
+
+class Placement:
+    """Chooses targets and drafts for sessions, and records where each session is."""
+
+    def __init__(self, targets: LinkPool[TargetLink], drafts: LinkPool[DraftLink] | None, router_id: str) -> None:
+        self.targets, self.drafts = targets, drafts
+        self._router_id = router_id
+        self._prefixes = PrefixIndex()
+        self._demand: Lease | None = None  # wakes a target pool that is scaled to zero
+
+    def sync(self, tasks: asyncio.TaskGroup) -> None:
+        """Links to new members of both pools, and unlinks former ones."""
+        for link in self.targets.sync(tasks):
+            self.forget_prefixes(link)
+        if self.drafts is not None:
+            self.drafts.sync(tasks)
+
+    def choose_target(self, active: ActiveRequest) -> TargetLink | None:
+        """Returns another target for a session: by cached prefix, then by load; None if none has room."""
+        return self.targets.choose(active.target, lambda rid: self._prefixes.match(rid, active.token_ids))
+
+    def choose_draft(self, active: ActiveRequest) -> DraftLink | None:
+        """Returns another draft for a session, by load; None if none has room."""
+        return None if self.drafts is None else self.drafts.choose(active.draft)
+
+    def drafts_with_room(self) -> bool:
+        """True if some draft takes one more session."""
+        links = [] if self.drafts is None else self.drafts.open_links()
+        return any(link.load < link.max_sessions for link in links)
+
+    def attach_target(self, active: ActiveRequest, link: TargetLink) -> None:
+        """Records that a session is served by a target from now on."""
+        session = active.session
+        active.target = link
+        link.sessions[session.session_id] = session
+        active.target_lease = self.targets.pool.lease(session.session_id, link.member.replica_id)
+        self._prefixes.add(link.member.replica_id, active.token_ids)
+
+    def attach_draft(self, active: ActiveRequest, link: DraftLink) -> None:
+        """Records that a session is served by a draft from now on."""
+        assert self.drafts is not None
+        session = active.session
+        active.draft = link
+        link.sessions[session.session_id] = session
+        active.draft_lease = self.drafts.pool.lease(session.session_id, link.member.replica_id)
+
+    def release_target(self, active: ActiveRequest) -> None:
+        """Records that a session has left its target. Idempotent."""
+        if active.target is not None:
+            active.target.sessions.pop(active.session.session_id, None)
+        if active.target_lease is not None:
+            active.target_lease.close()
+        active.target = active.target_lease = None
+
+    def release_draft(self, active: ActiveRequest) -> None:
+        """Records that a session has left its draft. Idempotent."""
+        if active.draft is not None:
+            active.draft.sessions.pop(active.session.session_id, None)
+        if active.draft_lease is not None:
+            active.draft_lease.close()
+        active.draft = active.draft_lease = None
+
+    def forget_prefixes(self, link: TargetLink) -> None:
+        """Forgets what a target had cached: it is gone, or was restarted."""
+        self._prefixes.forget(link.member.replica_id)
+
+    def demand_target(self, waiting: bool) -> None:
+        """Holds a lease without a replica while requests wait and the target pool is empty: that wakes the pool."""
+        if waiting and not self.targets.pool.members():
+            self._demand = self._demand or self.targets.pool.lease(f"{self._router_id}.demand", None)
+        elif self._demand is not None:
+            self._demand.close()
+            self._demand = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica and its load, as ``choose`` sees it."""
+
+    replica_id: str
+    num_sessions: int
+    max_sessions: int
+
+
+def choose(candidates: Sequence[Candidate], cached_tokens: Mapping[str, int] | None = None) -> Candidate | None:
+    """Returns the longest cached prefix's replica unless it is far busier, else the least loaded one; None if all are
+    full.
+    """
+    free = [c for c in candidates if c.num_sessions < c.max_sessions]
+    if not free:
+        return None
+    least = min(free, key=lambda c: c.num_sessions / c.max_sessions)
+    if cached_tokens:
+        near = [c for c in free if c.num_sessions <= least.num_sessions + _MORE_LOAD]
+        best = max(near, key=lambda c: (cached_tokens.get(c.replica_id, 0), -c.num_sessions / c.max_sessions))
+        if cached_tokens.get(best.replica_id, 0) > cached_tokens.get(least.replica_id, 0):
+            return best
+    return least
+
+
+class PrefixIndex:
+    """Prompt prefixes that each replica has probably cached: those that were sent there, the oldest forgotten first."""
+
+    def __init__(self, max_pieces: int = _REMEMBERED_PIECES) -> None:
+        self._max_pieces = max_pieces
+        self._pieces: dict[str, OrderedDict[int, None]] = {}
+
+    def add(self, replica_id: str, token_ids: Sequence[int]) -> None:
+        """Records that the replica has computed this context."""
+        known = self._pieces.setdefault(replica_id, OrderedDict())
+        for digest in _chain(token_ids):
+            known[digest] = None
+            known.move_to_end(digest)
+        while len(known) > self._max_pieces:
+            known.popitem(last=False)
+
+    def forget(self, replica_id: str) -> None:
+        """Forgets a replica: it is gone, and its cache with it."""
+        self._pieces.pop(replica_id, None)
+
+    def match(self, replica_id: str, token_ids: Sequence[int]) -> int:
+        """Returns the number of prompt tokens that the replica has probably cached."""
+        known = self._pieces.get(replica_id)
+        if not known:
+            return 0
+        return PAGE_SIZE * sum(1 for _ in itertools.takewhile(known.__contains__, _chain(token_ids)))
+
+
+def _chain(token_ids: Sequence[int]) -> Iterable[int]:
+    """Yields one hash per full KV page; each covers the prompt from its beginning to the end of that page."""
+    digest = 0
+    for end in range(PAGE_SIZE, len(token_ids) + 1, PAGE_SIZE):
+        digest = hash((digest, tuple(token_ids[end - PAGE_SIZE : end])))  # tokens [end - PAGE_SIZE, end)
+        yield digest

@@ -1,0 +1,96 @@
+"""The relay between targets and drafts: sessions by id, and what their engines' messages mean for them.
+
+Sans-IO: no loop, no lock, no clock. Its owner (``Router``, ``LocalPipeline``, the tests' ``Pump``) decides who sends an
+outbox, when, and what "another target" is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.messages import Commit, FromDraft, FromTarget, SpeculationWanted, ToDraft, ToTarget
+from paceline.router.session import Session
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Consequences of one batch of messages, in the order in which the owner carries them out."""
+
+    to_target: list[ToTarget] = field(default_factory=list)
+    to_draft: list[ToDraft] = field(default_factory=list)
+    touched: dict[str, Session] = field(default_factory=dict)
+    """Sessions that had a message in the batch. Call ``digest`` on them when the messages above have been sent."""
+    target_failed: dict[str, str] = field(default_factory=dict)
+    """Sessions that cannot go on at their target, with the reason: re-open each on another target or give it up."""
+    draft_wanted: list[Session] = field(default_factory=list)
+    """Sessions that have no draft and can use one: call ``on_draft_up`` where there is one."""
+    speculation_wanted: bool | None = None
+    """The latest preference of the target's controller, with which new sessions open. None: it stated none."""
+    num_dropped: int = 0
+    """Messages for sessions that are unknown here, or whose target failed earlier in the batch."""
+
+
+class Relay:
+    """The sessions of one owner. Not thread-safe: the owner serializes the calls."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        """Open sessions by id; the owner adds and removes them."""
+
+    def on_target(self, messages: Sequence[FromTarget]) -> Outbox:
+        """Takes a batch from a target: outcomes become commits for the drafts."""
+        outbox = Outbox()
+        last: dict[str, int] = {}  # session id -> index in to_draft of its last message
+        for message in messages:
+            session = self.sessions.get(message.session_id)
+            if session is None or message.session_id in outbox.target_failed:
+                outbox.num_dropped += 1
+                continue
+            if isinstance(message, SpeculationWanted):
+                outbox.speculation_wanted = message.wanted
+            actions = session.on_target(message)
+            outbox.touched[message.session_id] = session
+            outbox.to_target += actions.to_target
+            _append_commits(outbox.to_draft, actions.to_draft, last)
+            if actions.target_failed is not None:
+                outbox.target_failed[message.session_id] = actions.target_failed
+        _note_drafts_wanted(outbox)
+        return outbox
+
+    def on_draft(self, messages: Sequence[FromDraft]) -> Outbox:
+        """Takes a batch from a draft: nodes go to the targets as they are."""
+        outbox = Outbox()
+        for message in messages:
+            session = self.sessions.get(message.session_id)
+            if session is None:
+                outbox.num_dropped += 1
+                continue
+            outbox.touched[message.session_id] = session
+            outbox.to_target += session.on_draft(message).to_target
+        _note_drafts_wanted(outbox)
+        return outbox
+
+
+def _note_drafts_wanted(outbox: Outbox) -> None:
+    for session_id, session in outbox.touched.items():
+        if session.wants_draft and session_id not in outbox.target_failed:
+            outbox.draft_wanted.append(session)
+
+
+def _append_commits(to_draft: list[ToDraft], new: Sequence[ToDraft], last: dict[str, int]) -> None:
+    """Appends messages; what is in flight now is merged into the session's last message if that is a commit, too."""
+    for message in new:
+        at = last.get(message.session_id)
+        before = None if at is None else to_draft[at]
+        if (
+            isinstance(message, Commit)
+            and isinstance(before, Commit)
+            and not message.token_ids
+            and before.epoch == message.epoch
+        ):
+            merged = Commit(before.session_id, before.epoch, before.context_len, before.token_ids, message.in_flight)
+            to_draft[last[message.session_id]] = merged
+        else:
+            last[message.session_id] = len(to_draft)
+            to_draft.append(message)

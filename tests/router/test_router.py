@@ -1,0 +1,151 @@
+"""The router's background work: an error in a task is logged with the task's name, and recovery goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from tests.support.pump import Clock
+
+from paceline.config import RouterConfig
+from paceline.errors import EngineError
+from paceline.metrics.registry import Registry
+from paceline.metrics.router import RouterMetrics
+from paceline.router import router as router_module
+from paceline.router.admission import TargetInfo
+from paceline.router.link import Link
+from paceline.router.pool import Member, StaticPool
+from paceline.router.router import Router
+from paceline.types import ReplicaStatus, Request
+
+NOWHERE = Member("target-0", "127.0.0.1:1")
+STATUS = ReplicaStatus("target-0", "target", incarnation=1, num_sessions=0, num_waiting=0, max_sessions=8)
+
+
+class Letters:
+    """Token ids are letters."""
+
+    vocab_size = 128
+    eos_token_ids = ()
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def decode(self, token_ids: Any) -> str:
+        return bytes(token_ids).decode()
+
+
+@contextlib.asynccontextmanager
+async def running(clock: Clock) -> AsyncIterator[Router]:
+    """A router whose only target cannot be reached."""
+    metrics = RouterMetrics(Registry("router"), "none")
+    info = TargetInfo(Letters(), 256, ())  # type: ignore[arg-type]
+    router = Router(info, StaticPool("target", [NOWHERE]), None, RouterConfig(), metrics=metrics, clock=clock)
+    await router.start()
+    try:
+        yield router
+    finally:
+        await router.stop()
+
+
+def once_broken(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that fails in its first call."""
+    broken = [True]
+
+    def function(*args: Any) -> Any:
+        if broken.pop() if broken else False:
+            raise RuntimeError("broken by a test")
+        return original(*args)
+
+    return function
+
+
+def test_an_error_in_one_tick_is_logged_and_the_next_tick_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request that waits for a target still ends in time."""
+    monkeypatch.setattr(router_module, "_TICK_S", 0.001)
+    monkeypatch.setattr(Router, "_no_target", once_broken(Router._no_target))
+    clock = Clock()
+
+    async def test() -> None:
+        async with running(clock) as router:
+            waiting = anext(router.generate(Request("r", "abc")))
+            asyncio.get_running_loop().call_later(0.02, setattr, clock, "now", 31.0)
+            with pytest.raises(EngineError, match="no target replica was up for 30 s"):
+                await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(test())
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "paceline-router-tick" in record.getMessage()
+    assert record.exc_info is not None
+    assert "broken by a test" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize(
+    ("method", "task"), [("_read", "reader"), ("_write", "writer"), ("_watch_silence", "heartbeat")]
+)
+def test_an_error_in_a_task_of_a_link_is_logged_and_it_connects_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str, task: str
+) -> None:
+    streams: list[asyncio.Event] = []
+    again = asyncio.Event()
+
+    async def idle(*_: Any) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def broken_once(*_: Any) -> str:
+        streams.append(again)
+        if len(streams) == 1:
+            raise RuntimeError("broken by a test")
+        again.set()
+        return await idle()
+
+    for name in ("_read", "_write", "_watch_silence"):
+        monkeypatch.setattr(Link, name, broken_once if name == method else idle)
+
+    async def test() -> None:
+        async with running(Clock()) as router:
+            await asyncio.wait_for(again.wait(), 30)
+            (link,) = router._targets.links.values()
+            assert link.reason == "RuntimeError: broken by a test"
+
+    asyncio.run(test())
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert f"paceline-link-target-0-{task}" in record.getMessage()
+
+
+def test_an_error_while_a_link_goes_down_is_logged_and_it_connects_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The router's own reaction may fail, too."""
+    again = asyncio.Event()
+    num_streams = 0
+
+    async def stream(link: Any, _: Any) -> str:
+        nonlocal num_streams
+        num_streams += 1
+        if num_streams == 1:
+            link._note(STATUS)
+            assert link.up
+        else:
+            again.set()
+            await asyncio.Event().wait()
+        return "the replica ended the stream"
+
+    monkeypatch.setattr(Link, "_stream", stream)
+    monkeypatch.setattr(Link, "_down", once_broken(Link._down))
+
+    async def test() -> None:
+        async with running(Clock()) as router:
+            await asyncio.wait_for(again.wait(), 30)
+            assert not router.ready
+
+    asyncio.run(test())
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "paceline-link-target-0" in record.getMessage()
