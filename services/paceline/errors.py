@@ -1,4 +1,4 @@
-"""What can go wrong, drawn as a tree by what the caller can do about it.
+"""The tree of errors, ordered by what the caller can do about them.
 
     PacelineError
     ├── InvalidRequestError      the request is at fault: change it (gRPC INVALID_ARGUMENT)
@@ -8,16 +8,16 @@
     ├── NotFoundError            no such request, model or replica (NOT_FOUND)
     ├── ResourceExhaustedError   try again later, or elsewhere (RESOURCE_EXHAUSTED)
     ├── DeadlineExceededError    the caller's deadline has passed (DEADLINE_EXCEEDED)
-    ├── RequestCancelledError    somebody cancelled the request (CANCELLED)
+    ├── RequestCancelledError    the request was cancelled (CANCELLED)
     └── EngineError              an engine died or broke an invariant (UNAVAILABLE)
-        └── RanksLostError       its ranks have lost each other: it cannot go on
+        └── RanksLostError       a rank of a tensor-parallel model has failed
 
 Every message names the value that was given and what is allowed.
 """
 
 
 class PacelineError(Exception):
-    """Base of every error that Paceline raises on purpose."""
+    """Base class of every error that Paceline raises on purpose."""
 
 
 class InvalidRequestError(PacelineError, ValueError):
@@ -37,7 +37,7 @@ class TokenizerMismatchError(ConfigError):
 
 
 class NotFoundError(PacelineError, LookupError):
-    """What the request names does not exist here."""
+    """The named request, model or replica does not exist here."""
 
 
 class ResourceExhaustedError(PacelineError, RuntimeError):
@@ -46,11 +46,11 @@ class ResourceExhaustedError(PacelineError, RuntimeError):
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        """When to try again, in seconds; 0: not known."""
+        """Time after which to try again, in seconds; 0 if unknown."""
 
 
 class DeadlineExceededError(PacelineError, TimeoutError):
-    """The time that the caller gave is over."""
+    """The caller's deadline has passed."""
 
 
 class RequestCancelledError(PacelineError):
@@ -62,4 +62,4 @@ class EngineError(PacelineError, RuntimeError):
 
 
 class RanksLostError(EngineError):
-    """A rank of a tensor-parallel model is gone or hangs: no other rank can take another step."""
+    """A rank of a tensor-parallel model is gone or hangs, so that no other rank can take another step."""

@@ -1,1 +1,1 @@
-"""What stands between a client and the engines: the session relay."""
+"""The router between clients and engines: admission, placement and the relay of each session."""

@@ -1,4 +1,4 @@
-"""The public API as protobuf messages and back: requests, streams and facts of ``GenerationService``.
+"""Converts the public API to protobuf and back: requests, responses and infos of ``GenerationService``.
 
 Knows no sockets and no engines. A request that cannot be served is an InvalidRequestError that names the field as the
 protocol does. The streams between router and replicas are in ``streams.py``.
@@ -46,7 +46,7 @@ from paceline.types import (
 from paceline.v1 import generation_pb2, types_pb2
 
 MAX_REQUEST_ID_LEN = 256
-"""Characters of a request's id: it travels with every message of its session."""
+"""Most characters of a request id."""
 
 _MAX_UINT32 = 2**32 - 1
 
@@ -89,10 +89,10 @@ def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2
 
 
 def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
-    """What a client asks for; an id is drawn if it names none.
+    """Returns a client's request; an id is drawn if it has none.
 
-    Raises InvalidRequestError with the field, its value and what is allowed. Whether token ids are in the
-    vocabulary and the prompt fits the context is for those to say who know the model.
+    Raises InvalidRequestError with the field, its value and what is allowed. The vocabulary and the length of the
+    context are checked by the router, which knows the model.
     """
     if len(proto.request_id) > MAX_REQUEST_ID_LEN:
         size = len(proto.request_id)
@@ -124,7 +124,7 @@ def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
 
 
 def _speculation_arguments(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:
-    """Those of SpeculationParams; ``enabled`` is a word for its mode. Raises InvalidRequestError."""
+    """Returns the arguments of SpeculationParams; ``enabled`` selects the mode. Raises InvalidRequestError."""
     fields = speculation_fields(proto)
     if not proto.HasField("enabled"):
         return fields
@@ -173,7 +173,7 @@ def _check_utf8(field: str, text: str) -> None:
 def chunk_to_proto(
     chunk: Chunk, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, logprobs: bool = False
 ) -> generation_pb2.GenerateStreamChunk:
-    """A chunk for a client. ``completion_tokens`` counts up to the end of this chunk."""
+    """Converts a chunk for a client. ``completion_tokens`` counts up to the end of this chunk."""
     proto = generation_pb2.GenerateStreamChunk(
         token_ids=chunk.token_ids,
         text=chunk.text,
@@ -191,9 +191,9 @@ def chunk_to_proto(
 
 
 def chunk_from_proto(proto: generation_pb2.GenerateStreamChunk) -> Chunk:
-    """A chunk from a server; no logprobs unless they were asked for.
+    """Converts a chunk from a server; it has no logprobs unless they were asked for.
 
-    Raises EngineError if it makes no sense, which is what a server of another version may send.
+    Raises EngineError if it is inconsistent, as from a server of another version.
     """
     round_ = read_round(proto.round) if proto.HasField("round") else None
     if round_ is None and proto.HasField("round"):
@@ -211,7 +211,7 @@ def chunk_from_proto(proto: generation_pb2.GenerateStreamChunk) -> Chunk:
 
 
 def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:
-    """The end of a stream; text, tokens and logprobs are in its chunks."""
+    """Converts the end of a stream; text, tokens and logprobs are in its chunks."""
     usage, stats, timing = result.usage, result.speculation, result.timing
     histogram = stats.acceptance_histogram
     proto = generation_pb2.GenerateComplete(
@@ -246,9 +246,9 @@ def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:
 
 
 def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence[Chunk]) -> Result:
-    """The result of a stream: its end, and all its chunks in order.
+    """Returns the result of a stream from its end and all its chunks, in order.
 
-    Raises EngineError if it makes no sense, which is what a server of another version may send.
+    Raises EngineError if it is inconsistent, as from a server of another version.
     """
     stats, timing = proto.speculation, proto.timing
     try:
@@ -286,7 +286,7 @@ def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence
 
 
 def model_info_to_proto(info: ModelInfo) -> generation_pb2.GetModelInfoResponse:
-    """What is served, for a client."""
+    """Converts the description of the served model for a client."""
     return generation_pb2.GetModelInfoResponse(
         model_id=info.model_id,
         draft_model_id=info.draft_model_id or "",
@@ -302,7 +302,7 @@ def model_info_to_proto(info: ModelInfo) -> generation_pb2.GetModelInfoResponse:
 
 
 def model_info_from_proto(proto: generation_pb2.GetModelInfoResponse) -> ModelInfo:
-    """What a server serves."""
+    """Converts the description of the model that a server serves."""
     return ModelInfo(
         model_id=proto.model_id,
         draft_model_id=proto.draft_model_id or None,
@@ -318,7 +318,7 @@ def model_info_from_proto(proto: generation_pb2.GetModelInfoResponse) -> ModelIn
 
 
 def server_info_to_proto(info: ServerInfo) -> generation_pb2.GetServerInfoResponse:
-    """The state of the service, for a client."""
+    """Converts the state of the service for a client."""
     pools = [
         generation_pb2.Pool(name=name, replicas=map(status_to_proto, replicas)) for name, replicas in info.pools.items()
     ]
@@ -331,7 +331,7 @@ def server_info_to_proto(info: ServerInfo) -> generation_pb2.GetServerInfoRespon
 
 
 def server_info_from_proto(proto: generation_pb2.GetServerInfoResponse) -> ServerInfo:
-    """The state that a server tells of; replicas that do not say who they are are left out."""
+    """Converts the state of a service; replicas without an id are left out."""
     replicas = {pool.name: map(status_from_proto, pool.replicas) for pool in proto.pools}
     return ServerInfo(
         pools={name: tuple(status for status in found if status is not None) for name, found in replicas.items()},

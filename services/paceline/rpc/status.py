@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses and back: the only place that knows both.
+"""Converts errors to gRPC statuses and back: the only place that knows both.
 
 A status of ours carries two trailers: ``paceline-error``, the name of the error's class, and for a
 ResourceExhaustedError ``grpc-retry-pushback-ms``. A status without the first comes from what is between
@@ -27,10 +27,10 @@ from paceline.errors import (
 
 ERROR_TRAILER = "paceline-error"
 RETRY_TRAILER = "grpc-retry-pushback-ms"
-"""When to try again, in whole milliseconds; gRPC clients that retry this code honour it themselves."""
+"""When to try again, in whole milliseconds; gRPC clients that retry this code honor it themselves."""
 
 MAX_DETAILS_BYTES = 4096
-"""Of an error's text as it travels (percent-encoded): peers refuse a status whose header is longer than 8 KiB."""
+"""Longest error text as it is sent (percent-encoded): peers refuse a status whose header is longer than 8 KiB."""
 
 _INTERNAL_TEXT = "internal error; the server's log says more"
 
@@ -57,9 +57,9 @@ _ERRORS: dict[grpc.StatusCode, type[PacelineError]] = {
 
 
 def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Status code, details and trailing metadata of an error.
+    """Returns the status code, details and trailing metadata of an error.
 
-    What is no PacelineError becomes INTERNAL with a text that shows nothing of it: log it where it is caught.
+    Any other than a PacelineError becomes INTERNAL with a text that shows nothing of it: log it where it is caught.
     """
     for kind in type(error).__mro__:
         code = _CODES.get(kind)
@@ -74,7 +74,7 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 
 
 def from_rpc_error(error: grpc.RpcError) -> PacelineError:
-    """The error that a failed call stands for: what ``to_status`` was given if the server is ours."""
+    """Returns the error of a failed call: the one that ``to_status`` was given, if the server is ours."""
     code, message, trailers = error.code(), error.details() or "", _trailers(error)
     kind = _ERRORS.get(code, EngineError)
     named = getattr(errors, trailers.get(ERROR_TRAILER, ""), None)
@@ -87,7 +87,7 @@ def from_rpc_error(error: grpc.RpcError) -> PacelineError:
 
 
 def is_ours(error: grpc.RpcError) -> bool:
-    """Whether a Paceline server sent this status, not gRPC or something on the way."""
+    """Returns True if a Paceline server sent this status, rather than gRPC or a proxy."""
     return ERROR_TRAILER in _trailers(error)
 
 
@@ -97,7 +97,7 @@ def _trailers(error: grpc.RpcError) -> dict[str, str]:
 
 
 def _retry_after_s(value: str | None) -> float:
-    """0.0 for a hint that is absent or negative (gRPC's "do not retry"), or that is no number."""
+    """Returns the hint in seconds; 0.0 if it is absent, negative (gRPC's "do not retry") or not a number."""
     try:
         return max(int(value or "0"), 0) / 1000
     except ValueError:
@@ -105,7 +105,7 @@ def _retry_after_s(value: str | None) -> float:
 
 
 def _shortened(text: str) -> str:
-    """Text that fits a header; an unpaired surrogate, which no header can carry, becomes a question mark."""
+    """Returns text that fits a header; an unpaired surrogate, which no header can carry, becomes a question mark."""
     text = text.encode("utf-8", "replace").decode()
     if 3 * len(text.encode()) <= MAX_DETAILS_BYTES:  # the quick case: even if every byte were escaped
         return text

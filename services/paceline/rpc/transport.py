@@ -1,4 +1,4 @@
-"""How Paceline's processes speak gRPC to one another: options of servers and channels, the internal token."""
+"""gRPC between Paceline's processes: options of servers and channels, the internal token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
-"""Of the long-lived streams between routers and replicas: every link has a connection of its own."""
+"""Channel options for router-to-replica streams. Each link opens its own connection."""
 
 TOKEN_KEY = "paceline-token"
 
@@ -55,9 +55,9 @@ class _TokenCheck(aio.ServerInterceptor):
 async def start_server(
     add: Callable[[aio.Server], None], host: str, port: int = 0, token: str = ""
 ) -> tuple[aio.Server, int]:
-    """A running server and its port (0: the system chooses). Raises OSError if the address cannot be bound.
+    """Starts a server; returns it and its port (0: the system chooses). Raises OSError if the address cannot be bound.
 
-    ``add`` registers the servicers. ``token``: what every call must carry; empty: nothing.
+    ``add`` registers the servicers. Every call must carry ``token``, unless that is empty.
     """
     interceptors = [_TokenCheck(token)] if token else []
     server = aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
