@@ -56,7 +56,7 @@ draft d2 starting n3 loading small (4 s)
 
 sessions: 3 running, 2 waiting
 speculation: on for 2 of 3 sessions that may have a draft; since the start accepted 71%, 3.12 tokens per verification, hits 90%
-controllers: 3.10 draft tokens verified per round, 0.45 left out as not worth their time; 7 times a session was told to do without a draft, 5 times to take one again
+controllers: 3.10 draft tokens verified per round, 0.45 not worth verifying; drafting of a session was paused 7 times and resumed 5 times
 
 pool wanted actual least most needed
 draft 2 1 0 3 1.75

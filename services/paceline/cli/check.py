@@ -70,7 +70,7 @@ def report(config: ServiceConfig, examination: Examination) -> Iterator[str]:
     yield ""
     for pool in examination.pools:
         yield from _remarks(config, pool)
-    yield f"Ray and Serve take about {gib(RAY_BYTES)} beside the replicas."
+    yield f"Ray and Serve take about {gib(RAY_BYTES)} in addition to the replicas."
     yield f"Together {gib(examination.machine_bytes)}; this machine has {gib(left)} left."
     yield ""
     yield from (f"{finding.severity}: {finding.message}" for finding in examination.findings)

@@ -151,11 +151,11 @@ def _controllers(info: ServerInfo) -> Iterator[str]:
     rounds = counted.get("rounds", 0.0)
     if not rounds or not info.sessions_speculating + counted.get("draft_rows", 0.0):
         return
-    verified, left = (counted.get(name, 0.0) / rounds for name in ("draft_rows", "draft_rows_trimmed"))
+    verified, trimmed = (counted.get(name, 0.0) / rounds for name in ("draft_rows", "draft_rows_trimmed"))
     paused, resumed = (counted.get(name, 0.0) for name in ("drafts_paused", "drafts_resumed"))
     yield (
-        f"controllers: {verified:.2f} draft tokens verified per round, {left:.2f} left out as not worth their time; "
-        f"{paused:.0f} times a session was told to do without a draft, {resumed:.0f} times to take one again"
+        f"controllers: {verified:.2f} draft tokens verified per round, {trimmed:.2f} not worth verifying; "
+        f"drafting of a session was paused {paused:.0f} times and resumed {resumed:.0f} times"
     )
 
 
