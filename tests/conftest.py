@@ -13,6 +13,9 @@ settings.load_profile("paceline")
 TOOLS = ("tests/bench/", "tests/plan/", "tests/k8s/", "tests/cluster/test_files.py", "tests/cli/test_plan.py")
 """What these tests cover does not serve: benchmark, planner, manifests and cluster files."""
 
+COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
+"""All tests that were collected, those of other rings included."""
+
 GROUPS = {
     "processes": (
         "tests/service/",
@@ -33,10 +36,12 @@ GROUPS = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives the marks that go by folder, before any option chooses among the marks."""
+    """Gives the marks that go by folder, and keeps the list of all tests, before any option chooses among the marks."""
     for item in items:
         if item.nodeid.startswith(TOOLS):
             item.add_marker(pytest.mark.tools)
         for name, folders in GROUPS.items():
             if item.nodeid.startswith(folders):
                 item.add_marker(pytest.mark.xdist_group(name))
+    if items:
+        items[0].config.stash[COLLECTED] = list(items)

@@ -1,5 +1,5 @@
 """Arrivals of open loads, and what loads do with requests. All draws are seeded: a test fails always or never. Each
-statistical bound would fail a right generator with one seed in 10,000."""
+statistical bound would fail a right generator with probability ``FALSE_ALARM``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scipy import stats
 from paceline.errors import EngineError, ResourceExhaustedError
 from paceline_bench.load import Load, arrivals_s, drive
 
-FALSE_ALARM = 1e-4
+FALSE_ALARM = 1e-8
 
 
 @pytest.mark.parametrize("shape", [0.25, 1.0, 4.0])

@@ -1,0 +1,152 @@
+"""What the rings of tests promise; the Makefile says what the rings are.
+
+All tests that were collected are looked at, those of other rings included: ``make test`` collects all.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from tests.conftest import COLLECTED
+from tests.support.rings import covering_pairs
+
+TESTS = Path(__file__).parent
+RINGS = ("gpu", "ray", "nightly", "slow", "tools")
+"""The marks that decide, the strongest first; without any of them a test is in the fast ring."""
+
+GUARDS = re.compile("mutant|caught|noticed")
+"""In the name of a test: it shows that a check can fail."""
+GUARDS_ELSEWHERE = {
+    "bench/test_grow.py::test_an_added_layer_that_writes_is_caught": {"tools"},
+    "bench/test_grow.py::test_an_added_neuron_that_writes_is_caught": {"tools"},
+    "cluster/test_files.py::test_a_lost_node_is_noticed_within_three_seconds": {"tools"},
+    "k8s/test_operator_rules.py::test_a_mutant_is_refused": {"tools"},
+    "model/attention/test_native.py::test_mutants_are_noticed": {"slow"},
+    "model/test_quantized.py::test_verifying_with_another_copy_of_the_weights_is_caught": {"slow"},
+    "runtime/test_ranks.py::test_a_rank_that_draws_by_another_seed_is_caught": {"slow"},
+    "service/hostile/test_clients.py::test_a_host_that_waits_for_ever_is_caught": {"slow"},
+    "service/hostile/test_clients.py::test_a_host_without_the_guard_is_caught": {"fast", "slow"},
+    "service/hostile/test_drafts.py::test_a_tree_without_the_guard_is_caught": {"fast", "slow"},
+    "target/control/test_session_gate.py::test_a_draft_that_has_become_good_is_noticed_by_short_sessions": {"slow"},
+}
+"""Outside the fast ring, as they compile a kernel, start processes or wait for a limit."""
+
+MOST_CASES = 24
+_TABLE = "a table of sentences, each case another one, and none takes a tenth of a second"
+_PRODUCT = "the full product; the fast and slow rings take cases that hold every pair of values"
+MANY_CASES = {
+    "checkpoint/test_quantization.py::test_a_gpu_with_every_package_runs_what_transformers_loads": _TABLE,
+    "checkpoint/test_quantization.py::test_what_is_missing_is_named": _TABLE,
+    "cli/test_main.py::test_a_mistake_is_one_sentence": _TABLE,
+    "client/test_failures.py::test_every_error_arrives_as_itself": "every error through either client, early and late",
+    "client/test_requests.py::test_what_cannot_be_sent_is_refused_here": _TABLE,
+    "config/test_tree.py::test_a_value_that_is_not_allowed_is_named_with_its_key": _TABLE,
+    "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
+    "lossless/test_engines.py::test_alone_everywhere": _PRODUCT,
+    "model/attention/test_native.py::test_it_is_attention": _PRODUCT,
+    "model/compiled/test_linear.py::test_every_number_of_rows_that_is_computed_together": "all but eight are nightly",
+    "model/test_families.py::test_a_family_conforms_or_is_refused_with_the_reason": "all but six are nightly",
+    "plan/test_closed_form.py::test_the_closed_form_is_the_simulation_at_one_session": _PRODUCT,
+    "router/test_session_stories.py::test_whatever_happens_both_engines_know_what_the_session_knows": "every event",
+    "rpc/test_generation.py::test_what_is_wrong_with_a_request": _TABLE,
+    "rpc/test_streams.py::test_malformed_to_target_is_dropped_and_counted": _TABLE,
+    "target/control/test_allocation.py::test_the_choice_is_the_best_of_all": "all but twelve are nightly",
+    "test_layering.py::test_every_import_is_an_arrow_of_the_picture": "one case per module",
+}
+"""Tests of more than MOST_CASES cases, and the reason."""
+
+COMPARISONS = {
+    "bench/test_load.py": 14,
+    "draft/test_rejection.py": 4,
+    "lossless/test_engines.py": 3,
+    "lossless/test_statistical.py": 20,
+}
+"""Modules of statistical tests, each with a FALSE_ALARM, and at most how many comparisons a run makes of each."""
+OTHER_FALSE_ALARMS = 10 * 2e-9
+"""Bounds of six standard deviations: in core/test_verification.py, and of noise in lossless/test_statistical.py."""
+
+
+def name_of(item: pytest.Item) -> str:
+    """The test without its case, its path below this folder."""
+    return item.nodeid.partition("@")[0].partition("[")[0].removeprefix("tests/")
+
+
+def ring_of(item: pytest.Item) -> str:
+    return next((ring for ring in RINGS if item.get_closest_marker(ring)), "fast")
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    return request.config.stash[COLLECTED]
+
+
+def unexpected_rings(found: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Tests of a check that are in other rings than they should be."""
+    return {
+        name: rings
+        for name, rings in found.items()
+        if GUARDS.search(name.partition("::")[2]) and rings != GUARDS_ELSEWHERE.get(name, {"fast"})
+    }
+
+
+def test_every_mutant_is_in_the_fast_ring_or_listed_with_its_own(collected: list[pytest.Item]) -> None:
+    rings: dict[str, set[str]] = defaultdict(set)
+    for item in collected:
+        rings[name_of(item)].add(ring_of(item))
+    assert unexpected_rings(rings) == {}
+
+
+def test_a_mutant_in_another_ring_is_noticed() -> None:
+    name = "model/test_quantized.py::test_verifying_with_another_copy_of_the_weights_is_caught"
+    found = {name: {"nightly"}, "x.py::test_a_mutant": {"slow"}, "mutant.py::test_it": {"slow"}}
+    assert unexpected_rings(found) == {name: {"nightly"}, "x.py::test_a_mutant": {"slow"}}
+    assert unexpected_rings({name: {"slow"}, "x.py::test_a_mutant": {"fast"}}) == {}
+
+
+def test_many_cases_have_a_reason(collected: list[pytest.Item]) -> None:
+    counts = Counter(map(name_of, collected))
+    assert {name for name, count in counts.items() if count > MOST_CASES} - MANY_CASES.keys() == set()
+    known = {name.partition("::")[0] for name in counts}
+    for name in (*MANY_CASES, *GUARDS_ELSEWHERE):
+        if name.partition("::")[0] in known and len(known) > 1:
+            assert name in counts, f"{name} is listed and does not exist"
+
+
+def test_statistical_tests_raise_a_false_alarm_once_in_a_million_runs() -> None:
+    """The seeds are fixed: this is the chance that other draws fail a right program."""
+    total = OTHER_FALSE_ALARMS
+    for path in TESTS.rglob("test_*.py"):
+        module = path.relative_to(TESTS).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        rates = [
+            node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and "FALSE_ALARM" in {target.id for target in node.targets if isinstance(target, ast.Name)}
+        ]
+        assert bool(rates) == (module in COMPARISONS) == uses_a_test_of_hypotheses(tree), module
+        total += sum(rates) * COMPARISONS.get(module, 0)
+    assert total <= 1e-6
+
+
+def uses_a_test_of_hypotheses(tree: ast.Module) -> bool:
+    """It imports the tests and quantiles of scipy."""
+    imported: Iterable[str] = (
+        f"{node.module}.{alias.name}" for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    )
+    return any(name == "scipy.stats" or name.startswith("scipy.stats.") for name in imported)
+
+
+def test_chosen_cases_hold_every_pair_of_values() -> None:
+    cases = [(a, b, c, d) for a in range(6) for b in "abcdefghijklm" for c in (0.0, 0.7, 1.0) for d in (True, False)]
+    chosen = covering_pairs(cases)
+    assert len(chosen) <= 90
+    for i in range(4):
+        for j in range(i):
+            assert {(case[i], case[j]) for case in chosen} == {(case[i], case[j]) for case in cases}
