@@ -56,6 +56,7 @@ MANY_CASES = {
     "rpc/test_generation.py::test_what_is_wrong_with_a_request": _TABLE,
     "rpc/test_streams.py::test_malformed_to_target_is_dropped_and_counted": _TABLE,
     "target/control/test_allocation.py::test_the_choice_is_the_best_of_all": "all but twelve are nightly",
+    "test_docs.py::test_a_page_is_true_of_the_tree": "one case per page",
     "test_layering.py::test_every_import_is_an_arrow_of_the_picture": "one case per module",
 }
 """Tests of more than MOST_CASES cases, and the reason."""
