@@ -28,7 +28,7 @@ from paceline.router.pool import Member, StaticPool
 from paceline.router.router import Router
 from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.host import EngineHost, ReplicaServer
+from paceline.runtime.host import EngineHost, EngineServer
 from paceline.types import Cause, Chunk, Mode, Request, SamplingParams, SpeculationParams
 
 _START_TIMEOUT_S = 120.0
@@ -117,7 +117,7 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
             max_sessions=factory.config.target.max_sessions,
             core=core,
         )
-        server = ReplicaServer(host, lambda host, grpc_server: add(Service(host), grpc_server))
+        server = EngineServer(host, lambda host, grpc_server: add(Service(host), grpc_server))
         await server.start()
         pipe.send(server.address)
         await asyncio.to_thread(multiprocessing.parent_process().join)

@@ -63,3 +63,17 @@ class EngineError(PacelineError, RuntimeError):
 
 class RanksLostError(EngineError):
     """A rank of a tensor-parallel model is gone or hangs, so that no other rank can take another step."""
+
+
+def by_name(name: str, base: type[PacelineError] = PacelineError) -> type[PacelineError]:
+    """Returns the error of this name if it is a kind of ``base``, else ``base``.
+
+    For those who receive an error as text: from another process, over gRPC, out of a traceback.
+    """
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, base) else base
+
+
+def as_paceline_error(error: BaseException) -> PacelineError:
+    """Returns an error of Paceline as it is, and an EngineError with type and message of any other."""
+    return error if isinstance(error, PacelineError) else EngineError(f"{type(error).__name__}: {error}")

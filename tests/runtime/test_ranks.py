@@ -31,8 +31,8 @@ from paceline.model.compiled.graphs import require_graphs
 from paceline.model.parallel import runner as ranks_module
 from paceline.model.parallel.runner import Picks
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.ranks import LedWorker, process_ranks
-from paceline.runtime.workers import ProcessWorker
+from paceline.runtime.ranks import RankedWorker, process_ranks
+from paceline.runtime.process_worker import ProcessWorker
 from paceline.target.build import build_target_engine
 from paceline.types import Acceptance, Cause, Mode, Rendezvous, SamplingParams, SpeculationParams
 
@@ -330,7 +330,7 @@ def test_a_rank_that_cannot_start_fails_the_engine_although_the_first_waits_for_
         made[-1].hangs = True
         return made[-1]
 
-    worker = LedWorker(leader, [lambda died: _Fake("rank 1", died, ConfigError("no such file"))], lambda reason: None)
+    worker = RankedWorker(leader, [lambda died: _Fake("rank 1", died, ConfigError("no such file"))], lambda reason: None)
     worker.spawn()
     with pytest.raises(ConfigError, match="no such file"):
         worker.wait_ready()
@@ -347,7 +347,7 @@ def test_the_death_of_several_ranks_is_told_once() -> None:
 
         return maker
 
-    worker = LedWorker(make("leader"), [make("rank 1"), make("rank 2")], deaths.append)
+    worker = RankedWorker(make("leader"), [make("rank 1"), make("rank 2")], deaths.append)
     worker.start()
     fakes[2].on_death("rank 2 has died")
     fakes[0].on_death("the leader has lost rank 2")

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, EngineError
-from paceline.runtime.workers import ProcessWorker, ThreadWorker, settle
+from paceline.runtime.process_worker import ProcessWorker
+from paceline.runtime.workers import ThreadWorker, settle
 
 TIMEOUT_S = 30
 

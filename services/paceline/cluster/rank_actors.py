@@ -24,10 +24,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline import logs
 from paceline.config import DraftSetup, LogConfig, TargetSetup, apply_worker_environment
-from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.errors import ConfigError, PacelineError, as_paceline_error
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.cores import CoreClaim
-from paceline.runtime.ranks import MakeWorker, meeting_file, rank_name, sharded_options
+from paceline.runtime.ranks import MakeFollower, meeting_file, rank_name, sharded_options
 from paceline.runtime.workers import EngineFactory, pin
 from paceline.types import START_TIMEOUT_S, Rendezvous
 
@@ -52,7 +52,7 @@ class Rank:
         """Builds the rank's engine and takes its steps. Ends with the error that ends it."""
         core = CoreClaim.take() if on_cpu else None
         pin(None if core is None else core.core)
-        make: EngineFactory = pickle.loads(factory)
+        make: EngineFactory[Any, Any] = pickle.loads(factory)
         engine = make(lambda messages: None)
         try:
             while engine.step():
@@ -69,7 +69,7 @@ class ActorWorker:
         name: str,
         group: PlacementGroup,
         bundle: int,
-        factory: EngineFactory,
+        factory: EngineFactory[Any, Any],
         log_config: LogConfig,
         on_death: Callable[[str], None],
         keep: Any = None,
@@ -143,17 +143,16 @@ class ActorWorker:
             ray.get(running)
         except Exception as error:  # what a task raised comes as a RayError that is also of its own type
             cause = getattr(error, "cause", None) or error
-            text = str(cause) if isinstance(cause, PacelineError) else f"{type(cause).__name__}: {cause}"
-            self._failure = cause if isinstance(cause, PacelineError) else EngineError(text)
+            self._failure = as_paceline_error(cause)
             self._placed.set()
             if not self._stopping:
-                log.error("%s failed: %s", self.name, text)
-                self._on_death(f"{self.name} failed: {text}")
+                log.error("%s failed: %s", self.name, self._failure)
+                self._on_death(f"{self.name} failed: {self._failure}")
 
 
 def actor_ranks(
     setup: TargetSetup | DraftSetup, replica_id: str, node: str, log_config: LogConfig
-) -> tuple[Rendezvous | None, list[MakeWorker]]:
+) -> tuple[Rendezvous | None, list[MakeFollower]]:
     """Where this replica's ranks meet, and makers of the actors for all but the first, which is the replica itself.
 
     On one host they meet in a file, else at a port of ``node`` (this host's address) that the system chooses.
@@ -181,7 +180,7 @@ def actor_ranks(
         meeting = f"tcp:{node}:{store.port}"
     rendezvous = Rendezvous(meeting, degree, timeout_s=options.rank_timeout_s)
 
-    def maker(rank: int) -> MakeWorker:
+    def maker(rank: int) -> MakeFollower:
         spec = EngineSpec(setup, rendezvous.of(rank))
         name = f"{rank_name(spec.kind, rank)} of {replica_id}"
         return lambda on_death: ActorWorker(name, group, rank, spec.build, log_config, on_death, keep=store)

@@ -35,7 +35,7 @@ from paceline.fleet.report import Report, Reporter
 from paceline.metrics.registry import Registry
 from paceline.metrics.replica import ReplicaMetrics
 from paceline.runtime.cores import CoreClaim
-from paceline.runtime.host import ReplicaServer
+from paceline.runtime.host import EngineServer
 from paceline.types import ServerInfo, Startup
 
 log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class _EngineReplica:
             self._pusher = Pusher(self._report)
         log.info("%s %s is ready after %.1f s", self.kind, self._replica_id, time.monotonic() - started)
 
-    def _make_server(self, **options: Any) -> ReplicaServer:
+    def _make_server(self, **options: Any) -> EngineServer:
         raise NotImplementedError
 
     def _runs_on_cpu(self) -> bool:
@@ -262,7 +262,7 @@ class Target(_EngineReplica):
 
     _setup: TargetSetup
 
-    def _make_server(self, **options: Any) -> ReplicaServer:
+    def _make_server(self, **options: Any) -> EngineServer:
         from paceline.runtime.target_server import target_server
 
         return target_server(self._setup, **options)
@@ -281,7 +281,7 @@ class Draft(_EngineReplica):
 
     _setup: DraftSetup
 
-    def _make_server(self, **options: Any) -> ReplicaServer:
+    def _make_server(self, **options: Any) -> EngineServer:
         from paceline.runtime.draft_server import draft_server
 
         return draft_server(self._setup, **options)

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.errors import EngineError, PacelineError, by_name
 
 if TYPE_CHECKING:
     from paceline.types import Startup
@@ -98,11 +98,11 @@ class Watch:
 
 
 def reason_of(message: str) -> PacelineError:
-    """The error of ours in a traceback as Serve reports it, else its last line as an EngineError."""
+    """Returns Paceline's error in a traceback as Serve reports it, else the traceback's last line as an EngineError."""
     found = re.findall(r"paceline\.errors\.(\w+): (.+)", message)
     if found:
         name, text = found[-1]
-        return ConfigError(text) if name in ("ConfigError", "TokenizerMismatchError") else EngineError(text)
+        return by_name(name)(text)
     return EngineError(gist(message) or "the application could not be deployed, and Serve does not say why")
 
 

@@ -13,7 +13,6 @@ from typing import cast
 
 import grpc
 
-from paceline import errors
 from paceline.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -23,6 +22,7 @@ from paceline.errors import (
     PacelineError,
     RequestCancelledError,
     ResourceExhaustedError,
+    by_name,
 )
 
 ERROR_TRAILER = "paceline-error"
@@ -76,10 +76,7 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 def from_rpc_error(error: grpc.RpcError) -> PacelineError:
     """Returns the error of a failed call: the one that ``to_status`` was given, if the server is ours."""
     code, message, trailers = error.code(), error.details() or "", _trailers(error)
-    kind = _ERRORS.get(code, EngineError)
-    named = getattr(errors, trailers.get(ERROR_TRAILER, ""), None)
-    if isinstance(named, type) and issubclass(named, kind):
-        kind = named
+    kind = by_name(trailers.get(ERROR_TRAILER, ""), _ERRORS.get(code, EngineError))
     message = message or f"the service answered {code.name} without a reason"
     if issubclass(kind, ResourceExhaustedError):
         return kind(message, _retry_after_s(trailers.get(RETRY_TRAILER)))

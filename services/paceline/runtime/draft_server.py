@@ -14,8 +14,8 @@ from paceline.draft.engine import DraftEngine
 from paceline.errors import EngineError
 from paceline.rpc.streams import decode_to_draft, encode_from_draft
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.host import EngineHost, ReplicaServer
-from paceline.runtime.ranks import MakeWorker, process_ranks
+from paceline.runtime.host import EngineHost, EngineServer
+from paceline.runtime.ranks import MakeFollower, process_ranks
 from paceline.types import Rendezvous
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 
@@ -52,8 +52,8 @@ def draft_server(
     model: str = "",
     node: str = "",
     core: int | None = None,
-    ranks: tuple[Rendezvous | None, Sequence[MakeWorker]] | None = None,
-) -> ReplicaServer:
+    ranks: tuple[Rendezvous | None, Sequence[MakeFollower]] | None = None,
+) -> EngineServer:
     """A draft replica, not started yet. ``core`` and ``ranks``: see ``target_server``."""
     rendezvous, followers = ranks or process_ranks(setup)
 
@@ -71,4 +71,4 @@ def draft_server(
         core=core,
         followers=followers,
     )
-    return ReplicaServer(host, add, bind=bind, token=token)
+    return EngineServer(host, add, bind=bind, token=token)

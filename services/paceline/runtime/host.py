@@ -1,10 +1,10 @@
-"""One engine, and the streams of the routers that use it. Knows neither models nor the wire format.
+"""One engine in a thread, served to the streams of the routers that use it. Knows neither models nor the wire format.
 
     router A ══ stream ══▶ ┌──────┐ ── send ──────▶ engine
     router B ══ stream ══▶ │ host │ ◀── call_soon ── thread
                            └──────┘
 A session belongs to the stream that opened it. Messages for a session of another stream are dropped and counted;
-when a stream ends, for whatever reason, its sessions are closed at once. Everything but the engine's own thread
+when a stream ends, for whatever reason, its sessions are closed immediately. Everything but the engine's own thread
 runs on one event loop.
 """
 
@@ -17,66 +17,79 @@ import os
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from grpc import aio
 
 from paceline.errors import EngineError
-from paceline.messages import CloseSession, Echo, OpenSession, Outcome, SessionFailed
+from paceline.messages import (
+    CloseSession,
+    Echo,
+    FromDraft,
+    FromTarget,
+    OpenSession,
+    Outcome,
+    SessionFailed,
+    ToDraft,
+    ToTarget,
+)
 from paceline.rpc.transport import start_server
-from paceline.runtime.ranks import MakeWorker, led
+from paceline.runtime.ranks import MakeFollower, ranked_worker
 from paceline.runtime.workers import Emit, Engine, EngineFactory, ThreadWorker
 from paceline.types import ReplicaStatus
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
-"""How often a replica says of itself how it is, on every stream."""
+"""Period of the status that a replica sends on every stream."""
 _WRITE_TIMEOUT_S = 10.0
-"""A router that takes nothing for so long has hung: its stream is ended and its sessions are freed."""
+"""A router that takes nothing for this long has hung: its stream is ended and its sessions are freed."""
 _STALLED_S = 60.0
-"""A step that takes longer than this is an engine that hangs: the replica calls itself unhealthy."""
+"""An engine whose step takes longer than this hangs: the replica reports itself unhealthy."""
 
-Decode = Callable[[Any], tuple[Sequence[Any], int]]
-"""A batch off the wire: its messages, and how many were dropped because they make no sense."""
-Encode = Callable[[Sequence[Any], ReplicaStatus | None], Any]
+ToEngine = ToTarget | ToDraft
+Out = TypeVar("Out", bound=FromTarget | FromDraft)
+Batch, Reply = TypeVar("Batch"), TypeVar("Reply")
+Decode = Callable[[Batch], tuple[Sequence[ToEngine | Echo], int]]
+"""Reads a batch off the wire: its messages, and how many were dropped because they are malformed."""
+Encode = Callable[[Sequence[Out | Echo], ReplicaStatus | None], Reply]
 
 
 class Describe(Protocol):
-    """What the status of a replica says of its engine. Called on the event loop while the engine runs."""
+    """Describes an engine in its replica's status. Called on the event loop while the engine runs."""
 
     def __call__(self, engine: Any) -> Mapping[str, Any]:
-        """Fields of ReplicaStatus: num_sessions, num_waiting, kv_pages_used, kv_pages, counters."""
+        """Returns fields of ReplicaStatus: num_sessions, num_waiting, kv_pages_used, kv_pages, counters."""
         ...
 
 
-class Stream:
-    """What waits to be written to one router. Owned by the event loop."""
+class Stream(Generic[Out]):
+    """Messages that wait to be written to one router. Owned by the event loop."""
 
     def __init__(self) -> None:
-        self._outbox: list[Any] = []
+        self._outbox: list[Out | Echo] = []
         self._status_due = True
         self._wake = asyncio.Event()
         self._wake.set()
         self.failed: str | None = None
 
-    def push(self, message: Any) -> None:
+    def push(self, message: Out | Echo) -> None:
         """Queues a message for the next batch."""
         self._outbox.append(message)
         self._wake.set()
 
     def beat(self) -> None:
-        """The next batch carries a status."""
+        """Makes the next batch carry a status."""
         self._status_due = True
         self._wake.set()
 
     def fail(self, reason: str) -> None:
-        """The engine is gone: the writer ends the stream."""
+        """Makes the writer end the stream: the engine has failed."""
         self.failed = reason
         self._wake.set()
 
-    async def take(self) -> tuple[list[Any], bool]:
-        """All that waits, at least one message or a status; raises EngineError once the stream has failed."""
+    async def take(self) -> tuple[list[Out | Echo], bool]:
+        """Waits for messages or for a status to be due, and returns both. Raises EngineError once the engine failed."""
         await self._wake.wait()
         self._wake.clear()
         if self.failed is not None:
@@ -88,12 +101,12 @@ class Stream:
 
 @dataclass(slots=True)
 class _Watched:
-    """The engine, with a note of when its step in progress began. The note is read by other threads."""
+    """An engine that notes when its step in progress began. The note is read by other threads."""
 
-    engine: Engine
+    engine: Engine[ToEngine]
     busy_since: float | None = None
 
-    def receive(self, messages: Sequence[Any]) -> None:
+    def receive(self, messages: Sequence[ToEngine]) -> None:
         self.busy_since = time.monotonic()
         self.engine.receive(messages)
 
@@ -111,13 +124,13 @@ class _Watched:
         self.engine.close()
 
 
-class EngineHost:
+class EngineHost(Generic[Out]):
     """Runs one engine in a thread and serves it to any number of streams."""
 
     def __init__(
         self,
         kind: str,
-        factory: EngineFactory,
+        factory: EngineFactory[Out, ToEngine],
         describe: Describe,
         *,
         replica_id: str,
@@ -125,29 +138,30 @@ class EngineHost:
         model: str = "",
         node: str = "",
         core: int | None = None,
-        followers: Sequence[MakeWorker] = (),
+        followers: Sequence[MakeFollower] = (),
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """``max_sessions``: how many the engine serves at once without queueing. ``core``: to pin its thread to.
+        """Takes what makes the engine, without building it.
 
-        ``followers`` make the workers of the engine's other ranks.
+        ``max_sessions``: sessions that the engine serves concurrently without queueing. ``core``: to pin its thread
+        to. ``followers`` make the workers of the engine's other ranks.
         """
         self.kind = kind
         self.num_foreign = 0
         """Messages for sessions that the sender had not opened here, or that had ended."""
         self.num_malformed = 0
-        """Messages that made no sense."""
+        """Messages that could not be read."""
         self._factory, self._describe = factory, describe
         self._heartbeat_s = heartbeat_s
         self._engine: _Watched | None = None
-        self._worker = led(
+        self._worker = ranked_worker(
             lambda on_death: ThreadWorker(kind, self._build, self._on_messages, on_death, core),
             followers,
             self._on_death,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: set[Stream] = set()
-        self._owners: dict[str, tuple[Stream, int]] = {}  # session id -> who opened it, and its newest epoch
+        self._streams: set[Stream[Out]] = set()
+        self._owners: dict[str, tuple[Stream[Out], int]] = {}  # session id -> who opened it, and its newest epoch
         self._failure: str | None = None
         self._beating: asyncio.Task[None] | None = None
         self._status = ReplicaStatus(
@@ -162,6 +176,7 @@ class EngineHost:
         self._worker.spawn()
         await asyncio.to_thread(self._worker.wait_ready)
         self._beating = asyncio.create_task(self._beat(), name=f"paceline-{self.kind}-heartbeat")
+        self._beating.add_done_callback(self._on_beat_end)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Ends all streams and the engine. Idempotent."""
@@ -178,7 +193,7 @@ class EngineHost:
             raise EngineError(f"the {self.kind} engine has been in one step for {busy_s:.0f} s")
 
     def status(self) -> ReplicaStatus:
-        """The replica now."""
+        """Returns the status of the replica now."""
         facts = dict(self._describe(self._engine.engine)) if self._engine is not None else {}
         counters = {**facts.pop("counters", {}), "messages_foreign": self.num_foreign}
         counters["messages_malformed"] = self.num_malformed
@@ -193,33 +208,31 @@ class EngineHost:
 
     async def serve(
         self,
-        requests: AsyncIterable[Any],
-        write: Callable[[Any], Awaitable[None]],
-        decode: Decode,
-        encode: Encode,
+        requests: AsyncIterable[Batch],
+        write: Callable[[Reply], Awaitable[None]],
+        decode: Decode[Batch],
+        encode: Encode[Out, Reply],
     ) -> None:
-        """One router's stream, until it ends. Raises EngineError when the engine has died."""
-        stream = Stream()
+        """Serves one router's stream until it ends. Raises EngineError when the engine has died."""
+        stream = Stream[Out]()
         if self._failure is not None:
             raise EngineError(self._failure)
         self._streams.add(stream)
-        writer = asyncio.create_task(self._write(stream, write, encode))
-        reader = asyncio.create_task(self._read(stream, requests, decode))
         try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write(stream, write, encode))
+                await self._read(stream, requests, decode)  # returns when the router ends the stream
+                writer.cancel()
+        except ExceptionGroup as group:
+            for error in group.exceptions:
+                if isinstance(error, EngineError):
+                    raise error from None
+                log.warning("the stream of a router ended: %s: %s", type(error).__name__, error)
         finally:
             self._streams.discard(stream)
             self._close_sessions(stream)
-            for task in (reader, writer):
-                task.cancel()
-            results = await asyncio.gather(reader, writer, return_exceptions=True)
-        for result in results:
-            if isinstance(result, EngineError):
-                raise result
-            if isinstance(result, Exception):
-                log.warning("the stream of a router ended: %s: %s", type(result).__name__, result)
 
-    async def _read(self, stream: Stream, requests: AsyncIterable[Any], decode: Decode) -> None:
+    async def _read(self, stream: Stream[Out], requests: AsyncIterable[Batch], decode: Decode[Batch]) -> None:
         async for batch in requests:
             messages, num_malformed = decode(batch)
             self.num_malformed += num_malformed
@@ -232,13 +245,16 @@ class EngineHost:
             if mine:
                 self._worker.send(mine)
 
-    async def _write(self, stream: Stream, write: Callable[[Any], Awaitable[None]], encode: Encode) -> None:
+    async def _write(
+        self, stream: Stream[Out], write: Callable[[Reply], Awaitable[None]], encode: Encode[Out, Reply]
+    ) -> None:
         while True:
             messages, status_due = await stream.take()
             async with asyncio.timeout(_WRITE_TIMEOUT_S):
                 await write(encode(messages, self.status() if status_due else None))
 
-    def _admit(self, stream: Stream, message: Any) -> bool:
+    def _admit(self, stream: Stream[Out], message: ToEngine) -> bool:
+        """Whether a message is for the engine: its session was opened by this stream, or is opened by the message."""
         owner = self._owners.get(message.session_id)
         if isinstance(message, OpenSession) and (owner is None or owner[0] is stream):
             if owner is None or message.epoch > owner[1]:
@@ -251,7 +267,7 @@ class EngineHost:
             del self._owners[message.session_id]
         return True
 
-    def _close_sessions(self, stream: Stream) -> None:
+    def _close_sessions(self, stream: Stream[Out]) -> None:
         ended = [(sid, epoch) for sid, (owner, epoch) in self._owners.items() if owner is stream]
         for session_id, _ in ended:
             del self._owners[session_id]
@@ -260,25 +276,25 @@ class EngineHost:
 
     # -- the engine ----------------------------------------------------------------------------------------
 
-    def _build(self, emit: Emit) -> Engine:
+    def _build(self, emit: Emit[Out]) -> Engine[ToEngine]:
         engine = self._factory(emit)
         self._engine = _Watched(engine)
         return self._engine
 
-    def _on_messages(self, messages: Sequence[Any]) -> None:
-        """In the engine's thread."""
+    def _on_messages(self, messages: Sequence[Out]) -> None:
+        """Called in the engine's thread."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to hear it
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: no stream is left
             self._loop.call_soon_threadsafe(self._route, messages)
 
     def _on_death(self, reason: str) -> None:
-        """In the engine's thread."""
+        """Called in the engine's thread."""
         log.error("%s", reason)
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._fail, reason)
 
-    def _route(self, messages: Sequence[Any]) -> None:
+    def _route(self, messages: Sequence[Out]) -> None:
         for message in messages:
             owner = self._owners.get(message.session_id)
             if owner is None:  # it was closed while the engine was in its last step
@@ -306,14 +322,20 @@ class EngineHost:
             for stream in self._streams:
                 stream.beat()
 
+    def _on_beat_end(self, task: asyncio.Task[None]) -> None:
+        """Without statuses routers would give the replica up: it fails, and is replaced."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+            self._fail(f"{task.get_name()} failed: {type(error).__name__}: {error}")
 
-class ReplicaServer:
+
+class EngineServer:
     """An EngineHost and the internal port that routers reach it by."""
 
     def __init__(
         self,
-        host: EngineHost,
-        add: Callable[[EngineHost, aio.Server], None],
+        host: EngineHost[Any],
+        add: Callable[[EngineHost[Any], aio.Server], None],
         *,
         bind: str = "127.0.0.1",
         token: str = "",

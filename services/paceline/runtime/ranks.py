@@ -1,9 +1,9 @@
 """The ranks of a tensor-parallel replica, seen from outside: where they meet, and a worker for each.
 
-    LedWorker ── leader     (thread or process)   the engine
-              └─ followers  (a process each)      its other ranks
+    RankedWorker ── leader     (thread or process)   the engine
+                 └─ followers  (a process each)      its other ranks
 
-Starts without torch; what the ranks do is in ``model/ranks.py``.
+Starts without torch; what the ranks do is in ``model/parallel/runner.py``.
 """
 
 from __future__ import annotations
@@ -15,36 +15,38 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 from paceline.config import DraftSetup, LocalConfig, ModelOptions, TargetSetup
 from paceline.errors import EngineError, PacelineError
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.workers import Emit, ProcessWorker, ThreadWorker, Worker, available_cores
+from paceline.runtime.process_worker import ProcessWorker
+from paceline.runtime.workers import Emit, In, ThreadWorker, Worker, available_cores
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
 
 
-MakeWorker = Callable[[Callable[[str], None]], Worker]
-"""Makes a worker that reports its death to what it is given."""
+MakeWorker = Callable[[Callable[[str], None]], Worker[In]]
+"""Makes a worker that calls its argument with the reason when its engine dies."""
+MakeFollower = MakeWorker[object]
+"""Makes the worker of a rank that is not the first: nothing is sent to it."""
 
 
-def led(leader: MakeWorker, followers: Sequence[MakeWorker], on_death: Callable[[str], None]) -> Worker:
-    """One worker for all ranks of an engine."""
-    return LedWorker(leader, followers, on_death) if followers else leader(on_death)
+def ranked_worker(
+    leader: MakeWorker[In], followers: Sequence[MakeFollower], on_death: Callable[[str], None]
+) -> Worker[In]:
+    """Makes one worker for all ranks of an engine."""
+    return RankedWorker(leader, followers, on_death) if followers else leader(on_death)
 
 
-class LedWorker:
-    """One engine of several ranks as one worker: messages go to the leader; if any rank ends, all do."""
+class RankedWorker(Generic[In]):
+    """An engine of several ranks as one worker: messages go to the leader; if any rank ends, all do."""
 
     def __init__(
-        self,
-        leader: MakeWorker,
-        followers: Sequence[MakeWorker],
-        on_death: Callable[[str], None],
+        self, leader: MakeWorker[In], followers: Sequence[MakeFollower], on_death: Callable[[str], None]
     ) -> None:
-        """The followers' messages go nowhere: they have none."""
+        """Makes the workers of all ranks, without starting them."""
         self._on_death = on_death
         self._leader = leader(self._died)
         self.name = self._leader.name
@@ -75,7 +77,7 @@ class LedWorker:
         self.spawn()
         self.wait_ready()
 
-    def send(self, messages: Sequence[Any]) -> None:
+    def send(self, messages: Sequence[In]) -> None:
         """See Worker."""
         self._leader.send(messages)
 
@@ -91,7 +93,7 @@ class LedWorker:
         for worker in self._followers:
             worker.stop(timeout_s)
 
-    def _watch(self, worker: Worker) -> None:
+    def _watch(self, worker: Worker[In]) -> None:
         try:
             worker.wait_ready()
         except PacelineError as error:
@@ -120,14 +122,14 @@ def sharded_options(setup: TargetSetup | DraftSetup | None) -> ModelOptions | No
 
 
 def meeting_file() -> str:
-    """A rendezvous of this host, as ``Rendezvous.store`` names it."""
+    """Returns a new rendezvous of this host, as ``Rendezvous.store`` names it."""
     return f"file:{Path(tempfile.gettempdir()) / f'paceline-ranks-{secrets.token_hex(8)}'}"
 
 
 def process_ranks(
     setup: TargetSetup | DraftSetup | None, cores: Sequence[int] = ()
-) -> tuple[Rendezvous | None, list[MakeWorker]]:
-    """Where the engine's ranks meet on this host, and makers of a process for each but the first.
+) -> tuple[Rendezvous | None, list[MakeFollower]]:
+    """Returns where the engine's ranks meet on this host, and makers of a process for each but the first.
 
     ``cores``: to pin the followers to, if there are enough.
     """
@@ -138,7 +140,7 @@ def process_ranks(
     rendezvous = Rendezvous(meeting_file(), degree, timeout_s=options.rank_timeout_s)
     pinned = [*cores] if len(cores) >= degree - 1 else [None] * degree
 
-    def maker(rank: int) -> MakeWorker:
+    def maker(rank: int) -> MakeFollower:
         spec = EngineSpec(setup, rendezvous.of(rank))
         name = rank_name(spec.kind, rank)
         return lambda on_death: ProcessWorker(name, spec.build, _ignore, on_death, pinned[rank - 1])
@@ -150,9 +152,9 @@ def local_worker(
     config: LocalConfig,
     kind: Literal["target", "draft"],
     factory: Any,
-    on_messages: Emit,
+    on_messages: Emit[Any],
     on_death: Callable[[str], None],
-) -> Worker:
+) -> Worker[Any]:
     """An engine of the one-process pipeline and its other ranks, on cores of their own where there are enough.
 
     ``factory`` defaults to the engine that ``config`` names; one for several ranks is a dataclass with a rendezvous.
@@ -169,14 +171,14 @@ def local_worker(
     elif rendezvous is not None:
         factory = replace(factory, rendezvous=rendezvous)
     core = cores[is_draft] if len(cores) >= 2 else None
-    make: type[ProcessWorker | ThreadWorker] = ProcessWorker if config.worker == "process" else ThreadWorker
-    return led(lambda died: make(kind, factory, on_messages, died, core), followers, on_death)
+    make: type[ProcessWorker[Any, Any] | ThreadWorker[Any, Any]] = ProcessWorker if config.worker == "process" else ThreadWorker
+    return ranked_worker(lambda died: make(kind, factory, on_messages, died, core), followers, on_death)
 
 
-def _ignore(messages: Sequence[Any]) -> None:
-    assert not messages, "followers have nothing to say"
+def _ignore(messages: Sequence[object]) -> None:
+    assert not messages, "followers send no messages"
 
 
 def rank_name(kind: str, rank: int) -> str:
-    """What a rank is called in logs."""
+    """Returns a rank's name in logs."""
     return f"{kind} rank {rank}"

@@ -14,9 +14,9 @@ from paceline.config import TargetSetup
 from paceline.errors import EngineError
 from paceline.rpc.streams import decode_to_target, encode_from_target
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.host import EngineHost, ReplicaServer
-from paceline.runtime.ranks import MakeWorker, process_ranks
-from paceline.target.control.report import ControlReport
+from paceline.runtime.host import EngineHost, EngineServer
+from paceline.runtime.ranks import MakeFollower, process_ranks
+from paceline.target.control.report import Explainer
 from paceline.target.engine import TargetEngine
 from paceline.types import Rendezvous
 from paceline.v1 import target_pb2, target_pb2_grpc
@@ -40,7 +40,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-def describe(engine: TargetEngine, report: ControlReport) -> Mapping[str, Any]:
+def describe(engine: TargetEngine, explainer: Explainer) -> Mapping[str, Any]:
     """What a target's status says of its engine and of its controller."""
     cache = engine.runner.cache
     return {
@@ -48,8 +48,8 @@ def describe(engine: TargetEngine, report: ControlReport) -> Mapping[str, Any]:
         "num_waiting": engine.num_waiting,
         "kv_pages_used": cache.num_pages - cache.num_available,
         "kv_pages": cache.num_pages,
-        "counters": {**dataclasses.asdict(engine.stats), "trials": engine.gate.trials.num_trials},
-        **report(engine),
+        "counters": {**dataclasses.asdict(engine.stats), "trials": engine.steering.governor.num_trials},
+        **explainer(engine),
     }
 
 
@@ -62,8 +62,8 @@ def target_server(
     model: str = "",
     node: str = "",
     core: int | None = None,
-    ranks: tuple[Rendezvous | None, Sequence[MakeWorker]] | None = None,
-) -> ReplicaServer:
+    ranks: tuple[Rendezvous | None, Sequence[MakeFollower]] | None = None,
+) -> EngineServer:
     """A target replica, not started yet. ``core``: the one to pin the engine's thread to.
 
     ``ranks``: where they meet, and makers of all but the first. None: processes of this host, if there are several.
@@ -76,7 +76,7 @@ def target_server(
     host = EngineHost(
         "target",
         EngineSpec(setup, rendezvous).build,
-        functools.partial(describe, report=ControlReport()),
+        functools.partial(describe, explainer=Explainer()),
         replica_id=replica_id,
         max_sessions=setup.options.max_sessions,
         model=model,
@@ -84,4 +84,4 @@ def target_server(
         core=core,
         followers=followers,
     )
-    return ReplicaServer(host, add, bind=bind, token=token)
+    return EngineServer(host, add, bind=bind, token=token)

@@ -10,7 +10,7 @@ from tests.service.support import _Slowed, until
 
 from paceline.router.pool import Member
 from paceline.runtime.draft_server import draft_server
-from paceline.runtime.host import EngineHost, ReplicaServer
+from paceline.runtime.host import EngineHost, EngineServer
 from paceline.runtime.target_server import target_server
 from paceline.types import SamplingParams
 
@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 class Served:
     """A started replica of this process."""
 
-    server: ReplicaServer
+    server: EngineServer
 
     @property
     def host(self) -> EngineHost:
