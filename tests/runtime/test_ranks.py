@@ -330,7 +330,9 @@ def test_a_rank_that_cannot_start_fails_the_engine_although_the_first_waits_for_
         made[-1].hangs = True
         return made[-1]
 
-    worker = RankedWorker(leader, [lambda died: _Fake("rank 1", died, ConfigError("no such file"))], lambda reason: None)
+    worker = RankedWorker(
+        leader, [lambda died: _Fake("rank 1", died, ConfigError("no such file"))], lambda reason: None
+    )
     worker.spawn()
     with pytest.raises(ConfigError, match="no such file"):
         worker.wait_ready()

@@ -1,4 +1,4 @@
-"""Decides the sizes of all pools once a second, and says why."""
+"""Decides the sizes of all pools once a second, with reasons."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _KINDS: dict[str, tuple[type[AutoscalingConfig], type[ScalingPolicy]]] = {
     "router": (RouterAutoscaling, RouterPolicy),
 }
 _RECOMMEND_S = 5.0
-"""How often the model of time is asked: milliseconds each, of the loop that takes the reports."""
+"""Period of calls to the model of time, which take milliseconds of the loop that takes the reports."""
 
 
 @dataclass(slots=True)
 class _Pool:
-    """One pool and what its size is decided by."""
+    """One pool, its policy and the state of its scaling."""
 
     kind: str
     policy: ScalingPolicy
@@ -53,12 +53,12 @@ class _Pool:
 
 
 class Autoscaler:
-    """The sizes of the pools whose policy is ours. Not thread-safe."""
+    """Decides the sizes of the pools whose policy is Paceline's. Not thread-safe."""
 
     def __init__(
         self, settings: Mapping[str, Any], *, wall: Callable[[], float] = time.time, recommend: bool = True
     ) -> None:
-        """``settings``: as ``ServiceConfig.scaling`` gives them. ``recommend``: whether the model of time is asked."""
+        """Takes ``ServiceConfig.scaling`` as ``settings``. ``recommend``: whether to ask the model of time."""
         self._wall = wall
         self._pools: dict[str, _Pool] = {}
         self._signals = Signals(ScalingPolicy().window_s)
@@ -69,7 +69,7 @@ class Autoscaler:
         self.configure(settings)
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Takes new settings; what has been measured and decided stays, as far as the new bounds allow."""
+        """Takes new settings. Measurements stay, and decisions as far as the new bounds allow."""
         pools = {}
         for kind, (model, default) in _KINDS.items():
             if (data := settings["pools"].get(kind)) is None:
@@ -90,7 +90,7 @@ class Autoscaler:
         self._signals.observe(report, now)
 
     def decide(self, now: float) -> None:
-        """Decides anew. To be called about once a second; ``now`` is in seconds of a clock that does not go back."""
+        """Decides again. To be called about once a second; ``now`` is in seconds of a monotonic clock."""
         fleet = self._fleet = self._signals.fleet(now)
         for pool in self._pools.values():
             demand = None if fleet is None else self._demand(pool, fleet, now)
@@ -99,20 +99,20 @@ class Autoscaler:
             pool.demand = None if demand is None else demand.replicas
             pool.signal = "nothing is known: no router reports" if demand is None else demand.reason
             if demand is not None and not demand.complete:
-                pool.signal += "; not all replicas were heard of lately, so none is taken away"
+                pool.signal += "; some replicas have not reported lately, so none is taken away"
             if change is not None:
                 self._note(pool, change, now)
         self._decided_at = self._wall()
 
     def wanted(self) -> tuple[float, dict[str, int | None]]:
-        """When it was decided last, in seconds of the epoch, and how many replicas each pool shall have.
+        """Returns the time of the latest decision, in seconds of the epoch, and the wanted replicas of each pool.
 
-        None: nothing is decided yet, and the pool keeps its size. Other pools are not ours.
+        None: nothing is decided yet, and the pool keeps its size. Pools with another policy are absent.
         """
         return self._decided_at, {kind: pool.scaler.wanted for kind, pool in self._pools.items()}
 
     def overview(self, now: float) -> tuple[PoolScaling, ...]:
-        """What is decided, for people."""
+        """Describes the state of each pool, for people."""
         return tuple(
             PoolScaling(
                 name=pool.kind,
@@ -130,12 +130,12 @@ class Autoscaler:
 
     @property
     def fleet(self) -> Fleet | None:
-        """What the last decision was made from."""
+        """The state of the service that the latest decision was made from."""
         return self._fleet
 
     @property
     def signals(self) -> Signals:
-        """What the reports say."""
+        """Signals from the reports."""
         return self._signals
 
     def _demand(self, pool: _Pool, fleet: Fleet, now: float) -> Demand:
@@ -152,7 +152,7 @@ class Autoscaler:
 
 
 class _Recommendation:
-    """The model of time, asked now and then."""
+    """Recommended drafts per target, by the model of time, computed again every few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,6 +1,6 @@
-"""Inside Serve's controller: what the monitor of each application decided last. Written and read by ``follow.py``."""
+"""The latest decision of each application's monitor, inside Serve's controller. ``follow.py`` writes and reads it."""
 
 from __future__ import annotations
 
 BOARD: dict[str, tuple[float, dict[str, int]]] = {}
-"""Name of the application -> when it was decided, in seconds of the epoch, and the wanted replicas by pool."""
+"""Name of the application -> time of the decision, in seconds of the epoch, and the wanted replicas by pool."""

@@ -1,9 +1,9 @@
-"""How many replicas each pool needs now, from one look at the service; what is remembered between two looks is little.
+"""Number of replicas that each pool needs now, from one look at the service, with little memory between two looks.
 
 Targets and routers need as many as there is load, whatever their number is now, so that changing it does not change
-the demand. Drafts are different: a draft grows its trees as long as it is let, and more of them find more to do. So
-busy drafts are not enough; there must be misses because they came too late, and the model of time must expect that
-more of them are of use.
+the demand. Drafts are different: a draft grows its trees as long as it may, and further drafts find further work. So
+busy drafts are not a reason for more of them; rounds must have missed because a draft was too late, and the model of
+time must expect that more drafts help.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from paceline.fleet.scaler import Demand
 from paceline.fleet.signals import Fleet, Times
 
 _RELAX_S = 600.0
-"""A lower goal, learned from late first tokens, comes back up by half of its distance within this time."""
+"""Half-life of a goal that late first tokens have lowered: it recovers half of the distance within this time."""
 _FEWER = 0.9
 _WANTS = 0.1
-"""Share of speculating sessions below which nobody wants drafts; trials of the targets ask for at most 3 s of 64."""
+"""Drafts are scaled to zero below this share of speculating sessions; trials of the targets take at most 3 s of 64."""
 _LESS_LOAD = 0.5
 _MOST_DOUBLINGS = 3
 
 
 def router_demand(fleet: Fleet, policy: RouterPolicy) -> Demand:
-    """By sessions and CPU, whichever needs more."""
+    """Returns the demand for routers by sessions or by CPU, whichever is higher."""
     by_sessions, by_cpu = fleet.sessions / policy.sessions_per_replica, fleet.cpu / policy.cpu
     reason = f"{fleet.sessions} sessions, {fleet.cpu:.2f} cores busy"
     return Demand(max(by_sessions, by_cpu), reason, complete=not fleet.unheard["router"])
@@ -35,15 +35,15 @@ def router_demand(fleet: Fleet, policy: RouterPolicy) -> Demand:
 
 @dataclass(slots=True)
 class TargetDemand:
-    """By sessions and KV pages; late first tokens lower the number of sessions that are enough for one."""
+    """Demand for targets by sessions or KV pages. Late first tokens lower the sessions that fill a target."""
 
     max_sessions: int
-    """That a target serves at once."""
+    """Sessions that a target serves concurrently."""
     _learned: float = math.inf
     _at: float | None = None
 
     def see(self, fleet: Fleet, policy: TargetPolicy, now: float) -> Demand:
-        """The demand of this moment."""
+        """Returns the demand of this moment."""
         goal = policy.occupancy * self.max_sessions
         self._learn(fleet, policy, goal, now)
         each = min(goal, self._learned)
@@ -58,7 +58,10 @@ class TargetDemand:
         return Demand(max(by_sessions, by_kv), reason, complete=not unheard)
 
     def _learn(self, fleet: Fleet, policy: TargetPolicy, goal: float, now: float) -> None:
-        """More targets do not shorten a prefill: only a pool that is at least half as full as it may be learns."""
+        """Learns how many sessions a target serves in time.
+
+        More targets do not shorten a prefill, so a pool that is less than half full learns nothing.
+        """
         passed_s, self._at = 0.0 if self._at is None else now - self._at, now
         if self._learned < goal:
             self._learned = goal - (goal - self._learned) * 0.5 ** (passed_s / _RELAX_S)
@@ -70,17 +73,20 @@ class TargetDemand:
 
 
 class DraftDemand:
-    """By busy drafts that come too late, as far as more of them are of use; none while speculation does not pay."""
+    """Demand for drafts by busy drafts that are too late, while more of them help and speculation pays."""
 
     def __init__(self, recommend: Callable[[Times], float]) -> None:
-        """``recommend``: drafts per target by the model of time, 0 if it expects that speculation does not pay."""
+        """Starts without a recommendation.
+
+        ``recommend`` gives drafts per target by the model of time, 0 if it expects that speculation does not pay.
+        """
         self._recommend = recommend
         self.pays = Pays()
         self.ratio: float | None = None
         """Drafts per target that the model recommended last."""
 
     def see(self, fleet: Fleet, policy: DraftPolicy, zero_delay_s: float, now: float) -> Demand:
-        """The demand of this moment."""
+        """Returns the demand of this moment."""
         complete = not (fleet.unheard["router"] + fleet.unheard["draft"])
         if (doubt := self.pays.see(fleet, policy, zero_delay_s, now)) is not None:
             return Demand(0.0, doubt, complete, at_once=True)
@@ -97,7 +103,7 @@ class DraftDemand:
         return Demand(max(1.0, load), self.pays.trial or reason, complete)
 
     def _most(self, fleet: Fleet, policy: DraftPolicy) -> float | None:
-        """Drafts that are of use for all targets; None: not known."""
+        """Returns the number of drafts that help all targets; None: unknown."""
         if policy.drafts_per_target != "auto":
             ratio = policy.drafts_per_target
         elif fleet.times is not None:
@@ -110,18 +116,18 @@ class DraftDemand:
 
 @dataclass(slots=True)
 class Pays:
-    """Whether speculation pays, as the controllers of the targets see it, and when to ask them again.
+    """Decides whether speculation pays, from what the targets' controllers want, and when to ask them again.
 
     It does not when fewer than one in ten speculating sessions had or wanted a draft, in the mean over all of the time
-    until the pool may be emptied (targets try drafts by themselves for moments). An empty pool lets nobody find out,
-    so drafts come back for ``probe_s``
+    until the pool may be emptied (targets try drafts by themselves for moments). With an empty pool no target
+    can find out, so drafts come back for ``probe_s``
 
     - ``probe_interval_s`` later, then after 2, 4 and 8 times as long, while sessions speculate;
     - when there are at most half as many speculating sessions for each target as when it was given up.
     """
 
     trial: str | None = None
-    """Why drafts are being tried; None: they are not."""
+    """Reason of the trial of drafts in progress; None: there is none."""
     _seen: deque[tuple[float, int, int]] = field(default_factory=deque)
     """(time, sessions that have or want a draft, those that might)."""
     _resting_since: float | None = None
@@ -130,7 +136,7 @@ class Pays:
     _failures: int = 0
 
     def see(self, fleet: Fleet, policy: DraftPolicy, zero_delay_s: float, now: float) -> str | None:
-        """None: it may pay. Else why drafts are not wanted; ``zero_delay_s`` has passed since the first sign of it."""
+        """Returns None if speculation may pay, else the reason why drafts have not been wanted for ``zero_delay_s``."""
         if self._resting_since is not None:
             return self._rest(fleet, policy, now)
         if not fleet.speculating:
@@ -169,4 +175,4 @@ class Pays:
         self.trial, self._resting_since, self._probing_until = why, None, now + policy.probe_s
 
     def _doubt(self) -> str:
-        return f"speculation does not pay: beside {self._load:.3g} sessions per target no draft is wanted"
+        return f"speculation does not pay: at {self._load:.3g} sessions per target no draft is wanted"

@@ -1,10 +1,9 @@
-"""The policies that Ray Serve runs in its controller: they follow what the monitor has decided (``autoscaler.py``).
+"""Scaling policies that Ray Serve runs in its controller. They follow the monitor's decisions (``autoscaler.py``).
 
-The monitor's own deployment always has one replica; its policy, ``post``, is there to receive the decisions, which come
-as that replica's statistics, and to keep them for the policies of the other pools. That way a decision needs no replica
-of the pool that it is about: an empty pool has none.
+The monitor's own deployment always has one replica. Its policy, ``post``, receives the decisions as that replica's
+statistics and keeps them for the policies of the other pools, so that a decision about an empty pool arrives, too.
 
-Serve pickles these functions by value, with what they name at module level: what they share they have to import.
+Serve pickles these functions by value, with what they name at module level: they must import what they share.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ WANTED_AT, WANTED = "wanted_at", "wanted_"
 """Statistics of the monitor: when it decided, in seconds of the epoch, and with a pool's name how many replicas."""
 
 STALE_S = 15.0
-"""A decision that is older counts for nothing: the pool keeps its size."""
+"""An older decision is ignored: the pool keeps its size."""
 
 _POOLS = ("target", "draft", "router")
 
 
 def post(context: Any) -> tuple[int, dict[str, Any]]:
-    """The policy of the monitor's deployment. ``context``: Serve's AutoscalingContext, as below."""
+    """Policy of the monitor's deployment: keeps the decision. ``context``: Serve's AutoscalingContext."""
     from paceline.fleet.board import BOARD
 
     metrics = context.raw_metrics or {}
@@ -37,17 +36,17 @@ def post(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def follow_target(context: Any) -> tuple[int, dict[str, Any]]:
-    """Of the targets: the size that was decided last; without a fresh decision, the size that there shall be now."""
+    """Policy of the target pool: the decided size, or the present one without a fresh decision."""
     return _follow("target", context)
 
 
 def follow_draft(context: Any) -> tuple[int, dict[str, Any]]:
-    """The same of the drafts."""
+    """Policy of the draft pool: the decided size, or the present one without a fresh decision."""
     return _follow("draft", context)
 
 
 def follow_router(context: Any) -> tuple[int, dict[str, Any]]:
-    """The same of the routers."""
+    """Policy of the router pool: the decided size, or the present one without a fresh decision."""
     return _follow("router", context)
 
 

@@ -1,8 +1,8 @@
 """The numbers of the whole fleet in one place: every process reports once a second, one scrape shows the sums.
 
-Refuses to know how reports travel. Totals never decrease and count each event once, whatever the order of the
-reports, however often a process restarts and however long it is silent; a restart of the monitor itself begins them
-anew, as that of any scraped process does.
+It does not know how reports travel. Totals never decrease and count each event once, whatever the order of the
+reports, however often a process restarts and however long it is silent; a restart of the monitor itself resets
+them, as that of any scraped process does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from paceline.types import MISSES, Cause, ReplicaStatus, ServerInfo, Startup
 log = logging.getLogger(__name__)
 
 SILENT_S = 10.0
-"""A process that has not reported for this long is taken for gone."""
+"""A process that has not reported for this long counts as gone."""
 
 NO_SCALING: Mapping[str, Any] = {"pools": {}, "max_sessions": 1}
-"""As ``ServiceConfig.scaling``: no pool's size is decided here."""
+"""Value of ``ServiceConfig.scaling`` with which no pool's size is decided here."""
 
 _MAX_SILENT = 256
-"""Silent processes that are remembered, in case they were only paused. An older one that came back counts twice."""
+"""Number of silent processes to remember, in case they were only paused. An older one that returns counts twice."""
 
 _Values = dict[tuple[str, ...], Value]
 
@@ -49,15 +49,15 @@ class _Source:
     report: Report
     seen_s: float
     in_base: Samples | None = None
-    """What the base already holds of it; it was silent once."""
+    """Part of its samples that the base already holds, because it was silent once."""
     silent: bool = False
 
 
 class Monitor:
-    """Keeps the newest report of each process, and of those that went silent what they had counted.
+    """Keeps the newest report of each process, and the totals of processes that went silent.
 
-    Not thread-safe. ``clock`` gives seconds and never goes back; only arrival here is timed. ``autoscaler``: hears of
-    everything, and decides when ``tick`` is called, about once a second.
+    Not thread-safe. ``clock`` gives seconds and never goes back; only arrival here is timed. ``autoscaler``
+    receives every report, and decides when ``tick`` is called, about once a second.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Monitor:
         self.autoscaler.observe(report, self._clock())
 
     def tick(self) -> None:
-        """Decides the sizes of the pools anew, and mirrors them to Ray. Of a pool that is not ours any more: NaN."""
+        """Decides the sizes of the pools, and mirrors them to Ray; NaN for a pool that is no longer decided here."""
         _, before = self.autoscaler.wanted()
         self.autoscaler.decide(self._clock())
         pools = self.autoscaler.overview(self._clock())
@@ -112,12 +112,12 @@ class Monitor:
         self._own.mirror(self._own.samples())
 
     def exposition(self) -> str:
-        """All metrics in Prometheus' text format: totals and histograms summed over processes, gauges as declared."""
+        """Returns the page in Prometheus' text format: totals summed over processes, gauges as declared."""
         families = [*_families(self.totals()), *_families(self._gauges()), *_families(self._own.samples())]
         return generate_latest(_Families(sorted(families, key=operator.attrgetter("name")))).decode()
 
     def server_info(self, starting: Sequence[Startup] = ()) -> ServerInfo:
-        """Pools, sessions and the rates that the totals give. ``starting``: replicas on their way up."""
+        """Returns pools, sessions and the rates that the totals give. ``starting``: replicas that are starting."""
         totals, gauges = self.totals(), self._gauges()
         pools: dict[str, list[ReplicaStatus]] = {}
         signals, fleet = self.autoscaler.signals, self.autoscaler.fleet
@@ -153,7 +153,7 @@ class Monitor:
         )
 
     def totals(self) -> dict[str, _Values]:
-        """Counters and histograms, summed over all processes that ever reported."""
+        """Returns counters and histograms, summed over all processes that ever reported."""
         self._sweep()
         totals = {name: dict(values) for name, values in self._base.items()}
         for source in self._sources.values():
@@ -180,7 +180,7 @@ class Monitor:
             del self._sources[key]
 
     def _live(self) -> Iterator[_Source]:
-        """The newest incarnation of each process, unless it is silent."""
+        """Yields the newest incarnation of each process, unless it is silent."""
         newest: dict[str, int] = {}
         for source_id, incarnation in self._sources:
             newest[source_id] = max(newest.get(source_id, incarnation), incarnation)
@@ -189,7 +189,7 @@ class Monitor:
                 yield source
 
     def _add(self, totals: dict[str, _Values], source: _Source) -> None:
-        """Adds what a process has counted and the base does not hold yet."""
+        """Adds the counts of a process that the base does not hold yet."""
         for name, values in source.report.samples.items():
             metric = self._declared(name)
             if metric is None or metric.kind is Kind.GAUGE:
@@ -232,10 +232,10 @@ class Monitor:
         return metric
 
     def _refuse(self, name: str) -> None:
-        """Processes of another version may report what is not declared here: said once, and left out."""
+        """Drops a metric that is not declared here, with one warning: processes of another version may report it."""
         if name not in self._unknown:
             self._unknown.add(name)
-            log.warning("metric %s is not declared here as a process reports it, and is left out", name)
+            log.warning("dropping unknown metric %s (reported by a different version?)", name)
 
 
 def _is_gauge(name: str) -> bool:
@@ -250,7 +250,7 @@ def _fits(metric: Metric, labels: tuple[str, ...], value: Value) -> bool:
 
 
 def _join(operation: Callable[[float, float], float], left: Value, right: Value) -> Value:
-    """The operation on two values of one metric, number by number."""
+    """Applies the operation to two values of one metric, number by number."""
     if isinstance(left, tuple):
         assert isinstance(right, tuple)
         return tuple(operation(a, b) for a, b in zip(left, right, strict=True))

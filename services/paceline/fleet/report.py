@@ -1,4 +1,4 @@
-"""What a process tells the monitor about itself."""
+"""Reports of a process to the monitor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.types import ReplicaStatus, RouterView
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one process says of itself. Picklable."""
+    """State of one process at one moment. Picklable."""
 
     source_id: str
     kind: str
@@ -22,18 +22,18 @@ class Report:
     sequence: int = 0
     """Grows with every report of one incarnation; an older one that arrives late is ignored."""
     view: RouterView | None = None
-    """Of a router."""
+    """Only from a router: the replicas and sessions that it sees."""
 
 
 class Reporter:
-    """Makes the reports of one process, and mirrors its metrics to Ray while at it."""
+    """Makes the reports of one process, and mirrors its metrics to Ray with each of them."""
 
     def __init__(self, source_id: str, kind: str, registry: Registry) -> None:
         self._source_id, self._kind, self._registry = source_id, kind, registry
         self._sequence = 0
 
     def report(self, status: ReplicaStatus, view: RouterView | None = None) -> Report:
-        """The report of this moment; call it about once a second. ``view``: of a router."""
+        """Makes the report of this moment; to be called about once a second. ``view``: given by routers."""
         self._sequence += 1
         samples = self._registry.samples()
         self._registry.mirror(samples)

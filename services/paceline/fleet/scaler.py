@@ -1,17 +1,17 @@
-"""From a demand that is measured again and again to a number of replicas that stays put.
+"""Turns a demand that is measured again and again into a steady number of replicas.
 
-Demand is in replicas, as a real number: 2.3 says that two are too few. With n replicas wanted, and all evidence taken
+Demand is in replicas, as a real number: at 2.3 two replicas are too few. With n replicas wanted, and all evidence taken
 *after the last change*:
 
 - more, if demand was above n for all of ``up_delay_s``: as many as the least demand of that time needs;
 - fewer, if for all of ``down_delay_s`` the signals were complete and demand was below (n - 1) (1 - hysteresis): as
   many as the most demand of that time needs, with the hysteresis on top;
-- none, if for all of ``zero_delay_s`` there was no demand at all, or at once where that is known already (``at_once``);
-  from none to some at once;
+- none, if for all of ``zero_delay_s`` there was no demand at all, or immediately where that is known already
+  (``at_once``); from none to some immediately;
 - at most ``max_step_up`` times as many in one step, at least ``max_step_down`` as many, always within the bounds.
 
-So it follows, whatever the demand does (``tests/fleet/test_scaler.py``): between two changes lies at least the delay
-of the second, and whoever goes up, down and up again takes up_delay_s + down_delay_s for it. And if demand stays within
+It follows, whatever the demand does (``tests/fleet/test_scaler.py``): between two changes lies at least the delay
+of the second, and going up, down and up again takes up_delay_s + down_delay_s. And if demand stays within
 (1 +- e) of a mean with e <= hysteresis / (2 - hysteresis), the pool goes in one direction only, if at all: going up to
 n needs demand above n - 1 at some time, going down from it demand below (n - 1) (1 - hysteresis), and
 (1 - e) / (1 + e) >= 1 - hysteresis.
@@ -28,19 +28,19 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How many replicas a pool needs."""
+    """Number of replicas that a pool needs, and why."""
 
     replicas: float
     reason: str
     complete: bool = True
-    """False: something has not been heard of lately. It may be more, so nothing is taken away."""
+    """False: some process has not reported lately. The demand may be higher, so nothing is taken away."""
     at_once: bool = False
-    """No demand, and the evidence for it has been gathered elsewhere: the pool is emptied without another delay."""
+    """True: there is no demand, and the evidence is complete already: the pool is emptied without another delay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The bounds of a pool, and how it moves between them."""
+    """Bounds of a pool, and the delays and steps with which it moves between them."""
 
     least: int
     most: int
@@ -63,7 +63,7 @@ class Change:
 
 @dataclass(slots=True)
 class Scaler:
-    """Holds the wanted number of replicas of one pool. Times are seconds of any clock that does not go back."""
+    """Holds the wanted number of replicas of one pool. Times are seconds of any monotonic clock."""
 
     pace: Pace
     wanted: int | None = None
@@ -73,9 +73,9 @@ class Scaler:
     _complete_since: float | None = None
 
     def see(self, demand: Demand | None, actual: int, now: float) -> Change | None:
-        """Takes one measurement; returns what it changes. ``actual``: replicas that there are.
+        """Takes one measurement and returns the change that it causes. ``actual``: replicas that exist.
 
-        ``demand`` None: nothing is known. Nothing is decided then, and what was seen before does not count any more.
+        ``demand`` None: nothing is known. Then nothing is decided, and earlier measurements are dropped.
         """
         if (bounded := self._bounded()) is not None:
             return bounded
@@ -97,7 +97,7 @@ class Scaler:
         return self._up(self.wanted, now) or self._down(self.wanted, now)
 
     def rebound(self, pace: Pace) -> None:
-        """Changes bounds and pace; what was seen counts on."""
+        """Changes bounds and pace; earlier measurements stay valid."""
         self.pace = pace
 
     def _bounded(self) -> Change | None:
@@ -107,7 +107,7 @@ class Scaler:
         return self._change(bound, f"bounds {self.pace.least} to {self.pace.most}")
 
     def _begin(self, actual: int, now: float) -> Change | None:
-        """The first decision: a change of what is there, or, when nothing spoke for one long enough, what is there."""
+        """Decides for the first time: a change of the actual size, or that size if nothing asks for a change."""
         size = min(max(actual, self.pace.least), self.pace.most)
         change = self._up(size, now) or self._down(size, now)
         if change is None and self._spans(self.pace.up_delay_s, now) and self._spans(self.pace.down_delay_s, now):

@@ -1,7 +1,7 @@
-"""What the reports of all processes say together, as the sizes of pools depend on it.
+"""Signals for the sizes of pools, from the reports of all processes.
 
 Shares, rates and percentiles are those of the last ``window_s``, from the totals that each process reports: a report
-that is lost or late changes nothing but the time it stands for. Only arrival here is timed.
+that is lost or late only changes the time that the next one stands for. Only arrival here is timed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from paceline.fleet.report import Report
 
 LATE_S, GONE_S = 3.5, 10.0
-"""A process that reports once a second is not heard of lately, or gone, if it has not reported for so long."""
+"""Seconds without a report after which a process that reports once a second counts as late, and as gone."""
 
 _FADE_S = 60.0
 _ANSWERED = (Cause.HIT, Cause.TOKEN, Cause.K, Cause.LATE)
-"""Of rounds whose session has a draft, and an outcome before."""
+"""Causes of rounds whose session has a draft, and an outcome before."""
 _QUANTILE = 0.9
 _LEAST_ROUNDS, _LEAST_FIRST_TOKENS = 20, 3
-"""Fewer of a window say nothing."""
+"""Fewer than these in a window are too few for a share or a percentile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What the model of time asks for; units as in ``plan/ratio.py``."""
+    """Inputs of the model of time; units as in ``plan/ratio.py``."""
 
     target_step_s: float
     target_row_s: float
@@ -49,20 +49,20 @@ class Fleet:
 
     routers: int
     sessions: int
-    """Of all routers, those that wait for a target included."""
+    """Sessions of all routers, those that wait for a target included."""
     queued: int
     cpu: float
-    """Of all routers, in cores."""
+    """CPU use of all routers, in cores."""
     speculating: int
     """Running sessions that may have a draft, by what was asked for."""
     drafting: int
-    """Of these, those that have one, or whose target wants one for them."""
+    """Those of the speculating sessions that have a draft, or whose target wants one for them."""
     targets: int
-    """That take sessions now."""
+    """Targets that take sessions now."""
     kv: float
-    """KV pages in use of all targets, in targets."""
+    """KV pages in use, summed over the targets as a share of each one's pages."""
     ttft_s: float | None
-    """Nine of ten first tokens came within it. None: there were too few."""
+    """90th percentile of the time to the first token. None: there were too few first tokens."""
     drafts: int
     busy: float
     """Shares of their time that drafts spent inside tree steps, summed."""
@@ -71,7 +71,7 @@ class Fleet:
     times: Times | None
     """None: not all of it has been measured."""
     unheard: Mapping[str, int]
-    """By kind: processes that there are, and of which two fresh reports are not there."""
+    """Number of processes, by kind, that exist but lack two fresh reports."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Source:
     history: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
 
     def grown(self) -> tuple[float, dict[str, float]] | None:
-        """Seconds, and by how much its totals have grown in them; None before the second report."""
+        """Returns the seconds of the window and the growth of each total in them; None before the second report."""
         if len(self.history) < 2:
             return None
         (first_s, first), (last_s, last) = self.history[0], self.history[-1]
@@ -93,7 +93,7 @@ class _Source:
 
 @dataclass(slots=True)
 class Line:
-    """A straight line through fading points: seconds of a step by its rows."""
+    """Least-squares line through exponentially fading points: seconds of a step by its rows."""
 
     weight: float = 0.0
     _x: float = 0.0
@@ -102,28 +102,28 @@ class Line:
     _xy: float = 0.0
 
     def add(self, steps: float, rows: float, seconds: float) -> None:
-        """Takes ``steps`` steps that had ``rows`` rows and took ``seconds`` together, a second's worth."""
+        """Takes the steps of one second: ``steps`` of them had ``rows`` rows and took ``seconds`` together."""
         keep, x, y = 0.5 ** (1.0 / _FADE_S), rows / steps, seconds / steps
         self.weight = keep * self.weight + steps
         self._x, self._y = keep * self._x + steps * x, keep * self._y + steps * y
         self._xx, self._xy = keep * self._xx + steps * x * x, keep * self._xy + steps * x * y
 
     def first_and_further(self) -> tuple[float, float] | None:
-        """Seconds of a step of one row, and of each further one; None without a step.
+        """Returns the seconds of a step of one row, and of each further row; None without a step.
 
-        Where all steps had about as many rows the whole of it is the step's.
+        If all steps had about the same number of rows, all of their time is attributed to the step.
         """
         if self.weight <= 0 or self._y <= 0:
             return None
-        x, y = self._x / self.weight, self._y / self.weight
-        spread = self._xx / self.weight - x * x
+        x, y = self._x / self.weight, self._y / self.weight  # means: rows and seconds of a step
+        spread = self._xx / self.weight - x * x  # variance of the rows
         slope = (self._xy / self.weight - x * y) / spread if spread > 0.01 * x * x else 0.0
-        slope = min(max(slope, 0.0), 0.9 * y / max(x - 1.0, 1.0))
+        slope = min(max(slope, 0.0), 0.9 * y / max(x - 1.0, 1.0))  # at least a tenth of the time is the step's own
         return y - slope * (x - 1.0), slope
 
 
 class Signals:
-    """Keeps what the last reports say. Not thread-safe."""
+    """Keeps the latest reports and derives signals from them. Not thread-safe."""
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
@@ -152,7 +152,7 @@ class Signals:
             source.history.popleft()
 
     def busy_shares(self) -> dict[str, float]:
-        """By replica: the share of its time inside steps."""
+        """Returns the share of its time that each replica spends inside steps."""
         shares = {}
         for source_id, source in self._sources.items():
             if (found := source.grown()) is not None and "step_s" in found[1]:
@@ -160,20 +160,22 @@ class Signals:
         return shares
 
     def members(self, kind: str) -> set[str] | None:
-        """Replicas that take sessions, as the routers see it; None without a router that says so."""
+        """Returns the replicas that take sessions, as the routers see them; None without a router's view."""
         views = [s.report.view for s in self._of("router") if s.report.view is not None]
         return {rid for view in views for rid in view.members.get(kind, ())} if views else None
 
     def fleet(self, now: float) -> Fleet | None:
-        """The service now; None while no router reports."""
+        """Returns the state of the service now; None while no router reports."""
         self._sweep(now)
         routers = list(self._of("router"))
         views = [s.report.view for s in routers if s.report.view is not None]
         if not views:
             return None
         targets, drafts = self.members("target") or set(), self.members("draft") or set()
-        up = {kind: [s for s in self._of(kind) if s.report.source_id in ids]
-              for kind, ids in (("target", targets), ("draft", drafts))}  # fmt: skip
+        up = {
+            kind: [s for s in self._of(kind) if s.report.source_id in ids]
+            for kind, ids in (("target", targets), ("draft", drafts))
+        }
         ours = _sum(routers)
         rounds = sum(ours.get(cause.value, 0.0) for cause in _ANSWERED)
         statuses = [s.report.status for s in routers]
@@ -200,7 +202,7 @@ class Signals:
         )
 
     def _sweep(self, now: float) -> None:
-        """Forgets who is gone, once a second."""
+        """Forgets processes that are gone, once a second."""
         if now - self._swept_s >= 1.0:
             self._swept_s = now
             self._sources = {sid: s for sid, s in self._sources.items() if now - s.seen_s <= GONE_S}
@@ -226,9 +228,9 @@ class Signals:
 
 
 def conditional_acceptance(proposals: float, drafted: float, accepted: float) -> float | None:
-    """The a for which a + a^2 + .. + a^k is the mean number of accepted tokens; k is the mean length of a proposal.
+    """Solves a + a^2 + ... + a^k = mean accepted tokens of a proposal for a; k is the mean length of a proposal.
 
-    None without a proposal.
+    Returns None without a proposal.
     """
     if proposals <= 0 or drafted <= 0:
         return None
@@ -241,9 +243,9 @@ def conditional_acceptance(proposals: float, drafted: float, accepted: float) ->
 
 
 def quantile(bounds: tuple[float, ...], counts: tuple[float, ...], share: float) -> float:
-    """Below which ``share`` of the observations are, linear within a bucket; ``counts`` up to each bound, then all.
+    """Returns the value below which ``share`` of the observations are, linear within a bucket.
 
-    Beyond the last bound it is that bound.
+    ``counts``: observations up to each bound, then all. A quantile beyond the last bound is that bound.
     """
     rank = share * counts[-1]
     bucket = bisect_left(counts, rank)
@@ -289,10 +291,11 @@ _ROUTER_TOTALS = (
 
 
 def _totals(report: Report) -> dict[str, float]:
-    """The totals of a process that matter here, under one name each."""
+    """Returns the totals of a process that the signals need, each under a name of its own."""
     counters, samples = report.status.counters, report.samples
-    totals = {ours: counters[theirs] for ours, theirs in _ENGINE_TOTALS.get(report.kind, {}).items()
-              if theirs in counters}  # fmt: skip
+    totals = {
+        ours: counters[theirs] for ours, theirs in _ENGINE_TOTALS.get(report.kind, {}).items() if theirs in counters
+    }
     if report.kind != "router":
         return totals
     for name, metric in _ROUTER_TOTALS:

@@ -97,20 +97,29 @@ FAILED = counter("paceline_requests_failed_total", "requests", "Admitted request
 # -- replicas -----------------------------------------------------------------------------------------------------
 
 REPLICA_SESSIONS = gauge(
-    "paceline_replica_sessions", "sessions", "Open sessions of a replica, waiting ones included.", "kind",
+    "paceline_replica_sessions",
+    "sessions",
+    "Open sessions of a replica, waiting ones included.",
+    "kind",
     per_replica=True,
-)  # fmt: skip
+)
 REPLICA_WAITING = gauge(
-    "paceline_replica_sessions_waiting", "sessions", "Open sessions of a replica that wait for room.", "kind",
+    "paceline_replica_sessions_waiting",
+    "sessions",
+    "Open sessions of a replica that wait for room.",
+    "kind",
     per_replica=True,
-)  # fmt: skip
+)
 REPLICA_CAPACITY = gauge(
     "paceline_replica_sessions_max", "sessions", "Sessions that a replica serves at once.", "kind", per_replica=True
 )
 REPLICA_BUSY = gauge(
-    "paceline_replica_busy_seconds", "seconds", "Since the step in progress began; 0 between steps.", "kind",
+    "paceline_replica_busy_seconds",
+    "seconds",
+    "Since the step in progress began; 0 between steps.",
+    "kind",
     per_replica=True,
-)  # fmt: skip
+)
 REPLICA_DRAINING = gauge(
     "paceline_replica_draining", "flag", "1 if a replica takes no new sessions.", "kind", per_replica=True
 )

@@ -49,7 +49,8 @@ _STALLED_S = 60.0
 
 ToEngine = ToTarget | ToDraft
 Out = TypeVar("Out", bound=FromTarget | FromDraft)
-Batch, Reply = TypeVar("Batch"), TypeVar("Reply")
+Batch = TypeVar("Batch")
+Reply = TypeVar("Reply")
 Decode = Callable[[Batch], tuple[Sequence[ToEngine | Echo], int]]
 """Reads a batch off the wire: its messages, and how many were dropped because they are malformed."""
 Encode = Callable[[Sequence[Out | Echo], ReplicaStatus | None], Reply]
