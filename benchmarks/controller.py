@@ -57,7 +57,7 @@ class SlowFactory:
     delay_s: float
     rendezvous: Rendezvous | None = None
 
-    def __call__(self, emit: Emit) -> Engine:
+    def __call__(self, emit: Emit[Any]) -> Engine[Any]:
         """Builds the engine in its worker."""
         engine = EngineSpec(self.setup, self.rendezvous).build(emit)
         drafter = engine._drafter  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ class SlowFactory:
 class DeadFactory:
     """Builds an engine that never answers, as if all its messages were lost."""
 
-    def __call__(self, emit: Emit) -> Engine:
+    def __call__(self, emit: Emit[Any]) -> Engine[Any]:
         """Builds the engine in its worker."""
         return _Silent()
 
@@ -148,7 +148,7 @@ class Bench:
                 pipelines[name] = stack.enter_context(LocalPipeline(config, draft_factory=self._factory(config)))
             yield pipelines
 
-    def _factory(self, config: LocalConfig) -> EngineFactory | None:
+    def _factory(self, config: LocalConfig) -> EngineFactory[Any, Any] | None:
         if self._draft == "slow" and (setup := config.draft_setup()) is not None:
             return SlowFactory(setup, (_TIMES_SLOWER - 1) * _STEP_S)
         return DeadFactory() if self._draft == "dead" else None

@@ -28,7 +28,8 @@ from paceline.router.pool import Member, StaticPool
 from paceline.router.router import Router
 from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.host import EngineHost, EngineServer
+from paceline.runtime.host import EngineHost
+from paceline.runtime.server import EngineServer, describer
 from paceline.types import Cause, Chunk, Mode, Request, SamplingParams, SpeculationParams
 
 _START_TIMEOUT_S = 120.0
@@ -97,27 +98,15 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
     apply_worker_environment()
 
     async def run() -> None:
-        if factory.kind == "target":
-            from paceline.runtime.target_server import TargetService as Service
-            from paceline.runtime.target_server import describe as describe_target
-            from paceline.target.control.report import ControlReport
-            from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server as add
-
-            describe = functools.partial(describe_target, report=ControlReport())
-        else:
-            from paceline.runtime.draft_server import DraftService as Service
-            from paceline.runtime.draft_server import describe
-            from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server as add
-
-        host = EngineHost(
+        host: EngineHost[Any] = EngineHost(
             factory.kind,
             factory,
-            describe,
+            describer(factory.kind),
             replica_id=replica_id,
             max_sessions=factory.config.target.max_sessions,
             core=core,
         )
-        server = EngineServer(host, lambda host, grpc_server: add(Service(host), grpc_server))
+        server = EngineServer(host)
         await server.start()
         pipe.send(server.address)
         await asyncio.to_thread(multiprocessing.parent_process().join)

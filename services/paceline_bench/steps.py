@@ -57,7 +57,7 @@ class TimedEngine(_Watched):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine[Any],
         count: Callable[[], tuple[int, int]],
         path: Path,
         before_receive: Callable[[], None] = lambda: None,
@@ -115,16 +115,16 @@ class WatchedFactory:
     setup: TargetSetup | DraftSetup
     path: Path
     """File that the watch writes to."""
-    watch: Callable[[Any, Path], Engine]
+    watch: Callable[[Any, Path], Engine[Any]]
     """One of ``timed_target``, ``timed_draft`` and ``CountedEngine``."""
     rendezvous: Rendezvous | None = None
 
-    def __call__(self, emit: Emit) -> Engine:
+    def __call__(self, emit: Emit[Any]) -> Engine[Any]:
         """Builds the engine."""
         return self.watch(EngineSpec(self.setup, self.rendezvous).build(emit), self.path)
 
 
-def timed_target(engine: Any, path: Path) -> Engine:
+def timed_target(engine: Any, path: Path) -> Engine[Any]:
     """Records the steps of a target engine. Whenever it has no sessions its prefix cache is emptied, so that no request
     profits from an earlier one with the same prompt."""
     cache = engine.runner.cache
@@ -136,6 +136,6 @@ def timed_target(engine: Any, path: Path) -> Engine:
     return TimedEngine(engine, lambda: (engine.stats.steps, engine.stats.tokens_computed), path, forget)
 
 
-def timed_draft(engine: Any, path: Path) -> Engine:
+def timed_draft(engine: Any, path: Path) -> Engine[Any]:
     """Records the tree steps of a draft engine, not its prefill."""
     return TimedEngine(engine, lambda: (engine.stats.tree_steps, engine.stats.leaves), path)

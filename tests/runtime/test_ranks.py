@@ -31,8 +31,8 @@ from paceline.model.compiled.graphs import require_graphs
 from paceline.model.parallel import runner as ranks_module
 from paceline.model.parallel.runner import Picks
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.ranks import RankedWorker, process_ranks
 from paceline.runtime.process_worker import ProcessWorker
+from paceline.runtime.ranks import RankedWorker, process_ranks
 from paceline.target.build import build_target_engine
 from paceline.types import Acceptance, Cause, Mode, Rendezvous, SamplingParams, SpeculationParams
 

@@ -69,13 +69,10 @@ def _main(kind, config, replica_id, pause_s, pipe):
     signal.signal(signal.SIGUSR1, lambda *_: _broken.set())
 
     async def run():
-        from paceline.runtime.draft_server import draft_server
-        from paceline.runtime.target_server import target_server
+        from paceline.runtime.server import engine_server
 
-        make, setup = (
-            (target_server, config.target_setup()) if kind == "target" else (draft_server, config.draft_setup())
-        )
-        server = make(setup, replica_id=replica_id)
+        setup = config.target_setup() if kind == "target" else config.draft_setup()
+        server = engine_server(setup, replica_id=replica_id)
         build = server.host._factory
         server.host._factory = lambda emit: _Slowed(build(emit), pause_s)
         await server.start()

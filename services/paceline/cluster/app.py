@@ -5,8 +5,7 @@
                               └─────── reports ──▶ Monitor ◀────┘
 
 Serve places, watches, replaces and scales the replicas; what a session exchanges with its engines goes past it. The
-router is in ``ingress.py``, the others are in ``deployments.py``; besides these only ``placement.py`` and ``serve.py``
-use Serve.
+router is in ``ingress.py``, the other deployments are in ``replicas.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ray import serve
 from ray.serve import Application
 
 from paceline import __version__
-from paceline.cluster.ingress import Router
+from paceline.cluster.ingress import Ingress
 from paceline.cluster.replicas import Draft, MonitorReplica, Target, draft_name
 from paceline.config import MONITOR_SCALING, ModelDraftConfig, ServiceConfig
 from paceline.errors import ConfigError
@@ -40,9 +39,10 @@ _CONSTRUCTOR_TRIES = 3
 
 
 def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
-    """The whole service; what ``import_path: paceline.app:build`` of a Serve config file names.
+    """Builds the whole service. The import path in a Serve config file is ``paceline.app:build``.
 
-    Raises ConfigError if ``args`` is refused.
+    Raises:
+        ConfigError: ``args`` is refused.
     """
     config = args if isinstance(args, ServiceConfig) else ServiceConfig.parse(args)
     actor: dict[str, Any] = {"num_cpus": 0}
@@ -59,12 +59,8 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
     drafts = None if config.draft_config is None else build_draft_deployment(config, bind_kwargs={"monitor": bound})
     names = (config.target_config.model_loading_config, config.draft_config and draft_name(config.draft_config))
     needs = (*names, config.target_config.engine_kwargs, config.router_config, config.server)
-    router = _deployment(Router, config, config.router_config.deployment_options(), "Router", needs)
+    router = _deployment(Ingress, config, config.router_config.deployment_options(), "Router", needs)
     return cast(Application, router.bind(config, targets, drafts, bound))
-
-
-build_spec_decode_app = build
-"""The same, by the naming of ``ray.serve.llm``."""
 
 
 def build_target_deployment(
@@ -75,7 +71,11 @@ def build_target_deployment(
     override_serve_options: Mapping[str, Any] | None = None,
     deployment_cls: type = Target,
 ) -> Application:
-    """The pool of targets. ``bind_kwargs``: more arguments of its class; ``override_serve_options``: of Serve's."""
+    """Builds the pool of targets.
+
+    ``bind_kwargs``: more arguments of its class. ``override_serve_options``: options of Serve that replace the
+    configured ones.
+    """
     options = config.target_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
     needs = (config.target_config,)
     model_id = config.target_config.model_loading_config.model_id
@@ -96,7 +96,11 @@ def build_draft_deployment(
     override_serve_options: Mapping[str, Any] | None = None,
     deployment_cls: type = Draft,
 ) -> Application:
-    """The pool of drafts; see ``build_target_deployment``. Raises ConfigError if none is configured."""
+    """Builds the pool of drafts, with the arguments of ``build_target_deployment``.
+
+    Raises:
+        ConfigError: no draft is configured.
+    """
     if config.draft_config is None:
         raise ConfigError("draft_config is null: there is no draft to deploy")
     options = config.draft_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
@@ -118,13 +122,15 @@ _POOL_OPTIONS = {"request_router_config": {"request_router_class": "paceline.clu
 
 
 def deployment_name(model_id: str) -> str:
-    """A model's name as a part of a deployment's."""
+    """Returns a model's name in the form that a deployment's name may contain."""
     return model_id.replace("/", "--").replace(".", "_")
 
 
 def _deployment(cls: type, config: ServiceConfig, options: Mapping[str, Any], name: str, needs: Sequence[Any]) -> Any:
-    """A deployment whose replicas are replaced when what it ``needs`` of the configuration has changed, and only then:
-    a new draft leaves the targets as they are. What Serve can change in place it does."""
+    """Makes a deployment whose replicas are replaced only when what it ``needs`` of the configuration has changed.
+
+    A new draft leaves the targets as they are, and Serve changes in place what it can.
+    """
     defaults = {
         "max_ongoing_requests": 4096,
         "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
@@ -134,6 +140,6 @@ def _deployment(cls: type, config: ServiceConfig, options: Mapping[str, Any], na
     content = json.dumps([__version__, config.log.model_dump(), parts], sort_keys=True, default=str)
     version = hashlib.sha256(content.encode()).hexdigest()[:12]
     with warnings.catch_warnings():
-        # Of metrics_interval_s: the environment variables that shall replace it are read nowhere in Ray 2.60.
+        # About metrics_interval_s: nothing in Ray 2.60 reads the environment variables that should replace it.
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
         return serve.deployment(name=name, **(defaults | dict(options)))(cls).options(version=version, _internal=True)

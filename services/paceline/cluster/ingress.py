@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import ray
-from prometheus_client import generate_latest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -35,7 +34,7 @@ _HEALTH_SERVICES = ("", "paceline.v1.GenerationService")
 _HEALTH_PERIOD_S = 0.5
 
 
-class Router:
+class Ingress:
     """The ingress: the public gRPC methods, health, and the metrics page. Serve calls a method by its RPC's name."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -59,7 +58,7 @@ class Router:
         self._pools = [ServePool("target", targets)]
         if drafts is not None:
             self._pools.append(ServePool("draft", drafts))
-        self._registry = registry = Registry(self._replica_id, mirror=True)
+        registry = Registry(self._replica_id, mirror=True)
         model_id = self.config.target_config.model_loading_config.model_id
         self._reporter = Reporter(self._replica_id, "router", registry)
         self._router = core.Router(
@@ -111,10 +110,6 @@ class Router:
     async def num_requests(self) -> int:
         """Requests that run or wait here."""
         return self._router.num_running + self._router.num_queued
-
-    async def own_metrics(self) -> str:
-        """The metrics of this router alone, in Prometheus' text format."""
-        return generate_latest(self._registry.collectors).decode()
 
     async def cancel_here(self, request_id: str) -> bool:
         """Cancels a request if it is with this router."""

@@ -1,6 +1,6 @@
-"""What Serve runs beside the routers: the monitor, and one deployment class for each kind of engine.
+"""Deployment classes of Serve other than the ingress: the monitor, and one for each kind of engine.
 
-Plain classes: ``app.py`` makes deployments of them.
+They are plain classes; ``app.py`` makes deployments of them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from paceline.fleet.report import Report, Reporter
 from paceline.metrics.registry import Registry
 from paceline.metrics.replica import ReplicaMetrics
 from paceline.runtime.cores import CoreClaim
-from paceline.runtime.host import EngineServer
+from paceline.runtime.server import engine_server
 from paceline.types import ServerInfo, Startup
 
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 5.0
-"""Longest wait for an answer of another replica that no stream of a client depends on."""
+"""Longest wait for another replica's answer that no client's stream depends on."""
 
 _REPORT_S = 1.0
 _LEASE_BEAT_S = 15.0
@@ -49,7 +49,7 @@ _TOKEN_KEY, _NAMESPACE = "internal-token", "paceline"
 
 
 class MonitorReplica:
-    """The fleet's numbers in one place, what its replicas do while they start, and how many there shall be."""
+    """The monitor of the fleet: metrics, starting replicas, and the wanted sizes of the pools."""
 
     def __init__(self) -> None:
         self._monitor = Monitor()
@@ -57,7 +57,7 @@ class MonitorReplica:
         self._ticker: Pusher | None = None
 
     async def reconfigure(self, settings: Mapping[str, Any]) -> None:
-        """Takes what ``ServiceConfig.scaling`` says, now and whenever it has changed. Called by Serve."""
+        """Takes the value of ``ServiceConfig.scaling``, now and whenever it has changed. Called by Serve."""
         logs.configure_replica(LogConfig.model_validate(settings["log"]), replica_id())
         self._monitor.autoscaler.configure(settings)
         if self._ticker is None:
@@ -67,37 +67,37 @@ class MonitorReplica:
         self._monitor.tick()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What ``scaling.follow.post`` takes: the sizes that are decided. Called by Serve."""
+        """Returns the decided sizes, for ``fleet.follow.post``. Called by Serve."""
         at, wanted = self._monitor.autoscaler.wanted()
         return {WANTED_AT: at} | {WANTED + pool: float(size) for pool, size in wanted.items() if size is not None}
 
     async def push(self, report: Report) -> tuple[str, ...]:
-        """Takes a report; whoever sends one has started. Returns the pools whose sizes are decided here."""
+        """Takes a report, whose sender has started by now. Returns the pools whose sizes are decided here."""
         self._starting.pop(report.source_id, None)
         self._monitor.push(report)
         return tuple(self._monitor.autoscaler.wanted()[1])
 
     async def note_startup(self, startup: Startup) -> None:
-        """Takes what a replica does on its way up."""
+        """Takes a note about what a starting replica does."""
         self._starting[startup.replica_id] = (startup, time.monotonic())
 
     async def starting(self) -> list[Startup]:
-        """Replicas on their way up that were heard of just now."""
+        """Returns the replicas that are starting: those with a note within the last 3 s."""
         oldest = time.monotonic() - 3 * _REPORT_S
         self._starting = {rid: entry for rid, entry in self._starting.items() if entry[1] >= oldest}
         return [startup for startup, _ in self._starting.values()]
 
     async def exposition(self) -> str:
-        """All metrics in Prometheus' text format."""
+        """Returns the metrics page in Prometheus' text format."""
         return self._monitor.exposition()
 
     async def server_info(self) -> ServerInfo:
-        """The fleet at a glance; uptime and events since the monitor began."""
+        """Returns an overview of the fleet; uptime and events count since the monitor began."""
         return self._monitor.server_info(await self.starting())
 
 
 class _Notes(logging.Handler):
-    """Remembers the last line that Paceline logged: what a long start-up is busy with."""
+    """Remembers the last line that Paceline logged, which tells what a long start is busy with."""
 
     def __init__(self, text: str) -> None:
         super().__init__(logging.INFO)
@@ -108,10 +108,11 @@ class _Notes(logging.Handler):
 
 
 class Pusher:
-    """Does something once a second, such as a report to the monitor; one that is away is no reason to stop."""
+    """Calls ``send`` once a second, such as a report to the monitor, and goes on if it fails."""
 
     def __init__(self, send: Callable[[], Awaitable[Any]]) -> None:
         self._send = send
+        self._failing = False
         self._task = asyncio.create_task(self._run(), name="paceline-reports")
 
     async def _run(self) -> None:
@@ -120,17 +121,20 @@ class Pusher:
             try:
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
                     await self._send()
+                self._failing = False
             except Exception as error:
-                log.debug("%s failed: %s", self._send, error)
+                log.log(logging.DEBUG if self._failing else logging.WARNING, "%s failed: %r", self._send, error)
+                self._failing = True  # the first failure in a row is reported: the monitor may be away for long
             await asyncio.sleep(max(0.0, started + _REPORT_S - time.monotonic()))
 
     async def stop(self) -> None:
+        """Ends the calls. Idempotent."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-class _EngineReplica:
-    """One engine, its internal gRPC port, and its place in Serve."""
+class EngineDeployment:
+    """One engine, its internal gRPC port, and its leases in Serve."""
 
     kind = ""
 
@@ -170,7 +174,8 @@ class _EngineReplica:
         try:
             if tokenizers is not None:
                 require_same_tokens(*map(load_tokenizer, tokenizers))
-            self._server = self._make_server(
+            self._server = engine_server(
+                setup,
                 replica_id=self._replica_id,
                 bind=self._node,
                 node=self._node,
@@ -188,9 +193,6 @@ class _EngineReplica:
         if monitor is not None:
             self._pusher = Pusher(self._report)
         log.info("%s %s is ready after %.1f s", self.kind, self._replica_id, time.monotonic() - started)
-
-    def _make_server(self, **options: Any) -> EngineServer:
-        raise NotImplementedError
 
     def _runs_on_cpu(self) -> bool:
         return not ray.get_runtime_context().get_accelerator_ids().get("GPU")
@@ -210,7 +212,7 @@ class _EngineReplica:
     # -- called by Serve --
 
     async def lease(self, session_id: str) -> AsyncIterator[None]:
-        """A session's place here: open until whoever asked for it cancels, or dies."""
+        """Holds a session's place here until the router that asked for it cancels, or dies."""
         self._num_leases += 1
         try:
             while True:
@@ -220,20 +222,16 @@ class _EngineReplica:
             self._num_leases -= 1
 
     async def num_leases(self) -> int:
-        """Leases that are open here."""
+        """Returns the number of leases that are open here."""
         return self._num_leases
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Where routers find it. Read once."""
+        """Returns where routers find this replica. Serve reads it once."""
         incarnation = self._host.status().incarnation
         return {"address": self._server.address, "incarnation": incarnation, "node": self._node}
 
-    def record_routing_stats(self) -> dict[str, Any]:
-        """For request routers that ask."""
-        return {"sessions": self._host.status().num_sessions}
-
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For autoscaling policies other than ours (``scaling``)."""
+        """Returns statistics for autoscaling policies other than Paceline's (``fleet``)."""
         status = self._host.status()
         return {"sessions": float(status.num_sessions), "waiting": float(status.num_waiting)}
 
@@ -255,53 +253,43 @@ class _EngineReplica:
         return self.stop() if not getattr(self, "_stopped", True) and loop_runs() else None
 
 
-class Target(_EngineReplica):
+class Target(EngineDeployment):
     """A target replica."""
 
     kind = "target"
 
     _setup: TargetSetup
 
-    def _make_server(self, **options: Any) -> EngineServer:
-        from paceline.runtime.target_server import target_server
-
-        return target_server(self._setup, **options)
-
     async def dtype(self) -> str:
-        """Of the weights: float32 or bfloat16."""
+        """Returns the dtype of the weights: float32 or bfloat16."""
         from paceline.preflight.device import dtype_name  # loads torch
 
         return dtype_name(self._setup.options)
 
 
-class Draft(_EngineReplica):
+class Draft(EngineDeployment):
     """A draft replica."""
 
     kind = "draft"
 
     _setup: DraftSetup
 
-    def _make_server(self, **options: Any) -> EngineServer:
-        from paceline.runtime.draft_server import draft_server
-
-        return draft_server(self._setup, **options)
-
     def _runs_on_cpu(self) -> bool:
         return self._setup.source is not None and super()._runs_on_cpu()
 
 
 def draft_name(config: ModelDraftConfig | NgramDraftConfig) -> str:
-    """What drafts: a model's name, or ``ngram``."""
+    """Returns the name of the drafter: a model's name, or ``ngram``."""
     return config.model_loading_config.model_id if isinstance(config, ModelDraftConfig) else config.kind
 
 
 def replica_id() -> str:
-    """Of this Serve replica, as request routers know it."""
+    """Returns the id of this Serve replica, as request routers know it."""
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
 def internal_token() -> str:
-    """The secret that the internal streams of this cluster carry: drawn once, kept by Ray's control store.
+    """Returns the secret that the internal streams of this cluster carry: drawn once, kept by Ray's control store.
 
     It outlives deployments, so that old and new replicas talk to each other during a rolling update.
     """
@@ -310,6 +298,7 @@ def internal_token() -> str:
 
 
 def loop_runs() -> bool:
+    """Whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -6,9 +6,11 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.config import DraftSetup, ModelOptions, TargetSetup, cache_dir
 from paceline.errors import EngineError, PacelineError
+from paceline.messages import FromDraft, FromTarget
 from paceline.runtime.workers import Emit, Engine, settle
 from paceline.types import Rendezvous
 
@@ -28,8 +30,10 @@ class EngineSpec:
         """``target`` or ``draft``."""
         return "target" if isinstance(self.setup, TargetSetup) else "draft"
 
-    def build(self, emit: Emit) -> Engine:
+    def build(self, emit: Emit[Any]) -> Engine[Any]:
         """Builds the engine, or the follower that another rank of it is. Imports torch.
+
+        The messages that it takes and sends depend on the kind of the setup.
 
         Raises:
             ConfigError: the model cannot be loaded or run, or the settings do not fit it.
@@ -39,14 +43,14 @@ class EngineSpec:
         with self._reported():
             return self._target(emit, setup) if isinstance(setup, TargetSetup) else self._draft(emit, setup)
 
-    def _target(self, emit: Emit, setup: TargetSetup) -> Engine:
+    def _target(self, emit: Emit[FromTarget], setup: TargetSetup) -> Engine[Any]:
         from paceline.target.build import build_target_engine, build_target_follower
 
         if self.rendezvous is not None and self.rendezvous.rank > 0:
             return build_target_follower(setup, self.rendezvous)
         return build_target_engine(setup, emit, self.rendezvous)
 
-    def _draft(self, emit: Emit, setup: DraftSetup) -> Engine:
+    def _draft(self, emit: Emit[FromDraft], setup: DraftSetup) -> Engine[Any]:
         from paceline.draft.build import build_draft_engine, build_draft_follower
 
         if self.rendezvous is not None and self.rendezvous.rank > 0:

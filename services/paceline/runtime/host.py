@@ -19,8 +19,6 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from grpc import aio
-
 from paceline.errors import EngineError
 from paceline.messages import (
     CloseSession,
@@ -33,7 +31,6 @@ from paceline.messages import (
     ToDraft,
     ToTarget,
 )
-from paceline.rpc.transport import start_server
 from paceline.runtime.ranks import MakeFollower, ranked_worker
 from paceline.runtime.workers import Emit, Engine, EngineFactory, ThreadWorker
 from paceline.types import ReplicaStatus
@@ -328,34 +325,3 @@ class EngineHost(Generic[Out]):
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
             self._fail(f"{task.get_name()} failed: {type(error).__name__}: {error}")
-
-
-class EngineServer:
-    """An EngineHost and the internal port that routers reach it by."""
-
-    def __init__(
-        self,
-        host: EngineHost[Any],
-        add: Callable[[EngineHost[Any], aio.Server], None],
-        *,
-        bind: str = "127.0.0.1",
-        token: str = "",
-    ) -> None:
-        """``add`` registers the servicer. ``bind``: the address to listen on, that of the node in a cluster."""
-        self.host = host
-        self.address = ""
-        """``host:port``, once started."""
-        self._add, self._bind, self._token = add, bind, token
-        self._server: aio.Server | None = None
-
-    async def start(self) -> None:
-        """Builds the engine, then listens on a port that the system chooses. Raises what the factory raises."""
-        await self.host.start()
-        self._server, port = await start_server(lambda server: self._add(self.host, server), self._bind, 0, self._token)
-        self.address = f"{self._bind}:{port}"
-
-    async def stop(self) -> None:
-        """Ends streams, server and engine. Idempotent."""
-        if self._server is not None:
-            await self._server.stop(0)
-        await self.host.stop()

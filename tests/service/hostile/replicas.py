@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from tests.service.support import _Slowed, until
 
 from paceline.router.pool import Member
-from paceline.runtime.draft_server import draft_server
-from paceline.runtime.host import EngineHost, EngineServer
-from paceline.runtime.target_server import target_server
+from paceline.runtime.host import EngineHost
+from paceline.runtime.server import EngineServer, engine_server
 from paceline.types import SamplingParams
 
 STEP_S = 0.01
@@ -39,7 +38,8 @@ class Served:
 
 
 async def served(config, kind, pause_s=STEP_S, **options) -> Served:
-    server = (target_server if kind == "target" else draft_server)(config, replica_id=kind, **options)
+    setup = config.target_setup() if kind == "target" else config.draft_setup()
+    server = engine_server(setup, replica_id=kind, **options)
     build = server.host._factory
     server.host._factory = lambda emit: _Slowed(build(emit), pause_s)
     await server.start()

@@ -1,0 +1,137 @@
+"""The internal gRPC port of a replica: TargetService or DraftService over one EngineHost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import grpc
+from grpc import aio
+
+from paceline.config import DraftSetup, TargetSetup
+from paceline.errors import EngineError
+from paceline.rpc import streams
+from paceline.rpc.transport import start_server
+from paceline.runtime.build import EngineSpec
+from paceline.runtime.host import Decode, Describe, Encode, EngineHost
+from paceline.runtime.ranks import MakeFollower, process_ranks
+from paceline.target.control.report import ControlReport
+from paceline.types import Rendezvous
+from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
+
+if TYPE_CHECKING:
+    from paceline.draft.engine import DraftEngine
+    from paceline.target.engine import TargetEngine
+
+
+class _Protocol(NamedTuple):
+    """How the messages of one kind of engine travel. The batches are protobuf messages, which only ``rpc`` reads."""
+
+    decode: Decode[Any]
+    encode: Encode[Any, Any]
+    add: Callable[[Any, aio.Server], None]
+    """Registers the servicer."""
+
+
+_PROTOCOLS = {
+    "target": _Protocol(
+        streams.decode_to_target, streams.encode_from_target, target_pb2_grpc.add_TargetServiceServicer_to_server
+    ),
+    "draft": _Protocol(
+        streams.decode_to_draft, streams.encode_from_draft, draft_pb2_grpc.add_DraftServiceServicer_to_server
+    ),
+}
+
+
+class _RoundsService:
+    """Implements TargetService and DraftService: one long-lived stream per router, all its sessions on it."""
+
+    def __init__(self, host: EngineHost[Any], protocol: _Protocol) -> None:
+        self._host, self._protocol = host, protocol
+
+    async def Rounds(self, request_iterator: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> None:
+        """See protos/paceline/v1/target.proto and draft.proto."""
+        try:
+            await self._host.serve(request_iterator, context.write, self._protocol.decode, self._protocol.encode)
+        except EngineError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+
+class EngineServer:
+    """An EngineHost and the internal port that routers reach it by."""
+
+    def __init__(self, host: EngineHost[Any], *, bind: str = "127.0.0.1", token: str = "") -> None:
+        """``bind``: the address to listen on, that of the node in a cluster. ``token``: see ``start_server``."""
+        self.host = host
+        self.address = ""
+        """``host:port``, once started."""
+        self._bind, self._token = bind, token
+        self._server: aio.Server | None = None
+
+    async def start(self) -> None:
+        """Builds the engine, then listens on a port that the system chooses. Raises what the factory raises."""
+        await self.host.start()
+        protocol = _PROTOCOLS[self.host.kind]
+        add = functools.partial(protocol.add, _RoundsService(self.host, protocol))
+        self._server, port = await start_server(add, self._bind, 0, self._token)
+        self.address = f"{self._bind}:{port}"
+
+    async def stop(self) -> None:
+        """Ends streams, server and engine. Idempotent."""
+        if self._server is not None:
+            await self._server.stop(0)
+        await self.host.stop()
+
+
+def engine_server(
+    setup: TargetSetup | DraftSetup,
+    *,
+    replica_id: str,
+    bind: str = "127.0.0.1",
+    token: str = "",
+    model: str = "",
+    node: str = "",
+    core: int | None = None,
+    ranks: tuple[Rendezvous | None, Sequence[MakeFollower]] | None = None,
+) -> EngineServer:
+    """Makes a target or draft replica, not started yet. ``core``: the one to pin the engine's thread to.
+
+    ``ranks``: where they meet, and makers of all but the first. None: processes of this host, if there are several.
+    """
+    rendezvous, followers = ranks or process_ranks(setup)
+    spec = EngineSpec(setup, rendezvous)
+    host: EngineHost[Any] = EngineHost(
+        spec.kind,
+        spec.build,
+        describer(spec.kind),
+        replica_id=replica_id,
+        max_sessions=setup.options.max_sessions if isinstance(setup, TargetSetup) else setup.num_sessions,
+        model=model,
+        node=node,
+        core=core,
+        followers=followers,
+    )
+    return EngineServer(host, bind=bind, token=token)
+
+
+def describer(kind: str) -> Describe:
+    """Makes the function that describes the engine of a target or draft in its replica's status."""
+    return functools.partial(_describe_target, report=ControlReport()) if kind == "target" else _describe_draft
+
+
+def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str, Any]:
+    cache = engine.runner.cache
+    return {
+        "num_sessions": engine.num_sessions,
+        "num_waiting": engine.num_waiting,
+        "kv_pages_used": cache.num_pages - cache.num_available,
+        "kv_pages": cache.num_pages,
+        "counters": {**dataclasses.asdict(engine.stats), "trials": engine.gate.trials.num_trials},
+        **report(engine),
+    }
+
+
+def _describe_draft(engine: DraftEngine) -> Mapping[str, Any]:
+    return {"num_sessions": engine.num_sessions, "counters": dataclasses.asdict(engine.stats)}
