@@ -69,6 +69,7 @@ class Stream(Generic[Out]):
         self._status_due = True
         self._wake = asyncio.Event()
         self._wake.set()
+        self._ended = False
         self.failed: str | None = None
 
     def push(self, message: Out | Echo) -> None:
@@ -86,12 +87,23 @@ class Stream(Generic[Out]):
         self.failed = reason
         self._wake.set()
 
-    async def take(self) -> tuple[list[Out | Echo], bool]:
-        """Waits for messages or for a status to be due, and returns both. Raises EngineError once the engine failed."""
+    def end(self) -> None:
+        """Makes the writer return: the router has ended the stream."""
+        self._ended = True
+        self._wake.set()
+
+    async def take(self) -> tuple[list[Out | Echo], bool] | None:
+        """Waits for messages or for a status to be due, and returns both; None once the stream has ended.
+
+        Raises:
+            EngineError: the engine has failed.
+        """
         await self._wake.wait()
         self._wake.clear()
         if self.failed is not None:
             raise EngineError(self.failed)
+        if self._ended:
+            return None
         batch, self._outbox = self._outbox, []
         due, self._status_due = self._status_due, False
         return batch, due
@@ -120,6 +132,10 @@ class _Watched:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _log_end(error: Exception) -> None:
+    log.warning("the stream of a router ended: %s: %s", type(error).__name__, error)
 
 
 class EngineHost(Generic[Out]):
@@ -218,17 +234,20 @@ class EngineHost(Generic[Out]):
         self._streams.add(stream)
         try:
             async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(self._write(stream, write, encode))
-                await self._read(stream, requests, decode)  # returns when the router ends the stream
-                writer.cancel()
+                tasks.create_task(self._write(stream, write, encode))
+                try:
+                    await self._read(stream, requests, decode)  # returns when the router ends the stream
+                except Exception as error:
+                    _log_end(error)
+                self._forget(stream)
+                stream.end()  # gRPC cannot end a call while a write to it is in progress: the writer finishes that
         except ExceptionGroup as group:
-            for error in group.exceptions:
-                if isinstance(error, EngineError):
-                    raise error from None
-                log.warning("the stream of a router ended: %s: %s", type(error).__name__, error)
+            for one in group.exceptions:
+                if isinstance(one, EngineError):
+                    raise one from None
+                _log_end(one)
         finally:
-            self._streams.discard(stream)
-            self._close_sessions(stream)
+            self._forget(stream)
 
     async def _read(self, stream: Stream[Out], requests: AsyncIterable[Batch], decode: Decode[Batch]) -> None:
         async for batch in requests:
@@ -246,8 +265,8 @@ class EngineHost(Generic[Out]):
     async def _write(
         self, stream: Stream[Out], write: Callable[[Reply], Awaitable[None]], encode: Encode[Out, Reply]
     ) -> None:
-        while True:
-            messages, status_due = await stream.take()
+        while (batch := await stream.take()) is not None:
+            messages, status_due = batch
             async with asyncio.timeout(_WRITE_TIMEOUT_S):
                 await write(encode(messages, self.status() if status_due else None))
 
@@ -265,7 +284,9 @@ class EngineHost(Generic[Out]):
             del self._owners[message.session_id]
         return True
 
-    def _close_sessions(self, stream: Stream[Out]) -> None:
+    def _forget(self, stream: Stream[Out]) -> None:
+        """Closes the sessions of a stream. Idempotent."""
+        self._streams.discard(stream)
         ended = [(sid, epoch) for sid, (owner, epoch) in self._owners.items() if owner is stream]
         for session_id, _ in ended:
             del self._owners[session_id]
