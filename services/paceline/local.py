@@ -23,7 +23,7 @@ from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, require_same_tokens
 from paceline.config import DraftModel, LocalConfig
 from paceline.errors import EngineError, PacelineError
-from paceline.messages import FromDraft, FromTarget, ToDraft
+from paceline.messages import FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.runtime.ranks import local_worker
@@ -43,8 +43,8 @@ class LocalPipeline:
         self,
         config: LocalConfig,
         *,
-        target_factory: EngineFactory[Any, Any] | None = None,
-        draft_factory: EngineFactory[Any, Any] | None = None,
+        target_factory: EngineFactory[FromTarget, ToTarget] | None = None,
+        draft_factory: EngineFactory[FromDraft, ToDraft] | None = None,
         tokenizer: Tokenizer | None = None,
         checkpoint: Checkpoint | None = None,
         clock: Callable[[], float] = time.perf_counter,

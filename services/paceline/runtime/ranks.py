@@ -171,7 +171,7 @@ def local_worker(
     elif rendezvous is not None:
         factory = replace(factory, rendezvous=rendezvous)
     core = cores[is_draft] if len(cores) >= 2 else None
-    make: type[ProcessWorker[Any, Any] | ThreadWorker[Any, Any]] = ProcessWorker if config.worker == "process" else ThreadWorker
+    make: Callable[..., Worker[Any]] = ProcessWorker if config.worker == "process" else ThreadWorker
     return ranked_worker(lambda died: make(kind, factory, on_messages, died, core), followers, on_death)
 
 
