@@ -46,6 +46,7 @@ MANY_CASES = {
     "client/test_failures.py::test_every_error_arrives_as_itself": "every error through either client, early and late",
     "client/test_requests.py::test_what_cannot_be_sent_is_refused_here": _TABLE,
     "config/test_tree.py::test_a_value_that_is_not_allowed_is_named_with_its_key": _TABLE,
+    "core/test_verification.py::test_a_proposal_is_cut_before_a_q_that_cannot_be_trusted": "every way to be untrue",
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
     "lossless/test_engines.py::test_alone_everywhere": _PRODUCT,
     "model/attention/test_native.py::test_it_is_attention": _PRODUCT,
