@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.embedded import TARGET_DIR
-from paceline.model import runner as runner_module
+from paceline.model import step_plan
 from paceline.model.loading import load_pretrained, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
@@ -29,7 +29,7 @@ from paceline_bench.prompts import held_out_texts
 
 CHUNKS = (2, 3, 5, 6, 9, 13, 17)
 RULES: dict[str, dict[str, Callable[[int], int]]] = {
-    "all rules": {"padded_tokens": runner_module.padded_tokens},
+    "all rules": {"padded_tokens": step_plan.padded_tokens},
     "any number of tokens": {"padded_tokens": lambda n: n},
     "any query row length": {"padded_row_len": lambda n: n},
     "any multiple of 64 keys": {"padded_pages": lambda n: n},
@@ -67,7 +67,7 @@ def main() -> None:
     print(f"{args.dtype}, {'eager' if args.no_compile else 'compiled'}, {len(tokens)} positions, chunks {CHUNKS}")
     print(f"{'shapes':26} {'rows that differ':>18} {'argmax flips':>14} {'largest difference':>20}")
     for name, patch in RULES.items():
-        with mock.patch.multiple(runner_module, **patch):
+        with mock.patch.multiple(step_plan, **patch):
             reference = logits_of(runner, tokens, pages, 1)
             different = flips = 0
             largest = 0.0
@@ -87,7 +87,7 @@ def main() -> None:
         times: dict[str, list[float]] = {"all rules": [], "no rule": []}
         for _ in range(200):
             for name, measured in times.items():
-                with mock.patch.multiple(runner_module, **RULES[name]):
+                with mock.patch.multiple(step_plan, **RULES[name]):
                     started = time.perf_counter()
                     runner.forward(step)
                     measured.append(time.perf_counter() - started)
