@@ -177,8 +177,8 @@ _MEASURE = (
 import torch
 from paceline.runtime.build import EngineSpec
 from paceline.preflight.host_memory import draft_session_pages, session_pages
-from paceline.core.processors import process
-from paceline.core.sampling import Row, SamplerState, draft_candidates, sample_coupled
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates, process, sample_coupled
 from paceline.model.step_plan import SequenceStep
 from paceline.types import SamplingParams
 
