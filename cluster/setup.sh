@@ -35,6 +35,7 @@ for model in "$@"; do
     '') venv/bin/hf download --quiet "$model" ;;
     s3://*) aws s3 sync --only-show-errors --exclude 'blobs/*' "$PACELINE_MODELS/$folder" "$HF_HOME/$folder" ;;
     gs://*) gcloud storage rsync --recursive --exclude '^blobs/' "$PACELINE_MODELS/$folder" "$HF_HOME/$folder" ;;
-    *) rsync --archive --copy-links --exclude blobs "$PACELINE_MODELS/$folder/" "$HF_HOME/$folder/" ;;
+    *) find "$PACELINE_MODELS/$folder" -mindepth 1 -maxdepth 1 ! -name blobs \
+         -exec cp --recursive --dereference --update --preserve=timestamps -t "$HF_HOME/$folder" {} + ;;
   esac
 done
