@@ -155,7 +155,7 @@ class SpeculationParams(_Params):
     """Speculation of one session."""
 
     mode: Mode = Mode.OVERLAPPED
-    """How the draft is used: not at all, in turn with the target, or while the target verifies."""
+    """Use of the draft: not at all, in turn with the target, or while the target verifies."""
     acceptance: Acceptance = Acceptance.COUPLED
     """The rule by which the target accepts draft tokens."""
     max_draft_tokens: int = Field(default=8, ge=0, le=MAX_DRAFT_TOKENS)

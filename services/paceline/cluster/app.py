@@ -33,7 +33,7 @@ GRPC_SERVICES = [
     "paceline.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 ]
-"""What Serve's ``grpc_options.grpc_servicer_functions`` has to name."""
+"""Values of Serve's ``grpc_options.grpc_servicer_functions``."""
 
 _CONSTRUCTOR_TRIES = 3
 

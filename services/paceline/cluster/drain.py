@@ -1,6 +1,6 @@
 """Takes this Ray node out of the cluster without a client noticing: what a pod runs before it is stopped.
 
-    python -m paceline.drain --timeout-s 1860
+    python -m paceline.cluster.drain --timeout-s 1860
 
     node drains ──▶ Serve starts successors elsewhere ──▶ sessions move or end ──▶ the proxy is idle ──▶ Ray leaves
 
@@ -32,7 +32,7 @@ class Cluster(Protocol):
         """Every node that ever joined, by id."""
 
     def drain_node(self, node_id: str, reason: int, message: str, deadline_ms: int) -> tuple[bool, str]:
-        """Whether the node drains from now on, and why not."""
+        """Asks Ray to drain the node: (whether it drains from now on, the reason if it does not)."""
 
 
 def drain(
@@ -86,8 +86,8 @@ def _ask(cluster: Cluster, node_id: str, until_s: float) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.drain", description=__doc__.splitlines()[0])
+    """Runs the command that the module's docstring describes."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.cluster.drain", description=__doc__.splitlines()[0])
     parser.add_argument("--timeout-s", type=float, default=600.0, help="longest wait (default 600)")
     parser.add_argument("--address", default="auto", help="of Ray's control store (default: RAY_ADDRESS, or found)")
     args = parser.parse_args(arguments)

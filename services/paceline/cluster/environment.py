@@ -15,7 +15,7 @@ _DRAIN_S = 2.0
 
 
 def serve_environment(folder: Path) -> dict[str, str]:
-    """What every process of the cluster has to be started with, this one included, before it imports Serve.
+    """Environment variables that every process of the cluster needs, this one included, before it imports Serve.
 
     ``folder`` takes what HAProxy keeps on disk. Only set what the user has not set.
     """

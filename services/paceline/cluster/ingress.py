@@ -82,7 +82,7 @@ class Ingress:
     # -- the public service --
 
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
-        """See protos/paceline/v1/generation.proto."""
+        """Streams the chunks of one request, then its result (generation.proto)."""
         try:
             async with contextlib.aclosing(self._service.generate(request)) as responses:
                 async for response in responses:
@@ -91,7 +91,7 @@ class Ingress:
             _set_status(grpc_context, error)
 
     async def Cancel(self, request: Any, grpc_context: Any) -> Any:
-        """See protos/paceline/v1/generation.proto. The request may be with another router: all are asked."""
+        """Cancels a request by its id (generation.proto). It may be with another router: all are asked."""
         cancelled = self._service.cancel(request.request_id)
         if not cancelled and request.request_id:
             cancelled = any(await self._ask_peers("cancel_here", request.request_id))
@@ -100,11 +100,11 @@ class Ingress:
         return CancelResponse(cancelled=cancelled)
 
     async def is_ready(self) -> bool:
-        """Whether a request would be served now."""
+        """True if a request would be served now."""
         return self._router.ready
 
     async def statuses(self) -> Mapping[str, list[ReplicaStatus]]:
-        """What the replicas that are up said last, by kind."""
+        """Newest status of every replica that is up, by kind."""
         return self._router.statuses()
 
     async def num_requests(self) -> int:
@@ -116,7 +116,7 @@ class Ingress:
         return self._service.cancel(request_id)
 
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
-        """See protos/paceline/v1/generation.proto."""
+        """Describes the model that is served (generation.proto)."""
         from paceline.rpc.generation import model_info_to_proto
 
         draft = self.config.draft_config
@@ -145,7 +145,7 @@ class Ingress:
         return self._dtype or self.config.target_config.engine_kwargs.dtype
 
     async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
-        """See protos/paceline/v1/generation.proto."""
+        """Describes the state of the whole service (generation.proto)."""
         from paceline.rpc.generation import server_info_to_proto
         from paceline.v1.generation_pb2 import GetServerInfoResponse
 
@@ -215,7 +215,7 @@ class Ingress:
             await pool.stop()
 
     def __del__(self) -> Any:
-        """See deployments.py."""
+        """Stops the router when Serve ends the replica: Serve calls this and awaits what it returns."""
         return self.stop() if not getattr(self, "_stopped", True) and loop_runs() else None
 
     async def _report(self) -> None:
@@ -252,7 +252,7 @@ class Ingress:
             self._demand = None
 
     async def _ask_peers(self, method: str, *args: Any) -> list[Any]:
-        """What all routers answer, this one included; those that fail are left out."""
+        """Answers of all routers, this one included; those that fail are left out."""
         if self._peers is None:
             self._peers = serve.get_deployment_handle(self._myself.deployment, self._myself.app_name)
         try:
@@ -276,7 +276,7 @@ def _set_status(grpc_context: Any, error: Exception) -> None:
 
 
 def model_facts(config: ServiceConfig) -> TargetInfo:
-    """What routers need to know of the target. Raises ConfigError."""
+    """Limits and token ids of the target that requests are checked against. Raises ConfigError."""
     loading = config.target_config.model_loading_config
     checkpoint = Checkpoint.open(loading.source)
     tokenizer = checkpoint.tokenizer if loading.tokenizer == loading.source else load_tokenizer(loading.tokenizer)

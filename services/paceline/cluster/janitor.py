@@ -30,7 +30,7 @@ def end_strays(folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """See the module's docstring."""
+    """Runs the command that the module's docstring describes."""
     orderly = bool(sys.stdin.buffer.read())
     until = time.monotonic() + (0.0 if orderly else _LONG_S)
     end_strays(folder)

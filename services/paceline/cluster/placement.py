@@ -94,7 +94,7 @@ class PoolRequestRouter(RequestRouter):  # type: ignore[misc]  # ray is not foll
 
 
 def members_of(replicas: Sequence[RunningReplica]) -> Mapping[str, Member]:
-    """By replica id. A replica that does not say where it listens takes no sessions."""
+    """Members by replica id. A replica that does not say where it listens takes no sessions."""
     members: dict[str, Member] = {}
     for replica in replicas:
         metadata = replica.replica_metadata or {}
@@ -122,15 +122,13 @@ class ServePool:
         self._members, self._unwatch = registry.watch((handle.app_name, handle.deployment_name), self._on_members)
 
     def members(self) -> Mapping[str, Member]:
-        """See Pool."""
         return self._members
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """See Pool."""
         self._watchers.append(changed)
 
     def lease(self, session_id: str, replica_id: str | None) -> Lease:
-        """See Pool. Opened in the background; one that is pinned to a replica that has gone ends quietly."""
+        """Opens a lease in the background (``Pool.lease``); one pinned to a replica that has gone ends quietly."""
         lease = _ServeLease(session_id, replica_id, self._call)
         lease.task = self._loop.create_task(
             lease.hold(lambda: replica_id is None or replica_id in self._members),
@@ -185,8 +183,11 @@ class _ServeLease:
         self._held = self._closed = False
 
     def close(self) -> None:
-        """See Lease. A call that is on its way to a replica must not be cancelled: Serve would lose track of it, and
-        the replica would hold the place for ever. So its first answer is awaited, for a while."""
+        """Ends the lease.
+
+        A call that is on its way to a replica must not be cancelled: Serve would lose track of it, and the replica
+        would hold the place indefinitely. So its first answer is awaited, for a while.
+        """
         if self._closed or self.task is None:
             return
         self._closed = True

@@ -87,7 +87,6 @@ class ActorWorker:
         self._watcher = threading.Thread(target=self._watch, name=f"paceline-{name}", daemon=True)
 
     def spawn(self) -> None:
-        """See Worker."""
         resources = dict(self._group.bundle_specs[self._bundle])
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundle)
         options = {
@@ -108,7 +107,6 @@ class ActorWorker:
             raise self._failure
 
     def start(self) -> None:
-        """See Worker."""
         self.spawn()
         self.wait_ready()
 
@@ -118,7 +116,6 @@ class ActorWorker:
 
     @property
     def alive(self) -> bool:
-        """See Worker."""
         return self._watcher.is_alive()
 
     def stop(self, timeout_s: float = 5.0) -> None:

@@ -298,7 +298,7 @@ def internal_token() -> str:
 
 
 def loop_runs() -> bool:
-    """Whether an event loop runs in this thread."""
+    """True if an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -37,7 +37,7 @@ class ServerConfig(Strict):
 
 
 class LogConfig(Strict):
-    """What is logged, and how."""
+    """Level and format of the log."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     as_json: bool = Field(default=False, alias="json")

@@ -154,4 +154,4 @@ CONTROLLER: dict[str, Metric] = {
         ("tokens_per_second", "tokens/s", "Measured last at the load of now, by whether it drafts.", "decoding"),
     )
 }
-"""What a target's controller rests on, by the name that its status gives it."""
+"""Gauges that a target's controller decides by, by the name that its status gives them."""

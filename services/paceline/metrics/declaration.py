@@ -1,4 +1,4 @@
-"""What a declaration of a metric is, and the values that a process counts under it. Every declaration is made here
+"""Declarations of metrics, and the values that a process counts under them. Every declaration is made here
 once, by name; ``catalogue.py`` and ``engines.py`` say which there are.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.StrEnum):
-    """How the values of a metric behave."""
+    """Behavior of a metric's values."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

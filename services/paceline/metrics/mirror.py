@@ -1,4 +1,4 @@
-"""The same numbers in Ray's exporter, which adds ``ray_`` to each name. The only module that imports
+"""Copies the metrics to Ray's exporter, which adds ``ray_`` to each name. The only module that imports
 ``ray.util.metrics``.
 """
 
@@ -14,7 +14,7 @@ from paceline.metrics.declaration import Kind, Metric, Samples
 
 
 def inside_ray() -> bool:
-    """Whether this process has Ray, and is part of a cluster."""
+    """True if this process has Ray and is part of a cluster."""
     try:
         import ray
     except ImportError:

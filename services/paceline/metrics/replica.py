@@ -1,4 +1,4 @@
-"""What a target or a draft counts: its newest status, brought into the registry."""
+"""Metrics of a target or draft replica: its newest status, brought into the registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.types import ReplicaStatus
 
 
 class ReplicaMetrics:
-    """What a target or draft replica counts: the counters of its engine and its gauges, as its status gives them."""
+    """Metrics of a target or draft replica: the counters of its engine and its gauges, as its status gives them."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

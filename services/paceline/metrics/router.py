@@ -1,4 +1,4 @@
-"""What a router counts: one method per event."""
+"""Metrics of a router: one method per event."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CAUSES_WITH_OUTCOME = frozenset({Cause.HIT, Cause.TOKEN, Cause.K, Cause.LATE, C
 
 
 class RouterMetrics:
-    """What a router counts: one method per event. Calls take microseconds; no call is made per token."""
+    """Metrics of a router: one method per event. Calls take microseconds; no call is made per token."""
 
     def __init__(self, registry: Registry, model_name: str) -> None:
         self._registry = registry
@@ -126,7 +126,7 @@ class RouterMetrics:
         self._registry.counter(REOPENED, reason).inc()
 
     def sessions(self, waiting: int, running: int, homeless: int) -> None:
-        """How many sessions are in each state now."""
+        """Sets the number of sessions in each state."""
         self._sessions["waiting"].set(waiting)
         self._sessions["running"].set(running)
         self._sessions["homeless"].set(homeless)
@@ -138,5 +138,5 @@ class RouterMetrics:
         self._link.observe(latency_s)
 
     def draft_replicas(self, num_up: int) -> None:
-        """How many drafts this router has a working link to."""
+        """Sets the number of drafts that this router has a working link to."""
         self._drafts_up.set(num_up)

@@ -76,7 +76,7 @@ class System:
         return replace(self, target=target, draft=draft, target_kv_s=kv_s[0], draft_kv_s=kv_s[1], sharing=1.0)
 
     def prefill_s(self, prompt_tokens: float) -> float:
-        """Of a draft."""
+        """Seconds in which a draft prefills a prompt."""
         chunks = math.ceil(prompt_tokens / self.max_step_tokens)
         return chunks * self.draft.seconds(prompt_tokens / chunks) if chunks else 0.0
 
@@ -87,7 +87,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What sessions ask for. Lengths are in tokens and means; they are gamma-distributed."""
+    """Load that sessions offer. Lengths are in tokens and means; they are gamma-distributed."""
 
     output_tokens: int
     prompt_tokens: int = 0
@@ -119,7 +119,7 @@ class Load:
 
     @property
     def context_tokens(self) -> float:
-        """Of a session, a mean."""
+        """Mean length of a session's context in tokens."""
         return self.requests.context_tokens if self.requests is not None else 0.0
 
 
@@ -221,7 +221,7 @@ class _Batch:
 
 
 def _slow_rows(system: System, load: Load, rows: float) -> float:
-    """Of a step with these rows of each session, and where there are prompts all that it may take of one."""
+    """Seconds of a step with these rows of each session; where there are prompts, with all that it may take of one."""
     rows *= load.batch
     if load.requests is None or not load.requests.prompt_tokens:
         return rows

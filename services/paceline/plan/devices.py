@@ -1,4 +1,4 @@
-"""What the same devices yield for the same sessions in other ways: the throughput that a fleet has to be held to."""
+"""Throughput of the same devices for the same sessions used in other ways: what a fleet has to be held to."""
 
 from __future__ import annotations
 

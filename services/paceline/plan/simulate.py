@@ -470,5 +470,5 @@ def simulate(
     seed: int = 0,
     link_spread: float = 0.0,
 ) -> Result:
-    """See ``Simulation``."""
+    """Simulates one load (``Simulation``) and returns its result."""
     return Simulation(system, load, mode, k, seconds=seconds, seed=seed, link_spread=link_spread).run()

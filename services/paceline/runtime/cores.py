@@ -16,7 +16,7 @@ _QUOTAS = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")  # v
 
 
 def has_cpu_quota(files: Sequence[str] = _QUOTAS) -> bool:
-    """Whether this process is in a container that gets a share of all cores: two of them would take the same core."""
+    """True if this process is in a container that gets a share of all cores: two of them would take the same core."""
     for file in files:
         with contextlib.suppress(OSError):
             return Path(file).read_text(encoding="ascii").split()[0] not in ("max", "-1")

@@ -271,7 +271,7 @@ class EngineHost(Generic[Out]):
                 await write(encode(messages, self.status() if status_due else None))
 
     def _admit(self, stream: Stream[Out], message: ToEngine) -> bool:
-        """Whether a message is for the engine: its session was opened by this stream, or is opened by the message."""
+        """True if a message is for the engine: its session was opened by this stream, or is opened by the message."""
         owner = self._owners.get(message.session_id)
         if isinstance(message, OpenSession) and (owner is None or owner[0] is stream):
             if owner is None or message.epoch > owner[1]:

@@ -84,7 +84,6 @@ class ProcessWorker(Generic[In, Out]):
         return None if self._process is None else self._process.pid
 
     def spawn(self) -> None:
-        """See Worker."""
         self._sock, child_sock = socket.socketpair()
         self._process = multiprocessing.get_context("spawn").Process(
             target=_process_main,
@@ -98,28 +97,24 @@ class ProcessWorker(Generic[In, Out]):
             self._reader.start()
 
     def wait_ready(self) -> None:
-        """See Worker."""
         self._built.wait()
         if self._failure is not None:
             log.debug("engine %s could not be built:\n%s", self.name, self._failure.trace)
             raise self._failure.to_error()
 
     def start(self) -> None:
-        """See Worker."""
         self.spawn()
         self.wait_ready()
 
     def send(self, messages: Sequence[In]) -> None:
-        """See Worker. A helper thread writes what the socket has no room for: a relay must never block."""
+        """Sends messages. A helper thread writes what the socket has no room for: a relay must never block."""
         self._send_frame(Channel.frame(messages))
 
     @property
     def alive(self) -> bool:
-        """See Worker."""
         return self._reader.is_alive()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """See Worker."""
         self._stopping = True
         if self._process is not None and self._process.pid is not None:
             self._send_frame(Channel.frame(Stop()))

@@ -58,7 +58,6 @@ class RankedWorker(Generic[In]):
         self._settled = threading.Event()
 
     def spawn(self) -> None:
-        """See Worker."""
         for worker in (*self._followers, self._leader):
             worker.spawn()
         for worker in (*self._followers, self._leader):
@@ -67,27 +66,24 @@ class RankedWorker(Generic[In]):
             ).start()
 
     def wait_ready(self) -> None:
-        """See Worker. Ends as soon as one of the ranks has failed."""
+        """Waits until every rank is ready (``Worker``). Ends as soon as one of the ranks has failed."""
         self._settled.wait()
         if self._failure is not None:
             raise self._failure
 
     def start(self) -> None:
-        """See Worker."""
         self.spawn()
         self.wait_ready()
 
     def send(self, messages: Sequence[In]) -> None:
-        """See Worker."""
         self._leader.send(messages)
 
     @property
     def alive(self) -> bool:
-        """See Worker."""
         return self._leader.alive and self._failure is None
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """See Worker. The leader leaves first, which ends the followers."""
+        """Stops all ranks (``Worker.stop``). The leader leaves first, which ends the followers."""
         self._stopping = True
         self._leader.stop(timeout_s)
         for worker in self._followers:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Protocol(NamedTuple):
-    """How the messages of one kind of engine travel. The batches are protobuf messages, which only ``rpc`` reads."""
+    """Codec and service of one kind of engine. The batches are protobuf messages, which only ``rpc`` reads."""
 
     decode: Decode[Any]
     encode: Encode[Any, Any]
@@ -52,7 +52,7 @@ class _RoundsService:
         self._host, self._protocol = host, protocol
 
     async def Rounds(self, request_iterator: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> None:
-        """See protos/paceline/v1/target.proto and draft.proto."""
+        """Serves one router's stream (target.proto and draft.proto)."""
         try:
             await self._host.serve(request_iterator, context.write, self._protocol.decode, self._protocol.encode)
         except EngineError as error:

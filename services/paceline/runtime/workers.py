@@ -83,7 +83,7 @@ class Worker(Protocol[_In]):
 
     @property
     def alive(self) -> bool:
-        """Whether the engine can still answer."""
+        """True if the engine can still answer."""
         ...
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -156,32 +156,27 @@ class ThreadWorker(Generic[In, Out]):
         self._thread = threading.Thread(target=self._main, name=f"paceline-{name}", daemon=True)
 
     def spawn(self) -> None:
-        """See Worker."""
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """See Worker."""
         self._built.wait()
         if self._error is not None:
             raise self._error
 
     def start(self) -> None:
-        """See Worker."""
         self.spawn()
         self.wait_ready()
 
     def send(self, messages: Sequence[In]) -> None:
-        """See Worker."""
         self._inbox.put(messages)
 
     @property
     def alive(self) -> bool:
-        """See Worker."""
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """See Worker. A thread cannot be killed: one that hangs is left to die with the process."""
+        """Stops the engine. A thread cannot be killed: one that hangs is left to die with the process."""
         self._inbox.put(Stop())
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
