@@ -36,7 +36,7 @@ MAY = {
     "draft": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
     "target": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
     # It takes RouterConfig, its slice of the configuration, as the engines take theirs.
-    "router": {"rpc", "checkpoint", "metrics", "messages", "config", "v1", *VALUES},
+    "router": {"logs", "rpc", "checkpoint", "metrics", "messages", "config", "v1", *VALUES},
     # What connects them.
     "rpc": {"messages", "refusals", "v1", *VALUES},
     "metrics": {"messages", *VALUES},

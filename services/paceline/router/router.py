@@ -21,6 +21,7 @@ from typing import Any
 
 from paceline.config import RouterConfig
 from paceline.errors import DeadlineExceededError, EngineError, InvalidRequestError, PacelineError
+from paceline.logs import unexpected
 from paceline.messages import CloseSession, FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import ActiveRequest, Admission, TargetInfo
@@ -438,8 +439,13 @@ class Router:
     def _digest(self) -> None:
         touched, self._touched = self._touched, {}
         for active in touched.values():
-            if not active.done:
+            if active.done:
+                continue
+            try:
                 self._apply(active, active.session.digest())
+            except Exception as error:  # the texts of the others still have to be delivered
+                unexpected(log, error)
+                self._fail(active, EngineError("the router could not process the output of this request"))
 
     def _deliver(self, active: ActiveRequest, actions: Actions) -> None:
         now = self._clock()
