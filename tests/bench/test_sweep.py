@@ -45,7 +45,7 @@ def test_baselines_that_take_one_request_at_a_time_are_left_out_of_large_loads()
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tiny_sweep_and_its_report_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     arguments = [

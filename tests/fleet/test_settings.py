@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from paceline.cli import serve
+from paceline.cli.main import build_parser
 from paceline.config import DraftPolicy, PolicyFunction, ServiceConfig, TargetPolicy
 from paceline.errors import ConfigError
 from paceline.fleet.autoscaler import Autoscaler
@@ -83,9 +82,7 @@ def test_each_pool_has_its_own_settings():
 
 
 def from_flags(*argv):
-    parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers())
-    return serve.read_config(parser.parse_args(["serve", *argv]))
+    return serve.read_config(build_parser("serve").parse_args(["serve", *argv]))
 
 
 def test_flags_give_a_number_or_bounds_and_win_over_the_file(tmp_path):

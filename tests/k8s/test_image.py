@@ -121,7 +121,7 @@ def test_the_wheel_has_models_protos_and_sources_and_runs_where_it_is_installed(
     here = next(path for path in map(str, sys.path) if path.endswith("site-packages"))
     (site / "dependencies.pth").write_text(here + "\n")
     code = (
-        "import json, paceline, paceline.drain, paceline.app; from paceline.config import ServiceConfig\n"
+        "import json, paceline, paceline.cluster.drain, paceline.app; from paceline.config import ServiceConfig\n"
         "from paceline.embedded import TARGET_DIR; import paceline.v1.generation_pb2_grpc as g\n"
         "print(json.dumps([paceline.__file__, str(TARGET_DIR), TARGET_DIR.is_dir()]))"
     )

@@ -186,7 +186,7 @@ def test_thread_limits_are_set_before_the_factory_is_loaded():
     threads, torch_loaded, pid = client.next()
     client.worker.stop()
     assert threads == "1"
-    assert not torch_loaded  # this engine needs none: importing paceline.workers must not load it
+    assert not torch_loaded  # this engine needs none: importing paceline.runtime.workers must not load it
     assert pid != os.getpid()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,6 +20,7 @@ from tests.cluster.ray.conftest import START_S
 from tests.support.rings import nightly
 
 from paceline.cli import serve
+from paceline.cli.main import build_parser
 from paceline.client import Client
 from paceline.cluster.launch import reserved_cpus
 from paceline.cluster.ports import free_ports
@@ -31,9 +31,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def parsed(*argv):
-    parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers())
-    return parser.parse_args(["serve", *argv])
+    return build_parser("serve").parse_args(["serve", *argv])
 
 
 def test_flags_win_over_the_file(tmp_path):

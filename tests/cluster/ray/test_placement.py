@@ -188,7 +188,8 @@ def test_a_core_belongs_to_one_engine_until_it_dies(tmp_path, monkeypatch):
     first.release()
     first.release()
     code = (
-        "import paceline.cores as c, pathlib, sys; c.available_cores = lambda: [3, 5]; c.has_cpu_quota = lambda: False;"
+        "import paceline.runtime.cores as c, pathlib, sys; c.available_cores = lambda: [3, 5];"
+        "c.has_cpu_quota = lambda: False;"
         "print(c.CoreClaim.take(pathlib.Path(sys.argv[1])).core)"
     )
     for _ in range(2):  # the end of the process gave it back

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.models import noisy_copy, prompt, random_model
+from tests.support.models import noisy_copy, prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.support.rings import slow
 
@@ -332,7 +332,7 @@ def test_a_model_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> No
 def test_graphs_are_refused_on_the_cpu(tmp_path) -> None:
     message = r"^cuda_graphs is true but the model runs on device 'cpu': use 'auto' or false, or device 'cuda'$"
     with pytest.raises(ConfigError, match=message):
-        load_model(Checkpoint.open(str(tmp_path)), ModelOptions(device="cpu", cuda_graphs=True))
+        load_model(Checkpoint.open(str(save_pair(tmp_path) / "target")), ModelOptions(device="cpu", cuda_graphs=True))
     cache = prepare(random_model("llama"), compile=False).runner(1).cache
     with pytest.raises(ConfigError, match=message):
         make_backend(cache, torch.float32, None, True, 8)

@@ -286,12 +286,12 @@ def test_repeated_kv_heads() -> None:
 
 
 def test_a_norm_over_a_whole_projection_is_gathered() -> None:
-    """Each rank keeps its weights, and normalises what all ranks have."""
+    """Each rank keeps its weights, and normalizes what all ranks have."""
     plan = plan_shards(small("olmo2"), 0, 2)
     assert plan.gathered[:2] == ("model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm")
     assert plan.parameters["model.layers.0.self_attn.q_norm.weight"].local_shape == (64,)
     with pytest.raises(
-        ConfigError, match=r"normalises over whole projections .* 2 KV heads cannot be repeated on 4 ranks: use 1, 2$"
+        ConfigError, match=r"normalizes over whole projections .* 2 KV heads cannot be repeated on 4 ranks: use 1, 2$"
     ):
         plan_shards(small("olmo2"), 0, 4)
 
@@ -394,7 +394,7 @@ def test_feed_forward_layers_that_no_setting_governs_stay_whole() -> None:
 
 
 def test_norms_whose_size_is_that_of_the_model() -> None:
-    """olmoe normalises whole queries and keys, by weights that do not follow the heads."""
+    """olmoe normalizes whole queries and keys, by weights that do not follow the heads."""
     plan = plan_shards(small("olmoe", num_key_value_heads=4), 0, 2)
     assert plan.gathered[:2] == ("model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm")
     assert plan.parameters["model.layers.0.self_attn.q_norm.weight"].local_shape == (64,)
