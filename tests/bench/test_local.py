@@ -184,7 +184,7 @@ def test_the_label_of_a_checkpoint() -> None:
     assert model_label("some/hub-id") == ModelLabel("some/hub-id", None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     arguments = [
@@ -253,7 +253,7 @@ def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert data["one_token_step_s"]["target"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_sessions_with_every_baseline(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     arguments = [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, in_mode, plain_reference
+from tests.support.rings import nightly, slow
 from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
@@ -100,9 +101,11 @@ def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
     assert len(others | {base}) == 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3_moe"])
+CASES = [(f, dtype) for f in FAMILIES if f != "qwen3_moe" for dtype in (torch.float32, torch.bfloat16)]
+IN_CI = [("llama", torch.float32), ("gemma2", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*slow(IN_CI), *nightly(case for case in CASES if case not in IN_CI)])
 def test_compiled_families(family: str, dtype: torch.dtype) -> None:
     """fp32: eager's tokens. bf16 (which rounds differently when fused): the same in every mode, if invariant."""
     compiled = prepare(random_model(family, dtype=dtype), compile=True)
