@@ -52,8 +52,7 @@ def check_expected(result: Result) -> None:
             assert not reason
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [3, 4])
+@pytest.mark.parametrize("degree", [*slow([3]), *nightly([4])])
 def test_other_degrees_are_planned_whole_or_refused_with_those_that_work(degree: int) -> None:
     """Without a process: the ranks hold every row of every parameter, those of repeated KV heads more than once."""
     planned, refused = 0, []

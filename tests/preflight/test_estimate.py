@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.support.models import letters_tokenizer, pair, random_model
+from tests.support.rings import nightly, slow
 from torch import nn
 from transformers import LlamaConfig
 
@@ -264,9 +265,14 @@ def assert_takes(estimate, role, settings):
     assert estimate.least_bytes < measured["peak"], "what is refused could not have run"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize(("dtype", "attention"), [("float32", "sdpa"), ("bfloat16", "sdpa"), ("bfloat16", "auto")])
+@pytest.mark.parametrize(
+    ("role", "dtype", "attention"),
+    [
+        *slow([("target", "float32", "sdpa"), ("draft", "bfloat16", "auto")]),
+        *nightly([("target", "bfloat16", "sdpa"), ("target", "bfloat16", "auto")]),
+        *nightly([("draft", "float32", "sdpa"), ("draft", "bfloat16", "sdpa")]),
+    ],
+)
 def test_a_process_takes_what_is_estimated(tmp_path, role, dtype, attention):
     path = save_model(tmp_path)
     model = {"path": path, "dtype": dtype, "compile": False, "device": "cpu", "attention": attention}

@@ -211,8 +211,13 @@ def test_greedy_tokens_do_not_depend_on_the_degree(degree: int, tmp_path: Path) 
             assert greedy == tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compile",
+    [
+        pytest.param(False, id="eager", marks=pytest.mark.slow),
+        pytest.param(True, id="compiled", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_rank_that_dies_while_the_engine_runs_is_told_of(compile: bool, tmp_path: Path) -> None:
     """With the same reason whether the step is compiled or not."""
     _, path = saved(FAMILIES["llama"](), tmp_path / "model")
