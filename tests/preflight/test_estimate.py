@@ -292,7 +292,7 @@ _LOAD = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("role", "folder"), [("target", TARGET_DIR), ("draft", DRAFT_DIR)])
 def test_a_process_with_a_compiled_model_takes_what_is_estimated(role, folder):
     """The embedded pair. Compiled beforehand: a process keeps what its compiler took."""
