@@ -15,6 +15,13 @@ the training stages continue from their last checkpoint:
 Training is data-parallel over `--processes` processes of one torch thread each: a multi-threaded region
 stalls whenever anything else wants one of its cores. The schedule follows the clock (`--minutes`), so the
 learning rate reaches zero at the end whatever else the machine is doing.
+
+To continue from a published pair instead of random weights, in as many sittings as there is time for:
+
+    corpus --extra DIR ...            further text, drawn for `--extra-share` of the windows
+    tokenizer --start-from DIR        the published tokenizer, not a new one
+    target --start-from DIR --schedule constant --minutes 600     stop and repeat it at will
+    target --schedule decay --minutes 60                          from the last checkpoint; keeps that one
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -50,8 +58,11 @@ HELD_OUT_FRACTION = 0.04
 SEED = 20260
 # Tests are another kind of text (assertions, tables); encodings and pydoc_data are data tables.
 EXCLUDED_FOLDERS = {"site-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+EXCLUDED_FOLDERS |= {"_vendor", "_distutils"}  # in packages: the work of others, copies of the standard library
 EXCLUDED_PREFIXES = ("config-", "lib2to3/pgen2/data")
 MIN_FILE_BYTES = 200
+# A further file is a copy if it shares this many different lines of this many characters with the held-out files.
+COPIED_LINES, COPIED_LINE_LENGTH = 10, 40
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,22 @@ class Options:
     accumulate: int
     sampled_fraction: float
     scored_fraction: float
+    extra: list[Path]
+    extra_share: float
+    start_from: Path | None
+    schedule: str
+    dtype: str
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether to multiply in bfloat16: twice as fast as float32 with avx512_bf16, ten times as slow without."""
+        if self.dtype == "auto":
+            cpu = Path("/proc/cpuinfo")
+            return cpu.exists() and "avx512_bf16" in cpu.read_text()
+        return self.dtype == "bfloat16"
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bfloat16)
 
 
 # ---------------------------------------------------------------------------------------------------- corpus
@@ -117,8 +144,28 @@ def library_files(stdlib: Path) -> list[str]:
     return names
 
 
+def long_lines(text: str) -> set[str]:
+    return {line for line in map(str.strip, text.splitlines()) if len(line) >= COPIED_LINE_LENGTH}
+
+
+def extra_files(options: Options, held_out: list[str]) -> list[str]:
+    """Absolute paths of the files under `--extra`, without those that repeat held-out text."""
+    forbidden: set[str] = set()
+    for name in held_out:
+        forbidden |= long_lines((options.stdlib / name).read_text(encoding="utf-8"))
+    found = []
+    for folder in options.extra:
+        for name in library_files(folder):
+            path = (folder / name).resolve()
+            if len(forbidden & long_lines(path.read_text(encoding="utf-8"))) >= COPIED_LINES:
+                print(f"left out, like a held-out file: {path}")
+            else:
+                found.append(str(path))
+    return found
+
+
 def corpus(options: Options) -> None:
-    """Write `corpus.json`: `train` and `held_out`, relative paths under `stdlib`."""
+    """Write `corpus.json`: `train` and `held_out`, relative paths under `stdlib`, and `extra`, absolute ones."""
     names = library_files(options.stdlib)
     order = random.Random(SEED).sample(names, len(names))
     num_held_out = round(HELD_OUT_FRACTION * len(names))
@@ -128,25 +175,25 @@ def corpus(options: Options) -> None:
         "stdlib": str(options.stdlib),
         "train": train,
         "held_out": held_out,
+        "extra": extra_files(options, held_out),
     }
     (options.work / "corpus.json").write_text(json.dumps(record, indent=1))
-    print(f"{len(train)} training files, {len(held_out)} held out")
+    print(f"{len(train)} training files, {len(held_out)} held out, {len(record['extra'])} further ones")
 
 
 def read_texts(options: Options, part: str) -> list[str]:
-    """Texts of one part of the corpus, `train` or `held_out`."""
+    """Texts of one part of the corpus: `train`, `held_out` or `extra`."""
     record = json.loads((options.work / "corpus.json").read_text())
     return [(Path(record["stdlib"]) / name).read_text(encoding="utf-8") for name in record[part]]
 
 
-def tokenizer(options: Options) -> None:
-    """Train the BPE, save it as a Hugging Face tokenizer, encode both parts to `<part>.u16`."""
+def trained_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `VOCAB` tokens for `texts`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    texts = read_texts(options, "train")
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
         special_tokens=[END_OF_TEXT],
@@ -154,19 +201,30 @@ def tokenizer(options: Options) -> None:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
-    fast.save_pretrained(options.work / "tokenizer")
-    for part in ("train", "held_out"):
+
+
+def tokenizer(options: Options) -> None:
+    """Train the BPE (or take that of `--start-from`), save it, encode all parts to `<part>.u16`."""
+    if options.start_from is None:
+        trained_tokenizer(read_texts(options, "train")).save_pretrained(options.work / "tokenizer")
+    else:
+        (options.work / "tokenizer").mkdir(exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(options.start_from / "target" / name, options.work / "tokenizer" / name)
+    bpe = PreTrainedTokenizerFast.from_pretrained(options.work / "tokenizer").backend_tokenizer
+    for part in ("train", "held_out", "extra"):
         ids: list[int] = []
         for text, encoding in zip(
             texts := read_texts(options, part), bpe.encode_batch(texts, add_special_tokens=False), strict=True
         ):
-            assert bpe.decode(encoding.ids, skip_special_tokens=False) == text
+            if part != "extra":  # a text that names the special token does not survive; the library has none
+                assert bpe.decode(encoding.ids, skip_special_tokens=False) == text
             ids.append(0)
             ids.extend(encoding.ids)
         np.array(ids, dtype=np.uint16).tofile(options.work / f"{part}.u16")
@@ -182,6 +240,31 @@ def windows(tokens: Tensor, count: int, length: int, generator: torch.Generator)
     """`count` random windows of the packed stream, [count, length + 1]."""
     starts = torch.randint(len(tokens) - length - 1, (count, 1), generator=generator)
     return tokens[starts + torch.arange(length + 1)]
+
+
+class Text:
+    """The training text: the library's, and the further files for `share` of what is drawn."""
+
+    def __init__(self, options: Options) -> None:
+        self.train, self.extra = load_tokens(options.work, "train"), load_tokens(options.work, "extra")
+        self.share = options.extra_share if len(self.extra) else 0.0
+
+    def draw(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        """`count` random windows, [count, length + 1]."""
+        num_extra = int((torch.rand(count, generator=generator) < self.share).sum())
+        if num_extra == 0:
+            return windows(self.train, count, length, generator)
+        own = windows(self.train, count - num_extra, length, generator)
+        return torch.cat([own, windows(self.extra, num_extra, length, generator)])
+
+    def rows(self, length: int, generator: torch.Generator) -> Tensor:
+        """All of the library's text in rows, mixed at random with further rows, [n, length + 1]."""
+        own = self.train.unfold(0, length + 1, length)
+        if self.share > 0.0:
+            others = self.extra.unfold(0, length + 1, length)
+            num_others = min(len(others), round(len(own) * self.share / (1.0 - self.share)))
+            own = torch.cat([own, others[torch.randperm(len(others), generator=generator)[:num_others]]])
+        return own[torch.randperm(len(own), generator=generator)]
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -210,17 +293,61 @@ def build(shape: Shape) -> LlamaForCausalLM:
     return model
 
 
-def sequence_length(progress: float) -> int:
+def sequence_length(schedule: str, progress: float, step: int) -> int:
     """Short windows first (cheap), then long ones, so that every position up to 1,024 is trained."""
+    if schedule == "constant":
+        return 512 if step % 4 == 3 else 256
     return 256 if progress < 0.6 else 512 if progress < 0.85 else 1024
 
 
-def learning_rate_scale(progress: float) -> float:
-    """Warm-up over the first 3 %, then a cosine to zero."""
+def learning_rate_scale(schedule: str, progress: float, step: int) -> float:
+    """Part of `--learning-rate` to use.
+
+    `cosine`: warm-up over the first 3 % of the time, then a cosine to zero. `constant`: all of it after a warm-up
+    of 30 steps. `decay`: linearly to zero, continuing a constant run.
+    """
+    if schedule == "constant":
+        return min(1.0, (step + 1) / 30)
+    if schedule == "decay":
+        return max(0.0, 1.0 - progress)
     warm_up = 0.03
     if progress < warm_up:
         return 0.05 + 0.95 * progress / warm_up
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - warm_up) / (1.0 - warm_up))))
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring all singular values of `matrix` near 1: five Newton-Schulz steps, multiplied in `dtype`."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix).to(dtype)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.T if tall else x).to(matrix.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` (Nesterov momentum 0.95, decay 0.1, steps as long as AdamW's) in a dtype of choice.
+
+    That one always multiplies in bfloat16: over a minute per step of the target on a CPU without such instructions.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], lr: float, dtype: torch.dtype) -> None:
+        super().__init__(matrices, {"lr": lr})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            rate = group["lr"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                momentum = state["momentum"].lerp_(p.grad, 0.05)
+                update = orthogonal(p.grad.lerp(momentum, 0.95), self.dtype)
+                p.mul_(1.0 - 0.1 * rate).add_(update, alpha=-0.2 * math.sqrt(max(p.shape)) * rate)
 
 
 Batch = TypeVar("Batch")
@@ -246,13 +373,13 @@ class Trainer:
         self.owned = [matrices[r :: options.processes] for r in range(options.processes)]
         rate = options.learning_rate
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
-                self.owned[rank], lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            ),
+            Muon(self.owned[rank], lr=rate, dtype=torch.bfloat16 if options.bfloat16 else torch.float32),
             torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.step, self.seconds, self.num_tokens = 0, 0.0, 0
-        self.path = options.work / f"{name}.rank{rank}.pt"
+        self.path = self.constant_path = options.work / f"{name}.rank{rank}.pt"
+        if options.schedule == "decay":
+            self.path = options.work / f"{name}.decay.rank{rank}.pt"
 
     def save(self) -> None:
         """Checkpoint this rank's state atomically; rank 0 also writes the model for others to load."""
@@ -269,12 +396,16 @@ class Trainer:
             save_model(self.model, self.options.work / self.name)
 
     def resume(self) -> None:
-        if self.path.exists():
-            state = torch.load(self.path)
+        """Continue from this run's checkpoint; a decay that has none, from the constant run's at time zero."""
+        path = self.path if self.path.exists() else self.constant_path
+        if path.exists():
+            state = torch.load(path)
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self.seconds, self.num_tokens = state["counters"]
+            if path != self.path:
+                self.seconds = 0.0
 
     def update(self, scale: float) -> None:
         dist.all_reduce(self.flat_grad)
@@ -316,21 +447,23 @@ class Trainer:
                 saved = time.monotonic()
             if progress >= 1.0:
                 break
-            length = sequence_length(progress)
+            length = sequence_length(options.schedule, progress, self.step)
             count = max(1, options.micro_tokens // length)
             seed = self.step * options.processes + self.rank
             generator = torch.Generator().manual_seed(SEED + seed)
             for _ in range(options.accumulate):
-                loss = loss_of(self.model, draw(count, length, generator))
+                batch = draw(count, length, generator)
+                with options.autocast():
+                    loss = loss_of(self.model, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(float(loss.detach()))
                 self.num_tokens += count * length * options.processes
-            self.update(learning_rate_scale(progress))
+            self.update(learning_rate_scale(options.schedule, progress, self.step))
             self.step += 1
             if self.rank == 0 and self.step % 10 == 0:
                 line = f"{self.name} step {self.step} {self.seconds / 60:.1f} min"
                 line += f" {self.num_tokens / 1e6:.2f} Mtok loss {statistics.mean(losses):.3f}"
-                if self.step % 100 == 0:
+                if self.step % 50 == 0:
                     line += f" held-out {evaluate():.3f}"
                 print(line, flush=True)
                 losses.clear()
@@ -349,9 +482,8 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
 
 
 def logits_of(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Logits under bfloat16 autocast (twice as fast as float32 with avx512_bf16), [batch, length, vocab]."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+    """Logits without a cache, [batch, length, vocab]."""
+    return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def cross_entropy(model: LlamaForCausalLM, window: Tensor) -> Tensor:
@@ -442,13 +574,14 @@ def sample_continuations(model: LlamaForCausalLM, prompts: Tensor, num_new: int,
     return rows
 
 
-def sampled_windows(teacher: LlamaForCausalLM, tokens: Tensor, rank: int) -> Iterator[Tensor]:
+def sampled_windows(teacher: LlamaForCausalLM, tokens: Tensor, options: Options, rank: int) -> Iterator[Tensor]:
     """Batches of the teacher's own text, [64, 257], half of it greedy, after 64 tokens of the corpus."""
     generator = torch.Generator().manual_seed(SEED + 7919 * (rank + 1))
     torch.manual_seed(SEED + rank)
     temperatures = torch.tensor([0.0, 0.0, 0.7, 1.0]).repeat(16)
     quick = copy.deepcopy(teacher)
-    quick.bfloat16()
+    if options.bfloat16:
+        quick.bfloat16()
     while True:
         yield sample_continuations(quick, windows(tokens, 64, 63, generator), 193, temperatures)
 
@@ -460,21 +593,19 @@ def worker(rank: int, options: Options) -> None:
     work = options.work
     rendezvous = f"file://{work / options.stage}.rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.processes)
-    train, held_out = load_tokens(work, "train"), load_tokens(work, "held_out")
-
-    def draw(count: int, length: int, generator: torch.Generator) -> Tensor:
-        return windows(train, count, length, generator)
-
+    text, held_out = Text(options), load_tokens(work, "held_out")
     if options.stage in ("target", "draft"):
         model = build(TARGET_SHAPE if options.stage == "target" else DRAFT_SHAPE)
+        if options.start_from is not None:
+            model = LlamaForCausalLM.from_pretrained(options.start_from / options.stage, dtype=torch.float32)
         trainer = Trainer(options.stage, model, options, rank)
-        trainer.train(cross_entropy, draw, lambda: held_out_loss(model, held_out))
+        trainer.train(cross_entropy, text.draw, lambda: held_out_loss(model, held_out))
     else:
-        distill(rank, options, train, held_out)
+        distill(rank, options, text, held_out)
     dist.destroy_process_group()
 
 
-def distill(rank: int, options: Options, train: Tensor, held_out: Tensor) -> None:
+def distill(rank: int, options: Options, corpus_text: Text, held_out: Tensor) -> None:
     """Sample text from the target, score that and the corpus, then train the draft on both.
 
     Sampling and scoring come before the training and take their fractions of `minutes` in addition.
@@ -483,15 +614,16 @@ def distill(rank: int, options: Options, train: Tensor, held_out: Tensor) -> Non
     path = options.work / f"scored.rank{rank}.pt"
     if not path.exists():
         batches, end = [], time.monotonic() + 60.0 * options.minutes * options.sampled_fraction
-        for batch in sampled_windows(teacher, train, rank):
+        for batch in sampled_windows(teacher, corpus_text.train, options, rank):
             batches.append(batch)
             if time.monotonic() > end:
                 break
         limit = 60.0 * options.minutes * options.scored_fraction
-        own = score(teacher, torch.cat(batches), limit)
-        rows = train.unfold(0, 1025, 1024)
-        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
-        text = score(teacher, rows[rank :: options.processes], limit)
+        with options.autocast():
+            own = score(teacher, torch.cat(batches), limit)
+        rows = corpus_text.rows(1024, torch.Generator().manual_seed(SEED))
+        with options.autocast():
+            text = score(teacher, rows[rank :: options.processes], limit)
         torch.save((tuple(own), tuple(text)), path)
     own, text = (Scored(*parts) for parts in torch.load(path))
     print(f"rank {rank}: {own.ids.numel()} sampled, {text.ids.numel()} corpus tokens", flush=True)
@@ -500,13 +632,15 @@ def distill(rank: int, options: Options, train: Tensor, held_out: Tensor) -> Non
         """The target's own text, the scored part of the corpus, or all of the corpus with its plain tokens."""
         kind = float(torch.rand((), generator=generator))
         if kind < PLAIN_SHARE:
-            return plain(windows(train, options.micro_tokens // 512, 512, generator))
+            return plain(corpus_text.draw(options.micro_tokens // 512, 512, generator))
         source = own if kind < PLAIN_SHARE + SAMPLED_SHARE else text
         return source.draw(options.micro_tokens, max(512, length), generator)
 
     student = build(DRAFT_SHAPE)
-    if (options.work / "draft").exists():
-        student = LlamaForCausalLM.from_pretrained(options.work / "draft", dtype=torch.float32)
+    for folder in (options.work, options.start_from):
+        if folder is not None and (folder / "draft").exists():
+            student = LlamaForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)
+            break
     trainer = Trainer("distill", student, options, rank)
     trainer.train(distillation_loss, draw, lambda: held_out_loss(student, held_out))
 
@@ -571,6 +705,11 @@ def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: Tensor)
     continued = greedy_continuations(target, prompts, 128)
     guesses = torch.cat([draft(input_ids=part[:, :-1]).logits.argmax(-1) for part in torch.split(continued, 8)])
     agrees = guesses[:, 127:] == continued[:, 128:]
+    sampled = sample_continuations(target, prompts, 128, torch.ones(len(prompts)))
+    accepted = []
+    for part in torch.split(sampled, 8):
+        pair = [model(input_ids=part[:, :-1]).logits[:, 127:].softmax(-1) for model in (target, draft)]
+        accepted.append(torch.minimum(*pair).sum(-1))
     distinct = [len({row[i : i + 4] for i in range(125)}) / 125 for row in map(tuple, continued[:, 128:].tolist())]
     return {
         "held_out_tokens": rows.numel(),
@@ -578,6 +717,7 @@ def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: Tensor)
         "draft_loss_nats_per_token": float(torch.cat(draft_losses).mean()),
         "agreement_on_held_out_text": float(torch.cat(same).float().mean()),
         "acceptance_at_temperature_1_on_held_out_text": float(torch.cat(overlap).mean()),
+        "acceptance_at_temperature_1_on_sampled_continuations": float(torch.cat(accepted).mean()),
         "agreement_on_greedy_continuations": float(agrees.float().mean()),
         "agreement_on_their_first_32_tokens": float(agrees[:, :32].float().mean()),
         "accepted_per_round_of_4": accepted_per_round(agrees, 4),
@@ -650,6 +790,11 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument("--micro-tokens", type=int, default=2048, help="tokens per process and backward pass")
     parser.add_argument("--accumulate", type=int, default=2, help="backward passes per update")
     parser.add_argument("--sampled-fraction", type=float, default=0.3, help="of --minutes, before distill")
+    parser.add_argument("--extra", type=Path, nargs="*", default=[], help="folders of further source, for corpus")
+    parser.add_argument("--extra-share", type=float, default=0.4, help="of the windows, taken from --extra")
+    parser.add_argument("--start-from", type=Path, help="a published pair to continue from")
+    parser.add_argument("--schedule", choices=["cosine", "constant", "decay"], default="cosine")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of products")
     parser.add_argument("--scored-fraction", type=float, default=0.5, help="of --minutes, before distill")
     return Options(**vars(parser.parse_args(arguments)))
 
