@@ -103,10 +103,11 @@ def test_the_wheel_has_models_protos_and_sources_and_runs_where_it_is_installed(
             assert f"paceline/{path.relative_to(package)}" in names
     for expected in (
         "paceline/py.typed",
-        "paceline/drain.py",
+        "paceline/cluster/drain.py",
         "paceline/embedded/target/model.safetensors",
         "paceline/embedded/draft/model.safetensors",
-        "paceline/model/shared_memory.cpp",
+        "paceline/model/parallel/shared_memory.cpp",
+        "paceline_bench/cli.py",
         "paceline/v1/generation_pb2.py",
         "paceline/v1/generation_pb2_grpc.py",
         "paceline/v1/generation_pb2.pyi",
