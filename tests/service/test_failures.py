@@ -106,6 +106,28 @@ def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_specul
 
 
 @pytest.mark.slow
+def test_all_streams_of_a_lost_target_end_at_another_one_that_is_full(checkpoints, plain):
+    """Two targets with 16 sessions each, whose streams last longer than the router waits without any target."""
+    config = tiny_pair(checkpoints, max_sessions=16)
+
+    async def test():
+        async with routed(config, targets, drafts, recovery_timeout_s=0.5) as (router, _, _):
+            await until(lambda: len(router._targets.open_links()) == 2)
+            samplings = [ONE.model_copy(update={"seed": seed, "max_tokens": 90}) for seed in range(32)]
+            tasks = [asyncio.create_task(collect(router, PROMPT, sampling=each)) for each in samplings]
+            links = router._targets.links.values()
+            await until(lambda: all(a.session.stats.rounds > 3 for a in router._active.values()) and router.num_running)
+            assert [len(link.sessions) for link in links] == [16, 16]
+            targets[0].kill()
+            await until(lambda: len(router._orphaned) == 16)
+            for sampling, (_, result) in zip(samplings, await asyncio.gather(*tasks), strict=True):
+                assert result.token_ids == plain(PROMPT, sampling)
+
+    with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
+        run(test)
+
+
+@pytest.mark.slow
 def test_a_slow_draft_does_not_hold_the_stream_up(checkpoints, plain):
     """A stream that waited for a step of the draft in each round would take far longer than any test may."""
     config = tiny_pair(checkpoints)

@@ -173,7 +173,8 @@ class RouterConfig(Strict):
     max_queued_requests: int = Field(default=64, ge=0)
     """Requests that one router lets wait for a target; further ones are refused with RESOURCE_EXHAUSTED."""
     recovery_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest wait of an orphaned session for another target, before it ends with UNAVAILABLE."""
+    """Longest time without any target, after which orphaned sessions and queued requests end with UNAVAILABLE. While a
+    target is up, only full, they wait for room."""
     draft_timeout_s: float = Field(default=1.0, gt=0)
     """Silence after which a draft counts as hung: sessions go on by plain decoding."""
     target_timeout_s: float = Field(default=5.0, gt=0)

@@ -127,6 +127,11 @@ class Link(Generic[Sent, Received]):
         """Number of sessions that the replica serves at once; 0 before its first status."""
         return self.status.max_sessions if self.status is not None else 0
 
+    @property
+    def has_room(self) -> bool:
+        """True if the replica would serve one more session at once."""
+        return self.load < self.max_sessions
+
     def _queue(self, messages: Sequence[Sent | Echo]) -> None:
         self._outbox.extend(messages)
         self._wake.set()

@@ -57,7 +57,7 @@ class LinkPool(Generic[AnyLink]):
 
     def choose(self, current: AnyLink | None, cached_tokens: Callable[[str], int] | None = None) -> AnyLink | None:
         """Returns the best link but the ``current`` one; None if no replica has room."""
-        links = {link.member.replica_id: link for link in self.open_links() if link is not current}
+        links = {link.member.replica_id: link for link in self.open_links() if link is not current and link.has_room}
         cached = {rid: cached_tokens(rid) for rid in links} if cached_tokens is not None and len(links) > 1 else None
         chosen = choose([Candidate(rid, link.load, link.max_sessions) for rid, link in links.items()], cached)
         return None if chosen is None else links[chosen.replica_id]
@@ -80,8 +80,21 @@ class Placement:
             self.drafts.sync(tasks)
 
     def choose_target(self, active: ActiveRequest) -> TargetLink | None:
-        """Returns another target for a session: by cached prefix, then by load; None if none has room."""
-        return self.targets.choose(active.target, lambda rid: self._prefixes.match(rid, active.token_ids))
+        """Returns another target for a session: by cached prefix, then by load; None if none has room.
+
+        For an orphaned session while other routers hold every place, and would take each that becomes free: a target
+        at which it is the next in line.
+        """
+        link = self.targets.choose(active.target, lambda rid: self._prefixes.match(rid, active.token_ids))
+        if link is None and active.orphaned_since is not None:
+            links = self.targets.open_links()
+            if not any(link.sessions for link in links):
+                return next((link for link in links if link.load == link.max_sessions), None)
+        return link
+
+    def target_has_room(self) -> bool:
+        """True if some target takes one more session."""
+        return any(link.has_room for link in self.targets.open_links())
 
     def choose_draft(self, active: ActiveRequest) -> DraftLink | None:
         """Returns another draft for a session, by load; None if none has room."""
@@ -90,7 +103,7 @@ class Placement:
     def drafts_with_room(self) -> bool:
         """True if some draft takes one more session."""
         links = [] if self.drafts is None else self.drafts.open_links()
-        return any(link.load < link.max_sessions for link in links)
+        return any(link.has_room for link in links)
 
     def attach_target(self, active: ActiveRequest, link: TargetLink) -> None:
         """Records that a session is served by a target from now on."""

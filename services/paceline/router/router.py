@@ -68,6 +68,7 @@ class Router:
         self._orphaned: list[ActiveRequest] = []
         self._touched: dict[str, ActiveRequest] = {}  # sessions to digest, by session id
         self._had_drafts = False
+        self._target_seen_s = clock()  # when a target was last up
         self._main: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None  # while the router runs
 
@@ -228,8 +229,7 @@ class Router:
         if self._tasks is None:
             return
         self._placement.sync(self._tasks)
-        for active in list(self._orphaned):
-            self._migrate(active, "failover")
+        self._place_orphans()
         for link in list(self._targets.links.values()):
             if self._targets.is_draining(link):
                 for session_id in list(link.sessions):
@@ -240,7 +240,15 @@ class Router:
             self._metrics.draft_replicas(sum(link.up for link in self._drafts.links.values()))
         self._metrics.sessions(len(self._queue), self.num_running, len(self._orphaned))
 
+    def _place_orphans(self) -> None:
+        """Continues orphaned sessions elsewhere, the one that has waited longest first, as far as there is room."""
+        for active in list(self._orphaned):
+            if not self._migrate(active, "failover"):
+                return
+
     def _place_queue(self) -> None:
+        """Opens queued requests, the oldest first, where there is room that no orphaned session takes."""
+        self._place_orphans()
         while self._queue and (link := self._placement.choose_target(self._queue[0])) is not None:
             self._open(self._queue.popleft(), link)
         self._placement.demand_target(bool(self._queue or self._orphaned))
@@ -256,11 +264,11 @@ class Router:
         self._apply(active, session.open(draft is not None, draft_wanted=link.draft_wanted, queue_s=queue_s))
         active.admitted.set()
 
-    def _migrate(self, active: ActiveRequest, reason: str) -> None:
-        """Continues a session on another target, if there is one with room."""
+    def _migrate(self, active: ActiveRequest, reason: str) -> bool:
+        """Continues a session on another target; returns False if none has room."""
         link = self._placement.choose_target(active)
         if link is None:
-            return
+            return False
         session, old = active.session, active.target
         self._placement.release_target(active)
         if active in self._orphaned:
@@ -273,6 +281,7 @@ class Router:
         extra = {"request_id": active.request.request_id}
         log.info("session continues on target %s (%s)", link.member.replica_id, reason, extra=extra)
         self._apply(active, session.reopen_target())
+        return True
 
     def _give_drafts(self) -> None:
         """Opens sessions that have no draft, or whose draft drains, on one that is up."""
@@ -315,8 +324,8 @@ class Router:
     def _on_target_change(self, link: TargetLink) -> None:
         if not link.up:
             self._placement.forget_prefixes(link)
-            for session_id in list(link.sessions):
-                self._orphan(self._by_session[session_id])
+            for active in sorted((self._by_session[name] for name in link.sessions), key=lambda a: a.arrived_s):
+                self._orphan(active)
         self._reconcile()
 
     def _on_draft_change(self, link: DraftLink) -> None:
@@ -337,24 +346,30 @@ class Router:
         task = asyncio.current_task()
         assert task is not None
         while True:
+            started = time.monotonic()
             await asyncio.sleep(_TICK_S)
+            self._target_seen_s += max(0.0, time.monotonic() - started - 2 * _TICK_S)  # nobody could be seen meanwhile
             try:
                 self._tick()
             except Exception:  # without the next tick no time limit would hold any more
                 log.exception("unexpected error in background task %s", task.get_name())
 
     def _tick(self) -> None:
-        """Fails the requests that have waited, or run, for too long."""
+        """Fails the requests that have run, or have been without any live target, for too long."""
         config, now = self._config, self._clock()
+        if self._targets.open_links():
+            self._target_seen_s = now
         oldest = now - config.recovery_timeout_s
-        for active in [active for active in self._orphaned if (active.orphaned_since or 0.0) < oldest]:
-            self._fail(active, EngineError(self._no_target("the target was lost and")))
-        if not self._targets.open_links():
+        if self._target_seen_s < oldest:
+            for active in [active for active in self._orphaned if (active.orphaned_since or 0.0) < oldest]:
+                self._fail(active, EngineError(self._no_target("the target was lost and")))
             for active in [active for active in self._queue if active.arrived_s < oldest]:
                 self._fail(active, EngineError(self._no_target("")))
         if (limit_s := config.request_timeout_s) is not None:
             for active in [active for active in self._active.values() if active.arrived_s < now - limit_s]:
                 self._fail(active, DeadlineExceededError(f"the request took longer than {limit_s:g} s"))
+        if self._orphaned or self._queue:
+            self._reconcile()  # were an error to end one attempt, the next would be far away
 
     def _no_target(self, what: str) -> str:
         reasons = "; ".join(f"{rid}: {link.reason}" for rid, link in self._targets.links.items() if not link.up)
@@ -365,9 +380,9 @@ class Router:
         if active.done:
             return
         self._admission.leave(active)
-        actions = active.session.cancel()
-        self._apply(active, Actions(to_target=actions.to_target, to_draft=actions.to_draft))
         active.error = error
+        actions = active.session.discard()
+        self._apply(active, Actions(to_target=actions.to_target, to_draft=actions.to_draft))
         self._release(active)
         active.admitted.set()
         active.changed.set()

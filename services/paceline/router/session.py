@@ -373,6 +373,11 @@ class Session:
             self._end(actions, FinishReason.ABORT, actions.chunks)
         return actions
 
+    def discard(self) -> Actions:
+        """Ends the session now without the text that has not been digested, and frees it on both engines."""
+        self._undigested.clear()
+        return self.cancel()
+
     # -- text and result -----------------------------------------------------------------------------------
 
     def digest(self) -> Actions:

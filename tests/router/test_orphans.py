@@ -1,0 +1,220 @@
+"""Sessions whose target is lost: they wait for room as long as another target lives, and go before new requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.router.world import World, expected, request, result_of, without_sockets
+
+from paceline.errors import DeadlineExceededError, EngineError
+from paceline.router import link as link_module
+from paceline.router import router as router_module
+from paceline.router.router import Router
+from paceline.types import FinishReason
+
+
+@pytest.fixture(autouse=True)
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_sockets(monkeypatch)
+
+
+async def begun(world: World, router: Router, num: int, *, max_tokens: int) -> list[asyncio.Task[Any]]:
+    """Streams ``s0``, ``s1`` ... that have their first tokens; stream i has seed i."""
+    wanted = [request(f"s{i}", i, max_tokens) for i in range(num)]
+    tasks = [asyncio.create_task(result_of(router, each)) for each in wanted]
+    for _ in range(3):
+        await world.turn()
+    assert all(active.session.stats.rounds for active in router._active.values())
+    return tasks
+
+
+async def assert_own_tokens(tasks: list[asyncio.Task[Any]], max_tokens: int) -> None:
+    for i, task in enumerate(tasks):
+        token_ids, result = await task
+        assert result.finish_reason is FinishReason.LENGTH
+        assert tuple(token_ids) == result.token_ids == expected(request("", i, max_tokens))
+
+
+def test_all_streams_of_a_lost_target_end_at_the_other_one_although_it_is_full() -> None:
+    """Two targets with 16 sessions each; the streams last far longer than the router waits without any target."""
+
+    async def test() -> None:
+        world = World(16, 16)
+        async with world.router(recovery_timeout_s=1.0) as router:
+            tasks = await begun(world, router, 32, max_tokens=200)
+            world.targets[0].die()
+            assert len(router._orphaned) == 16
+            await world.until(*tasks)
+            await assert_own_tokens(tasks, 200)
+            assert not router._active
+        assert world.clock.now > 15
+
+    asyncio.run(test())
+
+
+def test_orphaned_sessions_go_before_new_requests_and_the_oldest_first() -> None:
+    """New requests that wait, or come at the very moment at which a place is free, are served after them."""
+    opened: list[str] = []
+
+    async def test() -> None:
+        world = World(4, 4)
+        async with world.router() as router:
+            tasks = await begun(world, router, 8, max_tokens=20)
+            new = [asyncio.create_task(result_of(router, request(f"n{i}", i))) for i in range(4)]
+            await world.turn()
+            sessions = world.targets[0].links[router].sessions
+            lost = sorted(router._by_session[name].request.request_id for name in sessions)
+            attach = router._placement.attach_target
+
+            def noted(active: Any, link: Any) -> None:
+                opened.append(active.request.request_id)
+                attach(active, link)
+
+            router._placement.attach_target = noted  # type: ignore[method-assign]
+            deliver = router._deliver
+
+            def stolen(active: Any, actions: Any) -> None:
+                deliver(active, actions)
+                if actions.result is not None and len(new) < 8:  # a place is free, and nobody has been told
+                    wanted = request(f"n{len(new)}", len(new))
+                    new.append(asyncio.create_task(result_of(router, wanted)))
+                    router._place_queue()
+
+            router._deliver = stolen  # type: ignore[method-assign]
+            world.targets[0].die()
+            await world.until(*tasks)
+            await world.until(*new)
+            assert opened[:4] == lost
+            assert opened[4:] == [f"n{i}" for i in range(8)]
+            await assert_own_tokens(tasks, 20)
+
+    asyncio.run(test())
+
+
+def test_only_time_without_any_target_counts() -> None:
+    """A target that is up for a moment, without room, starts the count again."""
+
+    async def test() -> None:
+        world = World(1, 1)
+        async with world.router(recovery_timeout_s=1.0) as router:
+            tasks = await begun(world, router, 2, max_tokens=100)
+            (waiting,) = [asyncio.create_task(result_of(router, request("q", 9)))]
+            world.targets[0].die()
+            for _ in range(40):  # two seconds
+                await world.turn()
+            world.targets[1].die()
+            for _ in range(19):
+                await world.turn()
+            assert not any(task.done() for task in [*tasks, waiting])
+            for _ in range(4):
+                await world.turn()
+            for task in [*tasks, waiting]:
+                with pytest.raises(EngineError, match="no target replica was up for 1 s"):
+                    task.result()
+
+    asyncio.run(test())
+
+
+def test_the_limits_of_clients_and_of_requests_hold_for_orphaned_sessions() -> None:
+    async def test() -> None:
+        world = World(2, 2)
+        async with world.router(request_timeout_s=3.0) as router:
+            tasks = await begun(world, router, 4, max_tokens=2000)
+            world.targets[0].die()
+            left, kept = (active.request.request_id for active in router._orphaned)
+            tasks[int(left[1:])].cancel()
+            await world.turn()
+            assert [active.request.request_id for active in router._orphaned] == [kept]
+            with contextlib.suppress(AssertionError):
+                await world.until(*tasks, turns=60)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(ended[int(kept[1:])], DeadlineExceededError)
+            assert not router._orphaned
+
+    asyncio.run(test())
+
+
+def test_a_session_comes_next_where_other_routers_hold_every_place() -> None:
+    """Their requests would fill each place before this router knows that it is free."""
+
+    async def test() -> None:
+        world = World(2, 4)
+        lost, kept = world.targets
+        async with world.router() as mine, world.router(max_queued_requests=500) as other:
+            mine_at_kept = kept.links.pop(mine)  # it is new, and not up for this router yet
+            mine_at_kept.up, other._targets.links["target-0"].up = False, False
+            tasks = await begun(world, mine, 2, max_tokens=60)
+            crowd = [asyncio.create_task(result_of(other, request(f"c{i}", i))) for i in range(300)]
+            for _ in range(10):
+                await world.turn()
+            kept.links[mine] = mine_at_kept
+            kept.beat()
+            lost.die()
+            assert len(mine._orphaned) == 1
+            await world.until(*tasks, turns=300)
+            await assert_own_tokens(tasks, 60)
+            assert sum(not task.done() for task in crowd) > 50, "they did not wait for the end of the crowd"
+            for task in crowd:
+                task.cancel()
+            await asyncio.wait(crowd)
+
+    asyncio.run(test())
+
+
+def test_the_time_in_which_the_router_stood_still_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick that comes 40 s late ends nothing that waits for a target: none could have been seen."""
+    monkeypatch.undo()
+    seen: list[float] = []
+
+    async def test() -> None:
+        async with World().router() as router:
+            before = router._target_seen_s
+            times = iter([0.0, 40.0, 40.0, 40.1])
+            monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+            monkeypatch.setattr(router_module, "_TICK_S", 0.1)
+            monkeypatch.setattr(router_module, "asyncio", SimpleNamespace(sleep=_at_once, current_task=lambda: Named()))
+            monkeypatch.setattr(router, "_tick", lambda: seen.append(router._target_seen_s - before))
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await router._tick_forever()
+            monkeypatch.undo()
+
+    asyncio.run(test())
+    assert seen == pytest.approx([39.8, 39.8])
+
+
+def test_a_router_that_stood_still_does_not_take_its_replicas_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a freeze of 20 s the messages of that time are read first; silence counts while the loop runs."""
+    ends: list[str] = []
+
+    async def test() -> None:
+        async with World(1).router() as router:
+            (link,) = router._targets.links.values()
+            link.up = True
+            times = itertools.chain([0.0], *([t, t + 1.0, t + 1.0] for t in (0.0, 1.0)))  # two quiet seconds
+            frozen = [*times, 2.0, 22.0, 22.0, *itertools.chain(*([t, t + 1.0, t + 1.0] for t in (22.0, 23.0, 24.0)))]
+            clock = iter(frozen)
+            monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+            monkeypatch.setattr(link_module, "asyncio", SimpleNamespace(sleep=_at_once))
+            ends.append(await link._watch_silence())
+            assert next(clock, None) is None
+            monkeypatch.undo()
+            link.up = False
+
+    asyncio.run(test())
+    assert ends == ["silent for 6.0 s"]
+
+
+class Named:
+    """A task's name."""
+
+    def get_name(self) -> str:
+        return "tick"
+
+
+async def _at_once(_: float) -> None:
+    pass
