@@ -2,7 +2,8 @@
 
     PacelineError
     ├── InvalidRequestError      the request is at fault: change it (gRPC INVALID_ARGUMENT)
-    │   └── PromptTooLongError   shorten the prompt or lower max_tokens
+    │   ├── PromptTooLongError   shorten the prompt or lower max_tokens
+    │   └── RequestInProgressError   choose another request id, or wait until the other request has ended
     ├── ConfigError              the deployment is at fault: change models or settings (FAILED_PRECONDITION)
     │   └── TokenizerMismatchError   draft and target do not speak the same tokens
     ├── NotFoundError            no such request, model or replica (NOT_FOUND)
@@ -10,7 +11,8 @@
     ├── DeadlineExceededError    the caller's deadline has passed (DEADLINE_EXCEEDED)
     ├── RequestCancelledError    the request was cancelled (CANCELLED)
     └── EngineError              an engine died or broke an invariant (UNAVAILABLE)
-        └── RanksLostError       a rank of a tensor-parallel model has failed
+        ├── RanksLostError       a rank of a tensor-parallel model has failed
+        └── RouterStoppedError   another router can continue the stream
 
 Every message names the value that was given and what is allowed.
 """
@@ -26,6 +28,10 @@ class InvalidRequestError(PacelineError, ValueError):
 
 class PromptTooLongError(InvalidRequestError):
     """Prompt plus requested tokens do not fit the model's context."""
+
+
+class RequestInProgressError(InvalidRequestError):
+    """Another request of the same id is in progress."""
 
 
 class ConfigError(PacelineError, ValueError):
@@ -63,6 +69,10 @@ class EngineError(PacelineError, RuntimeError):
 
 class RanksLostError(EngineError):
     """A rank of a tensor-parallel model is gone or hangs, so that no other rank can take another step."""
+
+
+class RouterStoppedError(EngineError):
+    """The router was stopped while it served the stream, which another router can continue."""
 
 
 def by_name(name: str, base: type[PacelineError] = PacelineError) -> type[PacelineError]:

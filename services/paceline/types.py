@@ -178,6 +178,8 @@ class Request:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     stop: tuple[str, ...] = ()
     """Stop strings: the text ends before the first of these."""
+    generated_token_ids: tuple[int, ...] = field(default=(), repr=False)
+    """Output tokens of a stream of this request that broke: the answer goes on after them. Needs a seed."""
 
 
 @dataclass(frozen=True, slots=True)

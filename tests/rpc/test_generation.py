@@ -58,7 +58,8 @@ requests = st.builds(
     sampling=sampling_params(),
     speculation=speculation_params,
     stop=tuples(st.text(min_size=1, max_size=5), 3),
-)
+    generated_token_ids=tokens,
+).map(lambda request: request if request.sampling.seed is not None else replace(request, generated_token_ids=()))
 
 
 @given(requests, st.booleans())
@@ -145,6 +146,7 @@ FAULTS = [
     ({}, ("no input", "text or tokenized")),
     ({"text": ""}, ("text is empty", "at least one character")),
     ({"tokenized": generation_pb2.TokenizedInput()}, ("tokenized.input_ids is empty", "at least one token id")),
+    ({"text": "Hi", "generated_token_ids": [3]}, ("sampling_params.seed is absent", "seed of the broken stream")),
     ({"text": "Hi", "request_id": "r" * 257}, ("request_id has 257 characters", "at most 256")),
 ]
 

@@ -16,7 +16,9 @@ from paceline.errors import (
     PromptTooLongError,
     RanksLostError,
     RequestCancelledError,
+    RequestInProgressError,
     ResourceExhaustedError,
+    RouterStoppedError,
     TokenizerMismatchError,
 )
 from paceline.rpc.status import ERROR_TRAILER, MAX_DETAILS_BYTES, RETRY_TRAILER, from_rpc_error, is_ours, to_status
@@ -48,6 +50,7 @@ def round_trip(error):
 OURS = [
     (InvalidRequestError, Code.INVALID_ARGUMENT),
     (PromptTooLongError, Code.INVALID_ARGUMENT),
+    (RequestInProgressError, Code.INVALID_ARGUMENT),
     (ConfigError, Code.FAILED_PRECONDITION),
     (TokenizerMismatchError, Code.FAILED_PRECONDITION),
     (NotFoundError, Code.NOT_FOUND),
@@ -56,6 +59,7 @@ OURS = [
     (RequestCancelledError, Code.CANCELLED),
     (EngineError, Code.UNAVAILABLE),
     (RanksLostError, Code.UNAVAILABLE),
+    (RouterStoppedError, Code.UNAVAILABLE),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result
 
 _LONG_PROMPT = 16384
 """Prompts of more characters are tokenized in a worker thread."""
+_MANY_TOKENS = 512
+"""A resumed stream of more tokens is brought to where it broke in a worker thread."""
 _RECENT_S = 60.0
 """Finishes longer ago than this say nothing about how soon there will be room."""
 
@@ -96,9 +99,14 @@ class Admission:
         else:
             token_ids = encode_prompt(*args)
         request.sampling.check_vocabulary(info.tokenizer.vocab_size)
+        generated = request.generated_token_ids
+        if max(generated, default=0) >= info.tokenizer.vocab_size:
+            allowed = f"ids in [0, {info.tokenizer.vocab_size}) are allowed"
+            raise InvalidRequestError(f"generated_token_ids holds token id {max(generated)}: {allowed}")
         _check_kv_room(len(token_ids) + request.sampling.max_tokens, targets)
         self._num_sessions += 1
-        session = Session(
+        make_session = functools.partial(
+            Session,
             f"{self._router_id}.{self._num_sessions}",
             token_ids,
             request.sampling,
@@ -106,8 +114,11 @@ class Admission:
             decode=info.tokenizer.decode,
             stop=request.stop,
             eos_token_ids=info.eos_token_ids,
+            generated_token_ids=generated,
             clock=self._clock,
         )
+        # the text of what was generated is made again, token by token
+        session = await asyncio.to_thread(make_session) if len(generated) > _MANY_TOKENS else make_session()
         return ActiveRequest(request, session, token_ids, arrived_s)
 
     def refuse_if_full(self, active: ActiveRequest, num_running: int) -> None:

@@ -20,7 +20,13 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import Any
 
 from paceline.config import RouterConfig
-from paceline.errors import DeadlineExceededError, EngineError, InvalidRequestError, PacelineError
+from paceline.errors import (
+    DeadlineExceededError,
+    EngineError,
+    PacelineError,
+    RequestInProgressError,
+    RouterStoppedError,
+)
 from paceline.logs import unexpected
 from paceline.messages import CloseSession, FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.metrics.router import RouterMetrics
@@ -115,7 +121,7 @@ class Router:
         """Fails what is in progress and ends all streams."""
         self._tasks = None
         for active in list(self._active.values()):
-            self._fail(active, EngineError("the router is being stopped"))
+            self._fail(active, RouterStoppedError("the router is being stopped: another one can continue the stream"))
         self._placement.demand_target(False)
         for side in self._pools():
             for link in side.links.values():
@@ -140,6 +146,9 @@ class Router:
         """
         active = await self._enter(request)
         try:
+            if active.session.result is not None:  # a broken stream that lacked nothing but its end
+                yield active.session.result
+                return
             self._queue.append(active)
             self._place_queue()
             if not active.admitted.is_set():
@@ -169,7 +178,7 @@ class Router:
 
     def _require_new(self, request: Request) -> None:
         if request.request_id in self._active:
-            raise InvalidRequestError(f"request_id {request.request_id!r} is in progress: each needs its own")
+            raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
 
     def _leave(self, active: ActiveRequest) -> None:
         self._admission.leave(active)

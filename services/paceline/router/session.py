@@ -118,8 +118,14 @@ class Session:
         decode: Decode,
         stop: Sequence[str] = (),
         eos_token_ids: Sequence[int] = (),
+        generated_token_ids: Sequence[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """``generated_token_ids``: output of a broken stream of the same request, which this session continues.
+
+        A session whose output ends with these has its ``result`` at once, and is not opened. Raises
+        InvalidRequestError for what no session can have generated.
+        """
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt holds no token: at least one is needed")
         if not all(stop):
@@ -136,9 +142,11 @@ class Session:
         self.result: Result | None = None
 
         self._prompt = tuple(prompt_token_ids)
-        self._history = list(prompt_token_ids)  # the prompt and all that the target has decided
+        self._history = [*prompt_token_ids, *generated_token_ids]  # the prompt and all that the target has decided
         self._eos_token_ids = tuple(eos_token_ids)
-        self._epoch = self._target_epoch = self._draft_epoch = 0
+        # A resumed session begins at a later epoch: under the rejection rule no draft noise is drawn a second time.
+        self._num_resumed = len(generated_token_ids)
+        self._epoch = self._target_epoch = self._draft_epoch = self._num_resumed
         self._opened = False
         self._target_done = False  # the target has ended the session, or was told to
         self._draft_wanted = True  # the latest preference of the target's controller
@@ -158,6 +166,8 @@ class Session:
         self._clock = clock
         self._queue_s = self._opened_s = self._first_s = self._last_s = 0.0
         self._num_first = 0  # tokens of the first outcome
+        if generated_token_ids:
+            self._resume(tuple(generated_token_ids))
 
     # -- the relay: urgent messages ------------------------------------------------------------------------
 
@@ -391,36 +401,69 @@ class Session:
         self._last_s = self._clock()
         if self.stats.rounds == 0:
             self._first_s, self._num_first = self._last_s, len(outcome.token_ids)
-            self._cached_tokens = outcome.cached_tokens
+            self._cached_tokens = min(outcome.cached_tokens, len(self._prompt))
         self.stats.add(outcome.round)
-        segments: list[tuple[str, bool]] = []
-        num_tokens, matched = 0, None
-        for token_id in outcome.token_ids:
-            drafted = num_tokens < outcome.round.num_accepted
-            num_tokens += 1
-            text, matched = self._release(self._detokenizer.add(token_id))
-            if text:
-                segments.append((text, drafted))
-            if matched is not None:
-                break
+        drafted = tuple(i < outcome.round.num_accepted for i in range(len(outcome.token_ids)))
+        num_tokens, segments, finish_reason = self._decide(outcome.token_ids, drafted, outcome.finish_reason)
         token_ids, logprobs = outcome.token_ids[:num_tokens], outcome.logprobs[:num_tokens]
-        drafted_flags = tuple(i < outcome.round.num_accepted for i in range(num_tokens))
         self._emitted += token_ids
         self._logprobs += logprobs
-        if outcome.finish_reason is not None and matched is None:
-            tail, matched = self._release(self._detokenizer.flush())
-            tail += self._withheld
-            if tail:
-                segments.append((tail, drafted_flags[-1]))
-        finish_reason = outcome.finish_reason if matched is None else FinishReason.STOP
-        if finish_reason is FinishReason.STOP:
-            self._matched_stop = token_ids[-1] if matched is None else matched
-        self._withheld = "" if finish_reason is not None else self._withheld
-        chunk = Chunk(token_ids, logprobs, drafted_flags, tuple(segments), outcome.round, self._usage())
+        chunk = Chunk(token_ids, logprobs, drafted[:num_tokens], tuple(segments), outcome.round, self._usage())
         self._text.append(chunk.text)
         actions.chunks.append(chunk)
         if finish_reason is not None:
             self._end(actions, finish_reason, [])
+
+    def _decide(
+        self, token_ids: tuple[int, ...], drafted: tuple[bool, ...], finish_reason: FinishReason | None
+    ) -> tuple[int, list[tuple[str, bool]], FinishReason | None]:
+        """Adds tokens to the text: how many belong to the output, the text that is decided now, and why it ends, if so.
+
+        ``finish_reason``: why the target ends the session with the last token; a stop string may end it earlier.
+        """
+        segments: list[tuple[str, bool]] = []
+        num_tokens, matched = 0, None
+        for token_id in token_ids:
+            num_tokens += 1
+            text, matched = self._release(self._detokenizer.add(token_id))
+            if text:
+                segments.append((text, drafted[num_tokens - 1]))
+            if matched is not None:
+                break
+        if finish_reason is not None and matched is None:
+            tail, matched = self._release(self._detokenizer.flush())
+            tail += self._withheld
+            if tail:
+                segments.append((tail, drafted[num_tokens - 1]))
+        if matched is not None:
+            finish_reason = FinishReason.STOP
+        if finish_reason is FinishReason.STOP:
+            self._matched_stop = token_ids[num_tokens - 1] if matched is None else matched
+        self._withheld = "" if finish_reason is not None else self._withheld
+        return num_tokens, segments, finish_reason
+
+    def _resume(self, token_ids: tuple[int, ...]) -> None:
+        """Brings text and end to where a broken stream was that has delivered these tokens."""
+        sampling = self.sampling
+        if len(token_ids) > sampling.max_tokens:
+            raise InvalidRequestError(
+                f"generated_token_ids has {len(token_ids)} tokens:"
+                f" at most max_tokens ({sampling.max_tokens}) are allowed"
+            )
+        stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
+        finish_reason = FinishReason.LENGTH if len(token_ids) == sampling.max_tokens else None
+        until = next((i for i, token_id in enumerate(token_ids, 1) if token_id in stop_ids), None)
+        if until is not None:
+            finish_reason = FinishReason.STOP
+        drafted = (False,) * len(token_ids)
+        num_tokens, _, finish_reason = self._decide(token_ids[:until], drafted, finish_reason)
+        if num_tokens < len(token_ids):
+            raise InvalidRequestError(
+                f"generated_token_ids has {len(token_ids)} tokens, and the output ends with the first {num_tokens}:"
+                " nothing may follow its end"
+            )
+        if finish_reason is not None:
+            self._end(Actions(), finish_reason, [])
 
     def _release(self, text: str) -> tuple[str, str | None]:
         """Adds decided text; returns the part that no stop string can withhold, and the complete stop string."""
@@ -464,7 +507,7 @@ class Session:
         )
 
     def _usage(self) -> Usage:
-        return Usage(len(self._prompt), len(self._emitted), self._cached_tokens)
+        return Usage(len(self._prompt), self._num_resumed + len(self._emitted), self._cached_tokens)
 
     def _close_draft(self, actions: Actions) -> None:
         if self.draft_available:

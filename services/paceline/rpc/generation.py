@@ -78,6 +78,8 @@ def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2
         logprobs=logprobs,
     )
     proto.sampling_params.stop.extend(request.stop)
+    _check_uint32("generated_token_ids", request.generated_token_ids)
+    proto.generated_token_ids.extend(request.generated_token_ids)
     if isinstance(request.prompt, str):
         _check_utf8("text", request.prompt)
         proto.text = request.prompt
@@ -114,12 +116,17 @@ def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
         raise InvalidRequestError(
             f"sampling_params.stop[{stop.index('')}] is '': each stop string needs at least one character"
         )
+    if proto.generated_token_ids and not proto.sampling_params.HasField("seed"):
+        raise InvalidRequestError(
+            "sampling_params.seed is absent and generated_token_ids is not: the seed of the broken stream is needed"
+        )
     return Request(
         request_id=proto.request_id or secrets.token_hex(16),
         prompt=prompt,
         sampling=_validated(SamplingParams, "sampling_params", sampling_fields(proto.sampling_params)),
         speculation=_validated(SpeculationParams, "speculation", _speculation_arguments(proto.speculation)),
         stop=stop,
+        generated_token_ids=tuple(proto.generated_token_ids[:]),
     )
 
 

@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among the requests in progress. Empty: the server draws one; every response names it."""
     text: _builtins.str
@@ -68,6 +69,16 @@ class GenerateRequest(_message.Message):
     def sampling_params(self) -> _types_pb2.SamplingParams: ...
     @_builtins.property
     def speculation(self) -> _types_pb2.SpeculationOptions: ...
+    @_builtins.property
+    def generated_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Continues a stream that broke: the same request, with every token id that the broken stream has delivered, in order.
+        The answer is the rest of that stream: no token and no character comes twice, positions, penalties, min_tokens,
+        max_tokens, stop strings and completion_tokens count as if it had never broken; everything else in the last message
+        (rounds, timing) is of this call. Under the coupled rule the tokens are those of the unbroken stream, under the
+        rejection rule they are equal in distribution. Needs sampling_params.seed. INVALID_ARGUMENT if there are more than
+        max_tokens, or if the output ends before the last of them.
+        """
+
     def __init__(
         self,
         *,
@@ -77,10 +88,11 @@ class GenerateRequest(_message.Message):
         sampling_params: _types_pb2.SamplingParams | None = ...,
         speculation: _types_pb2.SpeculationOptions | None = ...,
         logprobs: _builtins.bool = ...,
+        generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "sampling_params", b"sampling_params", "speculation", b"speculation", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "logprobs", b"logprobs", "request_id", b"request_id", "sampling_params", b"sampling_params", "speculation", b"speculation", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids", "input", b"input", "logprobs", b"logprobs", "request_id", b"request_id", "sampling_params", b"sampling_params", "speculation", b"speculation", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "tokenized"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -162,7 +174,7 @@ class GenerateStreamChunk(_message.Message):
     """
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
-    """So far, this chunk included."""
+    """So far, this chunk and generated_token_ids included."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was shared with an earlier session."""
     @_builtins.property
