@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 from pathlib import Path
 
@@ -330,6 +331,22 @@ def admitted(documents, direction, own, peer, port, namespace=None):
     return False
 
 
+def admitted_to(documents, own, address, port, protocol):
+    """Whether a policy lets a pod with these labels connect to an address outside the pods' network."""
+    address = ipaddress.ip_address(address)
+    for policy in of_kind(documents, "NetworkPolicy").values():
+        if not selects(policy["spec"]["podSelector"], own):
+            continue
+        for rule in policy["spec"].get("egress", ()):
+            if "ports" in rule and (protocol, port) not in {(p["protocol"], p["port"]) for p in rule["ports"]}:
+                continue
+            for block in (entry["ipBlock"] for entry in rule["to"] if "ipBlock" in entry):
+                excluded = any(address in ipaddress.ip_network(cidr) for cidr in block.get("except", ()))
+                if address in ipaddress.ip_network(block["cidr"]) and not excluded:
+                    return True
+    return False
+
+
 PODS = {pool: {"paceline/pool": pool, "app.kubernetes.io/part-of": "paceline"} for pool in ("head", *POOLS)}
 OPERATOR = ({"app.kubernetes.io/name": "kuberay-operator"}, {"kubernetes.io/metadata.name": "kuberay-system"})
 PROMETHEUS = ({"app.kubernetes.io/name": "prometheus"}, {"kubernetes.io/metadata.name": "monitoring"})
@@ -349,9 +366,7 @@ def test_networks_admit_what_is_needed_and_nothing_else(name):
     for port in (8265, 8000):
         assert admitted(documents, "in", PODS["head"], OPERATOR[0], port, OPERATOR[1])
     assert not admitted(documents, "in", PODS["head"], OPERATOR[0], 10001, OPERATOR[1])
-    dns = ({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"})
     for pool, port in itertools.product(PODS, (8000, 9000, 8265, 6379, 10001, 8080)):
-        assert admitted(documents, "out", PODS[pool], dns[0], 53, dns[1])
         serves = pool != "head" and port in (8000, 9000)
         assert admitted(documents, "in", PODS[pool], CLIENT[0], port, CLIENT[1]) is serves
         assert not admitted(documents, "in", PODS[pool], STRANGER[0], port, STRANGER[1])
@@ -367,13 +382,51 @@ def test_networks_admit_what_is_needed_and_nothing_else(name):
         }
         for policy, doc in policies.items()
     }
-    assert {policy for policy, cidrs in blocks.items() if cidrs} == {"api-server"}
+    assert {policy for policy, cidrs in blocks.items() if cidrs} == {"api-server", "dns"}
     assert policies["api-server"]["spec"]["podSelector"] == {"matchLabels": {"paceline/pool": "head"}}
     if name == "ha":
         assert admitted(documents, "out", PODS["head"], REDIS, 6379)
         assert admitted(documents, "in", REDIS, PODS["head"], 6379)
         assert not admitted(documents, "in", REDIS, PODS["target"], 6379)
         assert not admitted(documents, "out", PODS["target"], REDIS, 6379)
+
+
+SYSTEM = {"kubernetes.io/metadata.name": "kube-system"}
+CACHES = ("169.254.20.10", "169.254.169.254")
+
+
+def check_names_are_resolved(documents, pods):
+    for own in pods:
+        for name in ("kube-dns", "node-local-dns"):
+            assert admitted(documents, "out", own, {"k8s-app": name}, 53, SYSTEM), name
+        for address, protocol in itertools.product(CACHES, ("UDP", "TCP")):
+            assert admitted_to(documents, own, address, 53, protocol), (address, protocol)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_pods_resolve_names_wherever_the_cluster_answers_them(name):
+    """Pods of kube-dns and CoreDNS, NodeLocal DNSCache on the machine, Cloud DNS; not the metadata at its address."""
+    documents = overlay(name)
+    check_names_are_resolved(documents, (*PODS.values(), REDIS))
+    for own, port in itertools.product(PODS.values(), (80, 443, 988)):
+        assert not admitted_to(documents, own, "169.254.169.254", port, "TCP")
+    assert not admitted(documents, "out", PODS["target"], {"k8s-app": "metrics-server"}, 53, SYSTEM)
+
+
+@pytest.mark.parametrize("mutant", ["no cache", "no Cloud DNS", "no pods of the cache", "no TCP"])
+def test_a_policy_without_one_of_them_is_noticed(mutant):
+    documents = overlay("small")
+    (rule,) = of_kind(documents, "NetworkPolicy")["dns"]["spec"]["egress"]
+    pods, cache, cloud = rule["to"]
+    change = {
+        "no cache": lambda: rule["to"].remove(cache),
+        "no Cloud DNS": lambda: rule["to"].remove(cloud),
+        "no pods of the cache": lambda: pods["podSelector"]["matchExpressions"][0]["values"].remove("node-local-dns"),
+        "no TCP": lambda: rule["ports"].pop(),
+    }
+    change[mutant]()
+    with pytest.raises(AssertionError):
+        check_names_are_resolved(documents, PODS.values())
 
 
 def test_models_are_downloaded_only_where_that_is_chosen(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tests.k8s.support import K8S, REPOSITORY, needs_kubectl, of_kind, overlay
 
-from paceline.metrics import catalogue
+from paceline.metrics import catalogue, engines  # noqa: F401  # engines declares the counters of engines
 from paceline.metrics.declaration import CATALOGUE, Kind
 from paceline.types import Cause
 
