@@ -14,6 +14,8 @@ from tests.k8s.support import (
     OVERLAYS,
     POOLS,
     REPOSITORY,
+    SOURCES,
+    build,
     compose,
     groups_of,
     needs_kubectl,
@@ -56,15 +58,20 @@ def fits(node_type, demand, selector, times=1):
     return labels and all(room.get(name, 0) >= times * amount for name, amount in demand.items() if amount)
 
 
-def demand_of(options):
-    """Resources of a replica, all its bundles together, and the labels it asks for."""
+def demand_of(options, pods=1):
+    """Resources that a replica takes of each of its pods, all their bundles together, and the labels it asks for."""
     actor = options["ray_actor_options"]
     if bundles := options.get("placement_group_bundles"):
-        assert options["placement_group_strategy"] == "STRICT_PACK"
+        assert options["placement_group_strategy"] == ("STRICT_PACK" if pods == 1 else "PACK")
+        assert len(bundles) % pods == 0
+        bundles = bundles[: len(bundles) // pods]
         (selector,) = options["placement_group_bundle_label_selector"]
         return {name: sum(bundle.get(name, 0) for bundle in bundles) for bundle in bundles for name in bundle}, selector
     demand = {"CPU": actor["num_cpus"], "GPU": actor.get("num_gpus", 0)}
     return demand | (actor.get("resources") or {}), actor["label_selector"]
+
+
+PODS_OF_A_TARGET = {"gpu-two-hosts": 2}
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -73,8 +80,9 @@ def test_each_replica_fits_its_own_group_and_fills_the_node(name):
     config, types = args_of(service), node_types(service)
     parts = {"router": config.router_config, "draft": config.draft_config, "target": config.target_config}
     for pool, part in parts.items():
-        demand, selector = demand_of(part.deployment_options())
-        assert [name for name, node_type in types.items() if fits(node_type, demand, selector)] == [pool]
+        pods = PODS_OF_A_TARGET.get(name, 1) if pool == "target" else 1
+        demand, selector = demand_of(part.deployment_options(), pods)
+        assert [kind for kind, node_type in types.items() if fits(node_type, demand, selector)] == [pool]
         assert not fits(types[pool], demand, selector, times=2), f"two {pool}s would share a node"
 
 
@@ -92,8 +100,9 @@ def test_groups_have_room_for_as_many_replicas_as_serve_may_want(name):
         least = deployment.num_replicas if scaling is None else scaling.min_replicas
         most = deployment.num_replicas if scaling is None else scaling.max_replicas
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-        assert group["minReplicas"] <= least, "nodes that nothing runs on"
-        assert most <= group["maxReplicas"], "replicas that would wait for a node for ever"
+        pods = PODS_OF_A_TARGET.get(name, 1) if pool == "target" else 1
+        assert group["minReplicas"] <= least * pods, "nodes that nothing runs on"
+        assert most * pods <= group["maxReplicas"], "replicas that would wait for a node for ever"
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -106,22 +115,28 @@ def test_the_autoscaler_gets_times_of_each_group(name):
     assert types["headgroup"]["resources"]["CPU"] == 0
 
 
-def test_gpus_are_requested_where_the_engines_want_them():
-    groups = groups_of(service_of(overlay("gpu")))
+@pytest.mark.parametrize(("name", "gpus"), [("gpu", 8), ("gpu-tp4", 4), ("gpu-two-hosts", 4)])
+def test_gpus_are_requested_where_the_engines_want_them(name, gpus):
+    groups = groups_of(service_of(overlay(name)))
     limits = {n: g["template"]["spec"]["containers"][0]["resources"]["limits"] for n, g in groups.items()}
     assert {name: limit.get("nvidia.com/gpu") for name, limit in limits.items()} == {
         "router": None,
         "draft": 1,
-        "target": 8,
+        "target": gpus,
     }
     for name in ("draft", "target"):
-        container = groups[name]["template"]["spec"]["containers"][0]["resources"]
-        assert container["requests"] == container["limits"]
+        resources = groups[name]["template"]["spec"]["containers"][0]["resources"]
+        room = {"ephemeral-storage": resources["requests"]["ephemeral-storage"]}
+        assert resources["requests"] == resources["limits"] | room
         assert groups[name]["template"]["spec"]["tolerations"]
         assert groups[name]["template"]["spec"]["nodeSelector"]
 
 
 # -- Serve -----------------------------------------------------------------------------------------------------------
+
+
+SHAPED = {"gpu-tp4": (4, 1), "gpu-two-hosts": (8, 2)}
+"""Overlays with other targets -> ranks and pods of one."""
 
 
 def cluster_file(name):
@@ -132,10 +147,18 @@ def cluster_file(name):
 def test_the_serve_config_is_that_of_the_cluster_folder(name):
     text = service_of(overlay(name))["spec"]["serveConfigV2"]
     file = "serve-small.yaml" if name == "small" else "serve-gpu.yaml"
-    if name != "ha":
+    if name not in ("ha", *SHAPED):
         assert text == cluster_file(file)
         return
     expected = yaml.safe_load(cluster_file(file))
+    if name in SHAPED:
+        target = expected["applications"][0]["args"]["target_config"]
+        target["engine_kwargs"]["tensor_parallel_size"], pods = SHAPED[name]
+        if pods > 1:
+            bundle = {"CPU": 4, "GPU": 1}
+            target["placement_group_config"] = {"strategy": "PACK", "bundles": [bundle] * SHAPED[name][0]}
+        assert yaml.safe_load(text) == expected
+        return
     args = expected["applications"][0]["args"]
     for pool in ("target_config", "draft_config"):
         args[pool]["deployment_config"]["autoscaling_config"]["min_replicas"] = 2
@@ -156,9 +179,34 @@ def test_written_files_are_what_their_sources_say(monkeypatch):
     monkeypatch.syspath_prepend(str(K8S))
     import generate
 
-    assert generate.main(check=True) == 0
+    assert generate.main(["--check"]) == 0
     with pytest.raises(ValueError, match="it must be once"):
         generate.redundant("            min_replicas: 1\n" * 2)
+
+
+def test_an_overlay_of_ones_own_has_the_targets_that_were_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(K8S))
+    import generate
+
+    asked = ["--target", str(tmp_path), "--tensor-parallel-size", "16", "--gpus-per-pod", "8"]
+    assert generate.main([*asked, "--interface", "ens5", "--fabric", "vpc.amazonaws.com/efa=32"]) == 0
+    documents = build(tmp_path)
+    service = service_of(documents)
+    options = args_of(service).target_config.deployment_options()
+    assert len(options["placement_group_bundles"]) == 16
+    demand, selector = demand_of(options, pods=2)
+    kinds = node_types(service)
+    assert [kind for kind, node_type in kinds.items() if fits(node_type, demand, selector)] == ["target"]
+    assert not fits(kinds["target"], demand, selector, times=2)
+    group = groups_of(service)["target"]
+    assert (group["minReplicas"], group["maxReplicas"]) == (2, 8)  # pods, two of each of one to four targets
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == 32
+    (data,) = (doc["data"] for name, doc in of_kind(documents, "ConfigMap").items() if "environment" in name)
+    assert data["NCCL_SOCKET_IFNAME"] == data["GLOO_SOCKET_IFNAME"] == "ens5"
+    for wrong in (["--gpus-per-pod", "5"], ["--tensor-parallel-size", "1"], ["--fabric", "efa"]):
+        with pytest.raises(SystemExit):
+            generate.main([*asked, *wrong])
+        assert "it must" in capsys.readouterr().err
 
 
 def test_the_environment_is_what_the_service_needs():
@@ -248,6 +296,32 @@ def test_pods_have_probes_a_token_and_the_serve_ports(name):
         expected = {port["name"]: port["port"] for port in ports.values()} if group in ("head", "router") else {}
         assert serving == expected
         assert all(port["targetPort"] == port["name"] for port in ports.values())
+
+
+def check_streams_are_kept_whole(documents):
+    """Envoy ends a stream after 15 s by default; KubeRay calls its Gateway after the RayService."""
+    (policy,) = of_kind(documents, "BackendTrafficPolicy").values()
+    spec, service = policy["spec"], service_of(documents)
+    assert spec["targetRefs"] == [
+        {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": service["metadata"]["name"] + "-gateway"}
+    ]
+    assert spec["useClientProtocol"] is True  # or gRPC would go on as HTTP/1.1
+    limits = spec["timeout"]["http"]
+    assert limits["requestTimeout"] == limits["maxStreamDuration"] == "0s"
+    longest = args_of(service).router_config.request_timeout_s
+    assert float(limits["streamIdleTimeout"].removesuffix("s")) > longest
+
+
+@pytest.mark.parametrize("left_out", [None, "requestTimeout", "maxStreamDuration", "streamIdleTimeout"])
+def test_a_gateway_that_would_end_streams_is_noticed(left_out):
+    documents = overlay("incremental-upgrade")
+    if left_out is None:
+        check_streams_are_kept_whole(documents)
+        return
+    (policy,) = of_kind(documents, "BackendTrafficPolicy").values()
+    policy["spec"]["timeout"]["http"][left_out] = "15s"
+    with pytest.raises(AssertionError):
+        check_streams_are_kept_whole(documents)
 
 
 def test_an_incremental_upgrade_routes_grpc():
@@ -437,18 +511,9 @@ def test_models_are_downloaded_only_where_that_is_chosen(tmp_path):
     (block,) = policy["egress"][0]["to"]
     assert "169.254.0.0/16" in block["ipBlock"]["except"]  # the machines' own credentials
     assert not of_kind(documents, "PersistentVolumeClaim")
-    config = args_of(service_of(documents))
-    target, draft = config.target_config.model_loading_config.source, config.draft_config.model_loading_config.source
     check_confinement(documents)
-    for group, template in templates_of(service_of(documents)).items():
-        if group == "head":
-            continue
-        (fetch,) = template["spec"]["initContainers"]
-        command = fetch["command"][-1]
-        assert f"hf download {target}" in command
-        assert (draft in command) is (group == "draft")
-        assert ("--include" in command) is (group != "target")
-        assert not any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
+    for group in groups_of(service_of(documents)).values():
+        assert not any("persistentVolumeClaim" in volume for volume in group["template"]["spec"]["volumes"])
 
 
 COMBINATIONS = [
@@ -456,8 +521,7 @@ COMBINATIONS = [
     for base in ("small", "gpu")
     for size in range(len(COMPONENTS) + 1)
     for chosen in itertools.combinations(COMPONENTS, size)
-    if base == "gpu" or "model-download" not in chosen
-]
+] + [(base, (*COMPONENTS, source)) for base in ("gpu", "gpu-two-hosts") for source in SOURCES]
 
 
 @pytest.mark.parametrize(("base", "components"), COMBINATIONS, ids=str)
@@ -477,6 +541,8 @@ def test_components_combine(tmp_path, base, components):
     names = [(doc["kind"], doc["metadata"]["name"]) for doc in documents]
     assert len(set(names)) == len(names)
     assert {doc["metadata"].get("namespace", "paceline") for doc in documents} == {"paceline"}
+    for _, spec in pod_specs(documents):
+        assert not any(container["image"] == "paceline" for container in spec.get("initContainers", ()))
 
 
 def test_nothing_is_placed_outside_the_namespace():

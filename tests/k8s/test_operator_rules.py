@@ -17,6 +17,12 @@ def test_the_operator_takes_the_overlay(name):
     assert problems(service_of(overlay(name))) == []
 
 
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_nothing_makes_a_slow_start_final(name):
+    """Past this time the operator deletes the cluster, and only a RayService that is made anew starts again."""
+    assert "ray.io/initializing-timeout" not in (service_of(overlay(name))["metadata"].get("annotations") or {})
+
+
 Service = dict[str, Any]
 
 
@@ -46,7 +52,7 @@ MUTANTS: list[tuple[str, str, Callable[[Service], Any], str]] = [
     (
         "gpu",
         "a time-out that is no duration",
-        lambda s: s["metadata"]["annotations"].update({"ray.io/initializing-timeout": "soon"}),
+        lambda s: s["metadata"].update(annotations={"ray.io/initializing-timeout": "soon"}),
         "a duration",
     ),
     ("gpu", "a named head service", lambda s: _head(s).update(headService={"metadata": {"name": "x"}}), "headService"),

@@ -7,10 +7,57 @@ import functools
 import sys
 import warnings
 
+import jsonschema
 import pytest
-from tests.k8s.support import COMPONENTS, OVERLAYS, TESTBED, compose, needs_kubectl, needs_testbed, overlay, service_of
+import yaml
+from tests.k8s.support import (
+    COMPONENTS,
+    K8S,
+    OVERLAYS,
+    SOURCES,
+    TESTBED,
+    build,
+    compose,
+    needs_kubectl,
+    needs_testbed,
+    overlay,
+    service_of,
+)
 
 pytestmark = [needs_kubectl, needs_testbed, pytest.mark.slow]
+
+
+DURATION = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+
+
+def closed(required, **properties):
+    """The schema of an object that has these fields and no others."""
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+TRAFFIC = closed(
+    ["apiVersion", "kind", "metadata", "spec"],
+    apiVersion={"const": "gateway.envoyproxy.io/v1alpha1"},
+    kind={"const": "BackendTrafficPolicy"},
+    metadata={"type": "object"},
+    spec=closed(
+        ["targetRefs"],
+        targetRefs={
+            "type": "array",
+            "items": closed(
+                ["group", "kind", "name"],
+                group={"const": "gateway.networking.k8s.io"},
+                kind={"enum": ["Gateway", "HTTPRoute", "GRPCRoute"]},
+                name={"type": "string"},
+            ),
+        },
+        useClientProtocol={"type": "boolean"},
+        timeout=closed(
+            [], http=closed([], requestTimeout=DURATION, maxStreamDuration=DURATION, streamIdleTimeout=DURATION)
+        ),
+    ),
+)
+"""The part of Envoy Gateway's BackendTrafficPolicy that is used."""
 
 
 @functools.cache
@@ -25,6 +72,7 @@ def checker():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # it leaves files to be closed by the interpreter
         crds = validate.load_crds(str(TESTBED / "crds"))
+    crds["gateway.envoyproxy.io/v1alpha1", "BackendTrafficPolicy"] = jsonschema.Draft202012Validator(TRAFFIC)
     return lambda document: validate.check(document, crds)
 
 
@@ -34,8 +82,17 @@ def test_the_documents_of_an_overlay_are_valid(name):
         assert checker()(document) == [], (document["kind"], document["metadata"]["name"])
 
 
-def test_the_documents_of_all_components_together_are_valid(tmp_path):
-    for document in compose(tmp_path, "gpu", COMPONENTS):
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_documents_of_all_components_together_are_valid(tmp_path, source):
+    for document in compose(tmp_path, "gpu", (*COMPONENTS, source)):
+        assert checker()(document) == [], (document["kind"], document["metadata"]["name"])
+
+
+def test_the_documents_of_the_node_cache_and_of_storage_are_valid():
+    documents = build(K8S / "node-cache")
+    for path in (K8S / "storage").glob("*/volume.yaml"):
+        documents += yaml.safe_load_all(path.read_text())
+    for document in documents:
         assert checker()(document) == [], (document["kind"], document["metadata"]["name"])
 
 
