@@ -14,6 +14,7 @@ from paceline.errors import InvalidRequestError, PacelineError, ResourceExhauste
 from paceline.metrics.router import RouterMetrics
 from paceline.router.link import DraftLink, TargetLink
 from paceline.router.pool import Lease
+from paceline.router.retry import RetryHints
 from paceline.router.session import Session
 from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result
 
@@ -21,8 +22,6 @@ _LONG_PROMPT = 16384
 """Prompts of more characters are tokenized in a worker thread."""
 _MANY_TOKENS = 512
 """A resumed stream of more tokens is brought to where it broke in a worker thread."""
-_RECENT_S = 60.0
-"""Finishes longer ago than this say nothing about how soon there will be room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,8 @@ class ActiveRequest:
     token_ids: tuple[int, ...]
     """The tokens of the prompt."""
     arrived_s: float
-    opened: bool = False
+    opened_s: float | None = None
+    """Time when it was opened on its first target."""
     target: TargetLink | None = None
     target_lease: Lease | None = None
     target_failures: int = 0
@@ -62,6 +62,11 @@ class ActiveRequest:
     """Set when the request leaves the queue, for a target or because it has ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there are chunks, a result or an error for the client."""
+
+    @property
+    def opened(self) -> bool:
+        """True once it has been opened on a target."""
+        return self.opened_s is not None
 
     @property
     def done(self) -> bool:
@@ -85,7 +90,7 @@ class Admission:
         self._info, self._config, self._router_id = info, config, router_id
         self._metrics, self._clock = metrics, clock
         self._num_sessions = 0
-        self._finished_s: deque[float] = deque(maxlen=64)  # when the latest requests left
+        self._hints = RetryHints()
 
     async def prepare(self, request: Request, targets: Sequence[ReplicaStatus]) -> ActiveRequest:
         """Tokenizes a request and checks it against the limits of the model and of the ``targets`` that are up.
@@ -121,33 +126,37 @@ class Admission:
         session = await asyncio.to_thread(make_session) if len(generated) > _MANY_TOKENS else make_session()
         return ActiveRequest(request, session, token_ids, arrived_s)
 
-    def refuse_if_full(self, active: ActiveRequest, num_running: int) -> None:
-        """Takes a queued request out again if more wait than may. Raises ResourceExhaustedError then."""
-        limit = self._config.max_queued_requests
-        if len(self.queue) <= limit:
-            return
-        self.queue.remove(active)
+    def refusal(self, num_running: int) -> ResourceExhaustedError:
+        """Returns the error of a request that comes while there is neither room at a target nor in the queue."""
         self._metrics.rejected("queue_full")
-        raise ResourceExhaustedError(
+        limit = self._config.max_queued_requests
+        return ResourceExhaustedError(
             f"{num_running} requests are running and {len(self.queue)} are queued: at most {limit} may wait",
-            retry_after_s=self._expected_wait_s(),
+            retry_after_s=self._hints.refused(self._clock(), num_running),
         )
+
+    def opened(self, active: ActiveRequest) -> float:
+        """Records that a request is opened on its first target; returns how long it has waited, in seconds."""
+        active.opened_s = now = self._clock()
+        self._metrics.admitted(now - active.arrived_s)
+        return now - active.arrived_s
+
+    def enqueue(self, active: ActiveRequest) -> None:
+        """Queues a request, a stream that broke and goes on before those that have not begun."""
+        at = len(self.queue)
+        if active.request.generated_token_ids:
+            at = next((i for i, other in enumerate(self.queue) if not other.request.generated_token_ids), at)
+        self.queue.insert(at, active)
 
     def leave(self, active: ActiveRequest) -> None:
         """Removes a request from the queue, if it is there."""
         if active in self.queue:
             self.queue.remove(active)
 
-    def note_finished(self) -> None:
-        """Records that a request has ended: the rate of these tells how long others wait."""
-        self._finished_s.append(self._clock())
-
-    def _expected_wait_s(self) -> float:
-        """Returns the time until a place in the queue is free: the mean time between the latest finishes."""
-        times = self._finished_s
-        if len(times) < 2 or self._clock() - times[0] > _RECENT_S:
-            return 1.0
-        return min(max((times[-1] - times[0]) / (len(times) - 1), 0.05), 30.0)
+    def note_ended(self, active: ActiveRequest) -> None:
+        """Records that a request has ended, or has left the queue, whose place is free now."""
+        now = self._clock()
+        self._hints.note_freed(now, None if active.opened_s is None else now - active.opened_s)
 
 
 def _check_kv_room(num_tokens: int, targets: Sequence[ReplicaStatus]) -> None:

@@ -149,11 +149,9 @@ class Router:
             if active.session.result is not None:  # a broken stream that lacked nothing but its end
                 yield active.session.result
                 return
-            self._queue.append(active)
+            self._admission.enqueue(active)
             self._place_queue()
-            if not active.admitted.is_set():
-                self._admission.refuse_if_full(active, self.num_running - 1)
-                await active.admitted.wait()
+            await active.admitted.wait()
             while True:
                 while active.chunks:
                     yield active.chunks.popleft()
@@ -170,8 +168,11 @@ class Router:
 
     async def _enter(self, request: Request) -> ActiveRequest:
         self._require_new(request)
+        self._require_room(request)  # before anything that costs those who are served
         active = await self._admission.prepare(request, self._targets.statuses())
         self._require_new(request)  # the same one may have come while this one was tokenized
+        if not active.session.finished:
+            self._require_room(request)
         self._active[request.request_id] = active
         self._by_session[active.session.session_id] = active
         return active
@@ -179,6 +180,18 @@ class Router:
     def _require_new(self, request: Request) -> None:
         if request.request_id in self._active:
             raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
+
+    def _require_room(self, request: Request) -> None:
+        """Raises ResourceExhaustedError if no target has room and as many requests wait as may.
+
+        Streams that broke and go on may wait beyond that, as many as a lost router can have served.
+        """
+        self._place_queue()
+        limit = self._config.max_queued_requests
+        if request.generated_token_ids:
+            limit += sum(link.max_sessions for link in self._targets.open_links())
+        if len(self._queue) >= limit and not self._placement.target_has_room():
+            raise self._admission.refusal(self.num_running)
 
     def _leave(self, active: ActiveRequest) -> None:
         self._admission.leave(active)
@@ -189,7 +202,7 @@ class Router:
             self._metrics.dropped("relay", dropped)
         del self._active[active.request.request_id]
         del self._by_session[active.session.session_id]
-        self._admission.note_finished()
+        self._admission.note_ended(active)
         self._reconcile()
 
     def cancel(self, request_id: str) -> bool:
@@ -263,9 +276,7 @@ class Router:
         self._placement.demand_target(bool(self._queue or self._orphaned))
 
     def _open(self, active: ActiveRequest, link: TargetLink) -> None:
-        session, queue_s = active.session, self._clock() - active.arrived_s
-        self._metrics.admitted(queue_s)
-        active.opened = True
+        session, queue_s = active.session, self._admission.opened(active)
         draft = self._placement.choose_draft(active) if session.speculates and link.draft_wanted else None
         self._placement.attach_target(active, link)
         if draft is not None:
