@@ -87,6 +87,14 @@ def test_errors_of_the_other_calls(server, client):
         client.model_info(timeout_s=-1)
 
 
+def test_waiting_for_a_service_that_is_full_lasts_as_long_as_it_says():
+    patience = Patience("localhost:1", 60.0)
+    assert patience.pause_s(EngineError("loading")) < 1.0
+    assert patience.pause_s(ResourceExhaustedError("full", 7.0)) == 7.0
+    with pytest.raises(DeadlineExceededError, match="full"):
+        patience.pause_s(ResourceExhaustedError("full", 61.0))
+
+
 async def _async_ready(address, timeout_s):
     async with AsyncClient(address) as client:
         return await client.wait_ready(timeout_s)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.router.world import World, expected, request, result_of, without_sockets
 
-from paceline.errors import DeadlineExceededError, EngineError
+from paceline.errors import DeadlineExceededError, EngineError, ResourceExhaustedError
 from paceline.router import link as link_module
 from paceline.router import router as router_module
 from paceline.router.router import Router
@@ -29,7 +30,7 @@ async def begun(world: World, router: Router, num: int, *, max_tokens: int) -> l
     tasks = [asyncio.create_task(result_of(router, each)) for each in wanted]
     for _ in range(3):
         await world.turn()
-    assert all(active.session.stats.rounds for active in router._active.values())
+    assert all(active.session.stats.rounds for active in router._active.values() if active.opened)
     return tasks
 
 
@@ -207,6 +208,28 @@ def test_a_router_that_stood_still_does_not_take_its_replicas_for_dead(monkeypat
 
     asyncio.run(test())
     assert ends == ["silent for 6.0 s"]
+
+
+def test_a_stream_that_its_client_continues_is_not_refused_and_goes_before_new_requests() -> None:
+    """The queue is full: a router that died has left them; beyond its number they are refused like others."""
+
+    async def test() -> None:
+        world = World(2)
+        async with world.router(max_queued_requests=2) as router:
+            tasks = await begun(world, router, 4, max_tokens=20)
+            wanted = request("broken", 7, 20)
+            broken = [replace(wanted, request_id=f"b{i}", generated_token_ids=expected(wanted)[:5]) for i in range(3)]
+            resumed = [asyncio.create_task(result_of(router, each)) for each in broken]
+            await world.turn()
+            waiting = [active.request.request_id for active in router._queue]
+            assert waiting == ["b0", "b1", "s2", "s3"]
+            with pytest.raises(ResourceExhaustedError, match="4 are queued"):
+                await resumed[2]
+            await world.until(*tasks, *resumed[:2])
+            for task in resumed[:2]:
+                assert tuple((await task)[0]) == expected(wanted)[5:]
+
+    asyncio.run(test())
 
 
 class Named:

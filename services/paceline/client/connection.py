@@ -219,10 +219,11 @@ class Patience:
             raise error
         if self._reason is None or not isinstance(error, DeadlineExceededError):  # that one says nothing new
             self._reason = error
-        if time.monotonic() + self._pause_s >= self._end_s:
+        pause_s = max(self._pause_s, getattr(error, "retry_after_s", 0.0))  # as a service that is full says
+        if time.monotonic() + pause_s >= self._end_s:
             message = f"the service at {self._address} was not ready within {self._timeout_s:g} s: {self._reason}"
             raise DeadlineExceededError(message) from error
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return pause_s
 
 
