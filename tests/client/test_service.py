@@ -12,6 +12,7 @@ from tests.client.support import TEXT
 from tests.support.fake_service import FakeService, Wire
 
 from paceline.client import AsyncClient, Client, Tls
+from paceline.client.connection import Patience
 from paceline.errors import (
     ConfigError,
     DeadlineExceededError,
