@@ -53,6 +53,7 @@ class OpenSession:
     num_prompt_tokens: int
     """Number of leading ``token_ids`` that are the prompt (penalties and min_tokens tell them apart)."""
     seed: int
+    """Key of the session's noise (``types.noise_key``), the same on every engine and in every epoch."""
     sampling: SamplingParams
     speculation: SpeculationParams
     eos_token_ids: tuple[int, ...] = ()

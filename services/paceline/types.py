@@ -6,8 +6,10 @@ Plain data: no tensors, no Ray, no protobuf. The messages between routers and re
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, Protocol, Self
 
@@ -46,6 +48,33 @@ class Acceptance(enum.StrEnum):
     """Coupled sampling: draft and target share position-keyed noise, and the token that the target samples decides."""
     REJECTION = "rejection"
     """Rejection sampling (Leviathan et al. 2211.17192): accept with min(1, p/q), recover from norm(max(p - q, 0))."""
+
+
+class SeedScope(enum.StrEnum):
+    """Requests that a seed gives the same noise."""
+
+    PROMPT = "prompt"
+    """Requests of the same prompt: the key of the noise is a digest of seed and prompt, so that the samples of
+    different prompts are independent although all have one seed."""
+    GLOBAL = "global"
+    """All requests: the key of the noise is the seed itself. Prompts of one length draw by the same noise then."""
+
+
+def noise_key(seed: int, scope: SeedScope, prompt_token_ids: Sequence[int]) -> int:
+    """Returns the 64-bit key of a session's noise.
+
+    Computed once, where the session begins, and handed to every engine that serves it, so that target, draft and
+    whatever replaces them share the noise. The tokens decided since do not count: a session that goes on elsewhere
+    keeps its key.
+
+    Args:
+        seed: in ``[0, 2**64)``.
+        prompt_token_ids: those of the request's original prompt, each in ``[0, 2**32)``.
+    """
+    if scope is SeedScope.GLOBAL:
+        return seed
+    content = struct.pack(f"<Q{len(prompt_token_ids)}I", seed, *prompt_token_ids)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8, person=b"paceline-noise").digest(), "little")
 
 
 class FinishReason(enum.StrEnum):
@@ -122,7 +151,11 @@ class SamplingParams(_Params):
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    """64-bit key of the session's noise; drawn at random by the session if absent."""
+    """64-bit key of the session's noise, drawn at random if absent. The same seed, prompt and parameters give the same
+    tokens, except under the rejection rule at temperatures above 0, whose tokens also depend on which draft tokens
+    arrive in time."""
+    seed_scope: SeedScope = SeedScope.PROMPT
+    """Requests that share noise if their seeds are equal: those of the same prompt, or all."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

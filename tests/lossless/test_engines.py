@@ -37,7 +37,7 @@ from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import Judgement, SessionGate
 from paceline.target.scheduler import Scheduled
 from paceline.target.session import TargetSession
-from paceline.types import PAGE_SIZE, Acceptance, Cause, Mode, Result, SamplingParams, SpeculationParams
+from paceline.types import PAGE_SIZE, Acceptance, Cause, Mode, Result, SamplingParams, SpeculationParams, noise_key
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SPECULATING = (Mode.OVERLAPPED, Mode.SEQUENTIAL)
@@ -176,7 +176,8 @@ def _reference(model: Model, request: Request) -> tuple[tuple[int, ...], list[fl
     params = request.sampling
     options = {"eos_token_ids": request.eos_token_ids, "vocab_size": VOCAB}
     tokens = tuple(speculative_decode(model, model, request.prompt, params, seed=params.seed, k=0, **options))
-    state = SamplerState(params, params.seed, request.prompt, **options)
+    key = noise_key(params.seed, params.seed_scope, request.prompt)
+    state = SamplerState(params, key, request.prompt, **options)
     logits = model([*request.prompt, *tokens])[-len(tokens) - 1 : -1]
     log_probs = process(logits, [Row(state, tokens[:i]) for i in range(len(tokens))]).log_probs
     return tokens, log_probs[range(len(tokens)), tokens].tolist()

@@ -19,13 +19,14 @@ def test_open_in_plain_mode_leaves_the_draft_alone():
     assert actions.to_draft == []
 
 
-def test_open_on_both_with_one_seed():
+def test_open_on_both_with_one_key():
     session = make()
     actions = session.open()
     assert actions.to_target == actions.to_draft
     message = actions.to_target[0]
     assert isinstance(message, OpenSession)
-    assert message.seed == session.seed == message.sampling.seed
+    assert message.seed == session.noise_key
+    assert message.sampling.seed == session.seed
     assert message.token_ids == PROMPT
     assert message.num_prompt_tokens == len(PROMPT)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import process, sample_coupled
-from paceline.types import SamplingParams
+from paceline.types import SamplingParams, noise_key
 
 Model = Callable[[Sequence[int]], Tensor]
 
@@ -29,7 +29,8 @@ def speculative_decode(
     eos_token_ids: Sequence[int] = (),
 ) -> list[int]:
     """The tokens after ``prompt``: the same for every ``draft`` and every ``k`` (0: plain decoding)."""
-    state = SamplerState(params, seed, prompt, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
+    key = noise_key(seed, params.seed_scope, prompt)
+    state = SamplerState(params, key, prompt, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     output: list[int] = []
 
@@ -37,7 +38,7 @@ def speculative_decode(
         """The last ``num_tokens`` tokens of those for the place after the output and after each of the proposal.
 
         argmax(log p + g) is an exact sample of p, because g is Gumbel noise; and the same sample on every machine,
-        because g depends on (seed, position, token) alone.
+        because g depends on (key, position, token) alone.
         """
         rows = [Row(state, tuple(proposal[:i])) for i in range(len(proposal) + 1)][-num_tokens:]
         logits = model([*prompt, *output, *proposal])[-num_tokens:]

@@ -52,6 +52,7 @@ from paceline.types import (
     SpeculationStats,
     Timing,
     Usage,
+    noise_key,
 )
 
 MAX_DRAFT_RETRIES = 2
@@ -134,6 +135,8 @@ class Session:
         self.session_id = session_id
         self.seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
         self.sampling = sampling.model_copy(update={"seed": self.seed})
+        self.noise_key = noise_key(self.seed, sampling.seed_scope, prompt_token_ids)
+        """Key of the noise on every engine that serves the session; the request's ``seed`` is what results name."""
         self.speculation = speculation
         self.stats = SpeculationStats()
         self.relay_stats = RelayStats()
@@ -520,7 +523,7 @@ class Session:
             epoch=self._epoch,
             token_ids=tuple(self._history),
             num_prompt_tokens=len(self._prompt),
-            seed=self.seed,
+            seed=self.noise_key,
             sampling=self.sampling,
             speculation=self.speculation,
             eos_token_ids=self._eos_token_ids,

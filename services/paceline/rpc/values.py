@@ -36,6 +36,7 @@ _SAMPLING_SCALARS = (
     "min_tokens",
     "ignore_eos",
     "seed",
+    "seed_scope",
 )
 _SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "growth", "saguaro")
 _STATUS_SCALARS = (

@@ -351,7 +351,9 @@ class GenerateComplete(_message.Message):
     """The same as speculation.accepted and speculation.drafted, where other servers' clients look for them."""
     spec_draft_tokens: _builtins.int
     seed: _builtins.int
-    """The seed that was used: with it the same request gives the same tokens."""
+    """The seed that was used: with it the same request gives the same tokens, except under acceptance "rejection" at
+    temperatures above 0 (SamplingParams.seed).
+    """
     @_builtins.property
     def speculation(self) -> Global___SpeculationStats: ...
     @_builtins.property
