@@ -69,6 +69,7 @@ COMPARISONS = {
     "bench/test_load.py": 14,
     "draft/test_rejection.py": 4,
     "lossless/test_engines.py": 3,
+    "lossless/test_seeds.py": 12,
     "lossless/test_statistical.py": 20,
 }
 """Modules of statistical tests, each with a FALSE_ALARM, and at most how many comparisons a run makes of each."""

@@ -80,7 +80,7 @@ SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-po
 FLAGS = {
     "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --tls --tls-ca --stop "
     "--max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
-    "--frequency-penalty --ignore-eos --seed --mode --acceptance --draft-tokens",
+    "--frequency-penalty --ignore-eos --seed --seed-scope --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --address --dashboard --print-environment --verbose",
     "check": f"{SERVICE} --json",
     "config": f"{SERVICE} --markdown",

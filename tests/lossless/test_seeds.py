@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -105,22 +106,24 @@ def test_keys_are_recorded() -> None:
 # -- the key of a session is made once and kept ------------------------------------------------------------------
 
 
-def _session(prompt_ids: Sequence[int] = (1, 2, 3), **options: object) -> Session:
+def _session(prompt_ids: Sequence[int] = (1, 2, 3), given: dict[str, Any] | None = None, **options: object) -> Session:
     sampling = SamplingParams(seed=9, temperature=1.0, **options)
-    return Session("s", prompt_ids, sampling, SpeculationParams(), decode=decode, eos_token_ids=(0,))
+    return Session("s", prompt_ids, sampling, SpeculationParams(), decode=decode, eos_token_ids=(0,), **given or {})
 
 
 def _keys_of_a_life() -> list[int]:
-    """The keys of every message that opens a session: at first, at a lost tree, at another draft, another target."""
+    """The keys of every message that opens a session: at first, at another draft, at another target, and when a client
+    continues its broken stream at another router."""
     session = _session()
     actions = [session.open()]
     session.on_target(outcome(session, [65, 66], 1))
     actions += [session.on_draft_down(), session.on_draft_up(), session.reopen_target()]
     session.on_target(outcome(session, [67]))
     actions += [session.reopen_target()]
+    actions += [_session(given={"generated_token_ids": (65, 66, 67)}).open()]
     messages = [m for each in actions for m in (*each.to_target, *each.to_draft) if isinstance(m, OpenSession)]
     assert {len(m.token_ids) for m in messages} == {3, 5, 6}
-    assert len(messages) == 7
+    assert len(messages) == 9
     return [m.seed for m in messages]
 
 
