@@ -89,6 +89,14 @@ def test_the_model_of_time_says_how_many_are_of_use():
     assert drafts(look, ratio=0.0).replicas == pytest.approx(1.0), "the targets themselves say whether it pays"
 
 
+def test_the_limit_of_drafts_per_target_holds_while_they_are_on_time():
+    look = fleet(targets=1, drafts=8, busy=8.0, late=0.0, times=TIMES)
+    demand = drafts(look, DraftPolicy(drafts_per_target=2.0))
+    assert (demand.replicas, demand.reason.partition("; ")[2]) == (pytest.approx(2.0), "2 are of use for 1 targets")
+    assert drafts(look, ratio=3.0).replicas == pytest.approx(3.0)
+    assert drafts(look, DraftPolicy(drafts_per_target=None)).replicas == pytest.approx(8.0)
+
+
 def test_an_empty_draft_pool_is_wanted_by_sessions_that_speculate():
     assert drafts(fleet(drafts=0, busy=0.0)).replicas == 1.0
     demand = drafts(fleet(drafts=0, busy=0.0, speculating=0, drafting=0))
@@ -147,6 +155,17 @@ def test_a_trial_that_pays_keeps_the_drafts():
     assert wanted(seen) == [0, 190, 10]
     assert seen[-1].reason == "a trial: drafts did not pay 200 s ago"
     assert wanted(one.see(500, drafting=8)) == [500]
+
+
+def test_a_trial_begins_when_its_first_draft_serves():
+    one = Clocked()
+    assert wanted(one.see(1000, drafts=0, drafting=0)) == [1000], "nothing has been measured yet"
+    one.see(31, drafting=0)
+    assert wanted(one.see(190, drafts=0, drafting=0)) == [0, 190]
+    seen = one.see(900, drafts=0, drafting=0)
+    assert wanted(seen)[0] == 0
+    assert len(wanted(seen)) == 3, "rest, then a trial that lasts as long as its draft starts"
+    assert wanted(one.see(100, drafting=0))[0] in (59, 60, 61), "measured for probe_s, then given up"
 
 
 def test_less_load_is_a_reason_to_try():

@@ -15,7 +15,7 @@ from tests.fleet.fleets import Process, Service, pools
 from paceline.types import Cause, Round
 
 START_S = 20
-"""From the decision to a replica that takes sessions."""
+"""From the decision to a replica that takes sessions, where nothing else is said."""
 PACE = {"upscale_delay_s": 10.0, "downscale_delay_s": 60.0}
 NOISE = 0.1
 """Of every signal, to each side; 0.2 / (2 - 0.2) is what the default hysteresis bears."""
@@ -24,8 +24,8 @@ NOISE = 0.1
 class Simulation:
     """Sessions in, sizes out; one step is one second."""
 
-    def __init__(self, seed):
-        self.random = random.Random(seed)
+    def __init__(self, seed, start_s=START_S):
+        self.random, self.start_s = random.Random(seed), start_s
         both = pools(
             target=PACE | {"min_replicas": 1, "max_replicas": 8},
             draft=PACE
@@ -67,13 +67,14 @@ class Simulation:
         wanted = service.second(
             sessions=plain + speculating,
             speculating=round(speculating),
-            drafting=round(speculating) if pays else 0,
+            # A target without a draft asks for one for 3 s of every 64.
+            drafting=round(speculating) if pays and (drafts or self.second % 64 < 3) else 0,
             busy=busy,
         )
         for kind, size in wanted.items():
             self.sizes[kind].append(size)
             if size is not None:
-                self.due.append((self.second + START_S, kind, size))
+                self.due.append((self.second + self.start_s, kind, size))
         self.follow()
 
     def follow(self):
@@ -119,3 +120,15 @@ def test_drafts_go_where_they_do_not_pay_and_are_tried_ever_more_rarely():
     assert len(changes["target"]) <= 2
     one.run(1000, speculating=6.0)
     assert len(one.service.drafts) >= 2, "and come back when they do"
+
+
+@pytest.mark.parametrize("start_s", [20, 300, 600])
+def test_a_draft_that_pays_is_kept_however_long_its_machine_takes_to_start(start_s):
+    one = Simulation(11, start_s)
+    one.run(start_s + 60, speculating=6.0)
+    assert len(one.service.drafts) >= 1, "the first one is waited for"
+    one.run(200, speculating=6.0, pays=False)
+    assert len(one.service.drafts) == 0, "given up after it was measured"
+    changes = one.run(start_s + 700, speculating=6.0)
+    assert len(one.service.drafts) >= 1, "and so is the one of a trial"
+    assert all(change > 0 for change in changes["draft"]), "no machine was started for nothing"

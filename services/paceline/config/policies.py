@@ -57,7 +57,8 @@ class DraftPolicy(ScalingPolicy):
     probe_interval_s: float = Field(default=300.0, gt=0)
     """Speculation that did not pay is tried again after it, then after 2, 4 and 8 times as long."""
     probe_s: float = Field(default=90.0, gt=0)
-    """Length of a trial: targets try by themselves every 64 s at the latest."""
+    """Length of a trial, from the moment when its first draft serves: targets try by themselves every 64 s at the
+    latest."""
 
     @model_validator(mode="after")
     def _sound(self) -> Self:

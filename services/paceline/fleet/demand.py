@@ -98,7 +98,7 @@ class DraftDemand:
         reason = f"drafts are busy {fleet.busy / fleet.drafts:.0%}, {late:.1%} of rounds came too late"
         if late <= policy.late:
             load = min(load, float(fleet.drafts))
-        elif (most := self._most(fleet, policy)) is not None and load > most:
+        if (most := self._most(fleet, policy)) is not None and load > most:
             load, reason = most, f"{reason}; {most:.2g} are of use for {fleet.targets} targets"
         return Demand(max(1.0, load), self.pays.trial or reason, complete)
 
@@ -119,8 +119,9 @@ class Pays:
     """Decides whether speculation pays, from what the targets' controllers want, and when to ask them again.
 
     It does not when fewer than one in ten speculating sessions had or wanted a draft, in the mean over all of the time
-    until the pool may be emptied (targets try drafts by themselves for moments). With an empty pool no target
-    can find out, so drafts come back for ``probe_s``
+    until the pool may be emptied (targets try drafts by themselves for moments). Only time with a draft that serves
+    counts, however long its machine and its model take to start. With an empty pool no target can find out, so drafts
+    come back for ``probe_s``
 
     - ``probe_interval_s`` later, then after 2, 4 and 8 times as long, while sessions speculate;
     - when there are at most half as many speculating sessions for each target as when it was given up.
@@ -139,7 +140,9 @@ class Pays:
         """Returns None if speculation may pay, else the reason why drafts have not been wanted for ``zero_delay_s``."""
         if self._resting_since is not None:
             return self._rest(fleet, policy, now)
-        if not fleet.speculating:
+        if self.trial is not None and not fleet.drafts:
+            self._probing_until = now + policy.probe_s  # the first draft of the trial is still starting
+        if not fleet.speculating or not fleet.drafts:
             self._seen.clear()
             return None
         self._seen.append((now, fleet.drafting, fleet.speculating))
