@@ -25,6 +25,7 @@ def fleet(**changes):
         "targets": 2,
         "kv": 0.2,
         "ttft_s": 0.1,
+        "itl_s": 0.02,
         "drafts": 1,
         "busy": 0.5,
         "late": 0.0,

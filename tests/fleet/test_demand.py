@@ -14,7 +14,7 @@ ZERO_S = 30.0
 
 
 def targets(look, policy=None, *, max_sessions=10):
-    return TargetDemand(max_sessions).see(look, policy or TargetPolicy(), 0.0)
+    return TargetDemand(max_sessions).see(look, policy or TargetPolicy(), 15.0, 0.0)
 
 
 def drafts(look, policy=None, *, ratio=8.0):
@@ -53,11 +53,48 @@ def test_late_first_tokens_ask_for_more_targets_and_it_is_remembered():
     policy, pool = TargetPolicy(ttft_s=1.0), TargetDemand(10)
     late, good = fleet(sessions=12, targets=2, ttft_s=2.0), fleet(sessions=12, targets=3, ttft_s=0.5)
     for second in range(20):  # it does not escalate while the third target starts
-        demand = pool.see(late, policy, float(second))
+        demand = pool.see(late, policy, 15.0, float(second))
         assert 2.0 < demand.replicas <= 3.0
     assert "within 1 s" in demand.reason
-    assert 2.0 < pool.see(good, policy, 60.0).replicas <= 3.0, "the same load does not lose the third again"
-    assert pool.see(good, policy, 60.0 + 3600.0).replicas <= 2.0, "an hour later it may be tried"
+    assert 2.0 < pool.see(good, policy, 15.0, 60.0).replicas <= 3.0, "the same load does not lose the third again"
+    assert pool.see(good, policy, 15.0, 60.0 + 3600.0).replicas <= 2.0, "an hour later it may be tried"
+
+
+def test_late_rounds_ask_for_more_targets():
+    late = fleet(sessions=12, targets=2, itl_s=0.2)
+    demand = targets(late, TargetPolicy(itl_s=0.1))
+    assert 2.0 < demand.replicas <= 3.0
+    assert "fewer for further rounds within 0.1 s" in demand.reason
+    assert targets(late, TargetPolicy(itl_s=0.3)).replicas == pytest.approx(1.5)
+    assert targets(late).replicas == pytest.approx(1.5), "no goal is set"
+    both = targets(late, TargetPolicy(itl_s=0.1, ttft_s=1.0)).reason
+    assert "first tokens within 1 s and further rounds within 0.1 s" in both
+
+
+def bursts(pool, policy, *, minutes, wait_s=10):
+    """Every minute requests wait for ``wait_s``, then the load is low. Returns the demand at each minute's end."""
+    seen = []
+    for second in range(60 * minutes):
+        look = fleet(sessions=24, queued=4) if second % 60 < wait_s else fleet(sessions=4)
+        demand = pool.see(look, policy, 15.0, float(second))
+        if second % 60 == 59:
+            seen.append(demand)
+    return seen
+
+
+def test_bursts_that_are_shorter_than_the_delay_count_together():
+    seen = bursts(TargetDemand(10), TargetPolicy(), minutes=4)
+    assert [demand.replicas for demand in seen] == pytest.approx([0.5, 3.0, 3.0, 3.0])  # 9 s, then 19 s of 24 / 8
+    assert seen[1].reason.startswith("requests wait again and again within 600 s; now 4 sessions")
+    alone = bursts(TargetDemand(10), TargetPolicy(burst_window_s=None), minutes=4)
+    assert [demand.replicas for demand in alone] == pytest.approx([0.5] * 4)
+
+
+def test_a_single_burst_is_forgotten_after_the_window():
+    pool, policy = TargetDemand(10), TargetPolicy(burst_window_s=240)
+    bursts(pool, policy, minutes=2)
+    assert pool.see(fleet(sessions=4), policy, 15.0, 150.0).replicas == pytest.approx(3.0)
+    assert pool.see(fleet(sessions=4), policy, 15.0, 400.0).replicas == pytest.approx(0.5)
 
 
 def test_first_tokens_of_an_idle_pool_are_late_for_another_reason():

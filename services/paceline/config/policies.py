@@ -35,14 +35,20 @@ class ScalingPolicy(Strict):
 
 
 class TargetPolicy(ScalingPolicy):
-    """Sizes the targets by sessions, KV memory and the time to the first token."""
+    """Sizes the targets by sessions, KV memory and latency goals."""
 
     occupancy: float = Field(default=0.8, gt=0, le=1)
     """The share of ``max_sessions`` of a target that is full enough; waiting requests count as sessions."""
     kv_usage: float = Field(default=0.85, gt=0, le=1)
     """The share of a target's KV pages that is full enough."""
     ttft_s: float | None = Field(default=None, gt=0)
-    """Goal that nine of ten first tokens should meet. None: no goal."""
+    """Seconds within which nine of ten first tokens should come. None: no goal."""
+    itl_s: float | None = Field(default=None, gt=0)
+    """Seconds within which nine of ten further rounds of a session should come (inter-token latency; a round brings
+    one token or more). None: no goal."""
+    burst_window_s: float | None = Field(default=600.0, ge=60, le=86400)
+    """Bursts that are shorter than ``upscale_delay_s`` count together: if requests waited for that long in all within
+    this many seconds, the load of those moments is what the pool is sized for. None: each burst counts by itself."""
 
 
 class DraftPolicy(ScalingPolicy):

@@ -140,7 +140,7 @@ class Autoscaler:
 
     def _demand(self, pool: _Pool, fleet: Fleet, now: float) -> Demand:
         if isinstance(pool.policy, TargetPolicy):
-            return self._targets.see(fleet, pool.policy, now)
+            return self._targets.see(fleet, pool.policy, pool.scaler.pace.up_delay_s, now)
         if isinstance(pool.policy, DraftPolicy):
             return self._drafts.see(fleet, pool.policy, pool.scaler.pace.zero_delay_s, now)
         assert isinstance(pool.policy, RouterPolicy)

@@ -18,7 +18,7 @@ from paceline.fleet.scaler import Demand
 from paceline.fleet.signals import Fleet, Times
 
 _RELAX_S = 600.0
-"""Half-life of a goal that late first tokens have lowered: it recovers half of the distance within this time."""
+"""Half-life of a goal that missed latency goals have lowered: it recovers half of the distance within this time."""
 _FEWER = 0.9
 _WANTS = 0.1
 """Drafts are scaled to zero below this share of speculating sessions; trials of the targets take at most 3 s of 64."""
@@ -35,41 +35,69 @@ def router_demand(fleet: Fleet, policy: RouterPolicy) -> Demand:
 
 @dataclass(slots=True)
 class TargetDemand:
-    """Demand for targets by sessions or KV pages. Late first tokens lower the sessions that fill a target."""
+    """Demand for targets by sessions or KV pages. Missed latency goals lower the sessions that fill a target."""
 
     max_sessions: int
     """Sessions that a target serves concurrently."""
     _learned: float = math.inf
     _at: float | None = None
+    _bursts: deque[tuple[float, float, float]] = field(default_factory=deque)
+    """(time, seconds, demand) of the looks at which requests waited."""
 
-    def see(self, fleet: Fleet, policy: TargetPolicy, now: float) -> Demand:
-        """Returns the demand of this moment."""
+    def see(self, fleet: Fleet, policy: TargetPolicy, up_delay_s: float, now: float) -> Demand:
+        """Returns the demand of this moment. ``up_delay_s``: seconds of waiting requests that ask for more targets."""
+        passed_s, self._at = 0.0 if self._at is None else now - self._at, now
         goal = policy.occupancy * self.max_sessions
-        self._learn(fleet, policy, goal, now)
+        self._learn(fleet, policy, goal, passed_s)
         each = min(goal, self._learned)
         by_sessions, by_kv = fleet.sessions / each, fleet.kv / policy.kv_usage
         if by_kv > by_sessions:
             reason = f"KV pages of {fleet.kv:.1f} targets are in use"
         else:
             waiting = f", {fleet.queued} of them waiting" if fleet.queued else ""
-            late = f", fewer for first tokens within {policy.ttft_s:g} s" if each < goal else ""
+            late = f", fewer for {_goals(policy)}" if each < goal else ""
             reason = f"{fleet.sessions} sessions{waiting}, {each:.1f} are enough for a target{late}"
+        demand = max(by_sessions, by_kv)
+        if (burst := self._burst(fleet, policy, up_delay_s, demand, passed_s)) is not None and burst > demand:
+            demand, reason = burst, f"requests wait again and again within {policy.burst_window_s:g} s; now {reason}"
         unheard = fleet.unheard["router"] + fleet.unheard["target"]
-        return Demand(max(by_sessions, by_kv), reason, complete=not unheard)
+        return Demand(demand, reason, complete=not unheard)
 
-    def _learn(self, fleet: Fleet, policy: TargetPolicy, goal: float, now: float) -> None:
+    def _burst(
+        self, fleet: Fleet, policy: TargetPolicy, up_delay_s: float, demand: float, passed_s: float
+    ) -> float | None:
+        """Returns the demand that was exceeded for ``up_delay_s`` in all, while requests waited; None: shorter."""
+        assert self._at is not None
+        if fleet.queued and passed_s > 0:
+            self._bursts.append((self._at, passed_s, demand))
+        while self._bursts and self._bursts[0][0] < self._at - (policy.burst_window_s or 0.0):
+            self._bursts.popleft()
+        waited_s = 0.0
+        for _, seconds, burst in sorted(self._bursts, key=lambda look: -look[2]):
+            waited_s += seconds
+            if waited_s >= up_delay_s:
+                return burst
+        return None
+
+    def _learn(self, fleet: Fleet, policy: TargetPolicy, goal: float, passed_s: float) -> None:
         """Learns how many sessions a target serves in time.
 
         More targets do not shorten a prefill, so a pool that is less than half full learns nothing.
         """
-        passed_s, self._at = 0.0 if self._at is None else now - self._at, now
         if self._learned < goal:
             self._learned = goal - (goal - self._learned) * 0.5 ** (passed_s / _RELAX_S)
-        if policy.ttft_s is None or fleet.ttft_s is None or not fleet.targets:
+        pairs = ((fleet.ttft_s, policy.ttft_s), (fleet.itl_s, policy.itl_s))
+        late = any(seen is not None and most is not None and seen > most for seen, most in pairs)
+        if not late or not fleet.targets:
             return
         each = fleet.sessions / fleet.targets
-        if fleet.ttft_s > policy.ttft_s and each >= 0.5 * goal and not fleet.unheard["target"]:
+        if each >= 0.5 * goal and not fleet.unheard["target"]:
             self._learned = max(1.0, min(self._learned, _FEWER * each))
+
+
+def _goals(policy: TargetPolicy) -> str:
+    goals = (("first tokens", policy.ttft_s), ("further rounds", policy.itl_s))
+    return " and ".join(f"{name} within {most:g} s" for name, most in goals if most is not None)
 
 
 class DraftDemand:

@@ -18,6 +18,7 @@ from paceline.types import Cause
 
 if TYPE_CHECKING:
     from paceline.fleet.report import Report
+    from paceline.metrics.declaration import Metric
 
 LATE_S, GONE_S = 3.5, 10.0
 """Seconds without a report after which a process that reports once a second counts as late, and as gone."""
@@ -63,6 +64,8 @@ class Fleet:
     """KV pages in use, summed over the targets as a share of each one's pages."""
     ttft_s: float | None
     """90th percentile of the time to the first token. None: there were too few first tokens."""
+    itl_s: float | None
+    """90th percentile of the time between two rounds of a session. None: there were too few rounds."""
     drafts: int
     busy: float
     """Shares of their time that drafts spent inside tree steps, summed."""
@@ -189,7 +192,8 @@ class Signals:
             drafting=sum(view.drafting for view in views),
             targets=len(targets),
             kv=sum(s.kv_pages_used / s.kv_pages for s in (t.report.status for t in up["target"]) if s.kv_pages),
-            ttft_s=_first_tokens_s(ours),
+            ttft_s=_percentile_s(ours, catalogue.TTFT, _LEAST_FIRST_TOKENS),
+            itl_s=_percentile_s(ours, catalogue.INTER_TOKEN, _LEAST_ROUNDS),
             drafts=len(drafts),
             busy=sum(min(1.0, g.get("step_s", 0.0) / seconds) for seconds, g in _grown(up["draft"])),
             late=ours.get(Cause.LATE.value, 0.0) / rounds if rounds >= _LEAST_ROUNDS else None,
@@ -271,11 +275,12 @@ def _sum(sources: Iterable[_Source]) -> dict[str, float]:
     return summed
 
 
-def _first_tokens_s(ours: Mapping[str, float]) -> float | None:
-    counts = tuple(ours.get(f"ttft {i}", 0.0) for i in range(len(catalogue.TTFT.bounds) + 1))
-    if counts[-1] < _LEAST_FIRST_TOKENS or math.isnan(counts[-1]):
+def _percentile_s(ours: Mapping[str, float], metric: Metric, least: int) -> float | None:
+    """Returns the 90th percentile of a histogram's growth; None: it grew by fewer than ``least`` observations."""
+    counts = tuple(ours.get(f"{metric.name} {i}", 0.0) for i in range(len(metric.bounds) + 1))
+    if counts[-1] < least or math.isnan(counts[-1]):
         return None
-    return quantile(catalogue.TTFT.bounds, counts, _QUANTILE)
+    return quantile(metric.bounds, counts, _QUANTILE)
 
 
 _ENGINE_TOTALS = {
@@ -303,10 +308,11 @@ def _totals(report: Report) -> dict[str, float]:
     for labels, value in samples.get(catalogue.ROUNDS.name, {}).items():
         if len(labels) == 1 and isinstance(value, float):
             totals[labels[0]] = value
-    for value in samples.get(catalogue.TTFT.name, {}).values():
-        if isinstance(value, tuple) and len(value) == len(catalogue.TTFT.bounds) + 2:
-            for i, count in enumerate(value[1:]):
-                totals[f"ttft {i}"] = totals.get(f"ttft {i}", 0.0) + count
+    for metric in (catalogue.TTFT, catalogue.INTER_TOKEN):
+        for value in samples.get(metric.name, {}).values():
+            if isinstance(value, tuple) and len(value) == len(metric.bounds) + 2:
+                for i, count in enumerate(value[1:]):
+                    totals[f"{metric.name} {i}"] = totals.get(f"{metric.name} {i}", 0.0) + count
     for value in samples.get(catalogue.DRAFT_LINK.name, {}).values():
         if isinstance(value, tuple):
             totals["link_s"], totals["links"] = value[0], value[-1]
