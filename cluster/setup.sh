@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Run on each node by `ray up`: the package and its dependencies in ~/paceline/venv, and the models that are named.
 #
-#   setup.sh [HUGGING_FACE_ID ...]
+#   setup.sh [HUGGING_FACE_ID ...] [--without-weights HUGGING_FACE_ID ...]
+#
+# --without-weights: configuration and tokenizer alone, which routers and drafts need of the target.
 #
 # ~/paceline/dist holds the wheel and constraints.txt. PACELINE_PYTHON: the interpreter, 3.11 to 3.13, the same version on
 # every node. PACELINE_MODELS: an s3:// or gs:// address or a folder laid out as a Hugging Face cache (hub/models--*);
@@ -28,14 +30,28 @@ if ! sha256sum --status --check venv/paceline.sha256 2> /dev/null; then
   sha256sum "${wheels[0]}" > venv/paceline.sha256
 fi
 
+# The attention kernel for GPUs is compiled where it runs, by a C compiler with Python's headers.
+if command -v nvidia-smi > /dev/null && ! { command -v cc && venv/bin/python -c 'import os, sysconfig
+os.stat(sysconfig.get_path("include") + "/Python.h")'; } > /dev/null 2>&1; then
+  sudo apt-get install -y gcc "python$(venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev"
+fi
+
+left_out=()  # suffixes of files
 for model in "$@"; do
+  [ "$model" != --without-weights ] || { left_out=(safetensors bin pt pth gguf h5 msgpack onnx); continue; }
   folder=hub/models--${model//\//--}
   mkdir -p "$HF_HOME/$folder"
   case ${PACELINE_MODELS:-} in
-    '') venv/bin/hf download --quiet "$model" ;;
-    s3://*) aws s3 sync --only-show-errors --exclude 'blobs/*' "$PACELINE_MODELS/$folder" "$HF_HOME/$folder" ;;
-    gs://*) gcloud storage rsync --recursive --exclude '^blobs/' "$PACELINE_MODELS/$folder" "$HF_HOME/$folder" ;;
-    *) find "$PACELINE_MODELS/$folder" -mindepth 1 -maxdepth 1 ! -name blobs \
-         -exec cp --recursive --dereference --update --preserve=timestamps -t "$HF_HOME/$folder" {} + ;;
+    '') venv/bin/hf download --quiet "$model" "${left_out[@]/#/--exclude=*.}" ;;
+    s3://*) aws s3 sync --only-show-errors --exclude='blobs/*' "${left_out[@]/#/--exclude=*.}" \
+              "$PACELINE_MODELS/$folder" "$HF_HOME/$folder" ;;
+    gs://*) pattern="^blobs/${left_out:+|[.]($(IFS='|' && echo "${left_out[*]}"))\$}"
+            gcloud storage rsync --recursive --exclude="$pattern" "$PACELINE_MODELS/$folder" "$HF_HOME/$folder" ;;
+    *) tests=()
+       for suffix in "${left_out[@]}"; do tests+=(! -name "*.$suffix"); done
+       cd "$PACELINE_MODELS/$folder"
+       find . -name blobs -prune -o ! -type d "${tests[@]}" \
+         -exec cp --parents --dereference --update --preserve=timestamps -t "$HF_HOME/$folder" {} +
+       cd ~/paceline ;;
   esac
 done

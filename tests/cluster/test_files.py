@@ -128,12 +128,30 @@ def test_pools_have_limits_of_their_own(name):
     assert nodes["head"]["resources"] == {"CPU": 0}
     for pool in ("draft", "target"):
         scaling = getattr(serve, f"{pool}_config").deployment_config.autoscaling_config
-        assert nodes[pool]["max_workers"] == scaling.max_replicas  # one replica on a node
+        assert nodes[pool]["max_workers"] == scaling.max_replicas + (pool == "target")  # one replica on a node
         assert nodes[pool]["min_workers"] == scaling.min_replicas
         assert nodes[pool]["labels"] == {LABEL: pool}
     assert nodes["draft"]["idle_timeout_s"] < nodes["target"]["idle_timeout_s"]
     assert nodes["router"]["min_workers"] == serve.router_config.deployment_config.num_replicas
     assert config["max_workers"] == sum(nodes[pool]["max_workers"] for pool in POOLS)
+
+
+@pytest.mark.parametrize("name", ["serve-gpu.yaml", "serve-small.yaml", "serve-onprem.yaml"])
+def test_a_pool_of_one_keeps_its_replica_until_the_successor_serves(name):
+    """Ray stops the old replica first where ``max_surge_percent`` is 0: targets and routers cannot be without one."""
+    config = ServiceConfig.from_file(CLUSTER / name)
+    for pool in ("target", "router"):
+        options = getattr(config, f"{pool}_config").deployment_config
+        assert options.max_surge_percent or options.first_replicas > 1, pool
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_there_are_machines_for_the_successors_of_a_full_pool(name):
+    nodes, config = prepared(name)["available_node_types"], ServiceConfig.from_file(CLUSTER / "serve-gpu.yaml")
+    for pool in ("target", "router"):
+        options = getattr(config, f"{pool}_config").deployment_config
+        surge = -(-options.max_surge_percent * options.most_replicas // 100)
+        assert nodes[pool]["max_workers"] >= options.most_replicas + surge, pool
 
 
 def test_each_pool_of_machines_takes_its_replicas():
@@ -150,11 +168,15 @@ def test_each_pool_of_machines_takes_its_replicas():
 
 def test_models_that_a_pool_needs_are_fetched_where_it_runs():
     serve = ServiceConfig.from_file(CLUSTER / "serve-gpu.yaml")
+    target, draft = (getattr(serve, f"{pool}_config").model_loading_config.source for pool in ("target", "draft"))
     for name in CLOUDS:
         nodes = prepared(name)["available_node_types"]
-        for pool in ("draft", "target"):
-            model = getattr(serve, f"{pool}_config").model_loading_config.source
-            assert nodes[pool]["worker_setup_commands"] == [f"bash ~/paceline/setup.sh {model}"]
+        arguments = {pool: nodes[pool]["worker_setup_commands"][0].partition("setup.sh ")[2] for pool in POOLS}
+        assert arguments == {
+            "target": target,
+            "draft": f"{draft} --without-weights {target}",  # whose tokenizer must be the target's
+            "router": f"--without-weights {target}",
+        }
 
 
 def test_ec2_knows_every_field():
@@ -306,13 +328,38 @@ def test_two_wheels_are_refused(node):
 
 def test_models_come_from_the_hub_or_from_a_store(node, tmp_path):
     assert setup(node, "org/name")[-1] == "hf download --quiet org/name"
+    whole, tokenizer = setup(node, "org/draft", "--without-weights", "org/target")
+    assert whole == "hf download --quiet org/draft"
+    assert tokenizer.startswith("hf download --quiet org/target --exclude=*.safetensors --exclude=*.bin")
     snapshot = tmp_path / "store" / "hub" / "models--org--name" / "snapshots" / "1"
     blobs = tmp_path / "store" / "hub" / "models--org--name" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "0").write_text("weights")
     (snapshot / "model.safetensors").symlink_to(blobs / "0")
-    setup(node, "org/name", PACELINE_MODELS=str(tmp_path / "store"))
+    (snapshot / "tokenizer.json").write_text("tokens")
+    setup(node, "--without-weights", "org/name", PACELINE_MODELS=str(tmp_path / "store"))
     copied = node / "paceline" / "huggingface" / "hub" / "models--org--name"
+    assert [path.name for path in (copied / "snapshots" / "1").iterdir()] == ["tokenizer.json"]
+    setup(node, "org/name", PACELINE_MODELS=str(tmp_path / "store"))
     assert (copied / "snapshots" / "1" / "model.safetensors").read_text() == "weights"
     assert not (copied / "blobs").exists()
+
+
+@pytest.mark.parametrize("tool", ["aws", "gcloud"])
+def test_a_bucket_is_asked_for_everything_but_the_weights(node, tool):
+    program = node / "paceline" / "venv" / "bin" / tool
+    program.write_text(f'#!/bin/sh\necho {tool} "$@"\n')
+    program.chmod(0o755)
+    store = {"aws": "s3://bucket", "gcloud": "gs://bucket"}[tool]
+    installed, whole, partial = setup(node, "org/draft", "--without-weights", "org/target", PACELINE_MODELS=store)
+    assert installed.startswith("pip")
+    assert f"{store}/hub/models--org--draft" in whole
+    assert "safetensors" not in whole
+    assert f"{store}/hub/models--org--target" in partial
+    if tool == "aws":
+        assert {"--exclude=blobs/*", "--exclude=*.safetensors", "--exclude=*.gguf"} <= set(partial.split())
+        return
+    (pattern,) = re.findall(r"--exclude=(\S+)", partial)
+    names = ["blobs/0", "snapshots/1/model-00001.safetensors", "snapshots/1/tokenizer.json", "snapshots/1/bin/a.txt"]
+    assert [bool(re.search(pattern, name)) for name in names] == [True, True, False, False]
