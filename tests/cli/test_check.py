@@ -227,3 +227,19 @@ def test_it_needs_neither_torch_nor_ray():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "target_config" in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # about Ray's own models
+def test_what_deploying_it_would_replace(capsys, models, tmp_path):
+    running = tmp_path / "running.yaml"
+    running.write_text("router_config: {max_queued_requests: 5}\ndraft_config: null\n")
+    flags = ["--set", "router_config.max_queued_requests=7", "--drafter", "none", "--against", str(running)]
+    status, out = check(capsys, *flags)
+    assert status == 0
+    lines = out.splitlines()
+    first = next(i for i, line in enumerate(lines) if re.fullmatch(rf"Against {running}: \d keys differ.", line))
+    assert "  router_config.max_queued_requests" in lines[first:]
+    assert any(re.match(r"Router +replaced: the only one stops", line) for line in lines[first:])
+    assert any(re.match(r"Target:\S+ +kept$", line) for line in lines[first:])
+    status, out = check(capsys, *flags, "--json")
+    assert "router_config.max_queued_requests" in json.loads(out)["against"]["keys"]

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.size import gib
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
@@ -21,7 +21,11 @@ from paceline.preflight.estimate import RAY_BYTES, MemoryEstimate
 from paceline.preflight.service import Examination, Pool, examine
 from paceline.types import PAGE_SIZE
 
+if TYPE_CHECKING:
+    from paceline.cluster.changes import Comparison
+
 _UNKNOWN = "?"
+_MAX_KEYS = 12
 _COMPILER = "about 0.2 GiB"
 """Measured with the embedded target: 189 MiB until the replica ends."""
 
@@ -30,6 +34,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``paceline check``."""
     parser.description = "Reports what memory each replica takes, and what keeps the service from starting here."
     add_config_flags(parser)
+    parser.add_argument(
+        "--against",
+        metavar="FILE|URL",
+        help="also report what deploying it over a running service would replace: the file that runs, or the address "
+        "of the cluster's dashboard, such as http://HEAD:8265",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_check)
 
@@ -37,9 +47,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run_check(args: argparse.Namespace) -> int:
     """Runs ``paceline check``."""
     config = read_config(args)
+    against = None if args.against is None else _comparison(args.against, config)
     with working("reading the checkpoints"):
         examination = examine(config, cores=False)  # as ``serve`` does: its Ray is told of as many cores as it takes
-    print(json.dumps(as_json(examination), indent=2) if args.json else "\n".join(report(config, examination)))
+    if args.json:
+        found = as_json(examination) | ({} if against is None else {"against": asdict(against)})
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join([*report(config, examination), *(() if against is None else compared(args.against, against))]))
     return EXIT_DONE if examination.may_start else EXIT_FAILED
 
 
@@ -75,6 +90,26 @@ def report(config: ServiceConfig, examination: Examination) -> Iterator[str]:
     yield ""
     yield from (f"{finding.severity}: {finding.message}" for finding in examination.findings)
     yield "The service may start." if examination.may_start else "The service would not start."
+
+
+def _comparison(where: str, config: ServiceConfig) -> Comparison:
+    from paceline.cluster.changes import compare, running_config  # loads Ray, which nothing else here does
+
+    return compare(running_config(where), config)
+
+
+def compared(where: str, against: Comparison) -> Iterator[str]:
+    """The lines that say what deploying a configuration over that of ``where`` does."""
+    keys = against.keys
+    yield ""
+    yield f"Against {where}: " + (f"{len(keys)} keys differ." if keys else "nothing differs.")
+    yield from (f"  {key}" for key in keys[:_MAX_KEYS])
+    if len(keys) > _MAX_KEYS:
+        yield f"  and {len(keys) - _MAX_KEYS} more, which --json lists"
+    width = max(len(change.deployment) for change in against.changes)
+    for change in against.changes:
+        how = f": {change.how}" if change.how else ""
+        yield f"{change.deployment:<{width}}  {change.outcome}{how}"
 
 
 _HEADER = ("MiB", "replicas", "ranks", "process", "weights", "KV", "trees", "workspace", "each", "all")

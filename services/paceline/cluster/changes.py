@@ -32,6 +32,16 @@ class Change:
     """What sessions see meanwhile; empty where they see nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The difference of two configurations, and what it does to a service that runs the first."""
+
+    keys: tuple[str, ...]
+    """Dotted keys whose values differ, sorted."""
+    changes: tuple[Change, ...]
+    """One for each deployment of either: routers, targets, drafts, the monitor."""
+
+
 def running_config(where: str) -> ServiceConfig:
     """Returns the configuration of a running service.
 
@@ -59,17 +69,18 @@ def running_config(where: str) -> ServiceConfig:
     return ServiceConfig.parse(deployed.get("args") or {})
 
 
-def changes(running: ServiceConfig, wanted: ServiceConfig) -> tuple[Change, ...]:
-    """Returns what becomes of each deployment, routers first, when ``wanted`` is deployed over ``running``.
+def compare(running: ServiceConfig, wanted: ServiceConfig) -> Comparison:
+    """Returns what deploying ``wanted`` over ``running`` does.
 
     Both are taken as of this version of Paceline: another version replaces every process.
     """
     before, after = _deployments(running), _deployments(wanted)
-    return tuple(_change(name, before.get(name), after.get(name)) for name in sorted({**before, **after}, key=_order))
+    names = sorted({**before, **after}, key=_order)
+    changes = tuple(_change(name, before.get(name), after.get(name)) for name in names)
+    return Comparison(_changed_keys(running, wanted), changes)
 
 
-def changed_keys(running: ServiceConfig, wanted: ServiceConfig) -> tuple[str, ...]:
-    """Returns the dotted keys whose values differ, sorted."""
+def _changed_keys(running: ServiceConfig, wanted: ServiceConfig) -> tuple[str, ...]:
     before, after = (dict(_flat(config.model_dump(mode="json"))) for config in (running, wanted))
     missing = object()
     keys = {**before, **after}
