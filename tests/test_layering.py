@@ -27,10 +27,12 @@ MAY = {
     "config": {"types", "refusals", "errors", "embedded"},
     "logs": {"config"},
     "checkpoint": {"config", "embedded", *VALUES},
+    # Keys, certificates, and who may call what.
+    "security": {*VALUES},
     # What must be right: tensors and data.
     "core": {"messages", "config", *VALUES},
     "model": {"core", "checkpoint", "config", *VALUES},
-    "preflight": {"model", "core", "checkpoint", "config", *VALUES},
+    "preflight": {"security", "model", "core", "checkpoint", "config", *VALUES},
     # The boxes: they do not know how they are run, and never import each other.
     "drafters": {"core", "model", "checkpoint", "config", *VALUES},
     "draft": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
@@ -38,22 +40,33 @@ MAY = {
     # It takes RouterConfig, its slice of the configuration, as the engines take theirs.
     "router": {"logs", "rpc", "checkpoint", "metrics", "messages", "config", "v1", *VALUES},
     # What connects them.
-    "rpc": {"messages", "refusals", "v1", *VALUES},
+    "rpc": {"messages", "security", "refusals", "v1", *VALUES},
     "metrics": {"messages", *VALUES},
     "runtime": {"target", "draft", "rpc", "messages", "config", "logs", "v1", *VALUES},
     "local": {"router", "runtime", "checkpoint", "messages", "config", *VALUES},
     "plan": {"target", "draft", *VALUES},
     "fleet": {"plan", "metrics", "config", *VALUES},
     "cluster": {
-        *("router", "runtime", "fleet", "preflight", "metrics", "rpc", "checkpoint", "config", "logs", "v1"),
+        *(
+            "router",
+            "runtime",
+            "fleet",
+            "preflight",
+            "metrics",
+            "rpc",
+            "security",
+            "checkpoint",
+            "config",
+            "logs",
+            "v1",
+        ),
         *VALUES,
     },
     "app": {"cluster"},
     # Who uses them.
     "client": {"rpc", "refusals", "v1", *VALUES},
     "cli": {"cluster", "local", "client", "preflight", "plan", "checkpoint", "config", "refusals", "logs", *VALUES},
-    # Rooms that are not built yet: HTTP and the page beside gRPC; keys, certificates and who may call what.
-    "security": {"config", *VALUES},
+    # A room that is not built yet: HTTP and the page beside gRPC.
     "web": {"router", "security", "checkpoint", "metrics", "config", "refusals", "messages", *VALUES},
 }
 """Package or module -> what of ours it may import, inside functions and for type checking included."""

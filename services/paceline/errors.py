@@ -3,7 +3,8 @@
     PacelineError
     ├── InvalidRequestError      the request is at fault: change it (gRPC INVALID_ARGUMENT)
     │   ├── PromptTooLongError   shorten the prompt or lower max_tokens
-    │   └── RequestInProgressError   choose another request id, or wait until the other request has ended
+    │   ├── RequestInProgressError   choose another request id, or wait until the other request has ended
+    │   └── UnauthenticatedError send the service's API key (UNAUTHENTICATED)
     ├── ConfigError              the deployment is at fault: change models or settings (FAILED_PRECONDITION)
     │   └── TokenizerMismatchError   draft and target do not speak the same tokens
     ├── NotFoundError            no such request, model or replica (NOT_FOUND)
@@ -32,6 +33,10 @@ class PromptTooLongError(InvalidRequestError):
 
 class RequestInProgressError(InvalidRequestError):
     """Another request of the same id is in progress."""
+
+
+class UnauthenticatedError(InvalidRequestError):
+    """The call carries no API key, or a wrong one."""
 
 
 class ConfigError(PacelineError, ValueError):

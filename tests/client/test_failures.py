@@ -22,6 +22,7 @@ from paceline.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
     TokenizerMismatchError,
+    UnauthenticatedError,
 )
 
 ERRORS = [
@@ -63,7 +64,7 @@ def test_every_error_arrives_as_itself(server, generate, error, after):
         (grpc.StatusCode.DATA_LOSS, EngineError, "boom"),
         (grpc.StatusCode.ABORTED, EngineError, "boom"),
         (grpc.StatusCode.PERMISSION_DENIED, InvalidRequestError, "boom"),
-        (grpc.StatusCode.UNAUTHENTICATED, InvalidRequestError, "boom"),
+        (grpc.StatusCode.UNAUTHENTICATED, UnauthenticatedError, "boom"),
         (grpc.StatusCode.OUT_OF_RANGE, InvalidRequestError, "boom"),
         (grpc.StatusCode.ALREADY_EXISTS, InvalidRequestError, "boom"),
         (grpc.StatusCode.UNIMPLEMENTED, ConfigError, "is not a Paceline service of this version: boom"),

@@ -201,6 +201,39 @@ def test_tls(certificate):
         assert asyncio.run(main()).text == TEXT
 
 
+def keys_of(server):
+    return [dict(metadata).get("authorization") for metadata in server.metadata]
+
+
+def test_the_api_key_goes_with_every_call(monkeypatch):
+    monkeypatch.setenv("PACELINE_API_KEY", "of-the-environment")
+    with FakeService() as server:
+        for options, header in (({}, "of-the-environment"), ({"api_key": "given"}, "given"), ({"api_key": ""}, None)):
+            server.metadata.clear()
+            with Client(server.address, **options) as client:
+                assert client.generate("hi").result.text == TEXT
+                client.model_info()
+                client.server_info()
+                client.cancel("x")
+            header = header and f"Bearer {header}"
+            assert keys_of(server) == [header] * 4
+
+            async def main(options=options):
+                async with AsyncClient(server.address, **options) as client:
+                    await client.generate("hi").result
+                    await client.model_info()
+
+            asyncio.run(main())
+            assert keys_of(server) == [header] * 6
+
+
+def test_an_api_key_that_no_header_can_carry_is_refused_unquoted():
+    for key in ("two words", "line\n", "schlüssel"):
+        with pytest.raises(ConfigError, match="the API key holds characters") as refused:
+            Client("a:1", api_key=key)
+        assert key not in str(refused.value)
+
+
 def test_tls_settings_that_cannot_be(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.pem cannot be read: No such file"):
         Client("a:1", tls=Tls(ca_file=tmp_path / "none.pem"))

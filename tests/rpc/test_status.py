@@ -20,6 +20,7 @@ from paceline.errors import (
     ResourceExhaustedError,
     RouterStoppedError,
     TokenizerMismatchError,
+    UnauthenticatedError,
 )
 from paceline.rpc.status import ERROR_TRAILER, MAX_DETAILS_BYTES, RETRY_TRAILER, from_rpc_error, is_ours, to_status
 
@@ -51,6 +52,7 @@ OURS = [
     (InvalidRequestError, Code.INVALID_ARGUMENT),
     (PromptTooLongError, Code.INVALID_ARGUMENT),
     (RequestInProgressError, Code.INVALID_ARGUMENT),
+    (UnauthenticatedError, Code.UNAUTHENTICATED),
     (ConfigError, Code.FAILED_PRECONDITION),
     (TokenizerMismatchError, Code.FAILED_PRECONDITION),
     (NotFoundError, Code.NOT_FOUND),
@@ -85,7 +87,7 @@ def test_every_error_has_a_code_and_comes_back_as_itself(kind, code):
         (Code.INVALID_ARGUMENT, InvalidRequestError),
         (Code.OUT_OF_RANGE, InvalidRequestError),
         (Code.ALREADY_EXISTS, InvalidRequestError),
-        (Code.UNAUTHENTICATED, InvalidRequestError),
+        (Code.UNAUTHENTICATED, UnauthenticatedError),
         (Code.PERMISSION_DENIED, InvalidRequestError),
         (Code.FAILED_PRECONDITION, ConfigError),
         (Code.UNIMPLEMENTED, ConfigError),

@@ -193,12 +193,14 @@ class FakeService(GenerationServiceServicer, health_pb2_grpc.HealthServicer):
             del self.running[request.request_id]
 
     async def Cancel(self, request, context):
+        self.metadata.append(context.invocation_metadata())
         if request.request_id in self.running:
             self.running[request.request_id].set()
             return pb.CancelResponse(cancelled=True)
         return pb.CancelResponse(cancelled=False)
 
     async def GetModelInfo(self, request, context):
+        self.metadata.append(context.invocation_metadata())
         if self.info_error is not None:
             await abort(context, self.info_error)
         return pb.GetModelInfoResponse(
@@ -219,6 +221,7 @@ class FakeService(GenerationServiceServicer, health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=self.health)
 
     async def GetServerInfo(self, request, context):
+        self.metadata.append(context.invocation_metadata())
         replica = types.ReplicaStatus(replica_id="t1", kind="target", max_sessions=16, counters={"steps": 3.0})
         return pb.GetServerInfoResponse(
             version="0.1.0",

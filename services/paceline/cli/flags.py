@@ -123,9 +123,29 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tls_flags(group: Any) -> None:
-    """Adds how the connection to a service is encrypted (``tls_of``)."""
+    """Adds how the connection to a service is encrypted and who asks (``connection_of``)."""
     group.add_argument("--tls", action="store_true", default=None, help="encrypt, and check the service's certificate")
     group.add_argument("--tls-ca", type=Path, metavar="FILE", help="--tls, with the authorities of this PEM file")
+    group.add_argument(
+        "--tls-certificate", type=Path, metavar="FILE", help="--tls, with this certificate of the client"
+    )
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of --tls-certificate")
+    group.add_argument("--tls-server-name", metavar="NAME", help="--tls, with this name in the service's certificate")
+    group.add_argument("--api-key", metavar="KEY", help="default: the environment variable PACELINE_API_KEY")
+
+
+def connection_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of a client: TLS and the API key that the flags of ``add_tls_flags`` describe."""
+    from paceline.client import Tls  # an engine on this machine does without gRPC
+
+    files = {
+        "ca_file": args.tls_ca,
+        "certificate_file": args.tls_certificate,
+        "key_file": args.tls_key,
+        "server_name": args.tls_server_name,
+    }
+    wanted = args.tls or any(value is not None for value in files.values())
+    return {"tls": Tls(**files) if wanted else None, "api_key": args.api_key}
 
 
 def check_positive(flag: str, value: float | None) -> None:

@@ -15,6 +15,7 @@ from paceline.cli.flags import (
     add_speculation_flags,
     add_tls_flags,
     check_positive,
+    connection_of,
     flag_of,
     given,
 )
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.config import LocalConfig
 
 _LOCAL_FLAGS = ("local", "target", "draft", "drafter", "dtype", "compile", "tensor_parallel_size")
-_SERVICE_FLAGS = ("timeout", "request_id", "tls", "tls_ca")
+_SERVICE_FLAGS = ("timeout", "request_id", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_server_name", "api_key")
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
@@ -108,11 +109,10 @@ def _run_local(args: argparse.Namespace, request: Request) -> Iterator[Generatio
 
 @contextlib.contextmanager
 def _run_remote(args: argparse.Namespace, request: Request) -> Iterator[Generation]:
-    from paceline.client import Client, Tls  # an engine on this machine does without gRPC
+    from paceline.client import Client  # an engine on this machine does without gRPC
 
-    tls = Tls(ca_file=args.tls_ca) if args.tls or args.tls_ca is not None else None
     with (
-        Client(args.address, tls=tls) as client,
+        Client(args.address, **connection_of(args)) as client,
         client.generate(
             request.prompt,
             request.sampling,

@@ -15,9 +15,9 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
-from paceline.cli.flags import add_tls_flags, check_positive
+from paceline.cli.flags import add_tls_flags, check_positive, connection_of
 from paceline.cli.table import table
-from paceline.client import Client, Tls
+from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.types import PoolScaling, ReplicaStatus, ServerInfo
 
@@ -47,8 +47,7 @@ def run_status(args: argparse.Namespace) -> int:
     """Runs ``paceline status``."""
     check_positive("--timeout", args.timeout)
     check_positive("--watch", args.watch)
-    tls = Tls(ca_file=args.tls_ca) if args.tls or args.tls_ca is not None else None
-    with Client(args.address, tls=tls) as client:
+    with Client(args.address, **connection_of(args)) as client:
         if args.watch is None:
             info = client.server_info(timeout_s=args.timeout)
             _print(info, args)

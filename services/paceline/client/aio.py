@@ -138,12 +138,16 @@ class AsyncClient(ClientBase[AsyncStream], _Closes):
         return self._made
 
     def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> AsyncStream:
-        return AsyncStream(self._connection()[1].Generate(message, timeout=timeout_s), transcript, self)
+        return AsyncStream(
+            self._connection()[1].Generate(message, timeout=timeout_s, metadata=self._metadata), transcript, self
+        )
 
     async def _ask(self, call: Call[T], timeout_s: float) -> T:
         self._require_open()
         try:
-            answer = await call.on(self._connection()[0])(call.request, timeout=checked_timeout(timeout_s))
+            answer = await call.on(self._connection()[0])(
+                call.request, timeout=checked_timeout(timeout_s), metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise explained(error, self.address, timeout_s, 0) from error
         return call.read(answer)

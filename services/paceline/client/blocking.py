@@ -100,12 +100,12 @@ class Client(ClientBase[Stream], _Closes):
         self._stub = GenerationServiceStub(self._channel)
 
     def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> Stream:
-        return Stream(self._stub.Generate(message, timeout=timeout_s), transcript, self)
+        return Stream(self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata), transcript, self)
 
     def _ask(self, call: Call[T], timeout_s: float) -> T:
         self._require_open()
         try:
-            answer = call.on(self._channel)(call.request, timeout=checked_timeout(timeout_s))
+            answer = call.on(self._channel)(call.request, timeout=checked_timeout(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise explained(error, self.address, timeout_s, 0) from error
         return call.read(answer)

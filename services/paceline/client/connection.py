@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 import secrets
 import time
 import uuid
@@ -154,6 +155,15 @@ def _checked_address(address: str) -> str:
     return address
 
 
+def _authorization(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata that carries a key. Raises ConfigError, which does not quote it."""
+    if not api_key:
+        return ()
+    if not all("!" <= char <= "~" for char in api_key):
+        raise ConfigError("the API key holds characters that no header can carry: printable ASCII is allowed")
+    return (("authorization", f"Bearer {api_key}"),)
+
+
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
     """One unary RPC: its path, its request, the type of the answer, and the function that reads the answer."""
@@ -231,15 +241,23 @@ class ClientBase(Generic[StreamT]):
     """Base of both clients: address, credentials and the making of requests."""
 
     def __init__(
-        self, address: str, *, tls: Tls | None = None, credentials: grpc.ChannelCredentials | None = None
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
     ) -> None:
         """``address``: HOST:PORT. Without ``tls`` or ``credentials`` the connection is not encrypted.
+
+        ``api_key``: sent with every call; None: the environment variable PACELINE_API_KEY, if it is set.
 
         Nothing is sent before the first request. Raises ConfigError.
         """
         if tls is not None and credentials is not None:
             raise ConfigError("tls is given, and so are credentials: give one or the other")
         self.address = _checked_address(address)
+        self._metadata = _authorization(os.environ.get("PACELINE_API_KEY") if api_key is None else api_key)
         self._credentials = credentials if tls is None else tls.credentials()
         self._options = list(_OPTIONS)
         self._closed = False

@@ -21,11 +21,15 @@ from paceline.cluster.replicas import CONTROL_TIMEOUT_S, Pusher, draft_name, int
 from paceline.config import ServiceConfig
 from paceline.errors import EngineError, NotFoundError, PacelineError
 from paceline.fleet.report import Reporter
+from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import TargetInfo
 from paceline.router.pool import Lease
 from paceline.rpc.status import to_status
+from paceline.security.access import Access
+from paceline.security.certificates import CertificateFiles, Certificates
+from paceline.security.keys import KeyRing
 from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus
 
 log = logging.getLogger(__name__)
@@ -59,6 +63,14 @@ class Ingress:
         if drafts is not None:
             self._pools.append(ServePool("draft", drafts))
         registry = Registry(self._replica_id, mirror=True)
+        self._access_metrics = AccessMetrics(registry)
+        server = self.config.server
+        self._keys = None if server.api_keys is None else KeyRing(server.api_keys)
+        self._access = Access(self._keys, self._access_metrics, require_tls=server.tls is not None)
+        self._certificates: dict[str, Certificates] = {}
+        if (tls := server.tls) is not None:
+            files = CertificateFiles.at("server.tls", tls.certificate, tls.key, tls.client_ca, "client_ca")
+            self._certificates["server"] = Certificates(files)
         model_id = self.config.target_config.model_loading_config.model_id
         self._reporter = Reporter(self._replica_id, "router", registry)
         self._router = core.Router(
@@ -84,19 +96,29 @@ class Ingress:
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """Streams the chunks of one request, then its result (generation.proto)."""
         try:
-            async with contextlib.aclosing(self._service.generate(request)) as responses:
-                async for response in responses:
-                    yield response
+            name = self._access.identify(grpc_context.invocation_metadata())
+            with self._access.enter(name) as charge:
+                async with contextlib.aclosing(self._service.generate(request, name, charge.note)) as responses:
+                    async for response in responses:
+                        yield response
         except Exception as error:
             _set_status(grpc_context, error)
 
     async def Cancel(self, request: Any, grpc_context: Any) -> Any:
-        """Cancels a request by its id (generation.proto). It may be with another router: all are asked."""
-        cancelled = self._service.cancel(request.request_id)
-        if not cancelled and request.request_id:
-            cancelled = any(await self._ask_peers("cancel_here", request.request_id))
+        """Cancels a request of the caller's by its id (generation.proto). It may be with another router: all are asked.
+
+        The answer is the same for a request that does not exist and for one of another key.
+        """
         from paceline.v1.generation_pb2 import CancelResponse
 
+        try:
+            name = self._access.identify(grpc_context.invocation_metadata())
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return CancelResponse()
+        cancelled = self._service.cancel(request.request_id, name)
+        if not cancelled and request.request_id:
+            cancelled = any(await self._ask_peers("cancel_here", request.request_id, name))
         return CancelResponse(cancelled=cancelled)
 
     async def is_ready(self) -> bool:
@@ -111,14 +133,20 @@ class Ingress:
         """Requests that run or wait here."""
         return self._router.num_running + self._router.num_queued
 
-    async def cancel_here(self, request_id: str) -> bool:
-        """Cancels a request if it is with this router."""
-        return self._service.cancel(request_id)
+    async def cancel_here(self, request_id: str, owner: str) -> bool:
+        """Cancels a request of ``owner`` if it is with this router."""
+        return self._service.cancel(request_id, owner)
 
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
         """Describes the model that is served (generation.proto)."""
         from paceline.rpc.generation import model_info_to_proto
+        from paceline.v1.generation_pb2 import GetModelInfoResponse
 
+        try:
+            self._access.identify(grpc_context.invocation_metadata())
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return GetModelInfoResponse()
         draft = self.config.draft_config
         info = ModelInfo(
             model_id=self.config.target_config.model_loading_config.model_id,
@@ -150,8 +178,12 @@ class Ingress:
         from paceline.v1.generation_pb2 import GetServerInfoResponse
 
         try:
+            self._access.identify(grpc_context.invocation_metadata())
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 info = await self._monitor.server_info.remote()
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return GetServerInfoResponse()
         except Exception as error:
             _set_status(grpc_context, EngineError(f"the monitor does not answer: {type(error).__name__}"))
             return GetServerInfoResponse()
@@ -218,7 +250,18 @@ class Ingress:
         """Stops the router when Serve ends the replica: Serve calls this and awaits what it returns."""
         return self.stop() if not getattr(self, "_stopped", True) and loop_runs() else None
 
+    def _reload(self) -> None:
+        """Takes keys and certificates again if their files have changed."""
+        metrics = self._access_metrics
+        if self._keys is not None:
+            self._keys.refresh()
+            metrics.reload_failures("api_keys", self._keys.num_failures)
+        for use, certificates in self._certificates.items():
+            metrics.certificate(use, certificates.refresh().expires_at)
+            metrics.reload_failures(use, certificates.num_failures)
+
     async def _report(self) -> None:
+        self._reload()
         num_queued = self._router.num_queued
         status = ReplicaStatus(
             self._replica_id,

@@ -1,8 +1,8 @@
 """Configuration: parsed once, frozen, handed down by the slice. A misspelt key is an error that names itself.
 
 Each module knows those before it: base, options, loading; policies, autoscaling, deployments; pools, which join both
-rows; files; service, which is the whole tree. ``local`` needs the options alone. ``environment`` is the only module
-that reads or sets environment variables.
+rows; files, security; service, which is the whole tree. ``local`` needs the options alone. ``environment`` is the only
+module that reads or sets environment variables.
 """
 
 from paceline.config.autoscaling import (
@@ -31,6 +31,7 @@ from paceline.config.options import (
 )
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
 from paceline.config.pools import ModelDraftConfig, NgramDraftConfig, RouterConfig, TargetConfig
+from paceline.config.security import InternalTls, ServerTls
 from paceline.config.service import LogConfig, ServiceConfig
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "DraftPolicy",
     "DraftSetup",
     "Growing",
+    "InternalTls",
     "LocalConfig",
     "LogConfig",
     "ModelDraftConfig",
@@ -62,6 +64,7 @@ __all__ = [
     "RouterConfig",
     "RouterPolicy",
     "ScalingPolicy",
+    "ServerTls",
     "ServiceConfig",
     "TargetAutoscaling",
     "TargetConfig",

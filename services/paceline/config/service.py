@@ -17,6 +17,7 @@ from paceline.config.files import args_of_application, first_line, read_yaml, se
 from paceline.config.loading import EMBEDDED_TARGET, resolve
 from paceline.config.options import DraftSetup, TargetSetup
 from paceline.config.pools import DraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
+from paceline.config.security import InternalTls, ServerTls
 from paceline.errors import ConfigError
 from paceline.refusals import Fault, explain
 
@@ -28,6 +29,10 @@ class ServerConfig(Strict):
     grpc_port: int = Field(default=9000, ge=1, le=65535)
     http_port: int = Field(default=8000, ge=1, le=65535)
     """Metrics and health."""
+    tls: ServerTls | None = None
+    """None: what clients send and get is not encrypted."""
+    api_keys: str | None = Field(default=None, min_length=1)
+    """YAML file of the API keys and their limits. None: everybody may call."""
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:
@@ -52,6 +57,8 @@ class ServiceConfig(Strict):
     """None: plain decoding."""
     router_config: RouterConfig = RouterConfig()
     server: ServerConfig = ServerConfig()
+    internal_tls: InternalTls | None = None
+    """None: what the processes of the service tell each other is not encrypted."""
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

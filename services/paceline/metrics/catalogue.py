@@ -94,6 +94,30 @@ DRAFTS_UP = gauge(
 REJECTED = counter("paceline_requests_rejected_total", "requests", "Requests refused before a session.", "reason")
 FAILED = counter("paceline_requests_failed_total", "requests", "Admitted requests that ended in an error.", "reason")
 
+KEY_RUNNING = gauge(
+    "paceline_key_requests_running", "requests", "Requests in progress, by the name of their API key.", "key"
+)
+KEY_TOKENS = counter(
+    "paceline_key_tokens_total", "tokens", "Tokens charged to an API key: `prompt` or `completion`.", "key", "kind"
+)
+KEY_REFUSED = counter(
+    "paceline_key_requests_refused_total", "requests", "Refused by a limit of their API key.", "key", "limit"
+)
+UNAUTHENTICATED = counter("paceline_unauthenticated_total", "calls", "Calls without an API key, or with a wrong one.")
+CERTIFICATE_EXPIRY = gauge(
+    "paceline_certificate_expiry_seconds",
+    "seconds",
+    "When a certificate in use expires, in Unix time: `server` or `internal`.",
+    "use",
+    per_replica=True,
+)
+RELOAD_FAILURES = counter(
+    "paceline_reload_failures_total",
+    "versions",
+    "New versions of a file that could not be used, so that the old one stays: `server`, `internal` or `api_keys`.",
+    "file",
+)
+
 # -- replicas -----------------------------------------------------------------------------------------------------
 
 REPLICA_SESSIONS = gauge(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from paceline.errors import PacelineError
 from paceline.router.router import Router
 from paceline.rpc.generation import chunk_to_proto, complete_to_proto, request_from_proto
-from paceline.types import Chunk, Result
+from paceline.types import Chunk, Result, Usage
 from paceline.v1 import generation_pb2
 
 log = logging.getLogger(__name__)
@@ -21,12 +21,22 @@ class GenerationService:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._owners: dict[str, str] = {}  # of the requests in progress here
 
     async def generate(
-        self, message: generation_pb2.GenerateRequest
+        self,
+        message: generation_pb2.GenerateRequest,
+        owner: str = "",
+        on_usage: Callable[[Usage], None] = lambda _: None,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Yields the responses to one request. Raises PacelineError; leaving the generator frees the session."""
+        """Yields the responses to one request. Raises PacelineError; leaving the generator frees the session.
+
+        ``owner``: the only one who may cancel it by its id. ``on_usage`` takes the tokens so far, with each response.
+        """
         request = request_from_proto(message)
+        first = request.request_id not in self._owners  # the router refuses a second one of this id
+        if first:
+            self._owners[request.request_id] = owner
         extra = {"request_id": request.request_id}
         started, result = time.monotonic(), None
         try:
@@ -34,8 +44,11 @@ class GenerationService:
                 async for item in items:
                     if isinstance(item, Result):
                         result = item
+                        on_usage(item.usage)
                         response = generation_pb2.GenerateResponse(complete=complete_to_proto(item))
                     else:
+                        assert item.usage is not None, "every chunk of a session has it"
+                        on_usage(item.usage)
                         response = generation_pb2.GenerateResponse(chunk=_chunk(item, message.logprobs))
                     response.request_id = request.request_id
                     yield response
@@ -43,12 +56,14 @@ class GenerationService:
             log.info("request failed: %s", type(error).__name__, extra=extra)
             raise
         finally:
+            if first:
+                del self._owners[request.request_id]
             reason = result.finish_reason.value if result is not None else "left"
             log.debug("request ended: %s after %.3f s", reason, time.monotonic() - started, extra=extra)
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends a request; returns False if it is not in progress here."""
-        return self._router.cancel(request_id)
+    def cancel(self, request_id: str, owner: str = "") -> bool:
+        """Ends a request of ``owner``; returns False if it is not in progress here, or that of another."""
+        return self._owners.get(request_id) == owner and self._router.cancel(request_id)
 
 
 def _chunk(chunk: Chunk, logprobs: bool) -> generation_pb2.GenerateStreamChunk:

@@ -22,6 +22,7 @@ from paceline.errors import (
     PacelineError,
     RequestCancelledError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     by_name,
 )
 
@@ -36,6 +37,7 @@ _INTERNAL_TEXT = "internal error; the server's log says more"
 
 _CODES: dict[type[PacelineError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     NotFoundError: grpc.StatusCode.NOT_FOUND,
     ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -49,7 +51,6 @@ _ERRORS: dict[grpc.StatusCode, type[PacelineError]] = {
     # codes that Paceline does not send, but a proxy, Ray Serve or another server may
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
     grpc.StatusCode.ALREADY_EXISTS: InvalidRequestError,
-    grpc.StatusCode.UNAUTHENTICATED: InvalidRequestError,
     grpc.StatusCode.PERMISSION_DENIED: InvalidRequestError,
     grpc.StatusCode.UNIMPLEMENTED: ConfigError,
 }

@@ -1,0 +1,186 @@
+"""The decision about each call of a client: whose key it carries, and whether that key's limits leave room for it.
+
+    call ─▶ identify: the name of its key ─▶ enter: requests at once, tokens of the last minute ─▶ tokens are charged
+
+One router counts for itself: what a key uses at another router is not seen here. One event loop owns everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from paceline.errors import ConfigError, ResourceExhaustedError, UnauthenticatedError
+from paceline.security.keys import ApiKey, KeyRing
+from paceline.types import Usage
+
+ANYONE = ""
+"""The name of every caller while the service has no keys."""
+
+TLS_HEADER = "paceline-tls"
+"""Set by the proxy, whatever the client sent: 1 on an encrypted connection."""
+
+_PLAIN = "this connection is not encrypted: connect by TLS"
+_MISSING = "the API key is missing or wrong: send one as `authorization: Bearer KEY`"
+_RECENT_S = 60.0
+
+
+class AccessMetrics(Protocol):
+    """What is counted about callers. Names are those of the key file, so they are few."""
+
+    def unauthenticated(self) -> None:
+        """A call came without a key, or with a wrong one."""
+
+    def running(self, name: str, num_requests: int) -> None:
+        """Sets how many requests a key has in progress."""
+
+    def refused(self, name: str, limit: str) -> None:
+        """A request was refused because of a limit: ``requests`` or ``tokens``."""
+
+    def tokens(self, name: str, prompt: int, completion: int) -> None:
+        """Tokens were charged to a key."""
+
+
+class _Usage:
+    """What one key uses now. The tokens are a bucket that holds a minute's worth, and may be overdrawn."""
+
+    def __init__(self, now: float) -> None:
+        self.num_running = 0
+        self.finished_s: deque[float] = deque(maxlen=32)  # when its latest requests ended
+        self._spent = 0.0  # tokens that no time has paid for yet
+        self._at = now
+
+    def deficit(self, limit: int, now: float) -> float:
+        """Tokens that are spent beyond what the last minute allows; negative: so many are left."""
+        self._spent = max(0.0, self._spent - (now - self._at) * limit / 60)
+        self._at = now
+        return self._spent - limit
+
+    def spend(self, num_tokens: int) -> None:
+        self._spent += num_tokens
+
+
+class Charge:
+    """The tokens of one request, charged to its key as they are known."""
+
+    def __init__(self, spend: Callable[[int], None] | None, count: Callable[[int, int], None]) -> None:
+        self._spend, self._count = spend, count
+        self._prompt = self._completion = 0
+
+    def note(self, usage: Usage) -> None:
+        """Takes the totals of the request so far."""
+        prompt = max(0, usage.prompt_tokens - self._prompt)
+        completion = max(0, usage.completion_tokens - self._completion)
+        self._prompt += prompt
+        self._completion += completion
+        if prompt or completion:
+            if self._spend is not None:
+                self._spend(prompt + completion)
+            self._count(prompt, completion)
+
+
+class Access:
+    """Who may call, and how much. Without keys: everybody, and as much as the service can."""
+
+    def __init__(
+        self,
+        keys: KeyRing | None,
+        metrics: AccessMetrics,
+        *,
+        require_tls: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``require_tls``: refuse calls that did not come through a proxy that encrypts."""
+        self._require_tls = require_tls
+        self._keys, self._metrics, self._clock = keys, metrics, clock
+        self._usage: dict[str, _Usage] = {}
+
+    def identify(self, metadata: Sequence[tuple[str, str | bytes]]) -> str:
+        """The name of the key that a call carries.
+
+        Raises:
+            UnauthenticatedError: it carries none, or a wrong one; the text is the same for both.
+            ConfigError: the connection is not encrypted, and must be.
+        """
+        if self._require_tls and (TLS_HEADER, "1") not in metadata:
+            raise ConfigError(_PLAIN)
+        if self._keys is None:
+            return ANYONE
+        entry = self._keys.find(_key_in(metadata))
+        if entry is None:
+            self._metrics.unauthenticated()
+            raise UnauthenticatedError(_MISSING)
+        return entry.name
+
+    @contextlib.contextmanager
+    def enter(self, name: str) -> Iterator[Charge]:
+        """One request of a key, from its arrival to its end.
+
+        Raises:
+            ResourceExhaustedError: the key has as many requests in progress as it may, or has used its tokens.
+        """
+        entry = None if self._keys is None else self._keys.keys.get(name)
+        usage = self._usage.setdefault(name, _Usage(self._clock()))
+        if entry is not None:
+            self._check(entry, usage)
+        usage.num_running += 1
+        self._note_running(name, usage)
+        try:
+            limited = entry is not None and entry.tokens_per_minute is not None
+            yield Charge(
+                usage.spend if limited else None, lambda prompt, completion: self._note_tokens(name, prompt, completion)
+            )
+        finally:
+            usage.num_running -= 1
+            usage.finished_s.append(self._clock())
+            self._note_running(name, usage)
+
+    def _check(self, entry: ApiKey, usage: _Usage) -> None:
+        now = self._clock()
+        limit = entry.max_requests
+        if limit is not None and usage.num_running >= limit:
+            self._metrics.refused(entry.name, "requests")
+            raise ResourceExhaustedError(
+                f"{usage.num_running} requests of this API key are in progress: at most {limit} may be at once",
+                retry_after_s=_expected_wait_s(usage.finished_s, now),
+            )
+        limit = entry.tokens_per_minute
+        if limit is not None and (deficit := usage.deficit(limit, now)) >= 0:
+            self._metrics.refused(entry.name, "tokens")
+            raise ResourceExhaustedError(
+                f"this API key has used its tokens: {limit} a minute are allowed, prompt and generated",
+                retry_after_s=(deficit + 1) * 60 / limit,
+            )
+
+    def _note_running(self, name: str, usage: _Usage) -> None:
+        if name != ANYONE:
+            self._metrics.running(name, usage.num_running)
+
+    def _note_tokens(self, name: str, prompt: int, completion: int) -> None:
+        if name != ANYONE:
+            self._metrics.tokens(name, prompt, completion)
+
+
+def _key_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The key that a call carries; empty: none."""
+    found = ""
+    for name, value in metadata:
+        if not isinstance(value, str):
+            continue
+        if name == "authorization":
+            scheme, _, key = value.partition(" ")
+            if scheme.lower() == "bearer":
+                return key.strip()
+        elif name == "x-api-key":
+            found = value.strip()
+    return found
+
+
+def _expected_wait_s(finished_s: deque[float], now: float) -> float:
+    """The mean time between the key's latest requests that ended: so long until one of its places is free."""
+    if len(finished_s) < 2 or now - finished_s[0] > _RECENT_S:
+        return 1.0
+    return min(max((finished_s[-1] - finished_s[0]) / (len(finished_s) - 1), 0.05), 30.0)

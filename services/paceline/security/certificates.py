@@ -1,0 +1,152 @@
+"""Certificates with their keys, read from files that somebody else renews.
+
+A version is used only if it is whole: every file can be read, the key belongs to the certificate, and the certificate
+is valid today. Otherwise the service does not start, or goes on with the version before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+from paceline.errors import ConfigError
+from paceline.security.files import Signature, signature
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """Where the parts are, and the keys of the configuration that say so."""
+
+    setting: str
+    """Such as ``server.tls``."""
+    certificate: Path
+    key: Path
+    ca: Path | None = None
+    """Authorities that the other side's certificate is checked against. None: it needs none."""
+    ca_setting: str = "ca"
+
+    @classmethod
+    def at(
+        cls, setting: str, certificate: str, key: str, ca: str | None = None, ca_setting: str = "ca"
+    ) -> CertificateFiles:
+        """From names of files as a configuration gives them."""
+        paths = [None if name is None else Path(name).expanduser() for name in (certificate, key, ca)]
+        assert paths[0] is not None
+        assert paths[1] is not None
+        return cls(setting, paths[0], paths[1], paths[2], ca_setting)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A certificate chain with its key, and the authorities that the other side is checked against, PEM each."""
+
+    chain: bytes
+    key: bytes
+    ca: bytes | None
+    expires_at: float
+    """When the certificate expires, in Unix time."""
+
+
+def read_identity(files: CertificateFiles, *, now: float | None = None) -> Identity:
+    """Reads and checks the files. Raises ConfigError, naming the setting, the file and what is wrong with it."""
+    chain = _read(files, "certificate", files.certificate)
+    key = _read(files, "key", files.key)
+    ca = None if files.ca is None else _read(files, files.ca_setting, files.ca)
+    certificate = _certificates(files, "certificate", files.certificate, chain)[0]
+    if ca is not None and files.ca is not None:
+        _certificates(files, files.ca_setting, files.ca, ca)
+    try:
+        private = load_pem_private_key(key, None)
+    except (ValueError, TypeError) as error:  # TypeError: it has a passphrase
+        raise _refused(files, "key", files.key, "it holds no private key in PEM without a passphrase") from error
+    if _public(private.public_key()) != _public(certificate.public_key()):
+        raise _refused(files, "key", files.key, f"it does not belong to the certificate in {str(files.certificate)!r}")
+    today = datetime.fromtimestamp(time.time() if now is None else now, UTC)
+    if today >= certificate.not_valid_after_utc:
+        problem = f"it expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        raise _refused(files, "certificate", files.certificate, problem)
+    if today < certificate.not_valid_before_utc:
+        problem = f"it is not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
+        raise _refused(files, "certificate", files.certificate, problem)
+    return Identity(chain, key, ca, certificate.not_valid_after_utc.timestamp())
+
+
+class Certificates:
+    """The newest sound version of some files. Any thread may use it."""
+
+    def __init__(self, files: CertificateFiles, *, on_change: Callable[[Identity], None] | None = None) -> None:
+        """Reads the files; ``on_change`` is called with every later version. Raises ConfigError."""
+        self.files = files
+        self._paths = [path for path in (files.certificate, files.key, files.ca) if path is not None]
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._seen: Signature = signature(self._paths)
+        self._suspect: Signature | None = None
+        self._current = read_identity(files)
+        self.num_failures = 0
+        """Versions of the files that could not be used."""
+
+    @property
+    def current(self) -> Identity:
+        """The version in use."""
+        return self._current
+
+    def refresh(self) -> Identity:
+        """Takes the files again if they have changed, and returns the version to use.
+
+        A version that is not sound is logged and counted when it is found for the second time: certificate and key
+        are seldom replaced in one moment.
+        """
+        with self._lock:
+            now = signature(self._paths)
+            if now == self._seen:
+                return self._current
+            try:
+                self._current = read_identity(self.files)
+            except ConfigError as error:
+                if now != self._suspect:
+                    self._suspect = now
+                    return self._current
+                self.num_failures += 1
+                log.error("the certificate in use stays as it was: %s", error)
+            else:
+                expires = datetime.fromtimestamp(self._current.expires_at, UTC)
+                log.info(
+                    "%s: a new certificate is in use, until %s UTC", self.files.setting, f"{expires:%Y-%m-%d %H:%M}"
+                )
+                if self._on_change is not None:
+                    self._on_change(self._current)
+            self._seen, self._suspect = now, None
+            return self._current
+
+
+def _refused(files: CertificateFiles, name: str, path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{files.setting}.{name} is {str(path)!r}: {problem}")
+
+
+def _read(files: CertificateFiles, name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _refused(files, name, path, f"it cannot be read ({error.strerror or error})") from error
+
+
+def _certificates(files: CertificateFiles, name: str, path: Path, data: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except ValueError as error:
+        raise _refused(files, name, path, "it holds no certificate in PEM") from error
+
+
+def _public(key: object) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)  # type: ignore[attr-defined, no-any-return]

@@ -1,0 +1,77 @@
+"""Who may cancel a request by its id. A router that says what it is asked; no replica."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from paceline.errors import InvalidRequestError
+from paceline.router.service import GenerationService
+from paceline.types import Cause, Chunk, Round, Usage
+from paceline.v1 import generation_pb2 as pb
+
+CHUNK = Chunk((1,), (0.0,), (False,), (("a", False),), Round(0, 0, Cause.START), Usage(7, 1, 0))
+
+
+class Router:
+    """Takes requests and never ends them."""
+
+    def __init__(self):
+        self.active, self.cancelled = set(), []
+
+    async def generate(self, request):
+        if request.request_id in self.active:
+            raise InvalidRequestError("in progress")
+        self.active.add(request.request_id)
+        try:
+            yield CHUNK
+            await asyncio.Event().wait()
+        finally:
+            self.active.remove(request.request_id)
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
+        return request_id in self.active
+
+
+def message(request_id):
+    return pb.GenerateRequest(request_id=request_id, text="abc")
+
+
+def test_only_the_key_that_started_a_request_cancels_it():
+    async def test():
+        router = Router()
+        service, used = GenerationService(router), []
+        stream = service.generate(message("r"), "alice", used.append)
+        await anext(stream)
+        assert used == [Usage(7, 1, 0)]
+        assert not service.cancel("r", "bob")
+        assert not service.cancel("r")
+        assert not service.cancel("unknown", "alice")
+        assert router.cancelled == []
+        assert service.cancel("r", "alice")
+        await stream.aclose()
+        assert not service.cancel("r", "alice")
+
+    asyncio.run(test())
+
+
+def test_a_second_request_of_the_same_id_does_not_take_the_first_over():
+    async def test():
+        service = GenerationService(Router())
+        stream = service.generate(message("r"), "alice")
+        await anext(stream)
+        with pytest.raises(InvalidRequestError):
+            await anext(service.generate(message("r"), "bob"))
+        assert not service.cancel("r", "bob")
+        assert service.cancel("r", "alice")
+        await stream.aclose()
+
+    asyncio.run(test())
+
+
+def test_a_cancel_without_regard_to_the_owner_is_noticed(monkeypatch):
+    monkeypatch.setattr(GenerationService, "cancel", lambda self, request_id, owner="": self._router.cancel(request_id))
+    with pytest.raises(AssertionError):
+        test_only_the_key_that_started_a_request_cancels_it()
