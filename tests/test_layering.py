@@ -38,11 +38,11 @@ MAY = {
     "draft": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
     "target": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
     # It takes RouterConfig, its slice of the configuration, as the engines take theirs.
-    "router": {"logs", "rpc", "checkpoint", "metrics", "messages", "config", "v1", *VALUES},
+    "router": {"logs", "rpc", "security", "checkpoint", "metrics", "messages", "config", "v1", *VALUES},
     # What connects them.
     "rpc": {"messages", "security", "refusals", "v1", *VALUES},
     "metrics": {"messages", *VALUES},
-    "runtime": {"target", "draft", "rpc", "messages", "config", "logs", "v1", *VALUES},
+    "runtime": {"target", "draft", "rpc", "security", "messages", "config", "logs", "v1", *VALUES},
     "local": {"router", "runtime", "checkpoint", "messages", "config", *VALUES},
     "plan": {"target", "draft", *VALUES},
     "fleet": {"plan", "metrics", "config", *VALUES},
@@ -65,7 +65,19 @@ MAY = {
     "app": {"cluster"},
     # Who uses them.
     "client": {"rpc", "refusals", "v1", *VALUES},
-    "cli": {"cluster", "local", "client", "preflight", "plan", "checkpoint", "config", "refusals", "logs", *VALUES},
+    "cli": {
+        "cluster",
+        "security",
+        "local",
+        "client",
+        "preflight",
+        "plan",
+        "checkpoint",
+        "config",
+        "refusals",
+        "logs",
+        *VALUES,
+    },
     # A room that is not built yet: HTTP and the page beside gRPC.
     "web": {"router", "security", "checkpoint", "metrics", "config", "refusals", "messages", *VALUES},
 }

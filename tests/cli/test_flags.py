@@ -76,16 +76,19 @@ def test_a_docstring_and_a_default_give_the_help():
 
 
 MODEL = "--target --draft --drafter --dtype --compile --no-compile --tensor-parallel-size"
-SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port"
+SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port "
+SERVICE += "--tls-certificate --tls-key --tls-client-ca --api-keys"
+CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
 FLAGS = {
-    "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --tls --tls-ca --stop "
+    "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --stop "
+    f"{CONNECTION} "
     "--max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --ignore-eos --seed --seed-scope --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --address --dashboard --print-environment --verbose",
     "check": f"{SERVICE} --json",
     "config": f"{SERVICE} --markdown",
     "demo": f"{MODEL} --local --verbose --max-tokens --temperature --seed --repeats",
-    "status": "--address --json --watch --timeout --tls --tls-ca",
+    "status": "--address --json --watch --timeout " + CONNECTION,
 }
 
 

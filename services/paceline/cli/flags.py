@@ -37,7 +37,7 @@ def field_at(model: type[BaseModel], key: str) -> FieldInfo:
     """The field at a dotted key of a tree of models."""
     *path, name = key.split(".")
     for part in path:
-        inner = model.model_fields[part].annotation
+        (inner,) = (kind for kind in _members(model.model_fields[part].annotation) if kind is not type(None))
         assert isinstance(inner, type)
         assert issubclass(inner, BaseModel), f"{key}: {part} is not a model"
         model = inner

@@ -15,14 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
-from paceline.cli.flags import add_fields, add_model_flags
+from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, help_of
+from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
 from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, NgramDraftConfig, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.preflight.service import require_service
+from paceline.security import haproxy
 
 _SERVER_KEYS = ["server.host", "server.grpc_port", "server.http_port"]
+_ACCESS_KEYS = {
+    "tls_certificate": "server.tls.certificate",
+    "tls_key": "server.tls.key",
+    "tls_client_ca": "server.tls.client_ca",
+    "api_keys": "server.api_keys",
+}
+"""Flags that name files, and the keys that they set."""
 _ENGINE_KEYS = ["target_config.engine_kwargs.dtype", "target_config.engine_kwargs.compile"]
 _TARGET_KEYS = [*_ENGINE_KEYS, "target_config.engine_kwargs.tensor_parallel_size"]
 
@@ -56,6 +65,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{pool}s", type=_size, metavar="N|MIN:MAX", help=text)
     group = parser.add_argument_group("where")
     add_fields(group, ServiceConfig, _SERVER_KEYS)
+    group = parser.add_argument_group("who may call")
+    for name, key in _ACCESS_KEYS.items():
+        group.add_argument(flag_of(name), dest=name, metavar="FILE", help=help_of(field_at(ServiceConfig, key)))
 
 
 def _size(text: str) -> int | tuple[int, int]:
@@ -105,6 +117,7 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     if isinstance(draft, ModelDraftConfig):
         keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]
     values = {key: getattr(args, key.rpartition(".")[2]) for key in keys}
+    values |= {key: getattr(args, name) for name, key in _ACCESS_KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}
     given |= _sized("target", args.targets) | _sized("router", args.routers)
     given |= {} if draft is None else _sized("draft", args.drafts)
@@ -128,7 +141,9 @@ def _loading(flag: str, value: str) -> dict[str, str]:
 def run_serve(args: argparse.Namespace) -> int:
     """Runs ``paceline serve``."""
     if args.print_environment:
-        for name, value in serve_environment(socket_folder()).items():
+        folder = socket_folder()
+        variables = serve_environment(folder) | haproxy.environment(*tls_settings(read_config(args)), folder)
+        for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}")
         return EXIT_DONE
     config = read_config(args)

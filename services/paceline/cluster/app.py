@@ -58,7 +58,7 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
     targets = build_target_deployment(config, bind_kwargs={"monitor": bound})
     drafts = None if config.draft_config is None else build_draft_deployment(config, bind_kwargs={"monitor": bound})
     names = (config.target_config.model_loading_config, config.draft_config and draft_name(config.draft_config))
-    needs = (*names, config.target_config.engine_kwargs, config.router_config, config.server)
+    needs = (*names, config.target_config.engine_kwargs, config.router_config, config.server, config.internal_tls)
     router = _deployment(Ingress, config, config.router_config.deployment_options(), "Router", needs)
     return cast(Application, router.bind(config, targets, drafts, bound))
 
@@ -77,13 +77,17 @@ def build_target_deployment(
     configured ones.
     """
     options = config.target_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
-    needs = (config.target_config,)
+    needs = (config.target_config, config.internal_tls)
     model_id = config.target_config.model_loading_config.model_id
     name = name_prefix + deployment_name(model_id)
     return cast(
         Application,
         _deployment(deployment_cls, config, options, name, needs).bind(
-            config.target_setup(), model=model_id, log_config=config.log, **(bind_kwargs or {})
+            config.target_setup(),
+            model=model_id,
+            log_config=config.log,
+            internal_tls=config.internal_tls,
+            **(bind_kwargs or {}),
         ),
     )
 
@@ -105,7 +109,7 @@ def build_draft_deployment(
         raise ConfigError("draft_config is null: there is no draft to deploy")
     options = config.draft_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
     target = config.target_config
-    needs = (config.draft_config, target.model_loading_config, target.engine_kwargs)
+    needs = (config.draft_config, target.model_loading_config, target.engine_kwargs, config.internal_tls)
     model = draft_name(config.draft_config)
     tokenizers = None
     if isinstance(config.draft_config, ModelDraftConfig):
@@ -113,7 +117,12 @@ def build_draft_deployment(
     return cast(
         Application,
         _deployment(deployment_cls, config, options, name_prefix + deployment_name(model), needs).bind(
-            config.draft_setup(), model=model, log_config=config.log, tokenizers=tokenizers, **(bind_kwargs or {})
+            config.draft_setup(),
+            model=model,
+            log_config=config.log,
+            internal_tls=config.internal_tls,
+            tokenizers=tokenizers,
+            **(bind_kwargs or {}),
         ),
     )
 

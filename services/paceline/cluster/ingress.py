@@ -17,7 +17,16 @@ from ray.serve.handle import DeploymentHandle
 from paceline import logs
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
-from paceline.cluster.replicas import CONTROL_TIMEOUT_S, Pusher, draft_name, internal_token, loop_runs, replica_id
+from paceline.cluster.encryption import encrypt_ingress
+from paceline.cluster.replicas import (
+    CONTROL_TIMEOUT_S,
+    Pusher,
+    draft_name,
+    internal_certificates,
+    internal_token,
+    loop_runs,
+    replica_id,
+)
 from paceline.config import ServiceConfig
 from paceline.errors import EngineError, NotFoundError, PacelineError
 from paceline.fleet.report import Reporter
@@ -71,6 +80,9 @@ class Ingress:
         if (tls := server.tls) is not None:
             files = CertificateFiles.at("server.tls", tls.certificate, tls.key, tls.client_ca, "client_ca")
             self._certificates["server"] = Certificates(files)
+        if (internal := internal_certificates(self.config.internal_tls)) is not None:
+            self._certificates["internal"] = internal
+        encrypt_ingress(self.config, internal)
         model_id = self.config.target_config.model_loading_config.model_id
         self._reporter = Reporter(self._replica_id, "router", registry)
         self._router = core.Router(
@@ -80,6 +92,7 @@ class Ingress:
             self.config.router_config,
             metrics=RouterMetrics(registry, model_id),
             token=internal_token(),
+            certificates=internal,
         )
         self._service = GenerationService(self._router)
         self._myself = serve.get_replica_context()

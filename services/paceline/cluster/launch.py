@@ -22,10 +22,12 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from paceline.cluster import janitor
+from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.watch import Watch, first_line, gist, say
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.security import haproxy
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class Service:
             start_new_session=True,
         )
         environment = serve_environment(self._folder)
+        environment |= haproxy.environment(*tls_settings(self.config), self._folder)
         os.environ.update(environment)
         signal.signal(signal.SIGTERM, self._interrupt)
         import ray

@@ -23,6 +23,7 @@ from paceline.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from paceline.cluster.rank_actors import actor_ranks
 from paceline.config import (
     DraftSetup,
+    InternalTls,
     LogConfig,
     ModelDraftConfig,
     NgramDraftConfig,
@@ -36,6 +37,7 @@ from paceline.metrics.registry import Registry
 from paceline.metrics.replica import ReplicaMetrics
 from paceline.runtime.cores import CoreClaim
 from paceline.runtime.server import engine_server
+from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.types import ServerInfo, Startup
 
 log = logging.getLogger(__name__)
@@ -145,6 +147,7 @@ class EngineDeployment:
         model: str,
         log_config: LogConfig,
         tokenizers: tuple[str, str] | None = None,
+        internal_tls: InternalTls | None = None,
         monitor: DeploymentHandle | None = None,
     ) -> None:
         """Builds the engine; returns when it is ready. Raises ConfigError or EngineError.
@@ -180,6 +183,7 @@ class EngineDeployment:
                 bind=self._node,
                 node=self._node,
                 token=internal_token(),
+                certificates=internal_certificates(internal_tls),
                 model=model,
                 core=None if self._core is None else self._core.core,
                 ranks=actor_ranks(setup, self._replica_id, self._node, log_config),
@@ -295,6 +299,14 @@ def internal_token() -> str:
     """
     _internal_kv_put(_TOKEN_KEY, secrets.token_hex(16), overwrite=False, namespace=_NAMESPACE)
     return bytes(_internal_kv_get(_TOKEN_KEY, namespace=_NAMESPACE)).decode()
+
+
+def internal_certificates(tls: InternalTls | None) -> Certificates | None:
+    """Returns the certificates of this process for the others of the service. Raises ConfigError."""
+    if tls is None:
+        return None
+    files = CertificateFiles.at("internal_tls", tls.certificate, tls.key, tls.ca)
+    return Certificates(replace(files, server_name=tls.server_name))
 
 
 def loop_runs() -> bool:

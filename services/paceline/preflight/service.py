@@ -27,6 +27,7 @@ from paceline.config import (
     TargetSetup,
 )
 from paceline.errors import ConfigError
+from paceline.preflight.access import check_access
 from paceline.preflight.estimate import (
     RAY_BYTES,
     ROUTER_PROCESS_BYTES,
@@ -145,6 +146,7 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
         findings += _check_cores(config)
     if ports:
         findings += check_ports(config.server.host, config.server.grpc_port, config.server.http_port)
+        findings += check_access(config)
     findings.sort(key=lambda finding: finding.severity is Severity.WARNING)
     return Examination(tuple(findings), pools, left)
 

@@ -22,7 +22,8 @@ from paceline.router.pool import Member
 from paceline.router.relay import Relay
 from paceline.router.session import Session
 from paceline.rpc.streams import decode_from_draft, decode_from_target, encode_to_draft, encode_to_target
-from paceline.rpc.transport import CHANNEL_OPTIONS, TOKEN_KEY
+from paceline.rpc.transport import TOKEN_KEY, channel
+from paceline.security.certificates import Certificates
 from paceline.types import ReplicaStatus
 from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
 
@@ -70,6 +71,7 @@ class Link(Generic[Sent, Received]):
         on_latency: Callable[[float], None] | None = None,
         silence_s: float,
         token: str = "",
+        certificates: Certificates | None = None,
     ) -> None:
         """``on_change`` is called when the link comes up, goes down or has a new status.
 
@@ -89,7 +91,7 @@ class Link(Generic[Sent, Received]):
         self.draft_wanted = True
         """Latest preference of a target's controller, with which new sessions open. Owned by the router."""
         self._on_messages, self._on_change, self._on_latency = on_messages, on_change, on_latency
-        self._silence_s, self._token = silence_s, token
+        self._silence_s, self._token, self._certificates = silence_s, token, certificates
         self._outbox: list[Sent | Echo] = []
         self._wake = asyncio.Event()
         self._seen_at = 0.0  # when the latest batch came
@@ -140,8 +142,8 @@ class Link(Generic[Sent, Received]):
         pause_s = _FIRST_RETRY_S
         while True:
             try:
-                async with aio.insecure_channel(self.member.address, options=CHANNEL_OPTIONS) as channel:
-                    reason = await self._stream(channel)
+                async with channel(self.member.address, self._certificates) as connection:
+                    reason = await self._stream(connection)
                 if self.up:
                     pause_s = _FIRST_RETRY_S
                     self._down(reason)

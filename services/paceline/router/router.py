@@ -37,6 +37,7 @@ from paceline.router.placement import LinkPool, Placement
 from paceline.router.pool import Member, Pool
 from paceline.router.relay import Outbox
 from paceline.router.session import Actions
+from paceline.security.certificates import Certificates
 from paceline.types import Chunk, ReplicaStatus, Request, Result, RouterView
 
 log = logging.getLogger(__name__)
@@ -58,9 +59,11 @@ class Router:
         *,
         metrics: RouterMetrics,
         token: str = "",
+        certificates: Certificates | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``token`` is the one that the replicas ask for."""
+        """``token`` is the one that the replicas ask for, ``certificates`` are what this router shows them."""
+        self._certificates = certificates
         self.info = info
         self.router_id = secrets.token_hex(4)
         self._config, self._metrics, self._token, self._clock = config, metrics, token, clock
@@ -86,6 +89,7 @@ class Router:
             on_change=self._on_target_change,
             silence_s=self._config.target_timeout_s,
             token=self._token,
+            certificates=self._certificates,
         )
 
     def _make_draft_link(self, member: Member) -> DraftLink:
@@ -95,6 +99,7 @@ class Router:
             "on_latency": self._metrics.draft_link,
             "silence_s": self._config.draft_timeout_s,
             "token": self._token,
+            "certificates": self._certificates,
         }
         if delay_s := self._config.draft_link_delay_s:
             return DelayedLink(member, DRAFT, delay_s=delay_s, **options)

@@ -1,12 +1,15 @@
-"""gRPC between Paceline's processes: options of servers and channels, the internal token."""
+"""gRPC between Paceline's processes: options of servers and channels, mutual TLS, the internal token."""
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 from grpc import aio
+
+from paceline.security.certificates import Certificates, Identity
 
 _UNLIMITED = -1
 _OPTIONS: list[tuple[str, Any]] = [
@@ -48,22 +51,56 @@ class _TokenCheck(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY)
-        return await continuation(handler_call_details) if given == self._token else self._refusal
+        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
+        right = isinstance(given, str) and hmac.compare_digest(given.encode(), self._token.encode())
+        return await continuation(handler_call_details) if right else self._refusal
+
+
+def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Credentials of a server that shows its newest certificate, and refuses peers without one of the same authority.
+
+    The files are looked at with each new connection. Streams that are open keep the certificate that they began with.
+    """
+
+    def configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(identity.key, identity.chain)], identity.ca)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(certificates.current),
+        lambda: configuration(certificates.refresh()),
+        require_client_authentication=True,
+    )
+
+
+def channel(address: str, certificates: Certificates | None) -> aio.Channel:
+    """A channel to a replica, with the newest certificate. None: it is not encrypted."""
+    if certificates is None:
+        return aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    own = certificates.refresh()
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", certificates.files.server_name)]
+    return aio.secure_channel(address, grpc.ssl_channel_credentials(own.ca, own.key, own.chain), options=options)
 
 
 async def start_server(
-    add: Callable[[aio.Server], None], host: str, port: int = 0, token: str = ""
+    add: Callable[[aio.Server], None],
+    host: str,
+    port: int = 0,
+    token: str = "",
+    certificates: Certificates | None = None,
 ) -> tuple[aio.Server, int]:
     """Starts a server; returns it and its port (0: the system chooses). Raises OSError if the address cannot be bound.
 
-    ``add`` registers the servicers. Every call must carry ``token``, unless that is empty.
+    ``add`` registers the servicers. Every call must carry ``token``, unless that is empty. ``certificates``: encrypt,
+    and refuse peers without a certificate.
     """
     interceptors = [_TokenCheck(token)] if token else []
     server = aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
     add(server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if certificates is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", server_credentials(certificates))
     except RuntimeError as error:
         raise OSError(f"{host}:{port} cannot be listened on: {error}") from error
     await server.start()

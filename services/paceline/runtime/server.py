@@ -17,6 +17,7 @@ from paceline.rpc.transport import start_server
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import Decode, Describe, Encode, EngineHost
 from paceline.runtime.ranks import MakeFollower, process_ranks
+from paceline.security.certificates import Certificates
 from paceline.target.control.report import ControlReport
 from paceline.types import Rendezvous
 from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
@@ -62,8 +63,16 @@ class _RoundsService:
 class EngineServer:
     """An EngineHost and the internal port that routers reach it by."""
 
-    def __init__(self, host: EngineHost[Any], *, bind: str = "127.0.0.1", token: str = "") -> None:
-        """``bind``: the address to listen on, that of the node in a cluster. ``token``: see ``start_server``."""
+    def __init__(
+        self,
+        host: EngineHost[Any],
+        *,
+        bind: str = "127.0.0.1",
+        token: str = "",
+        certificates: Certificates | None = None,
+    ) -> None:
+        """``bind``: the address to listen on, that of the node in a cluster. The others: see ``start_server``."""
+        self._certificates = certificates
         self.host = host
         self.address = ""
         """``host:port``, once started."""
@@ -75,7 +84,7 @@ class EngineServer:
         await self.host.start()
         protocol = _PROTOCOLS[self.host.kind]
         add = functools.partial(protocol.add, _RoundsService(self.host, protocol))
-        self._server, port = await start_server(add, self._bind, 0, self._token)
+        self._server, port = await start_server(add, self._bind, 0, self._token, self._certificates)
         self.address = f"{self._bind}:{port}"
 
     async def stop(self) -> None:
@@ -91,6 +100,7 @@ def engine_server(
     replica_id: str,
     bind: str = "127.0.0.1",
     token: str = "",
+    certificates: Certificates | None = None,
     model: str = "",
     node: str = "",
     core: int | None = None,
@@ -113,7 +123,7 @@ def engine_server(
         core=core,
         followers=followers,
     )
-    return EngineServer(host, bind=bind, token=token)
+    return EngineServer(host, bind=bind, token=token, certificates=certificates)
 
 
 def describer(kind: str) -> Describe:

@@ -34,6 +34,8 @@ class CertificateFiles:
     ca: Path | None = None
     """Authorities that the other side's certificate is checked against. None: it needs none."""
     ca_setting: str = "ca"
+    server_name: str = ""
+    """The name that a server's certificate must carry, whatever its address. Empty: that of the address."""
 
     @classmethod
     def at(

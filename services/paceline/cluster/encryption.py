@@ -1,0 +1,49 @@
+"""The ports that Ray Serve opens, and TLS: what Serve itself does not offer is brought in here.
+
+    clients ── server.tls ──▶ haproxy on every node ── internal_tls ──▶ the gRPC port of each router
+
+The first is haproxy's (``security.haproxy``), the second is set up here, in each router's process.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from paceline.config import ServiceConfig
+from paceline.errors import ConfigError
+from paceline.rpc.transport import server_credentials
+from paceline.security import haproxy
+from paceline.security.certificates import Certificates
+
+
+def tls_settings(config: ServiceConfig) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """``server.tls`` and ``internal_tls`` as plain data."""
+    server, internal = config.server.tls, config.internal_tls
+    return None if server is None else server.model_dump(), None if internal is None else internal.model_dump()
+
+
+def encrypt_ingress(config: ServiceConfig, internal: Certificates | None) -> None:
+    """Makes the gRPC port that Serve opens next in this process ask for a certificate, if there are ``internal`` ones.
+
+    Raises ConfigError unless the proxies of this cluster encrypt as the configuration says.
+    """
+    server_tls, internal_tls = tls_settings(config)
+    if server_tls is None and internal_tls is None:
+        return
+    if os.environ.get(haproxy.SETTINGS) != haproxy.encode(server_tls, internal_tls):
+        raise ConfigError(
+            f"server.tls and internal_tls are not those that this Ray cluster was started with ({haproxy.SETTINGS}): "
+            "start Ray with what `paceline serve --config FILE --print-environment` prints"
+        )
+    if internal is None:
+        return
+    from ray.serve._private import default_impl
+
+    credentials = server_credentials(internal)
+
+    def add_encrypted_address(server: Any, address: str) -> None:
+        if not server.add_secure_port(address, credentials):
+            raise RuntimeError(f"{address} cannot be listened on")
+
+    default_impl.add_grpc_address = add_encrypted_address
