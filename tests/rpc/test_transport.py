@@ -32,10 +32,10 @@ class Counting(grpc.GenericRpcHandler):
 
 @pytest.fixture
 def mounted(tmp_path):
-    return Mounted(tmp_path, names=("paceline.internal",))
+    return Mounted(tmp_path, names=("internal.paceline",))
 
 
-def certificates(mounted, server_name="paceline.internal"):
+def certificates(mounted, server_name="internal.paceline"):
     files = CertificateFiles("internal_tls", mounted.certificate, mounted.key, mounted.ca, server_name=server_name)
     return Certificates(files)
 
@@ -81,12 +81,12 @@ def test_peers_of_the_same_authority_reach_each_other(mounted):
 
 def test_everybody_else_is_refused(mounted, tmp_path):
     (tmp_path / "other").mkdir()
-    other = Mounted(tmp_path / "other", names=("paceline.internal",))
+    other = Mounted(tmp_path / "other", names=("internal.paceline",))
     stranger = Mounted.__new__(Mounted)  # a certificate of another authority, which trusts ours
     stranger.certificate, stranger.key, stranger.ca = other.certificate, other.key, mounted.ca
 
     def secure(**parts):
-        options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", "paceline.internal")]
+        options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", "internal.paceline")]
         return lambda address: aio.secure_channel(address, grpc.ssl_channel_credentials(**parts), options=options)
 
     async def test():

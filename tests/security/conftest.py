@@ -15,7 +15,7 @@ import yaml
 class Mounted:
     """A folder with ``tls.crt``, ``tls.key`` and ``ca.crt``, which ``renew`` replaces."""
 
-    def __init__(self, folder: Path, names=("paceline.internal", "127.0.0.1")):
+    def __init__(self, folder: Path, names=("internal.paceline", "127.0.0.1")):
         self.folder, self.names = folder, names
         self.authority = trustme.CA()
         self.certificate, self.key, self.ca = folder / "tls.crt", folder / "tls.key", folder / "ca.crt"

@@ -76,7 +76,7 @@ def test_a_broken_version_leaves_the_old_one_and_is_counted_once(mounted, caplog
 
 def test_files_that_are_replaced_one_after_the_other_are_no_failure(mounted):
     certificates = Certificates(files(mounted))
-    issued = mounted.authority.issue_cert("paceline.internal")
+    issued = mounted.authority.issue_cert("internal.paceline")
     write(mounted.certificate, issued.cert_chain_pems[0].bytes())
     before = certificates.refresh()  # its key is still to come
     write(mounted.key, issued.private_key_pem.bytes())

@@ -86,7 +86,7 @@ class Proxy:
         server = {"certificate": str(public.certificate), "key": str(public.key), "http": True}
         server["client_ca"] = str(public.ca) if client_ca else None
         files = {"certificate": str(internal.certificate), "key": str(internal.key), "ca": str(internal.ca)}
-        self.settings = server, files | {"server_name": "paceline.internal"}
+        self.settings = server, files | {"server_name": "internal.paceline"}
 
     async def start(self):
         files = CertificateFiles("internal_tls", self.internal.certificate, self.internal.key, self.internal.ca)
@@ -149,7 +149,7 @@ async def proxy(tmp_path, client_ca=False):
     folders = [tmp_path / name for name in ("p", "public", "internal")]
     for folder in folders:
         folder.mkdir()
-    public, internal = Mounted(folders[1], ("127.0.0.1",)), Mounted(folders[2], ("paceline.internal",))
+    public, internal = Mounted(folders[1], ("127.0.0.1",)), Mounted(folders[2], ("internal.paceline",))
     running = Proxy(folders[0], public, internal, client_ca)
     try:
         await running.start()

@@ -32,5 +32,5 @@ class InternalTls(Strict):
     """PEM file: the private key of the certificate, without a passphrase."""
     ca: str = Field(min_length=1)
     """PEM file: the authority that signs the certificates of this service, and of nothing else."""
-    server_name: str = Field(default="paceline.internal", min_length=1)
+    server_name: str = Field(default="internal.paceline", min_length=1)
     """DNS name in every certificate: replicas have no names, and addresses that change."""

@@ -12,7 +12,7 @@ _LOCAL = ("localhost", "::1")
 
 
 def check_access(config: ServiceConfig) -> list[Finding]:
-    """An error for each part that cannot be used; a warning where strangers may call."""
+    """An error for each part that cannot be used."""
     server, internal = config.server, config.internal_tls
     parts = []
     if (tls := server.tls) is not None:
@@ -30,6 +30,12 @@ def check_access(config: ServiceConfig) -> list[Finding]:
             KeyRing(server.api_keys)
         except ConfigError as error:
             findings.append(Finding(Severity.ERROR, "server.api_keys", str(error)))
+    return findings
+
+
+def check_exposure(config: ServiceConfig) -> list[Finding]:
+    """A warning where strangers may call, or listen."""
+    server, findings = config.server, []
     missing = [name for name, value in (("API keys", server.api_keys), ("TLS", server.tls)) if value is None]
     if missing and server.host not in _LOCAL and not server.host.startswith("127."):
         problem = f"is {server.host!r}: the service listens beyond this machine without {' and without '.join(missing)}"

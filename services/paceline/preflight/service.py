@@ -27,7 +27,7 @@ from paceline.config import (
     TargetSetup,
 )
 from paceline.errors import ConfigError
-from paceline.preflight.access import check_access
+from paceline.preflight.access import check_access, check_exposure
 from paceline.preflight.estimate import (
     RAY_BYTES,
     ROUTER_PROCESS_BYTES,
@@ -145,8 +145,10 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
     if cores:
         findings += _check_cores(config)
     if ports:
-        findings += check_ports(config.server.host, config.server.grpc_port, config.server.http_port)
         findings += check_access(config)
+        findings += check_ports(config.server.host, config.server.grpc_port, config.server.http_port) or (
+            check_exposure(config)
+        )
     findings.sort(key=lambda finding: finding.severity is Severity.WARNING)
     return Examination(tuple(findings), pools, left)
 
