@@ -128,7 +128,7 @@ class Outcome:
     token_ids: tuple[int, ...]
     """Accepted tokens, then the next token, cut at the end of the session if it finished."""
     logprobs: tuple[float, ...]
-    """Log probability of each token under the target's distribution after all processors."""
+    """Log probability of each token, by the ``logprobs_mode`` of the session."""
     round: Round
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0

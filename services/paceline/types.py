@@ -60,6 +60,15 @@ class SeedScope(enum.StrEnum):
     """All requests: the key of the noise is the seed itself. Prompts of one length draw by the same noise then."""
 
 
+class LogprobsMode(enum.StrEnum):
+    """Distribution that the log probabilities of emitted tokens are taken from."""
+
+    RAW = "raw_logprobs"
+    """The target's own: its logits before any processor, at temperature 1."""
+    PROCESSED = "processed_logprobs"
+    """The one that tokens are drawn from: after all processors, the temperature included."""
+
+
 def noise_key(seed: int, scope: SeedScope, prompt_token_ids: Sequence[int]) -> int:
     """Returns the 64-bit key of a session's noise.
 
@@ -128,7 +137,8 @@ class SamplingParams(_Params):
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """Token id sequences whose last token is forbidden wherever the others precede it."""
     min_tokens: int = Field(default=0, ge=0, lt=MAX_TOKENS)
-    """End-of-sequence and stop token ids are forbidden before this many emitted tokens."""
+    """End-of-sequence and stop token ids are forbidden before this many emitted tokens, and a stop string that these
+    complete does not end the text."""
     repetition_penalty: float = Field(default=1.0, gt=0, le=100, allow_inf_nan=False)
     """Divides the positive logits of tokens of prompt and output, and multiplies the negative ones; 1 is off."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -156,6 +166,8 @@ class SamplingParams(_Params):
     arrive in time."""
     seed_scope: SeedScope = SeedScope.PROMPT
     """Requests that share noise if their seeds are equal: those of the same prompt, or all."""
+    logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED
+    """Log probabilities before or after the processors, which change no token either way."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -405,7 +417,7 @@ class Chunk:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Log probability of each token under the target's distribution after all processors."""
+    """Log probability of each token, by the ``logprobs_mode`` of the request."""
     drafted: tuple[bool, ...]
     """Flag of each token: True if it was an accepted draft token."""
     segments: tuple[tuple[str, bool], ...]

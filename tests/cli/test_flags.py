@@ -83,7 +83,7 @@ FLAGS = {
     "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --stop "
     f"{CONNECTION} "
     "--max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
-    "--frequency-penalty --ignore-eos --seed --seed-scope --mode --acceptance --draft-tokens",
+    "--frequency-penalty --ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --address --dashboard --print-environment --verbose",
     "check": f"{SERVICE} --json",
     "config": f"{SERVICE} --markdown",

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import processors
+from paceline.core.deferred import DeferredChecks
 from paceline.core.noise import Stream, gumbel, seed_bits
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates, process, rank_coupled, row_keys, sample_coupled
@@ -37,7 +38,8 @@ def reference(logits, params, prompt, output, eos=()):
         x = [value / params.temperature for value in x]
         ranking = sorted(vocab, key=lambda v: (-x[v], v))
         if params.top_k:
-            ranking = ranking[: params.top_k]
+            last = x[ranking[min(params.top_k, len(x)) - 1]]
+            ranking = [v for v in ranking if x[v] >= last]
         weights = {v: math.exp(x[v] - x[ranking[0]]) for v in ranking}
         total, before, kept = sum(weights.values()), 0.0, []
         for v in ranking:
@@ -174,10 +176,94 @@ def test_bad_words_span_the_committed_and_the_draft_tokens():
     assert processed.log_probs[:, 7].isinf().tolist() == [False, True, False]
 
 
-def test_exactly_k_survive_ties_at_the_threshold_and_they_are_the_lower_ids():
+def test_all_that_tie_with_the_kth_survive_top_k():
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, 2.0, 1.0]])
     session = SamplerState(SamplingParams(temperature=1.0, top_k=3), 1, [0], vocab_size=6)
-    assert process(logits, [Row(session)]).log_probs[0].isfinite().nonzero().flatten().tolist() == [1, 2, 4]
+    assert process(logits, [Row(session)]).log_probs[0].isfinite().nonzero().flatten().tolist() == [1, 2, 3, 4, 5]
+
+
+def test_of_ties_at_top_p_the_lower_ids_survive():
+    """Four equal tokens behind top-k, of which two hold half of the mass."""
+    logits = torch.tensor([[1.0, 0.0, 1.0, 1.0, -1.0, 1.0]])
+    session = SamplerState(SamplingParams(temperature=1.0, top_k=1, top_p=0.5), 1, [0], vocab_size=6)
+    assert process(logits, [Row(session)]).log_probs[0].isfinite().nonzero().flatten().tolist() == [0, 2]
+
+
+def tied_rows(vocab_size, spread, generator):
+    """Rows with many ties: rounded to bfloat16, to quarters and to integers, and one without."""
+    x = torch.randn(8, vocab_size, generator=generator) * spread
+    return torch.cat([x[:1], x[1:4].bfloat16().float(), x[4:7].mul(4).round().div(4), x[7:].round()])
+
+
+TRUNCATIONS = [  # no share of mass is a fraction of two small numbers, at which float32 sums would decide
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+    for t in (1.0, 0.7)
+    for k in (0, 1, 5, 50)
+    for p in (1.0, 0.9513, 0.8071, 0.3137)
+    for m in (0.0, 0.0513)
+    if k or p < 1
+]
+
+
+def num_unlike_transformers():
+    """Rows (and their number) in which other values survive than with transformers' warpers.
+
+    Values, not ids: which of equal tokens stay at top-p is left to an unstable sort there.
+    """
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    generator = torch.Generator().manual_seed(4)
+    different = total = 0
+    for vocab_size, spread in ((40, 0.3), (40, 3.0), (300, 1.0), (2000, 0.3), (2000, 2.0)):
+        for params in TRUNCATIONS:
+            logits = tied_rows(vocab_size, spread, generator)
+            steps = [warpers.TemperatureLogitsWarper(params.temperature)]
+            steps += [warpers.TopKLogitsWarper(params.top_k)] if params.top_k else []
+            steps += [warpers.TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+            steps += [warpers.MinPLogitsWarper(params.min_p)] if params.min_p else []
+            expected = logits.clone()
+            for step in steps:
+                expected = step(torch.zeros(len(logits), 1, dtype=torch.int64), expected)
+            session = SamplerState(params, 1, [0], vocab_size=vocab_size)
+            own = process(logits, [Row(session)] * len(logits)).scores
+            kept = [logits.masked_fill(x == -INF, -INF).sort(-1).values for x in (own, expected)]
+            different += int((kept[0] != kept[1]).any(-1).sum())
+            total += len(logits)
+    return different, total
+
+
+def test_no_row_of_ties_keeps_other_values_than_with_transformers():
+    different, total = num_unlike_transformers()
+    assert total > 2000
+    assert different == 0
+
+
+def test_top_k_of_exactly_k_tokens_is_caught(monkeypatch):
+    """A mutant: of those that tie with the k-th only as many stay as make k."""
+    keep_prefix = processors._keep_prefix_
+
+    def exactly(x, top_k, top_p, check, least=0):
+        for row, k in zip(x, top_k, strict=True):
+            row[row.argsort(stable=True, descending=True)[k:]] = -INF
+        keep_prefix(x, top_k, top_p, check, least)
+
+    monkeypatch.setattr(processors, "_keep_prefix_", exactly)
+    assert num_unlike_transformers()[0] > 50
+
+
+@pytest.mark.parametrize("vocab_size", [7, 300, 2000])
+def test_rows_of_ties_are_truncated_alike_alone_in_batches_natively_in_torch_and_with_one_wait(monkeypatch, vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.cat([tied_rows(vocab_size, spread, generator) for spread in (0.3, 0.3, 1.0, 3.0)])
+    params = [TRUNCATIONS[7 * i % len(TRUNCATIONS)] for i in range(len(logits))]
+    rows = [Row(SamplerState(each, 1, [0], vocab_size=vocab_size)) for each in params]
+    expected = process(logits, rows).scores
+    for i, row in enumerate(rows):
+        assert torch.equal(process(logits[i : i + 1], [row]).scores[0], expected[i])
+        checks = DeferredChecks()
+        at_once = process(logits[i : i + 1], [row], checks).scores[0]
+        assert torch.equal(at_once, expected[i]) or bool(checks.any_failed(logits.device))
+    monkeypatch.setattr(processors.native, "usable", lambda *_: False)
+    assert torch.equal(process(logits, rows).scores, expected)
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 7, 10_000])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Request:
     sampling: SamplingParams
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     eos_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Stop strings; the text of token i is the one character 0x4E00 + i."""
 
 
 class Clock:
@@ -152,6 +154,7 @@ class Pump:
             request.sampling,
             request.speculation,
             decode=lambda ids: "".join(chr(0x4E00 + i) for i in ids),
+            stop=request.stop,
             eos_token_ids=request.eos_token_ids,
             clock=self.clock,
         )
@@ -226,21 +229,14 @@ def plain_reference(target: LoadedModel, requests: dict[str, Request], **options
     """Each request alone, one token at a time."""
     results: dict[str, Result] = {}
     for name, request in requests.items():
-        alone = Request(
-            request.prompt,
-            request.sampling,
-            request.speculation.model_copy(update={"mode": Mode.PLAIN}),
-            request.eos_token_ids,
-        )
-        results |= Pump(target, None, late=0.0, **options).run({name: alone})
+        results |= Pump(target, None, late=0.0, **options).run(in_mode({name: request}, Mode.PLAIN))
     return results
 
 
 def in_mode(requests: dict[str, Request], mode: Mode) -> dict[str, Request]:
     """The same requests, all in one mode."""
     return {
-        name: Request(r.prompt, r.sampling, r.speculation.model_copy(update={"mode": mode}), r.eos_token_ids)
-        for name, r in requests.items()
+        name: replace(r, speculation=r.speculation.model_copy(update={"mode": mode})) for name, r in requests.items()
     }
 
 

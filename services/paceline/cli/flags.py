@@ -111,7 +111,15 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the fields of SamplingParams that have a flag, and ``--stop``."""
     group = parser.add_argument_group("sampling")
     names = ["max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"]
-    names += ["repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos", "seed", "seed_scope"]
+    names += [
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "ignore_eos",
+        "seed",
+        "seed_scope",
+        "logprobs_mode",
+    ]
     add_fields(group, SamplingParams, names)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
 

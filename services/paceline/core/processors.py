@@ -6,8 +6,9 @@
 4. repetition penalty   x[v] = x[v] / r if x[v] > 0 else x[v] * r, for v in prompt or output (1909.05858)
 5. frequency, presence  x[v] -= frequency * count[v] + presence * (count[v] > 0), counts over the output only
 6. temperature          x = (x - max x) / T
-7. top-k                keep the k largest; equal ones with the lower id first
-8. top-p                p = softmax(x); keep v if the mass ranking before it is below top_p (same ranking)
+7. top-k                keep the k largest, and all that equal the k-th
+8. top-p                p = softmax(x); keep v if the mass ranking before it is below top_p; of equal ones the lower
+                        id ranks first
 9. min-p                keep v if p[v] >= min_p * max p
 
 A row is one position of a session. Its tokens are the committed ones and those of the proposal before it, so
@@ -30,7 +31,7 @@ from paceline.core import rows as native
 from paceline.core.deferred import Check, DeferredChecks, check_now, upload
 from paceline.core.noise import seed_bits
 from paceline.errors import InvalidRequestError
-from paceline.types import SamplingParams
+from paceline.types import LogprobsMode, SamplingParams
 
 _MIN_TEMPERATURE = 1e-30
 _TOP_P_CANDIDATES, _MORE_CANDIDATES = 256, 1024
@@ -113,6 +114,12 @@ class SamplerState:
             or self.top_p < 1
             or self.min_p > 0
         )
+
+    @property
+    def wants_raw_logprobs(self) -> bool:
+        """True if log probabilities are asked for that the processed distribution does not have."""
+        is_raw = self.params.logprobs_mode is LogprobsMode.RAW
+        return is_raw and not (self.only_scales and self.temperature == 1)
 
     @property
     def edits(self) -> bool:
@@ -226,8 +233,9 @@ def column(values: Sequence[float], like: Tensor) -> Tensor:
 def truncate_(x: Tensor, rows: Sequence[Row], check: Check = check_now) -> None:
     """Sets the tokens cut by top-k, top-p and min-p to -inf. x: [rows, vocab] with row maxima 0, modified in place.
 
-    Top-k and top-p both keep a prefix of one ranking (value descending, id ascending), so together they keep
-    the shorter prefix. Its length needs the largest values only: as many as top_k, or as hold the mass top_p.
+    Top-k and top-p both keep a prefix of one ranking (value descending, equal ones by id ascending), so together they
+    keep the shorter prefix. Its length needs the largest values only: as many as top_k, or as hold the mass top_p; of
+    those that tie with the k-th, all of which top-k keeps, it needs the number.
     With ``DeferredChecks`` a check fails where top_p needs more than ``_MORE_CANDIDATES``.
     """
     states = [row.state for row in rows]
@@ -251,30 +259,40 @@ def truncate_(x: Tensor, rows: Sequence[Row], check: Check = check_now) -> None:
 def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check: Check, least: int = 0) -> None:
     """Applies top-k and top-p to every row, looking at no fewer than ``least`` values at first."""
     vocab_size = x.shape[-1]
+    waits, is_native = isinstance(check, DeferredChecks), native.usable(x, torch.float32)
     k = upload(top_k, x.device)[:, None]
-    limit = upload(top_p, x.device, torch.float64)[:, None]
-    waits, sorts = isinstance(check, DeferredChecks), native.usable(x, torch.float32)
+    cut = k < vocab_size
+    # One value more than top-k keeps tells whether others tie with the last of these.
+    num_values = min(vocab_size, max((value for value in top_k if value < vocab_size), default=0) + 1)
     all_mass = None  # of whole rows, needed where top-p acts without top-k
-    num_values = max((value for value in top_k if value < vocab_size), default=1)
     if any(p < 1 and value == vocab_size for p, value in zip(top_p, top_k, strict=True)):
         all_mass = torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
         candidates = _MORE_CANDIDATES if waits else _TOP_P_CANDIDATES
         num_values = min(vocab_size, max(num_values, candidates, least))
-    # values, ids, mass, sums: [rows, num_values] in ranking order; k, limit, total, num_kept: [rows, 1]
-    values, ids = native.largest(x, num_values) if sorts else x.topk(num_values, dim=-1)
-    num_kept = k.clone()
+    # values: [rows, num_values], the largest ones, descending; everything below is that or [rows, 1]
+    values = native.largest(x, num_values)[0] if is_native else x.topk(num_values, dim=-1).values
+    kth = values.gather(-1, (k - 1).clamp(max=num_values - 1)).masked_fill(~cut, -math.inf)
+    last, room = kth, torch.full_like(k, vocab_size)
     if any(p < 1 for p in top_p):
-        in_top_k = torch.arange(num_values, device=x.device) < k
-        mass = values.to(torch.float64).exp_().mul_(_UNIT_MASS).to(torch.int64).mul_(in_top_k)
+        limit = upload(top_p, x.device, torch.float64)[:, None]
+        in_top_k = values >= kth
+        mass = _mass(values).mul_(in_top_k)
         sums = mass.cumsum(-1)
-        total = sums[:, -1:].to(torch.float64)
+        # Tokens that tie with the k-th beyond the values that were looked at: their number, and the mass of each.
+        others, each = torch.zeros_like(k), _mass(kth)
+        if num_values < vocab_size and (waits or bool(((values[:, -1:] == kth) & cut & (limit < 1)).any())):
+            others = (torch.count_nonzero(x == kth, -1) - torch.count_nonzero(values == kth, -1))[:, None] * cut
+        total = (sums[:, -1:] + others * each).to(torch.float64)
         if all_mass is not None:
-            total = torch.where(k < vocab_size, total, all_mass)
-        # A token stays if the mass ranking before it (sums - mass) is below top_p; the first one always does.
-        inside = ((sums - mass) < limit * total) & in_top_k
+            total = torch.where(cut, total, all_mass)
+        # A token stays if the mass ranking before it (sums - mass), an integer, is below top_p; the first always does.
+        bound = (limit * total).ceil().to(torch.int64)
+        inside = ((sums - mass) < bound) & in_top_k
         inside[:, 0] = True
-        num_kept = torch.where(limit < 1, inside.sum(-1, keepdim=True), num_kept)
-        unresolved = ((num_kept == num_values) & (k > num_values) & (limit < 1)).squeeze(-1)
+        left = bound - sums[:, -1:]  # of that bound, for the others: the j-th stays if j * each < left
+        more = torch.where(each > 0, (left + each - 1) // each.clamp(min=1), torch.where(left > 0, others, 0))
+        num_kept = inside.sum(-1, keepdim=True)
+        unresolved = ((num_kept == num_values) & ~cut & (limit < 1)).squeeze(-1)
         if num_values < vocab_size and check(unresolved.any()):
             for where, wanted in ((unresolved, num_values * 8), (~unresolved, num_values)):
                 rows: list[int] = where.nonzero().squeeze(-1).tolist()
@@ -283,17 +301,19 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check
                     _keep_prefix_(part, [top_k[i] for i in rows], [top_p[i] for i in rows], check, wanted)
                     x[rows] = part
             return
-    whole = num_kept == vocab_size
-    if sorts:  # ``ids`` are in ranking order, ties included: keep the first num_kept
-        kept = values.masked_fill_(torch.arange(num_values) >= num_kept, -math.inf)
-        cut = torch.full_like(x, -math.inf).scatter_(-1, ids, kept)
-        x.copy_(torch.where(whole, x, cut) if bool(whole.any()) else cut)
+        acts = limit < 1
+        last = torch.where(acts, values.gather(-1, num_kept - 1), kth)
+        num_kept += torch.minimum(more.clamp(min=0), others)
+        room = torch.where(acts, num_kept - (values > last).sum(-1, keepdim=True), room)
+    if is_native:
+        native.keep_largest_(x, last.flatten().tolist(), room.flatten().tolist())
         return
-    last = values.gather(-1, (num_kept - 1).clamp_(max=num_values - 1))
-    last.masked_fill_(whole, -math.inf)
-    keep = x >= last
-    if waits or check((keep.sum(-1, keepdim=True) > num_kept).any()):  # ties are too common to defer the check
-        equal = x == last
-        room = num_kept - (keep & ~equal).sum(-1, keepdim=True)
+    keep, equal = x >= last, x == last
+    if waits or check((equal.sum(-1, keepdim=True) > room).any()):  # ties are too common to defer the check
         keep &= ~equal | (equal.cumsum(-1) <= room)
     x.masked_fill_(~keep, -math.inf)
+
+
+def _mass(values: Tensor) -> Tensor:
+    """Probability masses of values below a maximum of 0, in whole units."""
+    return values.to(torch.float64).exp_().mul_(_UNIT_MASS).to(torch.int64)

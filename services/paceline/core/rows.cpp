@@ -402,6 +402,24 @@ void paceline_rank(const int64_t* ids, const float* log_q, int64_t rows, int64_t
   }
 }
 
+// Keeps what is above the row's limit and, of what equals it, the `room` tokens with the lowest ids; sets the rest to
+// -inf.
+void paceline_keep_largest(float* x, int64_t rows, int64_t n, int64_t stride, const float* limits,
+                           const int64_t* rooms) {
+  for (int64_t row = 0; row < rows; ++row, x += stride) {
+    const float limit = limits[row];
+    int32_t equal = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      equal += x[i] == limit;
+      x[i] = x[i] < limit ? -kInfinity : x[i];
+    }
+    int64_t excess = equal - rooms[row];
+    for (int64_t i = n - 1; excess > 0; --i) {
+      if (x[i] == limit) x[i] = -kInfinity, --excess;
+    }
+  }
+}
+
 // Sets what is below the row's limit to -inf.
 void paceline_cut_below(float* x, int64_t rows, int64_t n, int64_t stride, const float* limits) {
   for (int64_t row = 0; row < rows; ++row, x += stride) {

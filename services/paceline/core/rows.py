@@ -107,6 +107,16 @@ def rank(
     return [ids[i : i + wanted] for i in starts], [scores[i : i + wanted] for i in starts]
 
 
+def keep_largest_(x: Tensor, limits: Sequence[float], rooms: Sequence[int]) -> None:
+    """Keeps the values above their row's limit and, of those that equal it, ``rooms`` with the lowest ids.
+
+    The rest becomes -inf; ``x`` is [rows, tokens] float32.
+    """
+    rows, tokens = x.shape
+    given = (ctypes.c_float * rows)(*limits)
+    _call("paceline_keep_largest", _at(x), _size(rows), _size(tokens), _size(x.stride(0)), given, _int64s(rooms))
+
+
 def cut_below_(x: Tensor, limits: Sequence[float]) -> None:
     """Sets the values below their row's limit to -inf; ``x`` is [rows, tokens] float32."""
     rows, tokens = x.shape

@@ -174,8 +174,8 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
     if any(state.temperature != 1 for state in states):
         x.div_(column([state.temperature for state in states], x))
     if any(state.top_k < m for state in states):
-        rank = torch.arange(m, device=x.device)
-        x.masked_fill_(rank >= column([state.top_k for state in states], rank), -math.inf)
+        last = upload([min(state.top_k, m) - 1 for state in states], x.device)[:, None]
+        x.masked_fill_(x < x.gather(-1, last), -math.inf)
     if any(state.top_p < 1 for state in states):
         probs = torch.softmax(x, -1)
         before = probs.cumsum(-1).sub_(probs)

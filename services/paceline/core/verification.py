@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import Protocol
 
 import torch
@@ -45,7 +45,7 @@ class Verdict:
     token_ids: tuple[int, ...]
     """The accepted tokens, then the next token."""
     logprobs: tuple[float, ...]
-    """Log-probability of each token under the target's distribution after all processors."""
+    """Log-probability of each token, by the ``logprobs_mode`` of its session."""
     num_invalid: int = 0
     """Draft tokens that were ignored because the first of them has an invalid q."""
 
@@ -105,7 +105,20 @@ def decide(
     Raises:
         InvalidRequestError, EngineError: see ``process``.
     """
-    ends = accumulate(len(proposal) + 1 for proposal in proposals)  # session i owns rows [ends[i - 1], ends[i])
+    ends = [*accumulate(len(proposal) + 1 for proposal in proposals)]  # session i owns rows [ends[i - 1], ends[i])
+    verdicts = _decide_batch(logits, rows, proposals, rules, ends)
+    if any(rows[end - 1].state.wants_raw_logprobs for end in ends):
+        return _with_raw_logprobs(verdicts, logits, rows, [0, *ends])
+    return verdicts
+
+
+def _decide_batch(
+    logits: Tensor,
+    rows: Sequence[Row],
+    proposals: Sequence[Proposal],
+    rules: Sequence[Acceptance],
+    ends: Sequence[int],
+) -> list[Verdict]:
     by_ratio = any(
         rule is Acceptance.REJECTION and not rows[end - 1].state.greedy for rule, end in zip(rules, ends, strict=True)
     )
@@ -117,6 +130,26 @@ def decide(
         elif (picked := pick_unprocessed(logits, rows)) is not None:
             return _matches(proposals, *picked)
     return verify(process(logits, rows), proposals, rules)
+
+
+def _with_raw_logprobs(
+    verdicts: Sequence[Verdict], logits: Tensor, rows: Sequence[Row], starts: Sequence[int]
+) -> list[Verdict]:
+    """Replaces the log-probabilities of the sessions that ask for the model's own; ``starts``: their first rows."""
+    raw = [rows[start].state.wants_raw_logprobs for start in starts[:-1]]
+    wanted = [
+        (start + j, token)
+        for verdict, start, is_raw in zip(verdicts, starts, raw, strict=False)
+        if is_raw
+        for j, token in enumerate(verdict.token_ids)
+    ]
+    row, token = upload(wanted, logits.device).unbind(-1)
+    log_probs = torch.log_softmax(logits[row].to(torch.float32), -1)  # [tokens, vocab]
+    values = iter(log_probs.gather(-1, token[:, None]).squeeze(-1).tolist())
+    return [
+        replace(verdict, logprobs=tuple(islice(values, len(verdict.token_ids)))) if is_raw else verdict
+        for verdict, is_raw in zip(verdicts, raw, strict=True)
+    ]
 
 
 def decide_at_once(logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Verdict] | None:

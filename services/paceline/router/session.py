@@ -160,6 +160,7 @@ class Session:
         self._detokenizer = Detokenizer(decode, self._prompt)
         self._stops = tuple(stop)
         self._matched_stop: int | str | None = None
+        self._num_decided = 0  # output tokens that have been added to the text
         self._withheld = ""  # decided text that may be the beginning of a stop string
         self._emitted: list[int] = []
         self._logprobs: list[float] = []
@@ -428,6 +429,7 @@ class Session:
         num_tokens, matched = 0, None
         for token_id in token_ids:
             num_tokens += 1
+            self._num_decided += 1
             text, matched = self._release(self._detokenizer.add(token_id))
             if text:
                 segments.append((text, drafted[num_tokens - 1]))
@@ -469,11 +471,21 @@ class Session:
             self._end(Actions(), finish_reason, [])
 
     def _release(self, text: str) -> tuple[str, str | None]:
-        """Adds decided text; returns the part that no stop string can withhold, and the complete stop string."""
+        """Adds decided text; returns the part that no stop string can withhold, and the complete stop string.
+
+        A stop string that the first ``min_tokens`` tokens complete stands for nothing; one that begins in their text
+        and ends behind it counts.
+        """
         if not self._stops:
             return text, None
-        text = self._withheld + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        num_withheld, text = len(self._withheld), self._withheld + text
+        # What is withheld completes no stop string, unless ``min_tokens`` held that back; so a match ends behind it.
+        found = [
+            (at, stop)
+            for stop in self._stops
+            if self._num_decided > self.sampling.min_tokens
+            and (at := text.find(stop, max(0, num_withheld + 1 - len(stop)))) >= 0
+        ]
         if found:
             self._withheld = ""
             at, stop = min(found, key=lambda match: match[0])

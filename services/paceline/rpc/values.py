@@ -37,6 +37,7 @@ _SAMPLING_SCALARS = (
     "ignore_eos",
     "seed",
     "seed_scope",
+    "logprobs_mode",
 )
 _SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "growth", "saguaro")
 _STATUS_SCALARS = (

@@ -185,7 +185,7 @@ class GenerateStreamChunk(_message.Message):
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextSegment]: ...
     @_builtins.property
     def output_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of each token, natural logarithm, under the target's distribution after all processors. Only if asked for."""
+        """Of each token, natural logarithm, as sampling_params.logprobs_mode says. Only if asked for."""
 
     @_builtins.property
     def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:

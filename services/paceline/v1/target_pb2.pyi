@@ -214,7 +214,7 @@ class Outcome(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of each token, under the target's distribution after all processors."""
+        """Of each token, as the logprobs_mode of the session says."""
 
     @_builtins.property
     def round(self) -> _types_pb2.SpeculationRound:
