@@ -22,13 +22,13 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, require_same_tokens
 from paceline.config import DraftModel, LocalConfig
-from paceline.errors import EngineError, PacelineError
+from paceline.errors import EngineError, InvalidRequestError, PacelineError
 from paceline.messages import FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.runtime.ranks import local_worker
 from paceline.runtime.workers import EngineFactory, Worker
-from paceline.types import Chunk, Result, SamplingParams, SpeculationParams
+from paceline.types import Chunk, Result, SamplingParams, SpeculationParams, as_prompt, as_stop_strings
 
 log = logging.getLogger(__name__)
 
@@ -138,21 +138,33 @@ class LocalPipeline:
 
     def encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
         """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
-        return encode_prompt(self.tokenizer, prompt, sampling.max_tokens, self.max_model_len)
+        return self._encode(prompt, sampling)[0]
+
+    def _encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[tuple[int, ...], SamplingParams]:
+        token_ids = encode_prompt(self.tokenizer, as_prompt(prompt), self.max_model_len)
+        return token_ids, sampling.fitted(len(token_ids), self.max_model_len)
 
     def submit(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> LocalGeneration:
         """Starts a request; it waits its turn if ``max_sessions`` are in progress.
 
-        Raises InvalidRequestError for a prompt that is empty or too long, EngineError if the target is gone.
+        ``prompt``: text, or token ids of the target's tokenizer. ``stop``: the text ends before the first of these;
+        one text is one stop string.
+
+        Raises InvalidRequestError for a prompt that is empty or too long, or for parameters that cannot be served,
+        EngineError if the target is gone.
         """
         sampling, speculation = sampling or SamplingParams(), speculation or SpeculationParams()
-        token_ids = self.encode(prompt, sampling)
+        stops = as_stop_strings(stop)
+        token_ids, sampling = self._encode(prompt, sampling)
+        eos_token_ids = self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids
+        sampling.check_vocabulary(self.tokenizer.vocab_size)
+        sampling.check_choice(self.tokenizer.vocab_size, eos_token_ids)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -162,8 +174,8 @@ class LocalPipeline:
                 sampling,
                 speculation,
                 decode=self.tokenizer.decode,
-                stop=stop,
-                eos_token_ids=self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids,
+                stop=stops,
+                eos_token_ids=eos_token_ids,
                 clock=self._clock,
             )
             self._num_submitted += 1
@@ -204,6 +216,8 @@ class LocalPipeline:
             if outbox.speculation_wanted is not None:
                 self._draft_wanted = outbox.speculation_wanted
             self._send(outbox)
+            for session_id, reason in outbox.refused.items():
+                self._fail(self._active[session_id], InvalidRequestError(reason))
             for session_id, reason in outbox.target_failed.items():
                 self._fail(self._active[session_id], EngineError(f"the target failed the session: {reason}"))
             self._give_draft(outbox.draft_wanted)
@@ -264,7 +278,7 @@ class LocalPipeline:
             for generation in [*self._active.values(), *self._waiting]:
                 self._fail(generation, EngineError(reason))
 
-    def _fail(self, generation: LocalGeneration, error: EngineError) -> None:
+    def _fail(self, generation: LocalGeneration, error: PacelineError) -> None:
         actions = generation.session.cancel()
         self._send(Actions(to_draft=actions.to_draft))
         generation.deliver(Actions(chunks=actions.chunks))

@@ -171,6 +171,8 @@ class SessionFailed:
     session_id: str
     epoch: int
     message: str
+    request_at_fault: bool = False
+    """True if no other engine could go on with it either: the request is to be refused."""
 
 
 @dataclass(frozen=True, slots=True)

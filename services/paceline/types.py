@@ -9,13 +9,14 @@ import enum
 import hashlib
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Protocol, Self
+from operator import index
+from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from paceline.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError, PromptTooLongError
 
 MAX_DRAFT_TOKENS = 16
 """Longest proposal that the service accepts (K)."""
@@ -126,7 +127,21 @@ class _Params(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class SamplingParams(_Params):
+class _RequestParams(_Params):
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses true and false where neither is meant: pydantic would take them for 1 and 0."""
+        name = info.field_name or ""
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        wrong = next((item for item in held if isinstance(item, bool)), None)
+        if wrong is None or cls.model_fields[name].annotation is bool:
+            return value
+        verb = "is" if wrong is value else "holds"
+        raise ValueError(f"{name} {verb} {str(wrong).lower()}: neither true nor false is allowed")
+
+
+class SamplingParams(_RequestParams):
     """Choice of the next token from the target's logits. Validation errors name the field and the range.
 
     The processors run in the order of the fields (``core/processors.py`` states each formula).
@@ -155,7 +170,7 @@ class SamplingParams(_Params):
     """Keeps tokens of at least this share of the largest probability; 0 keeps every token."""
 
     max_tokens: int = Field(default=128, ge=1, lt=MAX_TOKENS)
-    """The output ends after so many tokens."""
+    """The output ends after so many tokens. The default is lowered to what the prompt leaves of the context."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """The output ends with the first of these."""
     ignore_eos: bool = False
@@ -187,6 +202,26 @@ class SamplingParams(_Params):
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequestError(f"seed is {self.seed}: at least 0 and at most {MAX_SEED} is allowed")
 
+    def fitted(self, num_prompt_tokens: int, room: int, what: str = "fit the model's context") -> Self:
+        """These parameters with a ``max_tokens`` that ``room`` tokens of prompt and completion leave.
+
+        A ``max_tokens`` that was given stays as it is; the default is lowered. ``what`` names the room.
+
+        Raises:
+            PromptTooLongError: prompt and ``max_tokens``, or prompt and ``min_tokens``, do not fit.
+        """
+        left = room - num_prompt_tokens
+        if self.max_tokens <= left:
+            return self
+        together = f"together at most {room} {what}"
+        if "max_tokens" in self.model_fields_set or left < 1:
+            given = f"max_tokens is {self.max_tokens}"
+            raise PromptTooLongError(f"the prompt has {num_prompt_tokens} tokens and {given}: {together}")
+        if self.min_tokens > left:
+            given = f"min_tokens is {self.min_tokens}"
+            raise PromptTooLongError(f"the prompt has {num_prompt_tokens} tokens and {given}: {together}")
+        return self.model_copy(update={"max_tokens": left})
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError if a field holds a token id outside [0, vocab_size)."""
         named = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}
@@ -195,8 +230,40 @@ class SamplingParams(_Params):
                 allowed = f"ids in [0, {vocab_size}) are allowed"
                 raise InvalidRequestError(f"{field_name} holds token id {max(token_ids)}: {allowed}")
 
+    def check_choice(self, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """Raises InvalidRequestError if the fields forbid each of ``vocab_size`` tokens as the first one."""
+        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+        forbidden: dict[str, Collection[int]] = {
+            "logit_bias": {token_id for token_id, bias in self.logit_bias.items() if bias == -math.inf},
+            "bad_words": {words[0] for words in self.bad_words if len(words) == 1},
+            "min_tokens": ends if self.min_tokens else (),
+        }
+        if sum(map(len, forbidden.values())) >= vocab_size <= len(set().union(*forbidden.values())):
+            names = " and ".join(name for name, ids in forbidden.items() if ids)
+            raise InvalidRequestError(f"{names} forbid every token: at least one of {vocab_size} must be allowed")
 
-class SpeculationParams(_Params):
+
+class RequestLimits(_Params, strict=True):
+    """What one request may hold at most; one with more is refused with INVALID_ARGUMENT before anything is done for it.
+
+    The length of prompts is bounded by the model's context, in bytes before a text is tokenized.
+    """
+
+    max_stop_strings: int = Field(default=64, ge=0)
+    """Stop strings."""
+    max_stop_chars: int = Field(default=1024, ge=1)
+    """Characters of one stop string."""
+    max_stop_token_ids: int = Field(default=1024, ge=0)
+    """Stop token ids."""
+    max_bad_words: int = Field(default=1024, ge=0)
+    """Sequences of ``bad_words``."""
+    max_bad_words_tokens: int = Field(default=8192, ge=0)
+    """Token ids of all sequences of ``bad_words`` together."""
+    max_logit_bias: int = Field(default=1024, ge=0)
+    """Entries of ``logit_bias``."""
+
+
+class SpeculationParams(_RequestParams):
     """Speculation of one session."""
 
     mode: Mode = Mode.OVERLAPPED
@@ -209,6 +276,39 @@ class SpeculationParams(_Params):
     """Strategy by which the draft spends its tree budget (``draft/growth.py``)."""
     saguaro: float = Field(default=1.0, gt=0, le=1)
     """Rejection rule only: q of the predicted next tokens is scaled by this before sampling; 1 is off."""
+
+
+def as_prompt(prompt: Any) -> str | tuple[int, ...]:
+    """A prompt as a request holds it: text, or the token ids of any sequence of whole numbers.
+
+    Raises InvalidRequestError for bytes and for whatever is neither.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise InvalidRequestError("the prompt is bytes: text or a sequence of token ids is allowed")
+    try:
+        return tuple(map(index, prompt))
+    except TypeError as error:
+        raise InvalidRequestError(f"the prompt is neither text nor a sequence of token ids: {error}") from error
+
+
+def as_stop_strings(stop: Any) -> tuple[str, ...]:
+    """Stop strings as a request holds them: one text is one stop string, None is none.
+
+    Raises InvalidRequestError for an empty one and for whatever is neither text nor a sequence of texts.
+    """
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        stop = (stop,)
+    elif isinstance(stop, bytes | bytearray | memoryview) or not isinstance(stop, Iterable):
+        raise InvalidRequestError(f"stop is {stop!r}: text or a sequence of texts is allowed")
+    strings = tuple(stop)
+    for i, string in enumerate(strings):
+        if not isinstance(string, str) or not string:
+            raise InvalidRequestError(f"stop[{i}] is {string!r}: text of at least one character is allowed")
+    return strings
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,17 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from paceline.checkpoint import tokenizer as tokenizer_module
 from paceline.checkpoint.tokenizer import (
     Detokenizer,
     Tokenizer,
+    encode_prompt,
     load_tokenizer,
     read_json_tokenizer,
     require_same_tokens,
 )
 from paceline.embedded import TARGET_DIR
-from paceline.errors import ConfigError, TokenizerMismatchError
+from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 
 CORPUS = ["def read(path): return open(path).read()", "naïve café 中文 🙂🙂 end", "中 文 🙂 é"]
 
@@ -171,3 +173,70 @@ def test_a_tokenizer_that_needs_more_than_its_json_is_left_to_transformers(tmp_p
     assert read_json_tokenizer(str(tmp_path)) is not None
     (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | change))
     assert read_json_tokenizer(str(tmp_path)) is None
+
+
+# -- prompts that cannot fit -------------------------------------------------------------------------------------------
+
+
+class Watched(Tokenizer):
+    """Notes how many characters were tokenized."""
+
+    num_chars = 0
+
+    def encode(self, text):
+        self.num_chars += len(text)
+        return super().encode(text)
+
+
+def watched():
+    return Watched("watched", DIRECT._tokenizer)
+
+
+@given(text=st.text() | st.text(alphabet="def <|endoftext|>\n    中é\u0301"))
+def test_no_token_stands_for_more_bytes_than_the_longest_one(text):
+    for tokenizer in (DIRECT, BYTES):
+        assert len(text.encode()) <= len(tokenizer.encode(text)) * tokenizer.max_token_bytes
+
+
+def test_a_text_of_more_bytes_than_can_fit_is_refused_before_it_is_tokenized():
+    tokenizer, limit = watched(), 100 * DIRECT.max_token_bytes
+    with pytest.raises(PromptTooLongError, match=rf"{limit + 1} bytes: at most {limit} can fit .* of 100 tokens"):
+        encode_prompt(tokenizer, "x" * (limit + 1), 100)
+    assert tokenizer.num_chars == 0
+
+
+def test_a_dense_text_is_refused_when_a_part_of_it_is_too_long():
+    """Bytes that are tokens of their own: the whole would be 46 times the context."""
+    tokenizer = watched()
+    text = "\x01\x02" * (10_000 * DIRECT.max_token_bytes // 2)
+    with pytest.raises(PromptTooLongError, match=r"at least .* tokens: at most 9999 leave room"):
+        encode_prompt(tokenizer, text, 10_000)
+    assert tokenizer.num_chars <= 65536 < len(text)
+
+
+def test_a_long_text_of_long_tokens_fits(monkeypatch):
+    """Sparse parts are counted in pieces, and the whole is tokenized as it always was."""
+    monkeypatch.setattr(tokenizer_module, "_PIECE", 512)
+    tokenizer = watched()
+    text = " " * 4000
+    length = len(DIRECT.encode(text)) + 1
+    assert len(text) > 8 * length + 512
+    assert encode_prompt(tokenizer, text, length) == DIRECT.encode(text)
+    assert tokenizer.num_chars == 2 * len(text)
+
+
+@pytest.mark.parametrize("length", [100, 2048, 2049, 70_000])
+def test_long_and_short_texts_are_tokenized_alike(length):
+    text = ("def f(x):\n    return x + 1  # 中é\n" * 4000)[:length]
+    assert DIRECT.encode(text) == tuple(DIRECT._tokenizer.backend_tokenizer.encode(text).ids)
+
+
+def test_a_prompt_of_ids_is_checked_without_a_loop():
+    with pytest.raises(PromptTooLongError, match="has 5000000 tokens: at most 99 leave room for a token"):
+        encode_prompt(DIRECT, range(5_000_000), 100)
+    for wrong in (-1, DIRECT.vocab_size):
+        with pytest.raises(InvalidRequestError, match=f"holds token id {wrong}: 0 to {DIRECT.vocab_size - 1}"):
+            encode_prompt(DIRECT, (1, wrong, 2), 100)
+    assert encode_prompt(DIRECT, (1, 2), 3) == (1, 2)
+    with pytest.raises(PromptTooLongError, match="2 tokens: at most 1 leave"):
+        encode_prompt(DIRECT, (1, 2), 2)

@@ -162,6 +162,7 @@ def test_the_embedded_serve_config_file_validates():
     assert schema.grpc_options.port == config.server.grpc_port
     assert schema.http_options.port == config.server.http_port
     assert schema.grpc_options.grpc_servicer_functions == [
-        "paceline.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server",
-        "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+        "paceline.rpc.services.add_generation",
+        "paceline.rpc.services.add_health",
+        "paceline.rpc.services.add_reflection",
     ]

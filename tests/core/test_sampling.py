@@ -170,6 +170,28 @@ def test_processors_equal_those_of_transformers(name, params):
         assert_same_distribution(log_probs, expected.log_softmax(-1)[0].tolist())
 
 
+class Seen(list):
+    """Counts the tokens that are looked at from its end."""
+
+    num = 0
+
+    def __reversed__(self):
+        for token in super().__reversed__():
+            self.num += 1
+            yield token
+
+
+@pytest.mark.parametrize("num_sequences", [10, 1000])
+def test_what_bad_words_cost_a_row_is_its_longest_match_however_many_there_are(num_sequences):
+    bad_words = processors._BadWords([(i % 50, 3, 3, 3, i) for i in range(num_sequences)], "cpu")
+    logits, tail = torch.zeros(1, num_sequences), Seen([7] * 1000 + [3, 3])
+    bad_words.forbid_(logits, [tail])
+    assert tail.num == 3
+    assert not logits.isinf().any()
+    bad_words.forbid_(logits, [[5, 3, 3, 3]])
+    assert logits[0].isinf().nonzero().flatten().tolist() == list(range(5, num_sequences, 50))
+
+
 def test_bad_words_span_the_committed_and_the_draft_tokens():
     session = state(SamplingParams(bad_words=((5, 6, 7),)), prompt=(5,))
     processed = process(torch.zeros(3, 12), [Row(session), Row(session, (6,)), Row(session, (6, 8))])

@@ -30,6 +30,7 @@ class Letters:
     """Token ids are letters."""
 
     vocab_size = 128
+    max_token_bytes = 1
     eos_token_ids = ()
 
     def encode(self, text: str) -> tuple[int, ...]:

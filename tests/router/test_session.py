@@ -9,6 +9,7 @@ from tests.router.sessions import PROMPT, decode, feed, make, outcome
 
 from paceline.errors import InvalidRequestError
 from paceline.messages import CloseSession, Commit, DraftState, InFlight, Node, Nodes, OpenSession, SessionFailed
+from paceline.router import session as session_module
 from paceline.router.session import Actions, RelayStats, Session
 from paceline.types import FinishReason, Mode, SamplingParams, SpeculationParams
 
@@ -248,3 +249,30 @@ def test_chunks_are_the_text_up_to_the_first_stop(text, stops, sizes):
     assert sum((c.token_ids for c in chunks), ()) == result.token_ids
     assert all("\N{REPLACEMENT CHARACTER}" not in c.text for c in chunks)
     assert len(result.logprobs) == len(result.token_ids) == result.usage.completion_tokens
+
+
+# -- what stop strings cost --------------------------------------------------------------------------------------------
+
+
+def longest_beginning(text, stops):
+    """The obvious version: every beginning of every stop string."""
+    beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
+    return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6), st.text("abc", max_size=12))
+def test_what_is_undecided_is_the_longest_beginning_of_a_stop_string(stops, text):
+    assert session_module._Prefixes(stops).num_undecided(text) == longest_beginning(text, stops)
+
+
+def test_stop_strings_cost_what_the_text_is_long_whatever_they_hold(monkeypatch):
+    """64 stop strings of 1,024 characters, and a text that is the beginning of all of them again and again."""
+    looked = []
+    real = session_module.bisect_right
+    monkeypatch.setattr(session_module, "bisect_right", lambda *args: looked.append(1) or real(*args))
+    stops = tuple("a" * 1000 + f"{i:024}" for i in range(64))
+    session = Session("s", PROMPT, SamplingParams(), SpeculationParams(), decode=decode, stop=stops)
+    text = ("a" * 900 + "c" + "a" * 500 + "cd") * 5
+    released = "".join(session._release(text[i : i + 3])[0] for i in range(0, len(text), 3))
+    assert released + session._withheld == text
+    assert len(looked) <= 3 * len(text)

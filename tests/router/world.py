@@ -29,6 +29,7 @@ class Letters:
     """Token ids are bytes."""
 
     vocab_size = 128
+    max_token_bytes = 1
     eos_token_ids = ()
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -82,7 +83,7 @@ class Target:
         batches: dict[Router, list[Any]] = {router: [] for router in self.links}
         for (router, name), (opened, context) in list(self.sessions.items())[: self.places]:
             length = len(context)
-            context.append(token_at(opened.seed, length))
+            context.append(token_at(opened.sampling.seed, length))
             ended = len(context) == opened.num_prompt_tokens + opened.sampling.max_tokens
             finish = FinishReason.LENGTH if ended else None
             if ended:

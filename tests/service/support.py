@@ -137,15 +137,15 @@ def replicas(config, targets=1, drafts=1, target_pause_s=0.0, draft_pause_s=0.0)
 
 
 @contextlib.asynccontextmanager
-async def routed(config, targets, drafts, **settings):
-    """A started router over pools with these replicas; yields it with both pools."""
+async def routed(config, targets, drafts, token="", **settings):
+    """A started router over pools with these replicas, which ask for ``token``; yields it with both pools."""
     pools = (
         StaticPool("target", [r.member for r in targets]),
         StaticPool("draft", [r.member for r in drafts]),
     )
     info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len, EOS_IDS)
     metrics = RouterMetrics(Registry("router"), "tiny")
-    router = Router(info, *pools, RouterConfig(**settings), metrics=metrics)
+    router = Router(info, *pools, RouterConfig(**settings), metrics=metrics, token=token)
     await router.start()
     try:
         yield router, *pools

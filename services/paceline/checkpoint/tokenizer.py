@@ -34,6 +34,14 @@ _CHANGING_KEYS = (
     "extra_special_tokens",
     "additional_special_tokens",
 )
+LONG_TEXT = 2048
+"""Texts of more characters are tokenized without the interpreter lock: below, a millisecond or two hold nobody up."""
+_PIECE = 65536
+"""Characters that are tokenized at once where only a count is wanted."""
+_DENSE_TEXT = 8
+"""Characters per token of the context above which a text is counted in pieces first: a text has about four."""
+_NORMALIZED = 4
+"""Factor by which a normalizer may shorten a text: NFKC makes one byte of four."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -55,8 +63,9 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with whatever special tokens belong around a prompt."""
-        token_ids: list[int] = self.backend_tokenizer.encode(text).ids
-        return token_ids
+        if len(text) <= LONG_TEXT:
+            return list(self.backend_tokenizer.encode(text).ids)
+        return list(self.backend_tokenizer.encode_batch_fast([text])[0].ids)  # releases the interpreter lock
 
     def get_vocab(self) -> dict[str, int]:
         """Every token, added ones included."""
@@ -76,10 +85,7 @@ class Tokenizer:
 
         Raises InvalidRequestError for a lone surrogate, which stands for a byte that was no text.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
+        _num_bytes(text)
         return tuple(self._tokenizer.encode(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -95,6 +101,15 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids, added ones included."""
         return len(self._tokenizer)
+
+    @functools.cached_property
+    def max_token_bytes(self) -> int:
+        """Most bytes of text, in UTF-8, that one token may stand for: no text of ``n`` tokens has more than ``n`` times
+        as many. Of a tokenizer whose normalizer drops text without a trace it is an estimate.
+        """
+        longest = max(len(token.encode("utf-8", "surrogatepass")) for token in self._tokenizer.get_vocab())
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return longest if backend is not None and backend.normalizer is None else _NORMALIZED * longest
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -116,23 +131,58 @@ class Tokenizer:
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def encode_prompt(
-    tokenizer: Tokenizer, prompt: str | Sequence[int], max_tokens: int, max_model_len: int
-) -> tuple[int, ...]:
-    """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
-    token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int], max_model_len: int) -> tuple[int, ...]:
+    """Token ids of a prompt that leaves room for one token. Its size is checked before anything else is done with it.
+
+    Raises InvalidRequestError for one that is empty, unknown or too long.
+    """
+    if isinstance(prompt, str):
+        _check_text(tokenizer, prompt, max_model_len)
+        token_ids = tokenizer.encode(prompt)
+    else:
+        _check_num_tokens(len(prompt), max_model_len)
+        token_ids = tuple(prompt)
     if not token_ids:
         raise InvalidRequestError("the prompt holds no token: at least one is needed")
-    for token_id in token_ids:
-        if not 0 <= token_id < tokenizer.vocab_size:
+    _check_num_tokens(len(token_ids), max_model_len)
+    for wrong in (max(token_ids), min(token_ids)):
+        if not 0 <= wrong < tokenizer.vocab_size:
             allowed = f"0 to {tokenizer.vocab_size - 1} are allowed"
-            raise InvalidRequestError(f"the prompt holds token id {token_id}: {allowed}")
-    if len(token_ids) + max_tokens > max_model_len:
-        raise PromptTooLongError(
-            f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}: "
-            f"together at most {max_model_len} fit the model's context"
-        )
+            raise InvalidRequestError(f"the prompt holds token id {wrong}: {allowed}")
     return token_ids
+
+
+def _check_num_tokens(num_tokens: int, max_model_len: int, at_least: str = "") -> None:
+    if num_tokens >= max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {at_least}{num_tokens} tokens: at most {max_model_len - 1} leave room for a token in the "
+            f"model's context of {max_model_len}"
+        )
+
+
+def _check_text(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
+    """Raises PromptTooLongError for a text that cannot fit the context, without tokenizing more of it than needed."""
+    limit = max_model_len * tokenizer.max_token_bytes
+    if (size := _num_bytes(text)) > limit:
+        raise PromptTooLongError(
+            f"the prompt has {size} bytes: at most {limit} can fit the model's context of {max_model_len} tokens"
+        )
+    if len(text) <= _DENSE_TEXT * max_model_len + _PIECE:
+        return
+    # Long tokens may save it. The tokens of its pieces are its own but for those at the cuts.
+    num_tokens = 0
+    for start in range(0, len(text), _PIECE):
+        num_tokens += len(tokenizer.encode(text[start : start + _PIECE]))
+        if num_tokens > 2 * max_model_len:
+            _check_num_tokens(num_tokens, max_model_len, "at least ")
+
+
+def _num_bytes(text: str) -> int:
+    """Length in UTF-8. Raises InvalidRequestError for a lone surrogate."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
 
 
 def load_tokenizer(path: str) -> Tokenizer:

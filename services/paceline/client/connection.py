@@ -9,7 +9,6 @@ are equal. After the first message nothing is repeated, nor is a request too lar
 from __future__ import annotations
 
 import json
-import operator
 import os
 import secrets
 import time
@@ -36,7 +35,7 @@ from paceline.errors import (
 )
 from paceline.refusals import explain_parameter
 from paceline.rpc import generation as api
-from paceline.types import Chunk, Request, SamplingParams, SpeculationParams
+from paceline.types import Chunk, Request, SamplingParams, SpeculationParams, as_prompt, as_stop_strings
 from paceline.v1 import generation_pb2 as pb
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -121,20 +120,11 @@ def _request(
         sampling = sampling.model_copy(update={"seed": secrets.randbits(64)})
     return Request(
         request_id=request_id or uuid.uuid4().hex,
-        prompt=prompt if isinstance(prompt, str) else _token_ids(prompt),
+        prompt=as_prompt(prompt),
         sampling=sampling,
         speculation=speculation or SpeculationParams(),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=as_stop_strings(stop),
     )
-
-
-def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(prompt, bytes | bytearray):
-        raise InvalidRequestError("the prompt is bytes: text or a sequence of token ids is allowed")
-    try:
-        return tuple(map(operator.index, prompt))
-    except TypeError as error:
-        raise InvalidRequestError(f"the prompt is neither text nor a sequence of token ids: {error}") from error
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:

@@ -30,8 +30,9 @@ APPLICATION = "paceline"
 """Name of the Serve application."""
 
 GRPC_SERVICES = [
-    "paceline.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+    "paceline.rpc.services.add_generation",
+    "paceline.rpc.services.add_health",
+    "paceline.rpc.services.add_reflection",
 ]
 """Values of Serve's ``grpc_options.grpc_servicer_functions``."""
 

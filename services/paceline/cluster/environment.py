@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from paceline.cluster.ports import BLOCK, free_block, free_ports
+from paceline.config.service import ServerConfig
 
 LONGEST_STREAM_S = 24 * 3600
 """Streams that are older than this may be cut when routers come or go."""
@@ -14,10 +15,11 @@ LONGEST_STREAM_S = 24 * 3600
 _DRAIN_S = 2.0
 
 
-def serve_environment(folder: Path) -> dict[str, str]:
+def serve_environment(folder: Path, max_message_bytes: int = ServerConfig().max_message_bytes) -> dict[str, str]:
     """Environment variables that every process of the cluster needs, this one included, before it imports Serve.
 
-    ``folder`` takes what HAProxy keeps on disk. Only set what the user has not set.
+    ``folder`` takes what HAProxy keeps on disk. ``max_message_bytes`` bounds gRPC messages on the public ports.
+    Only set what the user has not set.
     """
     stats_port, metrics_port, fallback_http_port, fallback_grpc_port = free_ports(4)
     # Routers listen with SO_REUSEPORT on the first port of Serve's range: two clusters of one machine would share it,
@@ -30,6 +32,7 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),
         "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": "1000",
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(max_message_bytes),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),

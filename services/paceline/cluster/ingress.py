@@ -35,6 +35,7 @@ from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import TargetInfo
 from paceline.router.pool import Lease
+from paceline.rpc.bounds import parse
 from paceline.rpc.status import to_status
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
@@ -95,6 +96,9 @@ class Ingress:
             certificates=internal,
         )
         self._service = GenerationService(self._router)
+        longest, allowed = self._service.bounds.max_message_bytes, config.server.max_message_bytes
+        if longest > allowed:
+            log.warning("server.max_message_bytes is %d: prompts that fit the context have up to %d", allowed, longest)
         self._myself = serve.get_replica_context()
         self._peers: DeploymentHandle | None = None
         self._dtype: str | None = None
@@ -122,16 +126,17 @@ class Ingress:
 
         The answer is the same for a request that does not exist and for one of another key.
         """
-        from paceline.v1.generation_pb2 import CancelResponse
+        from paceline.v1.generation_pb2 import CancelRequest, CancelResponse
 
         try:
             name = self._access.identify(grpc_context.invocation_metadata())
+            request_id = parse(CancelRequest, request).request_id
+            cancelled = self._service.cancel(request_id, name)
         except PacelineError as error:
             _set_status(grpc_context, error)
             return CancelResponse()
-        cancelled = self._service.cancel(request.request_id, name)
-        if not cancelled and request.request_id:
-            cancelled = any(await self._ask_peers("cancel_here", request.request_id, name))
+        if not cancelled and request_id:
+            cancelled = any(await self._ask_peers("cancel_here", request_id, name))
         return CancelResponse(cancelled=cancelled)
 
     async def is_ready(self) -> bool:
@@ -206,22 +211,42 @@ class Ingress:
 
     async def Check(self, request: Any, grpc_context: Any) -> Any:
         """grpc.health.v1: whether a request would be served now."""
-        if request.service not in _HEALTH_SERVICES:
-            _set_status(grpc_context, NotFoundError(f"no service {request.service!r}: {_HEALTH_SERVICES[1]} is served"))
-        return self._health(request.service)
+        from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse  # type: ignore[import-untyped]
+
+        try:
+            service = parse(HealthCheckRequest, request).service
+            if service not in _HEALTH_SERVICES:
+                raise NotFoundError(f"no service {service[:60]!r}: {_HEALTH_SERVICES[1]} is served")
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return HealthCheckResponse()
+        return self._health(service)
+
+    async def List(self, request: Any, grpc_context: Any) -> Any:
+        """grpc.health.v1: the status of every service."""
+        from grpc_health.v1.health_pb2 import HealthListResponse
+
+        return HealthListResponse(statuses={service: self._health(service) for service in _HEALTH_SERVICES})
 
     async def Watch(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """grpc.health.v1: the status now, and again whenever it changes."""
+        from grpc_health.v1.health_pb2 import HealthCheckRequest
+
+        try:
+            service = parse(HealthCheckRequest, request).service
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return
         last = None
         while True:
-            now = self._health(request.service)
+            now = self._health(service)
             if now != last:
                 yield now
             last = now
             await asyncio.sleep(_HEALTH_PERIOD_S)
 
     def _health(self, service: str) -> Any:
-        from grpc_health.v1.health_pb2 import HealthCheckResponse  # type: ignore[import-untyped]  # no stubs
+        from grpc_health.v1.health_pb2 import HealthCheckResponse
 
         if service not in _HEALTH_SERVICES:
             return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)

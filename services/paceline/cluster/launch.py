@@ -86,7 +86,7 @@ class Service:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        environment = serve_environment(self._folder)
+        environment = serve_environment(self._folder, self.config.server.max_message_bytes)
         environment |= haproxy.environment(*tls_settings(self.config), self._folder)
         os.environ.update(environment)
         signal.signal(signal.SIGTERM, self._interrupt)

@@ -19,6 +19,7 @@ from paceline.config.deployments import (
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
 from paceline.config.options import DraftOptions, ModelOptions, NgramOptions, TargetOptions
 from paceline.refusals import Fault
+from paceline.types import RequestLimits
 
 _ENGINE_CPUS, _ROUTER_CPUS = 0.9, 0.2
 """Cores that Ray reserves: two cores hold one target, one draft and one router."""
@@ -183,6 +184,7 @@ class RouterConfig(Strict):
     """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
     draft_link_delay_s: float = Field(default=0.0, ge=0, le=10)
     """Delay added to each direction between router and drafts, for experiments with slow networks."""
+    limits: RequestLimits = RequestLimits()
     deployment_config: RouterDeployment = RouterDeployment()
 
     def deployment_options(self) -> dict[str, Any]:

@@ -29,6 +29,9 @@ class ServerConfig(Strict):
     grpc_port: int = Field(default=9000, ge=1, le=65535)
     http_port: int = Field(default=8000, ge=1, le=65535)
     """Metrics and health."""
+    max_message_bytes: int = Field(default=16 << 20, ge=1 << 16, lt=2**31)
+    """Longest gRPC message in bytes; a longer one is refused with RESOURCE_EXHAUSTED before it is read. It must hold
+    the longest prompt. ``paceline serve`` sets it; elsewhere RAY_SERVE_GRPC_MAX_MESSAGE_SIZE of every process does."""
     tls: ServerTls | None = None
     """None: what clients send and get is not encrypted."""
     api_keys: str | None = Field(default=None, min_length=1)

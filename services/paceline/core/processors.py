@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -79,6 +79,8 @@ class SamplerState:
         self._bias_ids = upload(list(params.logit_bias), device, torch.int64)
         self._bias = upload(list(params.logit_bias.values()), device, torch.float32)
         self._stop_ids = [t for t in sorted(stop_ids) if t < vocab_size] if params.min_tokens else []
+        self._stop_index = upload(self._stop_ids, device, torch.int64)
+        self._bad_words = _BadWords(params.bad_words, device)
         self._tail_len = max((len(words) - 1 for words in params.bad_words), default=0)
         context = (*prompt_token_ids, *output_token_ids)
         self._tail = tuple(context[max(0, len(context) - self._tail_len) :])
@@ -136,10 +138,12 @@ class SamplerState:
         """Applies the processors before the temperature in place to [rows, vocab] float32, one suffix per row."""
         if self.params.logit_bias:
             logits[:, self._bias_ids] += self._bias
-        forbidden = [(row, token) for row, suffix in enumerate(suffixes) for token in self._forbidden(suffix)]
-        if forbidden:
-            row_index, token_index = upload(forbidden, logits.device).unbind(-1)
-            logits[row_index, token_index] = -math.inf
+        if self.params.bad_words:
+            self._bad_words.forbid_(logits, [(*self._tail, *suffix) for suffix in suffixes])
+        if self._stop_ids:
+            for row, suffix in enumerate(suffixes):
+                if self.num_output_tokens + len(suffix) < self.params.min_tokens:
+                    logits[row].index_fill_(0, self._stop_index, -math.inf)
         if self._repeats or self._counts:
             self._penalize_(logits, suffixes)
 
@@ -176,15 +180,6 @@ class SamplerState:
             x = x - counts.mul_(self.params.frequency_penalty).add_(present)
         logits[:, ids] = x
 
-    def _forbidden(self, suffix: tuple[int, ...]) -> Iterator[int]:
-        tail = (*self._tail, *suffix)
-        for words in self.params.bad_words:
-            before = words[:-1]
-            if tail[max(0, len(tail) - len(before)) :] == before or not before:
-                yield words[-1]
-        if self.num_output_tokens + len(suffix) < self.params.min_tokens:
-            yield from self._stop_ids
-
     def _count(self, token_ids: Sequence[int]) -> None:
         """Counts tokens of the output for the penalties."""
         if (self._repeats or self._counts) and token_ids:
@@ -209,6 +204,50 @@ class SamplerState:
         if worst >= self.vocab_size or min(token_ids, default=0) < 0:
             bad = worst if worst >= self.vocab_size else min(token_ids)
             raise InvalidRequestError(f"{what} holds token id {bad}: ids in [0, {self.vocab_size}) are allowed")
+
+
+class _BadWords:
+    """The sequences of ``bad_words`` by what precedes their last tokens, read backwards from the row: a row costs no
+    more than the longest match, however many sequences there are.
+    """
+
+    def __init__(self, bad_words: Sequence[tuple[int, ...]], device: str | torch.device) -> None:
+        self._root = _Node()
+        for *before, last in bad_words:
+            node = self._root
+            for token in reversed(before):
+                node = node.earlier.setdefault(token, _Node())
+            node.forbidden.add(last)
+        self._device = device
+
+    def forbid_(self, logits: Tensor, tails: Sequence[Sequence[int]]) -> None:
+        """Forbids in each row of [rows, vocab] the last tokens of the sequences whose other tokens end its tail."""
+        if self._root.forbidden:
+            logits.index_fill_(1, self._root.index(self._device), -math.inf)
+        for row, tail in enumerate(tails):
+            node = self._root
+            for token in reversed(tail):
+                if (found := node.earlier.get(token)) is None:
+                    break
+                node = found
+                if node.forbidden:
+                    logits[row].index_fill_(0, node.index(self._device), -math.inf)
+
+
+@dataclass(slots=True)
+class _Node:
+    """The sequences that agree in the tokens from here to their last one."""
+
+    earlier: dict[int, _Node] = field(default_factory=dict)
+    forbidden: set[int] = field(default_factory=set)
+    """Last tokens of the sequences that begin here."""
+    _index: Tensor | None = None
+
+    def index(self, device: str | torch.device) -> Tensor:
+        """The forbidden tokens on the device."""
+        if self._index is None:
+            self._index = upload(sorted(self.forbidden), device, torch.int64)
+        return self._index
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt
+from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
 from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.metrics.router import RouterMetrics
@@ -18,8 +19,6 @@ from paceline.router.retry import RetryHints
 from paceline.router.session import Session
 from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result
 
-_LONG_PROMPT = 16384
-"""Prompts of more characters are tokenized in a worker thread."""
 _MANY_TOKENS = 512
 """A resumed stream of more tokens is brought to where it broke in a worker thread."""
 
@@ -91,6 +90,8 @@ class Admission:
         self._metrics, self._clock = metrics, clock
         self._num_sessions = 0
         self._hints = RetryHints()
+        self._tokenizing = ThreadPoolExecutor(1, "paceline-tokenize")
+        self._num_tokenizing = 0
 
     async def prepare(self, request: Request, targets: Sequence[ReplicaStatus]) -> ActiveRequest:
         """Tokenizes a request and checks it against the limits of the model and of the ``targets`` that are up.
@@ -98,23 +99,23 @@ class Admission:
         Raises InvalidRequestError if it can never be served.
         """
         info, arrived_s = self._info, self._clock()
-        args = (info.tokenizer, request.prompt, request.sampling.max_tokens, info.max_model_len)
-        if isinstance(request.prompt, str) and len(request.prompt) > _LONG_PROMPT:
-            token_ids = await asyncio.to_thread(encode_prompt, *args)
-        else:
-            token_ids = encode_prompt(*args)
         request.sampling.check_vocabulary(info.tokenizer.vocab_size)
+        request.sampling.check_choice(info.tokenizer.vocab_size, info.eos_token_ids)
         generated = request.generated_token_ids
         if max(generated, default=0) >= info.tokenizer.vocab_size:
             allowed = f"ids in [0, {info.tokenizer.vocab_size}) are allowed"
             raise InvalidRequestError(f"generated_token_ids holds token id {max(generated)}: {allowed}")
-        _check_kv_room(len(token_ids) + request.sampling.max_tokens, targets)
+        token_ids = await self._tokenized(request.prompt)
+        rooms = [(info.max_model_len, "fit the model's context")]
+        if pages := max((status.kv_pages for status in targets), default=0):
+            rooms.append((PAGE_SIZE * pages, "fit the KV cache of a target"))
+        sampling = request.sampling.fitted(len(token_ids), *min(rooms))
         self._num_sessions += 1
         make_session = functools.partial(
             Session,
             f"{self._router_id}.{self._num_sessions}",
             token_ids,
-            request.sampling,
+            sampling,
             request.speculation,
             decode=info.tokenizer.decode,
             stop=request.stop,
@@ -125,6 +126,24 @@ class Admission:
         # the text of what was generated is made again, token by token
         session = await asyncio.to_thread(make_session) if len(generated) > _MANY_TOKENS else make_session()
         return ActiveRequest(request, session, token_ids, arrived_s)
+
+    async def _tokenized(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Token ids of a prompt. Long texts wait their turn for one thread, which leaves the loop to the streams."""
+        tokenizer, max_model_len = self._info.tokenizer, self._info.max_model_len
+        if not isinstance(prompt, str) or len(prompt) <= LONG_TEXT:
+            return encode_prompt(tokenizer, prompt, max_model_len)
+        if self._num_tokenizing > (limit := self._config.max_queued_requests):
+            self._metrics.rejected("queue_full")
+            raise ResourceExhaustedError(
+                f"{self._num_tokenizing} long prompts are to be tokenized: at most {limit} may wait",
+                retry_after_s=self._hints.refused(self._clock(), self._num_tokenizing),
+            )
+        self._num_tokenizing += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._tokenizing, encode_prompt, tokenizer, prompt, max_model_len)
+        finally:
+            self._num_tokenizing -= 1
 
     def refusal(self, num_running: int) -> ResourceExhaustedError:
         """Returns the error of a request that comes while there is neither room at a target nor in the queue."""
@@ -157,12 +176,3 @@ class Admission:
         """Records that a request has ended, or has left the queue, whose place is free now."""
         now = self._clock()
         self._hints.note_freed(now, None if active.opened_s is None else now - active.opened_s)
-
-
-def _check_kv_room(num_tokens: int, targets: Sequence[ReplicaStatus]) -> None:
-    pages = [status.kv_pages for status in targets if status.kv_pages]
-    if pages and num_tokens > PAGE_SIZE * max(pages):
-        raise InvalidRequestError(
-            f"prompt and max_tokens need {num_tokens} tokens of KV, the targets hold {PAGE_SIZE * max(pages)}: "
-            "shorten the prompt or lower max_tokens"
-        )

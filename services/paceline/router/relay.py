@@ -21,6 +21,8 @@ class Outbox:
     to_draft: list[ToDraft] = field(default_factory=list)
     touched: dict[str, Session] = field(default_factory=dict)
     """Sessions that had a message in the batch. Call ``digest`` on them when the messages above have been sent."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Sessions whose requests are at fault, with the reason."""
     target_failed: dict[str, str] = field(default_factory=dict)
     """Sessions that cannot go on at their target, with the reason: re-open each on another target or give it up."""
     draft_wanted: list[Session] = field(default_factory=list)
@@ -53,6 +55,8 @@ class Relay:
             outbox.touched[message.session_id] = session
             outbox.to_target += actions.to_target
             _append_commits(outbox.to_draft, actions.to_draft, last)
+            if actions.refused is not None:
+                outbox.refused[message.session_id] = actions.refused
             if actions.target_failed is not None:
                 outbox.target_failed[message.session_id] = actions.target_failed
         _note_drafts_wanted(outbox)
@@ -74,7 +78,7 @@ class Relay:
 
 def _note_drafts_wanted(outbox: Outbox) -> None:
     for session_id, session in outbox.touched.items():
-        if session.wants_draft and session_id not in outbox.target_failed:
+        if session.wants_draft and session_id not in outbox.target_failed and session_id not in outbox.refused:
             outbox.draft_wanted.append(session)
 
 

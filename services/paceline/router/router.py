@@ -23,6 +23,7 @@ from paceline.config import RouterConfig
 from paceline.errors import (
     DeadlineExceededError,
     EngineError,
+    InvalidRequestError,
     PacelineError,
     RequestInProgressError,
     RouterStoppedError,
@@ -67,12 +68,15 @@ class Router:
         self.info = info
         self.router_id = secrets.token_hex(4)
         self._config, self._metrics, self._token, self._clock = config, metrics, token, clock
+        self.limits = config.limits
+        """What a request may hold."""
         self._targets = LinkPool(targets, self._make_target_link)
         self._drafts = None if drafts is None else LinkPool(drafts, self._make_draft_link)
         self._placement = Placement(self._targets, self._drafts, self.router_id)
         self._admission = Admission(info, config, self.router_id, metrics=metrics, clock=clock)
         self._queue = self._admission.queue
         self._active: dict[str, ActiveRequest] = {}  # by request id
+        self._entering: dict[str, bool] = {}  # requests that are tokenized -> whether they were cancelled
         self._by_session: dict[str, ActiveRequest] = {}
         self._orphaned: list[ActiveRequest] = []
         self._touched: dict[str, ActiveRequest] = {}  # sessions to digest, by session id
@@ -151,12 +155,12 @@ class Router:
         """
         active = await self._enter(request)
         try:
-            if active.session.result is not None:  # a broken stream that lacked nothing but its end
-                yield active.session.result
-                return
-            self._admission.enqueue(active)
-            self._place_queue()
-            await active.admitted.wait()
+            if active.session.result is not None:  # it lacked no more than its end, or was cancelled
+                active.result = active.session.result
+            else:
+                self._admission.enqueue(active)
+                self._place_queue()
+                await active.admitted.wait()
             while True:
                 while active.chunks:
                     yield active.chunks.popleft()
@@ -174,16 +178,21 @@ class Router:
     async def _enter(self, request: Request) -> ActiveRequest:
         self._require_new(request)
         self._require_room(request)  # before anything that costs those who are served
-        active = await self._admission.prepare(request, self._targets.statuses())
-        self._require_new(request)  # the same one may have come while this one was tokenized
-        if not active.session.finished:
+        self._entering[request.request_id] = False
+        try:
+            active = await self._admission.prepare(request, self._targets.statuses())
+        finally:
+            cancelled = self._entering.pop(request.request_id)
+        if not active.session.finished and not cancelled:
             self._require_room(request)
         self._active[request.request_id] = active
         self._by_session[active.session.session_id] = active
+        if cancelled:
+            self.cancel(request.request_id)
         return active
 
     def _require_new(self, request: Request) -> None:
-        if request.request_id in self._active:
+        if request.request_id in self._active or request.request_id in self._entering:
             raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
 
     def _require_room(self, request: Request) -> None:
@@ -212,6 +221,9 @@ class Router:
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request: its stream closes with what has arrived, finish reason ``abort``. False: not here."""
+        if request_id in self._entering:
+            self._entering[request_id] = True
+            return True
         active = self._active.get(request_id)
         if active is None or active.done:
             return False
@@ -421,6 +433,8 @@ class Router:
         self._after_batch(outbox)
         if outbox.speculation_wanted is not None:
             link.draft_wanted = outbox.speculation_wanted
+        for session_id, reason in outbox.refused.items():
+            self._fail(self._by_session[session_id], InvalidRequestError(reason))
         for session_id, reason in outbox.target_failed.items():
             self._on_target_failed(self._by_session[session_id], reason)
         for session in outbox.draft_wanted:

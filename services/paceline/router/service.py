@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 
 from paceline.errors import PacelineError
 from paceline.router.router import Router
-from paceline.rpc.generation import chunk_to_proto, complete_to_proto, request_from_proto
+from paceline.rpc.bounds import RequestBounds
+from paceline.rpc.generation import check_request_id, chunk_to_proto, complete_to_proto
 from paceline.types import Chunk, Result, Usage
 from paceline.v1 import generation_pb2
 
@@ -22,18 +23,23 @@ class GenerationService:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._owners: dict[str, str] = {}  # of the requests in progress here
+        self.bounds = RequestBounds(
+            router.limits, router.info.max_model_len, max_token_bytes=router.info.tokenizer.max_token_bytes
+        )
+        """What a request may hold."""
 
     async def generate(
         self,
-        message: generation_pb2.GenerateRequest,
+        message: bytes | generation_pb2.GenerateRequest,
         owner: str = "",
         on_usage: Callable[[Usage], None] = lambda _: None,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yields the responses to one request. Raises PacelineError; leaving the generator frees the session.
 
-        ``owner``: the only one who may cancel it by its id. ``on_usage`` takes the tokens so far, with each response.
+        ``message``: the bytes of a GenerateRequest, or one that the host has parsed. ``owner``: the only one who may
+        cancel it by its id. ``on_usage`` takes the tokens so far, with each response.
         """
-        request = request_from_proto(message)
+        request, logprobs = self.bounds.read(message)
         first = request.request_id not in self._owners  # the router refuses a second one of this id
         if first:
             self._owners[request.request_id] = owner
@@ -49,7 +55,7 @@ class GenerationService:
                     else:
                         assert item.usage is not None, "every chunk of a session has it"
                         on_usage(item.usage)
-                        response = generation_pb2.GenerateResponse(chunk=_chunk(item, message.logprobs))
+                        response = generation_pb2.GenerateResponse(chunk=_chunk(item, logprobs))
                     response.request_id = request.request_id
                     yield response
         except PacelineError as error:
@@ -62,7 +68,11 @@ class GenerationService:
             log.debug("request ended: %s after %.3f s", reason, time.monotonic() - started, extra=extra)
 
     def cancel(self, request_id: str, owner: str = "") -> bool:
-        """Ends a request of ``owner``; returns False if it is not in progress here, or that of another."""
+        """Ends a request of ``owner``; returns False if it is not in progress here, or that of another.
+
+        Raises InvalidRequestError for what no request can have as its id.
+        """
+        check_request_id(request_id)
         return self._owners.get(request_id) == owner and self._router.cancel(request_id)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,8 @@ class Actions:
     result: Result | None = None
     target_failed: str | None = None
     """Reason why the target cannot go on with the session, if so: call ``reopen_target`` or give up."""
+    refused: str | None = None
+    """Reason why no target can go on with the session, if so: the request is at fault."""
 
 
 class Session:
@@ -159,6 +162,7 @@ class Session:
         self._undigested: deque[Outcome] = deque()
         self._detokenizer = Detokenizer(decode, self._prompt)
         self._stops = tuple(stop)
+        self._stop_prefixes = _Prefixes(self._stops)
         self._matched_stop: int | str | None = None
         self._num_decided = 0  # output tokens that have been added to the text
         self._withheld = ""  # decided text that may be the beginning of a stop string
@@ -241,6 +245,8 @@ class Session:
             self.relay_stats.ended += 1
         elif event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
+        elif isinstance(event, SessionFailed) and event.request_at_fault:
+            actions.refused = event.message
         elif isinstance(event, SessionFailed):
             self._lose_target(actions, event.message)
         elif isinstance(event, SpeculationWanted):
@@ -490,7 +496,7 @@ class Session:
             self._withheld = ""
             at, stop = min(found, key=lambda match: match[0])
             return text[:at], stop
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = self._stop_prefixes.num_undecided(text)
         self._withheld = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
@@ -549,9 +555,21 @@ def _malformed(outcome: Outcome) -> bool:
     return not (num_tokens and fits and outcome.round.num_accepted <= num_tokens and min(outcome.token_ids) >= 0)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Prefixes:
+    """The beginnings of stop strings, in order, so that one of them is found by bisection."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted(stops)
+        self._longest = max(map(len, stops), default=1) - 1
+
+    def num_undecided(self, text: str) -> int:
+        """Length of the longest end of ``text`` that one of them begins with, and is longer than.
+
+        Takes time in proportion to the text that it decides, whatever the number and the length of the stop strings.
+        """
+        for length in range(min(len(text), self._longest), 0, -1):
+            end = text[len(text) - length :]
+            at = bisect_right(self._stops, end)  # the first one above it begins with it, or none but itself does
+            if at < len(self._stops) and self._stops[at].startswith(end):
+                return length
+        return 0

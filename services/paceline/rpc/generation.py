@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from paceline.errors import EngineError, InvalidRequestError
+from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError
 from paceline.refusals import explain_parameter
 from paceline.rpc.values import (
     CAUSES,
@@ -34,6 +34,7 @@ from paceline.types import (
     ModelInfo,
     PoolScaling,
     Request,
+    RequestLimits,
     Result,
     SamplingParams,
     ServerInfo,
@@ -90,15 +91,18 @@ def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2
     return proto
 
 
-def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
+def request_from_proto(
+    proto: generation_pb2.GenerateRequest, limits: RequestLimits | None = None, max_model_len: int | None = None
+) -> Request:
     """Returns a client's request; an id is drawn if it has none.
 
-    Raises InvalidRequestError with the field, its value and what is allowed. The vocabulary and the length of the
-    context are checked by the router, which knows the model.
+    ``limits``: None stands for the defaults. ``max_model_len``: length of the context, if it is known.
+
+    Raises InvalidRequestError with the field, its value and what is allowed. The vocabulary and the length of a text
+    are checked by the router, which knows the model.
     """
-    if len(proto.request_id) > MAX_REQUEST_ID_LEN:
-        size = len(proto.request_id)
-        raise InvalidRequestError(f"request_id has {size} characters: at most {MAX_REQUEST_ID_LEN} are allowed")
+    check_request_id(proto.request_id)
+    _check_limits(proto.sampling_params, limits or RequestLimits())
     prompt: str | tuple[int, ...]
     kind = proto.WhichOneof("input")
     if kind == "text":
@@ -106,6 +110,11 @@ def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
         if not prompt:
             raise InvalidRequestError("text is empty: at least one character is needed")
     elif kind == "tokenized":
+        if max_model_len is not None and (num := len(proto.tokenized.input_ids)) >= max_model_len:
+            raise PromptTooLongError(
+                f"tokenized.input_ids has {num} tokens: at most {max_model_len - 1} leave room for a token in the "
+                f"model's context of {max_model_len}"
+            )
         prompt = tuple(proto.tokenized.input_ids[:])
         if not prompt:
             raise InvalidRequestError("tokenized.input_ids is empty: at least one token id is needed")
@@ -115,6 +124,10 @@ def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
     if "" in stop:
         raise InvalidRequestError(
             f"sampling_params.stop[{stop.index('')}] is '': each stop string needs at least one character"
+        )
+    if max_model_len is not None and (num := len(proto.generated_token_ids)) >= max_model_len:
+        raise PromptTooLongError(
+            f"generated_token_ids has {num} tokens: fewer than {max_model_len} fit the model's context"
         )
     if proto.generated_token_ids and not proto.sampling_params.HasField("seed"):
         raise InvalidRequestError(
@@ -128,6 +141,30 @@ def request_from_proto(proto: generation_pb2.GenerateRequest) -> Request:
         stop=stop,
         generated_token_ids=tuple(proto.generated_token_ids[:]),
     )
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequestError for an id that is too long."""
+    if (size := len(request_id)) > MAX_REQUEST_ID_LEN:
+        raise InvalidRequestError(f"request_id has {size} characters: at most {MAX_REQUEST_ID_LEN} are allowed")
+
+
+def _check_limits(proto: types_pb2.SamplingParams, limits: RequestLimits) -> None:
+    """Raises InvalidRequestError for a list that is too long. Nothing is read from the lists before that."""
+    held = {
+        "stop": (len(proto.stop), "strings", limits.max_stop_strings),
+        "stop_token_ids": (len(proto.stop_token_ids), "ids", limits.max_stop_token_ids),
+        "bad_words": (len(proto.bad_words), "sequences", limits.max_bad_words),
+        "logit_bias": (len(proto.logit_bias), "entries", limits.max_logit_bias),
+    }
+    for name, (count, what, limit) in held.items():
+        if count > limit:
+            raise InvalidRequestError(f"sampling_params.{name} has {count} {what}: at most {limit} are allowed")
+    if (count := sum(len(words.token_ids) for words in proto.bad_words)) > (limit := limits.max_bad_words_tokens):
+        raise InvalidRequestError(f"sampling_params.bad_words has {count} token ids: at most {limit} are allowed")
+    for i, stop in enumerate(proto.stop):
+        if (count := len(stop)) > (limit := limits.max_stop_chars):
+            raise InvalidRequestError(f"sampling_params.stop[{i}] has {count} characters: at most {limit} are allowed")
 
 
 def _speculation_arguments(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:

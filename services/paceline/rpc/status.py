@@ -33,6 +33,9 @@ RETRY_TRAILER = "grpc-retry-pushback-ms"
 MAX_DETAILS_BYTES = 4096
 """Longest error text as it is sent (percent-encoded): peers refuse a status whose header is longer than 8 KiB."""
 
+_TOO_LONG = "message larger than max"
+"""Part of the text with which gRPC itself refuses a message that is longer than its receiver takes."""
+
 _INTERNAL_TEXT = "internal error; the server's log says more"
 
 _CODES: dict[type[PacelineError], grpc.StatusCode] = {
@@ -78,6 +81,8 @@ def from_rpc_error(error: grpc.RpcError) -> PacelineError:
     """Returns the error of a failed call: the one that ``to_status`` was given, if the server is ours."""
     code, message, trailers = error.code(), error.details() or "", _trailers(error)
     kind = by_name(trailers.get(ERROR_TRAILER, ""), _ERRORS.get(code, EngineError))
+    if not is_ours(error) and _TOO_LONG in message:  # gRPC's own word for it is RESOURCE_EXHAUSTED
+        return InvalidRequestError(f"the request is longer than the service accepts: {message}")
     message = message or f"the service answered {code.name} without a reason"
     if issubclass(kind, ResourceExhaustedError):
         return kind(message, _retry_after_s(trailers.get(RETRY_TRAILER)))

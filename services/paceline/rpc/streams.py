@@ -186,10 +186,13 @@ def _write_failed(message: SessionFailed, proto: types_pb2.SessionFailed) -> Non
     proto.session_id, proto.epoch = message.session_id, message.epoch
     # The text may quote anything; what UTF-8 cannot carry becomes a question mark.
     proto.message = message.message.encode("utf-8", "replace").decode()
+    proto.request_at_fault = message.request_at_fault
 
 
 def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
-    return SessionFailed(proto.session_id, proto.epoch, proto.message) if proto.session_id else None
+    if not proto.session_id:
+        return None
+    return SessionFailed(proto.session_id, proto.epoch, proto.message, proto.request_at_fault)
 
 
 class _Form(NamedTuple):

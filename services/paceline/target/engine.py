@@ -341,7 +341,8 @@ class TargetEngine:
                 messages.append(self._commit_part(step, part, verdict))
             else:
                 self._close(part.session)
-                messages.append(SessionFailed(part.session.session_id, part.session.epoch, str(verdict)))
+                at_fault = isinstance(verdict, InvalidRequestError)
+                messages.append(SessionFailed(part.session.session_id, part.session.epoch, str(verdict), at_fault))
         return messages
 
     def _commit_part(self, step: MeasuredStep, part: Scheduled, verdict: Verdict) -> Outcome:

@@ -58,7 +58,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique among the requests in progress. Empty: the server draws one; every response names it."""
+    """Unique among the requests in progress, at most 256 characters. Empty: the server draws one; every response names it."""
     text: _builtins.str
     """Not empty."""
     logprobs: _builtins.bool

@@ -179,7 +179,9 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Range [-2, 2], default 0: off."""
     max_tokens: _builtins.int
-    """How many tokens are emitted at most. At least 1, default 128."""
+    """How many tokens are emitted at most. At least 1. Default: 128, or what the prompt leaves of the model's context if
+    that is less. One that is given must fit the context together with the prompt: INVALID_ARGUMENT otherwise.
+    """
     min_tokens: _builtins.int
     """End-of-sequence and stop token ids are forbidden before this many emitted tokens, and a stop string that these
     complete does not end the text. Default 0.
@@ -203,20 +205,22 @@ class SamplingParams(_message.Message):
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Token id to what is added to its logit."""
+        """Token id to what is added to its logit. By default at most 1024 entries."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
-        """The last token of a sequence is forbidden wherever the others precede it. No sequence may be empty."""
+        """The last token of a sequence is forbidden wherever the others precede it. No sequence may be empty. By default at
+        most 1024 sequences, of 8192 tokens together.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the session, besides the model's end-of-sequence tokens."""
+        """Tokens that end the session, besides the model's end-of-sequence tokens. By default at most 1024."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the text before them: the first match, and of those that begin at one place the first of this list.
-        None may be empty.
+        None may be empty. By default at most 64, each of at most 1024 characters.
         """
 
     def __init__(
@@ -631,19 +635,23 @@ class SessionFailed(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    REQUEST_AT_FAULT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     epoch: _builtins.int
     message: _builtins.str
+    request_at_fault: _builtins.bool
+    """No other replica could go on with it either: the request is to be refused."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         message: _builtins.str = ...,
+        request_at_fault: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "request_at_fault", b"request_at_fault", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
