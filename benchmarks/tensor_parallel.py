@@ -138,7 +138,7 @@ def serve(pipe: Connection, rank: int, degree: int, folder: str, path: str, dtyp
         return dist.FileStore(f"{folder}/{degree}-{next(numbers)}", degree)
 
     def gloo() -> Collectives:
-        return TorchCollectives(store(), rank, degree, device=torch.device("cpu"), timeout_s=300)
+        return TorchCollectives(store(), rank, degree, timeout_s=300)
 
     def shared() -> Collectives:
         return SharedMemoryCollectives(store(), rank, degree, timeout_s=300)

@@ -9,9 +9,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import process, sample_coupled
 from paceline.model.attention import native as cpu_attention
 from paceline.model.loading import LoadedModel, prepare
-from paceline.model.parallel.collectives import Collectives, TorchCollectives
+from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
 from paceline.model.parallel.model import load_shard
 from paceline.model.parallel.runner import Follower, LeadingRunner
 from paceline.model.parallel.shared_memory import SharedMemoryCollectives, connect
@@ -33,6 +35,8 @@ from paceline.types import SamplingParams, pages_for
 
 TIMEOUT_S = 60.0
 TRANSPORTS = ("gloo", "shared")
+WATCHDOG = 134
+"""Exit status of a process that ``ImpatientGroup`` ends."""
 
 
 class Ranks:
@@ -107,12 +111,73 @@ def _serve(pipe: Connection, rank: int, degree: int) -> None:
 
 def meet(store: dist.Store, rank: int, degree: int, timeout_s: float, transport: str) -> Collectives:
     """One rank's end of an exchange."""
-    cpu = torch.device("cpu")
     if transport == "shared":
         return SharedMemoryCollectives(store, rank, degree, timeout_s=timeout_s)
     if transport == "gloo":
-        return TorchCollectives(store, rank, degree, device=cpu, timeout_s=timeout_s)
-    return connect(store, rank, degree, device=cpu, timeout_s=timeout_s)
+        return TorchCollectives(store, rank, degree, timeout_s=timeout_s)
+    if transport in ("device", "device alone"):
+        with patch.object(dist, "ProcessGroupNCCL", ImpatientGroup, create=True):
+            host = SharedMemoryCollectives(dist.PrefixStore("host", store), rank, degree, timeout_s=timeout_s)
+            kind = DeviceCollectives if transport == "device" else DeviceAlone
+            return kind(host, dist.PrefixStore("device", store), device=torch.device("cpu"))
+    return connect(store, rank, degree, device=torch.device("cpu"), timeout_s=timeout_s)
+
+
+class ImpatientGroup:
+    """Does with limits what NCCL does: a call's own is ignored, and a watchdog ends the process at the group's."""
+
+    class Options:
+        _timeout: timedelta
+
+    def __init__(self, store: dist.Store, rank: int, degree: int, options: Options) -> None:
+        self._limit_s = options._timeout.total_seconds()
+        self._group: Any = dist.ProcessGroupGloo(store, rank, degree, timedelta(hours=1))
+
+    def allgather(self, outputs: list[Tensor], tensor: Tensor, limit: timedelta) -> ImpatientGroup:
+        """Enqueues; ``wait`` returns when it is done."""
+        watchdog = threading.Timer(self._limit_s, os._exit, (WATCHDOG,))
+        watchdog.daemon = True
+        watchdog.start()
+        self._group.allgather(outputs, tensor).wait()
+        watchdog.cancel()
+        return self
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+    def abort(self) -> None:
+        """Leaves."""
+        self._group.abort()
+
+
+class DeviceAlone(DeviceCollectives):
+    """Waits on the device as well: what ``DeviceCollectives`` is there to avoid."""
+
+    @property
+    def host(self) -> Collectives:
+        return self
+
+    def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
+        return TorchCollectives.all_gather(self, tensor, timeout_s=timeout_s)
+
+
+def pause_and_step(group: Collectives, path: str, pause_s: float) -> tuple[int, list[int]] | None:
+    """Rank 1 loads later than the others, and rank 0 pauses before and between steps: its greedy tokens."""
+    if group.rank == 1:
+        time.sleep(pause_s)
+    model = load(group, path, torch.float32)
+    return led(model, pausing, pause_s)
+
+
+def pausing(runner: ModelRunner, pause_s: float) -> tuple[int, list[int]]:
+    """Greedy tokens of three steps, each after a pause."""
+    pages = runner.cache.allocate(1)
+    tokens = [11]
+    for at in range(3):
+        time.sleep(pause_s)
+        logits = runner.forward([SequenceStep(tokens[-1:], [at], [at], pages, num_logits=1)])
+        tokens.append(int(logits[0].argmax()))
+    return runner.vocab_size, tokens
 
 
 def load(group: Collectives, path: str, dtype: torch.dtype, compile: bool = False) -> LoadedModel:

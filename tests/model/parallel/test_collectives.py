@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.model.parallel.ranks import Ranks, die
+from tests.model.parallel.ranks import WATCHDOG, Ranks, die, pause_and_step, pausing
+from tests.support.models import save_pair
 from tests.support.rings import slow
 from torch import Tensor
 from torch.distributed import FileStore
 
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import TargetOptions
 from paceline.errors import EngineError
+from paceline.model.loading import load_model
 from paceline.model.parallel import shared_memory
 from paceline.model.parallel.collectives import Collectives, TorchCollectives, sum_in_order
 from paceline.model.parallel.shared_memory import SharedMemoryCollectives, connect
@@ -210,7 +214,7 @@ def test_ranks_that_never_meet_are_told_so(make, tmp_path: Path, monkeypatch: py
     """The other one does not come."""
     assert shared_memory.unavailable() is None
     monkeypatch.setattr(shared_memory, "COMPILE_LIMIT_S", 0.0)
-    options = {} if make is SharedMemoryCollectives else {"device": torch.device("cpu")}
+    options = {"device": torch.device("cpu")} if make is connect else {}
     with pytest.raises(EngineError, match=r"rank 0 of 2 could not .* \(limit 1 s\): "):
         make(FileStore(str(tmp_path / "store"), 2), 0, 2, timeout_s=1.0, **options)
 
@@ -240,3 +244,35 @@ def test_shared_memory_is_chosen_where_all_ranks_have_it(tmp_path: Path) -> None
 
 def kind(group: Collectives) -> str:
     return type(group).__name__
+
+
+LIMIT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_pair(tmp_path_factory.mktemp("models")) / "target")
+
+
+def test_ranks_on_gpus_may_load_at_different_speeds_and_wait_for_work_as_long_as_it_takes(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    """NCCL's watchdog ends a process whose operation is enqueued for longer than the group's limit."""
+    alone = pause_and_step_alone(checkpoint)
+    with Ranks(2, tmp_path) as ranks:
+        first, _ = ranks.run(pause_and_step, checkpoint, 1.5 * LIMIT_S, timeout_s=LIMIT_S, transport="device")
+        assert first == alone
+        assert all(process.is_alive() for process in ranks.processes)
+
+
+def test_ranks_that_wait_on_their_gpus_are_ended(checkpoint: str, tmp_path: Path) -> None:
+    with Ranks(2, tmp_path) as ranks:
+        ranks.start(pause_and_step, checkpoint, 1.5 * LIMIT_S, timeout_s=LIMIT_S, transport="device alone")
+        ranks.processes[0].join(60)
+        assert ranks.processes[0].exitcode == WATCHDOG
+
+
+def pause_and_step_alone(checkpoint: str) -> object:
+    """What one rank computes that holds the whole model."""
+    options = TargetOptions(device="cpu", dtype="float32", compile=False)
+    return pausing(load_model(Checkpoint.open(checkpoint), options).runner(16), 0.0)

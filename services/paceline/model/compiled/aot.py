@@ -119,7 +119,7 @@ def compiled_step(
     step = load_package(path)
     if share is None:
         return step
-    share.group.all_gather(torch.zeros(1), timeout_s=_COMPILE_LIMIT_S)
+    share.group.barrier(timeout_s=_COMPILE_LIMIT_S)
     return _RankStep(step, share.group)
 
 

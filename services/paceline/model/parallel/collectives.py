@@ -38,6 +38,22 @@ class Collectives(ABC):
     def close(self) -> None:
         """Leaves; what the other ranks are waiting for fails at once."""
 
+    @property
+    def host(self) -> Collectives:
+        """The exchange of tensors in host memory: plans, barriers and all waiting that may take long.
+
+        It is this one, unless the ranks' tensors are on accelerators.
+        """
+        return self
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Returns when all ranks have come. Raises as ``all_gather``."""
+        self.host.all_gather(torch.zeros(1), timeout_s=timeout_s)
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values. Raises as ``all_gather``."""
+        return int(self.host.all_gather(torch.tensor([value])).min())
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, as a new tensor of the same dtype. Raises as ``all_gather``."""
         return sum_in_order(self.all_gather(tensor))
@@ -48,12 +64,12 @@ class Collectives(ABC):
         Returns when all ranks have come. ``timeout_s`` holds for them to come, the group's for the bytes.
         """
         assert (payload is not None) == (self.rank == source), "one rank has the message"
-        mine = torch.tensor([len(payload or b"")], device=self.device)
-        length = int(self.all_gather(mine, timeout_s=timeout_s)[source])
-        message = torch.zeros(length, dtype=torch.uint8, device=self.device)
+        host, mine = self.host, torch.tensor([len(payload or b"")])
+        length = int(host.all_gather(mine, timeout_s=timeout_s)[source])
+        message = torch.zeros(length, dtype=torch.uint8)
         if payload:
             message.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        return self.all_gather(message)[source].cpu().numpy().tobytes() if length else b""
+        return host.all_gather(message)[source].numpy().tobytes() if length else b""
 
     def compiled_shims(self) -> dict[Any, list[str]] | None:
         """The operators of this exchange with the C functions that a compiled model calls; None: it cannot."""
@@ -88,25 +104,22 @@ def sum_in_order(gathered: Tensor) -> Tensor:
 
 
 class TorchCollectives(Collectives):
-    """Over torch.distributed: gloo between CPUs, nccl between GPUs. The default process group is left alone."""
+    """Of tensors in host memory over torch.distributed (gloo). The default process group is left alone."""
 
-    def __init__(self, store: Store, rank: int, degree: int, *, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, degree: int, *, timeout_s: float) -> None:
         """``store`` is where the ranks meet; it is given from outside and shared by all of them.
 
         Raises:
             EngineError: not all ranks have come within ``timeout_s``.
         """
-        super().__init__(rank, degree, device=device, timeout_s=timeout_s)
+        super().__init__(rank, degree, device=torch.device("cpu"), timeout_s=timeout_s)
         self._group: Any  # torch's type stubs do not say that its backends gather
-        limit = timedelta(seconds=timeout_s)
         with self._translated("meet the other ranks"):
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = limit
-                self._group = dist.ProcessGroupNCCL(store, rank, degree, options)
-            else:
-                self._group = dist.ProcessGroupGloo(store, rank, degree, limit)
-            self.all_gather(torch.zeros(1, device=device))
+            self._group = self._meet(store)
+            self.all_gather(torch.zeros(1, device=self.device))
+
+    def _meet(self, store: Store) -> Any:
+        return dist.ProcessGroupGloo(store, self.rank, self.degree, timedelta(seconds=self.timeout_s))
 
     def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
         tensor = tensor.contiguous()
@@ -134,3 +147,42 @@ class TorchCollectives(Collectives):
             raise EngineError(
                 f"rank {self.rank} of {self.degree} could not {what} (limit {limit_s:g} s): {reason}"
             ) from error
+
+
+class DeviceCollectives(TorchCollectives):
+    """Of tensors on GPUs over NCCL, inside of steps only; everything that may wait goes over ``host``.
+
+    NCCL has one limit for all that a group does and takes none for a single call: its watchdog ends the *process* that
+    has an operation enqueued for longer. So no rank may wait there for the next step, for another rank's weights or
+    for the first message, and within a step the limit is the ranks' own, ``timeout_s``.
+    """
+
+    def __init__(self, host: Collectives, store: Store, *, device: torch.device) -> None:
+        """``host``: the ranks' exchange of host memory, which this one owns; its limit is also that of steps.
+
+        Raises:
+            EngineError: NCCL cannot connect the ranks.
+        """
+        self._host = host
+        Collectives.__init__(self, host.rank, host.degree, device=device, timeout_s=host.timeout_s)
+        with self._translated("connect its GPU to those of the other ranks"):
+            self._group = self._meet(store)
+            self.barrier()
+            self.all_gather(torch.zeros(1, device=device))
+
+    @property
+    def host(self) -> Collectives:
+        return self._host
+
+    def _meet(self, store: Store) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        return dist.ProcessGroupNCCL(store, self.rank, self.degree, options)
+
+    def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
+        assert timeout_s is None, "NCCL takes no limit for a single call: wait over the hosts"
+        return super().all_gather(tensor)
+
+    def close(self) -> None:
+        self._host.close()
+        super().close()

@@ -67,7 +67,7 @@ def load_shard(
         setattr(model.get_submodule(module), leaf, model.get_parameter(first))
     model.name_or_path = path
     apply_plan(model, plan, group)
-    group.all_gather(torch.zeros(1, device=group.device), timeout_s=_LOAD_LIMIT_S)
+    group.barrier(timeout_s=_LOAD_LIMIT_S)
     return model.to(group.device).eval()
 
 

@@ -289,15 +289,21 @@ def _rank_device(path: str, options: ModelOptions, rendezvous: Rendezvous) -> to
         return device
     num_devices = torch.cuda.device_count()
     if num_devices >= rendezvous.degree:
-        return torch.device("cuda", rendezvous.rank)
+        return _current(torch.device("cuda", rendezvous.rank))
     if rendezvous.store.startswith("file:"):
         raise ConfigError(
             f"tensor_parallel_size of {path!r} is {rendezvous.degree} and there are {num_devices} GPUs: "
             f"at most {num_devices} are allowed here"
         )
-    return torch.device("cuda", 0)
+    return _current(torch.device("cuda", 0))
+
+
+def _current(device: torch.device) -> torch.device:
+    """Makes it this thread's device, which triton launches its kernels on wherever their tensors lie."""
+    torch.cuda.set_device(device)
+    return device
 
 
 def agreed(value: int, group: Collectives | None) -> int:
     """The smallest of the ranks' values."""
-    return value if group is None else int(group.all_gather(torch.tensor([value], device=group.device)).min())
+    return value if group is None else group.least(value)

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.core.native import COMPILE_LIMIT_S, compiled, torch_options
 from paceline.errors import EngineError
-from paceline.model.parallel.collectives import Collectives, TorchCollectives
+from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _TOKEN_BYTES = 16
@@ -41,18 +41,16 @@ def connect(
     timeout_s: float,
     start_timeout_s: float | None = None,
 ) -> Collectives:
-    """The fastest exchange that all ranks have: shared memory on one host, else torch.distributed.
+    """The fastest exchange that all ranks have: between CPUs shared memory on one host, else gloo; between GPUs NCCL
+    beside it.
 
     Raises:
         EngineError: not all ranks have come within ``start_timeout_s`` (None: ``timeout_s``); compiling the operators
             is allowed to take longer.
     """
-    reason = f"the ranks are on {device.type} devices" if device.type != "cpu" else unavailable()
-    mine = {"reason": reason, "host": _host()}
+    mine = {"reason": unavailable(), "host": _host()}
     store.set(f"rank{rank}", json.dumps(mine))
-    limit = (timeout_s if start_timeout_s is None else start_timeout_s) + (
-        COMPILE_LIMIT_S if device.type == "cpu" else 0.0
-    )
+    limit = (timeout_s if start_timeout_s is None else start_timeout_s) + COMPILE_LIMIT_S
     try:
         store.wait([f"rank{i}" for i in range(degree)], timedelta(seconds=limit))
     except RuntimeError as error:
@@ -63,11 +61,20 @@ def connect(
     reasons = [facts["reason"] for facts in all_ranks if facts["reason"]]
     if any(facts["host"] != all_ranks[0]["host"] for facts in all_ranks):
         reasons.append("the ranks are on several hosts")
+    host: Collectives
     if not reasons:
-        return SharedMemoryCollectives(PrefixStore("memory", store), rank, degree, timeout_s=timeout_s)
-    if device.type == "cpu" and rank == 0:
-        log.warning("%d ranks exchange over gloo, which is slower than shared memory: %s", degree, reasons[0])
-    return TorchCollectives(PrefixStore("group", store), rank, degree, device=device, timeout_s=timeout_s)
+        host = SharedMemoryCollectives(PrefixStore("memory", store), rank, degree, timeout_s=timeout_s)
+    else:
+        if rank == 0:
+            log.warning("%d ranks exchange over gloo, which is slower than shared memory: %s", degree, reasons[0])
+        host = TorchCollectives(PrefixStore("group", store), rank, degree, timeout_s=timeout_s)
+    if device.type == "cpu":
+        return host
+    try:
+        return DeviceCollectives(host, PrefixStore("device", store), device=device)
+    except BaseException:
+        host.close()
+        raise
 
 
 def unavailable() -> str | None:
