@@ -135,3 +135,18 @@ def test_ranks_without_a_place_are_refused(target, parts):
         ranks(2, **target)
     for part in parts:
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"deployment_config": {"ray_actor_options": {"num_gpus": 0.5}}}, "ray_actor_options.num_gpus"),
+        ({"placement_group_config": {"bundles": [{"GPU": 1}, {"GPU": 0.25}]}}, "placement_group_config.bundles"),
+    ],
+)
+def test_ranks_need_whole_gpus(settings, key):
+    target = {"engine_kwargs": {"device": "cuda", "tensor_parallel_size": 2}} | settings
+    with pytest.raises(ConfigError, match=rf"{key} gives a rank 0\.\d+ of a GPU while tensor_parallel_size is 2"):
+        ServiceConfig.parse({"target_config": target})
+    one = target | {"engine_kwargs": {"device": "cuda"}}
+    assert ServiceConfig.parse({"target_config": one}).target_config.engine_kwargs.tensor_parallel_size == 1

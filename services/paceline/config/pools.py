@@ -91,6 +91,14 @@ class _Replicas(Strict):
                 "ranks are placed as a group: Ray Serve takes one of them",
             )
         group = self.placement_group_config
+        bundles = [self._rank_bundle(wants_gpu)] if group is None else group.bundles[:num_ranks]
+        if shared := next((bundle["GPU"] for bundle in bundles if 0 < bundle.get("GPU", 0) < 1), None):
+            key = "deployment_config.ray_actor_options.num_gpus" if group is None else "placement_group_config.bundles"
+            raise Fault(
+                key,
+                f"gives a rank {shared:g} of a GPU while tensor_parallel_size is {num_ranks}: two ranks might be "
+                "given the same one, which NCCL refuses; each needs a whole one",
+            )
         if group is not None and len(group.bundles) < num_ranks:
             raise Fault(
                 "placement_group_config.bundles",

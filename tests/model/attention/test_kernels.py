@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.support.models import SLIDING_WINDOW, prompt, random_model
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.model.attention import kernels
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import choose_kernel
 from paceline.model.kv_cache import LayerSpec
@@ -37,7 +39,7 @@ GPU = {
     "capability": (9, 0),
     "dtype": torch.bfloat16,
     "layers": [LayerSpec(8, 128, 128)],
-    "has_triton": True,
+    "no_triton": None,
     "no_native": None,
 }
 CPU = GPU | {"device_type": "cpu", "capability": None}
@@ -62,13 +64,34 @@ def test_the_choice() -> None:
         ({"capability": (7, 5)}, "needs compute capability 8.0, and the device has 7.5"),
         ({"dtype": torch.float64}, "takes float32, float16 and bfloat16, and the model has float64"),
         ({"layers": [LayerSpec(8, 128, 512)]}, "takes head dimensions up to 256, and the model has 512"),
-        ({"has_triton": False}, "needs the package triton, which is not installed"),
+        ({"no_triton": "needs a C compiler"}, "needs a C compiler"),
     ],
 )
 def test_what_cannot_run_is_refused(change: dict, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose_kernel("triton", **GPU | change)
     assert str(caught.value) == f"attention is 'triton', which {reason}: use 'auto' or 'sdpa'"
+
+
+def test_a_machine_that_cannot_compile_the_kernel_says_so_before_it_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    headers = tmp_path / "Python.h"
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    assert kernels.triton_unavailable() == "needs the package triton, which is not installed"
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    assert kernels.triton_unavailable() == "needs a C compiler, and there is none (cc, gcc, clang)"
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    assert kernels.triton_unavailable() == (
+        f"needs Python's headers, and {tmp_path} has no Python.h (Debian: python3-dev)"
+    )
+    headers.touch()
+    assert kernels.triton_unavailable() is None
+    monkeypatch.setenv("CC", "icx")
+    assert kernels.triton_unavailable() == "needs a C compiler, and there is none (icx)"
 
 
 @pytest.mark.parametrize(
@@ -123,6 +146,22 @@ def inputs(rows: int, groups: int, row_len: int, pages: int, key_dim: int, value
     table = torch.randint(0, 9, (rows, pages), generator=generator)
     pools = random(9, PAGE_SIZE, 2, key_dim), random(9, PAGE_SIZE, 2, value_dim)
     return random(rows, 2, groups * row_len, key_dim), *pools, table.to(DEVICE), mask.to(DEVICE, dtype)
+
+
+def test_no_size_of_a_step_makes_triton_compile_another_variant() -> None:
+    """Sizes and the places of tables in a packed buffer change from step to step."""
+    pytest.importorskip("triton")
+    from paceline.model.attention import triton as kernel
+
+    changing = {"num_queries", "row_len", "num_pages", "num_splits"}
+    for function in (kernel._partial, kernel._combined):
+        parameters = getattr(function, "params", None)
+        if parameters is None:
+            pytest.skip("triton's interpreter compiles nothing")
+        fixed = {p.name for p in parameters if p.do_not_specialize or p.is_constexpr}
+        assert changing & {p.name for p in parameters} <= fixed
+        pointers = {p.name for p in parameters if p.do_not_specialize_on_alignment}
+        assert {"table", "mask"} & {p.name for p in parameters} <= pointers
 
 
 @needs_triton

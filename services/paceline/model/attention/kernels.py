@@ -14,7 +14,11 @@ no such masks; FlexAttention would compile its block mask for every shape of a t
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -38,10 +42,11 @@ def choose_kernel(
     capability: tuple[int, int] | None,
     dtype: torch.dtype,
     layers: Sequence[LayerSpec],
-    has_triton: bool,
+    no_triton: str | None,
     no_native: str | None,
 ) -> Kernel:
-    """The kernel to run; ``capability``: of the CUDA device, if it is one; ``no_native``: why not, of a CPU.
+    """The kernel to run. ``capability``: of the CUDA device, if it is one. ``no_triton``, ``no_native``: why this
+    machine cannot build that kernel; None: it can.
 
     Raises:
         ConfigError: ``wanted`` cannot run; the reason in one sentence.
@@ -49,7 +54,7 @@ def choose_kernel(
     if wanted == "sdpa":
         return "sdpa"
     if wanted == "triton":
-        reason = _no_triton(device_type, capability, dtype, layers, has_triton)
+        reason = _no_triton(device_type, capability, dtype, layers) or no_triton
     elif device_type != "cpu":
         reason = f"runs on the CPU only, and the model is on device {device_type!r}"
     elif dtype not in cpu_attention.DTYPES:
@@ -72,7 +77,7 @@ def kernel_for(wanted: Attention, device: torch.device, dtype: torch.dtype, laye
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         dtype=dtype,
         layers=layers,
-        has_triton=importlib.util.find_spec("triton") is not None,
+        no_triton=triton_unavailable() if wanted == "triton" and device.type == "cuda" else None,
         no_native=cpu_attention.unavailable() if asked else None,
     )
 
@@ -82,7 +87,6 @@ def _no_triton(
     capability: tuple[int, int] | None,
     dtype: torch.dtype,
     layers: Sequence[LayerSpec],
-    has_triton: bool,
 ) -> str | None:
     head_dim = max((max(layer.key_dim, layer.value_dim) for layer in layers), default=0)
     if device_type != "cuda" or capability is None:
@@ -93,8 +97,22 @@ def _no_triton(
         return f"takes float32, float16 and bfloat16, and the model has {_name(dtype)}"
     if head_dim > _MOST_HEAD_DIM:
         return f"takes head dimensions up to {_MOST_HEAD_DIM}, and the model has {head_dim}"
-    if not has_triton:
+    return None
+
+
+def triton_unavailable() -> str | None:
+    """Why triton cannot compile a kernel on this machine; None if nothing is known to keep it from that.
+
+    It builds its launcher with a C compiler and Python's headers when a kernel first runs.
+    """
+    if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which is not installed"
+    compiler = os.environ.get("CC")
+    if not any(map(shutil.which, [compiler] if compiler else ["cc", "gcc", "clang"])):
+        return f"needs a C compiler, and there is none ({compiler or 'cc, gcc, clang'})"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return f"needs Python's headers, and {headers} has no Python.h (Debian: python3-dev)"
     return None
 
 

@@ -23,7 +23,12 @@ _PREFETCHED_BYTES = 1 << 15
 """Keys and values of a page that the next one's are loaded beside: two of them fit the shared memory of any device."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Triton compiles a variant for each kind of size (1, multiples of 16, others) and of address, which would happen in the
+# middle of serving. These kernels are compiled once for a model, when its first step runs.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_queries", "row_len", "num_pages", "num_splits"],
+    do_not_specialize_on_alignment=["table", "mask"],
+)
 def _partial(  # type: ignore[no-untyped-def]
     query,
     keys,
@@ -97,7 +102,7 @@ def _partial(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_queries", "num_splits"])  # type: ignore[untyped-decorator]
 def _combined(  # type: ignore[no-untyped-def]
     sums, maxima, totals, result, num_queries, num_splits, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr
 ):

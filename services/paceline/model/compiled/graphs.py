@@ -6,10 +6,12 @@ Recordings of one engine share their working memory, since no two of them run at
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import ConfigError
 from paceline.model.compiled.backend import Backend, DeviceBackend, HostBackend, Replay
@@ -25,6 +27,14 @@ _WARM_UPS = 2
 _RESERVED = 0.02
 """Share of the device's memory that recordings leave to prefill, which runs beside them. A kv_fraction of 0.9 leaves
 a tenth of what the weights do, which recordings come out of."""
+aten = torch.ops.aten
+_WAITING = {
+    *(aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select),
+    *(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave, aten.bincount),
+}
+"""Operators whose result, or its shape, the host has to know."""
+_RECORDING = threading.Lock()
+"""CUDA allows a process one recording at a time, and no wait for the whole device meanwhile."""
 log = logging.getLogger(__name__)
 
 
@@ -42,11 +52,21 @@ class CudaRecorder:
         return bool(free > _RESERVED * total)
 
     def record(self, function: Callable[[], None]) -> Replay:
-        """Records what ``function`` launches as a CUDA graph (``Recorder.record``)."""
+        """Records what ``function`` launches as a CUDA graph (``Recorder.record``). One engine of a process at a time.
+
+        Raises:
+            RuntimeError: ``function`` waits for the device, or does something else that cannot be recorded.
+        """
+        with _RECORDING:
+            return self._record(function)
+
+    def _record(self, function: Callable[[], None]) -> Replay:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
+                function()
+            with WaitingRefused():  # type: ignore[no-untyped-call]
                 function()
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
@@ -55,6 +75,27 @@ class CudaRecorder:
             function()
         replay: Replay = graph.replay
         return replay
+
+
+class WaitingRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators that wait for the device raise RuntimeError in this thread.
+
+    A recording that fails in the middle leaves torch's allocator recording, so that what cannot be recorded has to be
+    found before. (torch's own ``set_sync_debug_mode`` holds for all threads, and other engines may be at work.)
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        packet = func.overloadpacket
+        masks = args[1] if packet in (aten.index, aten.index_put, aten.index_put_) else ()
+        waits = packet in _WAITING or any(mask is not None and mask.dtype == torch.bool for mask in masks)
+        if packet is aten._to_copy:
+            device = (kwargs or {}).get("device")
+            waits = device is not None and device.type == "cpu" and args[0].device.type != "cpu"
+        if waits:
+            raise RuntimeError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
 
 
 def require_graphs(cuda_graphs: CudaGraphs, device: torch.device, *, num_ranks: int = 1) -> None:
