@@ -80,9 +80,9 @@ SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-po
 SERVICE += "--tls-certificate --tls-key --tls-client-ca --api-keys"
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
 FLAGS = {
-    "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --stop "
+    "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --resume --no-resume "
     f"{CONNECTION} "
-    "--max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
+    "--stop --max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --address --dashboard --print-environment --verbose",
     "check": f"{SERVICE} --json",

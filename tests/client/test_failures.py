@@ -44,7 +44,7 @@ ERRORS = [
 def test_every_error_arrives_as_itself(server, generate, error, after):
     server.script = failing(error, after)
     with pytest.raises(type(error)) as caught:
-        generate(server.address, "hi")
+        generate(server.address, "hi", resume=False)
     assert type(caught.value) is type(error)
     assert str(caught.value) == str(error)
     assert isinstance(caught.value.__cause__, grpc.RpcError)
@@ -79,7 +79,7 @@ def test_codes_from_what_is_in_between(server, generate, code, kind, sentence):
     assert type(caught.value) is kind
     server.script = aborting(code, "boom", after=2)
     with pytest.raises(kind, match="boom") as caught:
-        generate(server.address, "hi")
+        generate(server.address, "hi", resume=False)
     if kind is EngineError:
         assert str(caught.value) == f"the stream from {server.address} broke after 4 tokens: boom"
 
@@ -161,7 +161,7 @@ def test_a_failure_after_the_result_changes_nothing(server, generate):
 
 def _until_cut(wire, request_id):
     with Client(wire.address) as client:
-        for index, _ in enumerate(client.generate("hi", request_id=request_id)):
+        for index, _ in enumerate(client.generate("hi", request_id=request_id, resume=False)):
             if index == 5:
                 wire.cut()
 
@@ -169,7 +169,7 @@ def _until_cut(wire, request_id):
 async def _async_until_cut(wire, request_id):
     index = 0
     async with AsyncClient(wire.address) as client:
-        async for _ in client.generate("hi", request_id=request_id):
+        async for _ in client.generate("hi", request_id=request_id, resume=False):
             index += 1
             if index == 5:
                 wire.cut()
@@ -192,7 +192,7 @@ def test_a_server_that_stops_in_mid_stream(generate):
     with FakeService(endless) as server:
         threading.Timer(0.3, server.stop).start()
         with pytest.raises(EngineError, match=f"the stream from {server.address} broke after"):
-            generate(server.address, "hi")
+            generate(server.address, "hi", resume=False)
 
 
 @both

@@ -33,6 +33,8 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     """Stop strings; the text of token i is the one character 0x4E00 + i."""
+    generated: tuple[int, ...] = ()
+    """Output of a broken stream, which the session continues."""
 
 
 class Clock:
@@ -156,6 +158,7 @@ class Pump:
             decode=lambda ids: "".join(chr(0x4E00 + i) for i in ids),
             stop=request.stop,
             eos_token_ids=request.eos_token_ids,
+            generated_token_ids=request.generated,
             clock=self.clock,
         )
         self.sessions[name] = session

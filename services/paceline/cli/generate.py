@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from paceline.config import LocalConfig
 
 _LOCAL_FLAGS = ("local", "target", "draft", "drafter", "dtype", "compile", "tensor_parallel_size")
-_SERVICE_FLAGS = ("timeout", "request_id", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_server_name", "api_key")
+_SERVICE_FLAGS = (
+    *("timeout", "request_id", "resume"),
+    *("tls", "tls_ca", "tls_certificate", "tls_key", "tls_server_name", "api_key"),
+)
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
@@ -42,6 +45,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--address", metavar="HOST:PORT", help="ask a running service instead of --local")
     group.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole request (default: no limit)")
     group.add_argument("--request-id", metavar="ID", help="default: drawn at random")
+    group.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        help="continue a stream whose router or connection is lost (default: on)",
+    )
     add_tls_flags(group)
     add_sampling_flags(parser)
     add_speculation_flags(parser)
@@ -121,6 +129,7 @@ def _run_remote(args: argparse.Namespace, request: Request) -> Iterator[Generati
             timeout_s=args.timeout,
             request_id=args.request_id,
             logprobs=args.logprobs,
+            resume=args.resume is not False,
         ) as stream,
     ):
         yield stream

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import grpc
 
@@ -27,14 +27,9 @@ from paceline.client.connection import (
     cancel_call,
     checked_timeout,
 )
-from paceline.client.transcript import Transcript, explained
+from paceline.client.transcript import Transcript
 from paceline.errors import PacelineError
 from paceline.types import Chunk, ModelInfo, Result, ServerInfo
-from paceline.v1 import generation_pb2 as pb
-from paceline.v1.generation_pb2_grpc import GenerationServiceStub
-
-if TYPE_CHECKING:
-    from paceline.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 T = TypeVar("T")
 
@@ -59,10 +54,14 @@ class AsyncStream(StreamBase, _Closes):
     task, or dropping the last reference, as an ``async for`` loop does that is left early.
     """
 
-    def __init__(self, call: Any, transcript: Transcript, client: object) -> None:
+    def __init__(self, client: AsyncClient, transcript: Transcript) -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(call, transcript, client)
-        self._messages = aiter(call)
+        self._woken = asyncio.Event()
+        super().__init__(client, transcript)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._messages = aiter(self._call)
 
     def __aiter__(self) -> Self:
         return self
@@ -73,11 +72,9 @@ class AsyncStream(StreamBase, _Closes):
         before = task.cancelling() if task is not None else 0
         while not self._transcript.over:
             try:
-                chunk = self._take(await anext(self._messages))
+                chunk = await self._next()
             except StopAsyncIteration:
                 self._transcript.end()
-            except grpc.RpcError as error:
-                self._transcript.end(error)
             except asyncio.CancelledError:  # grpc.aio raises it for a call that was cancelled here, too
                 self.cancel()
                 self._transcript.end()
@@ -88,6 +85,21 @@ class AsyncStream(StreamBase, _Closes):
                     return chunk
         self._transcript.check()
         raise StopAsyncIteration
+
+    async def _next(self) -> Chunk | None:
+        """The chunk of the next message, if it has one; None also if the request was sent again, or has failed."""
+        try:
+            return self._take(await anext(self._messages))
+        except grpc.RpcError as error:
+            pause_s = self._failed(error)
+        if pause_s is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), pause_s)
+            if self._transcript.cancelled or self._client.closed:
+                self._transcript.end(closed=self._client.closed)
+            else:
+                self._begin()
+        return None
 
     @property
     async def result(self) -> Result:
@@ -112,10 +124,18 @@ class AsyncStream(StreamBase, _Closes):
         except RuntimeError:
             here = False
         if here:
-            super().cancel()
+            self._cancel_here()
         else:  # a garbage collector runs in any thread
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
-                self._loop.call_soon_threadsafe(super().cancel)
+                self._loop.call_soon_threadsafe(self._cancel_here)
+
+    def _cancel_here(self) -> None:
+        super().cancel()
+        self.wake()
+
+    def wake(self) -> None:
+        """Ends the wait of a stream that is about to be resumed. Called when the client is closed."""
+        self._woken.set()
 
     def __del__(self) -> None:
         self.cancel()
@@ -124,32 +144,20 @@ class AsyncStream(StreamBase, _Closes):
 class AsyncClient(ClientBase[AsyncStream], _Closes):
     """A client for asyncio. An async context manager; belongs to the event loop that first uses it."""
 
-    def _connect(self) -> None:
-        self._made: tuple[grpc.aio.Channel, GenerationServiceAsyncStub] | None = None
+    def _make_channel(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self.address, self._options)
+        return grpc.aio.secure_channel(self.address, self._credentials, self._options)
 
-    def _connection(self) -> tuple[grpc.aio.Channel, GenerationServiceAsyncStub]:
-        """Channel and stub, made when they are first needed: in the loop that runs then."""
-        if self._made is None:
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(self.address, self._options)
-            else:
-                channel = grpc.aio.secure_channel(self.address, self._credentials, self._options)
-            self._made = channel, GenerationServiceStub(channel)
-        return self._made
-
-    def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> AsyncStream:
-        return AsyncStream(
-            self._connection()[1].Generate(message, timeout=timeout_s, metadata=self._metadata), transcript, self
-        )
+    def _open(self, transcript: Transcript) -> AsyncStream:
+        return AsyncStream(self, transcript)
 
     async def _ask(self, call: Call[T], timeout_s: float) -> T:
-        self._require_open()
+        connection, timeout = self.connection(), checked_timeout(timeout_s)
         try:
-            answer = await call.on(self._connection()[0])(
-                call.request, timeout=checked_timeout(timeout_s), metadata=self._metadata
-            )
+            answer = await call.on(connection.channel)(call.request, timeout=timeout, metadata=self.metadata)
         except grpc.RpcError as error:
-            raise explained(error, self.address, timeout_s, 0) from error
+            raise self._failure(error, connection, timeout_s) from error
         return call.read(answer)
 
     async def cancel(self, request_id: str, *, timeout_s: float = INFO_TIMEOUT_S) -> bool:
@@ -179,6 +187,5 @@ class AsyncClient(ClientBase[AsyncStream], _Closes):
 
     async def aclose(self) -> None:
         """Closes the connection; streams in progress end. Idempotent."""
-        self._closed = True
-        if self._made is not None:
-            await self._made[0].close()
+        for channel in self._close():
+            await channel.close()

@@ -9,6 +9,7 @@ with Client("localhost:9000") as client:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Self, TypeVar
@@ -27,11 +28,9 @@ from paceline.client.connection import (
     cancel_call,
     checked_timeout,
 )
-from paceline.client.transcript import Transcript, explained
+from paceline.client.transcript import Transcript
 from paceline.errors import PacelineError
 from paceline.types import Chunk, ModelInfo, Result, ServerInfo
-from paceline.v1 import generation_pb2 as pb
-from paceline.v1.generation_pb2_grpc import GenerationServiceStub
 
 T = TypeVar("T")
 
@@ -56,6 +55,11 @@ class Stream(StreamBase, _Closes, Iterator[Chunk]):
     last reference, as a ``for`` loop does that is left early.
     """
 
+    def __init__(self, client: Client, transcript: Transcript) -> None:
+        self._lock = threading.RLock()  # a garbage collector may cancel it where it holds the lock already
+        self._woken = threading.Event()
+        super().__init__(client, transcript)
+
     def __next__(self) -> Chunk:
         """The next chunk, waiting for it. Raises the PacelineError that the stream fails with."""
         while not self._transcript.over:
@@ -64,12 +68,21 @@ class Stream(StreamBase, _Closes, Iterator[Chunk]):
             except StopIteration:
                 self._transcript.end()
             except grpc.RpcError as error:
-                self._transcript.end(error)
+                if (pause_s := self._failed(error)) is not None:
+                    self._again(pause_s)
             else:
                 if chunk is not None:
                     return chunk
         self._transcript.check()
         raise StopIteration
+
+    def _again(self, pause_s: float) -> None:
+        self._woken.wait(pause_s)
+        with self._lock:
+            if self._transcript.cancelled or self._client.closed:
+                self._transcript.end(closed=self._client.closed)
+            else:
+                self._begin()
 
     @property
     def result(self) -> Result:
@@ -80,6 +93,16 @@ class Stream(StreamBase, _Closes, Iterator[Chunk]):
         for _ in self:
             pass
         return self._transcript.result
+
+    def cancel(self) -> None:
+        """Ends the request now; what has arrived is its result, finish_reason ``abort``. Any thread may call it."""
+        with self._lock:
+            super().cancel()
+        self.wake()
+
+    def wake(self) -> None:
+        """Ends the wait of a stream that is about to be resumed. Called when the client is closed."""
+        self._woken.set()
 
     def close(self) -> None:
         """Cancels the request if it is still in progress."""
@@ -92,22 +115,20 @@ class Stream(StreamBase, _Closes, Iterator[Chunk]):
 class Client(ClientBase[Stream], _Closes):
     """A blocking client. A context manager; several threads may use it."""
 
-    def _connect(self) -> None:
+    def _make_channel(self) -> grpc.Channel:
         if self._credentials is None:
-            self._channel = grpc.insecure_channel(self.address, self._options)
-        else:
-            self._channel = grpc.secure_channel(self.address, self._credentials, self._options)
-        self._stub = GenerationServiceStub(self._channel)
+            return grpc.insecure_channel(self.address, self._options)
+        return grpc.secure_channel(self.address, self._credentials, self._options)
 
-    def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> Stream:
-        return Stream(self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata), transcript, self)
+    def _open(self, transcript: Transcript) -> Stream:
+        return Stream(self, transcript)
 
     def _ask(self, call: Call[T], timeout_s: float) -> T:
-        self._require_open()
+        connection, timeout = self.connection(), checked_timeout(timeout_s)
         try:
-            answer = call.on(self._channel)(call.request, timeout=checked_timeout(timeout_s), metadata=self._metadata)
+            answer = call.on(connection.channel)(call.request, timeout=timeout, metadata=self.metadata)
         except grpc.RpcError as error:
-            raise explained(error, self.address, timeout_s, 0) from error
+            raise self._failure(error, connection, timeout_s) from error
         return call.read(answer)
 
     def cancel(self, request_id: str, *, timeout_s: float = INFO_TIMEOUT_S) -> bool:
@@ -137,5 +158,5 @@ class Client(ClientBase[Stream], _Closes):
 
     def close(self) -> None:
         """Closes the connection; streams in progress end. Idempotent."""
-        self._closed = True
-        self._channel.close()
+        for channel in self._close():
+            channel.close()

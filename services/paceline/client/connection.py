@@ -1,29 +1,35 @@
 """The parts that the blocking and the asyncio client share: addresses and TLS, the making of requests, the unary RPCs,
-and how long to wait for a service that starts. Nothing here waits.
+the age of connections, and how long to wait for a service that starts. Nothing here waits.
 
-Retries: gRPC itself repeats a call that failed with UNAVAILABLE before the first message came, twice at most. A
-request keeps its id and seed then, so the tokens that a dead router had begun to send and those of the next router
-are equal. After the first message nothing is repeated, nor is a request too large for gRPC's buffer (256 KiB).
+Retries: gRPC itself repeats a unary call that failed with UNAVAILABLE, twice at most; ``retries.py`` decides about
+streams. A connection is left, for new calls, when what served a call was lost, and when it is MAX_CONNECTION_AGE_S old:
+the next one is opened to an address that is looked up anew, so no client stays with machines that are being replaced.
+Streams in progress keep theirs.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stubs
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from paceline.client.transcript import Transcript
+from paceline.client.retries import Retries
+from paceline.client.transcript import Transcript, explained
 from paceline.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -35,18 +41,24 @@ from paceline.errors import (
 )
 from paceline.refusals import explain_parameter
 from paceline.rpc import generation as api
+from paceline.rpc.status import is_lost
 from paceline.types import Chunk, Request, SamplingParams, SpeculationParams, as_prompt, as_stop_strings
 from paceline.v1 import generation_pb2 as pb
+from paceline.v1.generation_pb2_grpc import GenerationServiceStub
+
+log = logging.getLogger(__name__)
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 INFO_TIMEOUT_S = 10.0
+MAX_CONNECTION_AGE_S = 300.0
+"""New calls of a client leave a connection that is about so old."""
 _LONGEST_TIMEOUT_S = 1e9
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 _RETRIES = {
     "methodConfig": [
         {
-            "name": [{"service": _SERVICE}],
+            "name": [{"service": _SERVICE, "method": name} for name in ("Cancel", "GetModelInfo", "GetServerInfo")],
             "retryPolicy": {
                 "maxAttempts": 3,
                 "initialBackoff": "0.1s",
@@ -64,13 +76,14 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_time_ms", 360_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),  # a long silent stream is still pinged
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 3_000),  # gRPC's two minutes would outlast a restart of the service
     ("grpc.service_config", json.dumps(_RETRIES)),
 )
 
 T = TypeVar("T")
-StreamT = TypeVar("StreamT")
+StreamT = TypeVar("StreamT", bound="StreamBase")
 
 
 class Tls(BaseModel):
@@ -227,8 +240,17 @@ class Patience:
         return pause_s
 
 
+class Connection:
+    """A channel, its stub, and when new calls should leave it. Its streams keep it alive."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.stub = GenerationServiceStub(channel)
+        self.until_s = time.monotonic() + random.uniform(0.9, 1.1) * MAX_CONNECTION_AGE_S
+
+
 class ClientBase(Generic[StreamT]):
-    """Base of both clients: address, credentials and the making of requests."""
+    """Base of both clients: address, credentials, connections and the making of requests."""
 
     def __init__(
         self,
@@ -247,20 +269,57 @@ class ClientBase(Generic[StreamT]):
         if tls is not None and credentials is not None:
             raise ConfigError("tls is given, and so are credentials: give one or the other")
         self.address = _checked_address(address)
-        self._metadata = _authorization(os.environ.get("PACELINE_API_KEY") if api_key is None else api_key)
+        self.metadata = _authorization(os.environ.get("PACELINE_API_KEY") if api_key is None else api_key)
         self._credentials = credentials if tls is None else tls.credentials()
         self._options = list(_OPTIONS)
         self._closed = False
         if tls is not None and tls.server_name is not None:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
-        self._connect()
+        self._lock = threading.Lock()
+        self._current: Connection | None = None
+        self._connections: WeakSet[Connection] = WeakSet()  # the current one, and those that streams still have
+        self._streams: WeakSet[StreamBase] = WeakSet()
 
-    def _connect(self) -> None:
+    def _make_channel(self) -> Any:
         raise NotImplementedError
+
+    @property
+    def closed(self) -> bool:
+        """True once the client was closed."""
+        return self._closed
 
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError("the client is closed")
+
+    def connection(self) -> Connection:
+        """The connection for a call that begins now. Raises ValueError if the client is closed."""
+        with self._lock:
+            self._require_open()
+            if self._current is None or time.monotonic() > self._current.until_s:
+                self._current = Connection(self._make_channel())
+                self._connections.add(self._current)
+            return self._current
+
+    def leave(self, connection: Connection) -> None:
+        """Makes later calls open another connection than this one."""
+        with self._lock:
+            if self._current is connection:
+                self._current = None
+
+    def _failure(self, error: grpc.RpcError, connection: Connection, timeout_s: float) -> PacelineError:
+        """The error to raise for a unary call that failed."""
+        if is_lost(error):
+            self.leave(connection)
+        return explained(error, self.address, timeout_s, 0, closed=self._closed)
+
+    def _close(self) -> list[Any]:
+        """Wakes the streams that wait to be resumed, which end; returns the channels to close."""
+        with self._lock:
+            self._closed, self._current = True, None
+        for stream in list(self._streams):
+            stream.wake()
+        return [connection.channel for connection in list(self._connections)]
 
     def generate(
         self,
@@ -272,6 +331,7 @@ class ClientBase(Generic[StreamT]):
         timeout_s: float | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
+        resume: bool = True,
         **sampling_fields: Any,
     ) -> StreamT:
         """Starts a request and returns its stream of chunks.
@@ -280,40 +340,81 @@ class ClientBase(Generic[StreamT]):
         instead of ``sampling``. ``stop``: the text ends before the first of these. ``timeout_s``: for the whole
         stream; None: no limit. ``request_id``: unique among the requests in progress; drawn if absent, as is the
         seed. ``logprobs``: asks for the log probability of every token; without it, ``logprobs`` is empty.
+        ``resume``: a stream whose router or connection is lost continues by itself, no token lost or twice; False:
+        it raises EngineError.
 
         Raises InvalidRequestError for a request that cannot be sent; errors of the service are raised by the stream.
         """
         self._require_open()
         request = _request(prompt, sampling, speculation, stop, request_id, sampling_fields)
+        message = api.request_to_proto(request, logprobs)
         timeout_s = checked_timeout(timeout_s)
-        transcript = Transcript(request, self.address, timeout_s)
-        return self._open(api.request_to_proto(request, logprobs), transcript, timeout_s)
+        stream = self._open(Transcript(request, message, self.address, timeout_s, Retries(resume)))
+        self._streams.add(stream)
+        return stream
 
-    def _open(self, message: pb.GenerateRequest, transcript: Transcript, timeout_s: float | None) -> StreamT:
+    def _open(self, transcript: Transcript) -> StreamT:
         raise NotImplementedError
 
 
 class StreamBase:
     """The operations of a stream that do not wait."""
 
-    def __init__(self, call: Any, transcript: Transcript, client: object) -> None:
-        self._call = call
+    def __init__(self, client: ClientBase[Any], transcript: Transcript) -> None:
+        self._client = client  # its channels live as long as the stream
         self._transcript = transcript
-        self._client = client  # its channel lives as long as the stream
+        self._call: Any = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Sends the request, with what has arrived of its answer."""
+        self._connection = self._client.connection()
+        message, timeout_s = self._transcript.next_call()
+        self._call = self._connection.stub.Generate(message, timeout=timeout_s, metadata=self._client.metadata)
 
     @property
     def request_id(self) -> str:
         """The name of the request, for ``client.cancel``."""
         return self._transcript.request.request_id
 
+    @property
+    def num_resumes(self) -> int:
+        """How often the stream broke, after its first token, and was continued."""
+        return self._transcript.num_resumes
+
     def cancel(self) -> None:
         """Ends the request now; what has arrived is its result, finish_reason ``abort``. Any thread may call it."""
         if not self._transcript.over:
             self._transcript.cancelled = True
-            self._call.cancel()
+            if self._call is not None:
+                self._call.cancel()
+
+    def wake(self) -> None:
+        """Ends the wait of a stream that is about to be resumed. Called when the client is closed."""
+        raise NotImplementedError
 
     def _take(self, message: pb.GenerateResponse) -> Chunk | None:
         chunk = self._transcript.feed(message)
         if self._transcript.over:  # the message could not be read
             self._call.cancel()
         return chunk
+
+    def _failed(self, error: grpc.RpcError) -> float | None:
+        """Takes the end of a call: seconds until the request is sent again; None: the stream is over."""
+        closed = self._client.closed
+        pause_s = None if closed else self._transcript.pause_s(error)
+        if pause_s is None:
+            self._transcript.end(error, closed=closed)
+            return None
+        if is_lost(error):
+            self._client.leave(self._connection)
+        code, name = error.code().name, self._client.address
+        log.info(
+            "the stream %s from %s broke (%s: %s); again in %.2f s",
+            self.request_id,
+            name,
+            code,
+            error.details(),
+            pause_s,
+        )
+        return pause_s

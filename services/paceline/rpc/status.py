@@ -8,6 +8,7 @@ client and service: gRPC itself, a proxy, Ray Serve.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import cast
 
@@ -22,6 +23,7 @@ from paceline.errors import (
     PacelineError,
     RequestCancelledError,
     ResourceExhaustedError,
+    RouterStoppedError,
     UnauthenticatedError,
     by_name,
 )
@@ -48,6 +50,9 @@ _CODES: dict[type[PacelineError], grpc.StatusCode] = {
     RequestCancelledError: grpc.StatusCode.CANCELLED,
     EngineError: grpc.StatusCode.UNAVAILABLE,
 }
+
+_LOST = r"Stream removed|RST_STREAM|http2 header with status: 5\d\d"
+"""Texts of gRPC's own about a stream that its connection, or a proxy, gave up."""
 
 _ERRORS: dict[grpc.StatusCode, type[PacelineError]] = {
     **{code: kind for kind, code in _CODES.items()},
@@ -89,9 +94,32 @@ def from_rpc_error(error: grpc.RpcError) -> PacelineError:
     return kind(message)
 
 
+def is_lost(error: grpc.RpcError) -> bool:
+    """Returns True if what served the call went away, so that another server may go on with it.
+
+    A connection that ends takes its streams with it as UNAVAILABLE; a proxy that loses its server resets each stream
+    (CANCELLED or INTERNAL) or answers with an HTTP status (UNKNOWN). A call that was cancelled here looks the same.
+    """
+    if is_ours(error):
+        return isinstance(from_rpc_error(error), RouterStoppedError)
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return True
+    unnamed = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+    return unnamed and re.search(_LOST, error.details() or "") is not None
+
+
 def is_ours(error: grpc.RpcError) -> bool:
     """Returns True if a Paceline server sent this status, rather than gRPC or a proxy."""
     return ERROR_TRAILER in _trailers(error)
+
+
+def pushback_s(error: grpc.RpcError) -> float | None:
+    """Returns the server's hint when to try again, in seconds: infinity for never; None if it gives none."""
+    try:
+        value = int(_trailers(error)[RETRY_TRAILER])
+    except (KeyError, ValueError):
+        return None
+    return value / 1000 if value >= 0 else math.inf
 
 
 def _trailers(error: grpc.RpcError) -> dict[str, str]:
