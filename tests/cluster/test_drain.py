@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from paceline.cluster import drain as drain_module
+from paceline.cluster import local_streams
 from paceline.cluster.drain import drain
 
 pytest.importorskip("ray", reason="the states and reasons are Ray's")
@@ -58,10 +60,11 @@ class Clock:
         self.now += seconds
 
 
-def run(timeout_s=60.0, nodes=None, **options):
+def run(timeout_s=60.0, nodes=None, streams_until=0.0, **options):
     clock = Clock()
     cluster = FakeCluster(*(nodes or (Node("a", "10.0.0.1"), Node("b", "10.0.0.2"))), clock=clock, **options)
-    out = drain(cluster, "10.0.0.2", timeout_s, clock=clock, sleep=clock.sleep)
+    streams = {"num_streams": lambda: int(clock.now < 1000.0 + streams_until), "clock": clock, "sleep": clock.sleep}
+    out = drain(cluster, "10.0.0.2", timeout_s, **streams)
     return out, cluster, clock.now - 1000.0
 
 
@@ -103,6 +106,73 @@ def test_a_cluster_that_is_gone_is_waited_for_only_a_while():
     assert 10 + 15 <= took <= 10 + 18
 
 
+def test_streams_that_run_here_are_waited_for_though_the_cluster_is_silent():
+    """The head stops at once when a cluster is deleted; the streams of its routers do not."""
+    out, _, took = run(lasts_s=1e9, gone_at=1000.0, streams_until=40.0)
+    assert out
+    assert 40 <= took <= 42
+    out, _, took = run(lasts_s=1e9, gone_at=1000.0, streams_until=1e9)
+    assert not out
+    assert took >= 60
+    out, _, took = run(nodes=(Node("a", "10.0.0.1"),), streams_until=7.0)
+    assert (out, took) == (True, 7.0)
+
+
+def test_streams_of_a_node_that_still_drains_are_left_to_the_cluster():
+    out, _, took = run(lasts_s=5.0, streams_until=5.0)
+    assert out
+    assert 5 <= took <= 7
+
+
+def test_without_a_cluster_only_streams_are_waited_for():
+    clock = Clock()
+    assert drain(None, "here", 60.0, num_streams=lambda: clock.now < 1012.0, clock=clock, sleep=clock.sleep)
+    assert 12 <= clock.now - 1000.0 <= 13
+
+
+def test_streams_are_counted_over_the_processes_of_this_machine_that_live(tmp_path, monkeypatch):
+    folder = tmp_path / "streams"
+    assert local_streams.count(folder) == 0
+    for pid, num_streams in ((11, 2), (12, 3), (13, 4)):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        local_streams.note(num_streams, folder)
+    assert local_streams.count(folder) == 9
+    os.utime(folder / "12", (0, 0))  # killed: nobody writes it any more
+    assert local_streams.count(folder) == 6
+    local_streams.note(0, folder)
+    assert local_streams.count(folder) == 2
+    (folder / "14").write_text("")
+    assert local_streams.count(folder) == 2
+    local_streams.note(1, folder / "11" / "no-folder")
+
+
+def deadline_of(monkeypatch, *arguments):
+    seen = []
+    monkeypatch.setattr(drain_module, "drain", lambda cluster, address, timeout_s: seen.append(timeout_s) or True)
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address_or_die", _missing)
+    assert drain_module.main(list(arguments)) == 0
+    return seen[0]
+
+
+def _missing(address):
+    raise ConnectionError("no Ray here")
+
+
+def test_the_deadline_leaves_a_successor_time_to_start(monkeypatch):
+    """Serve stops a replica ``graceful_shutdown_timeout_s`` before the deadline, whatever its successor does."""
+    assert deadline_of(monkeypatch) == 600 + 900
+    assert deadline_of(monkeypatch, "--graceful-s", "1830") == 1830 + 900
+    assert deadline_of(monkeypatch, "--graceful-s", "1830", "--cold-start-s", "60") == 1890
+    assert deadline_of(monkeypatch, "--timeout-s", "2760") == 2760
+
+
+@pytest.mark.parametrize("flag", ["--graceful-s", "--cold-start-s"])
+def test_a_time_below_zero_is_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        drain_module.main([flag, "-1"])
+    assert f"{flag} is -1: it must be at least 0" in capsys.readouterr().err
+
+
 def test_the_command_refuses_a_time_out_that_is_none(capsys):
     with pytest.raises(SystemExit) as ended:
         drain_module.main(["--timeout-s", "0"])
@@ -111,8 +181,5 @@ def test_the_command_refuses_a_time_out_that_is_none(capsys):
 
 
 def test_without_ray_there_is_nothing_to_drain(monkeypatch):
-    def missing(address):
-        raise ConnectionError("no Ray here")
-
-    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address_or_die", missing)
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address_or_die", _missing)
     assert drain_module.main(["--timeout-s", "5"]) == 0

@@ -1,11 +1,15 @@
 """Takes this Ray node out of the cluster without a client noticing: what a pod runs before it is stopped.
 
-    python -m paceline.cluster.drain --timeout-s 1860
+    python -m paceline.cluster.drain --graceful-s 1830 --cold-start-s 900
 
     node drains ──▶ Serve starts successors elsewhere ──▶ sessions move or end ──▶ the proxy is idle ──▶ Ray leaves
 
-Returns when Ray has left the node, when the cluster is gone, or after the time-out. Exit status: 0 the node is out or
-there is nothing to drain, 1 it is not.
+Serve stops a replica of a node that drains ``graceful_shutdown_timeout_s`` before the node's deadline, whether its
+successor runs or not. So the deadline is that time and the cold start of a successor: ``--graceful-s`` and
+``--cold-start-s``, or their sum as ``--timeout-s``.
+
+Returns when Ray has left the node, when the cluster is gone and no replica here serves a stream any more, or after the
+time-out. Exit status: 0 the node is out or there is nothing to drain, 1 it is not.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from paceline.cluster import local_streams
+
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _GONE_AFTER_S = 15.0
 """Without an answer for so long the cluster is taken for gone."""
+_GRACEFUL_S, _COLD_START_S = 600.0, 900.0
 _RPC_TIMEOUT_S = 5.0
 
 
@@ -36,32 +43,38 @@ class Cluster(Protocol):
 
 
 def drain(
-    cluster: Cluster,
+    cluster: Cluster | None,
     address: str,
     timeout_s: float,
     *,
+    num_streams: Callable[[], int] = local_streams.count,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Drains the node at an IP address; True if it has left or there is none.
+    """Drains the node at an IP address; True if it has left or there is none, and nothing here serves a stream.
 
     Ray is told that the node ends after ``timeout_s``: until then it takes nothing new, and Serve replaces its replicas
-    before it stops them.
+    before it stops them. A cluster that is gone (None: from the beginning) drains nothing: what runs here only ends.
     """
     until, answered = clock() + timeout_s, clock()
-    asked = False
+    asked = waiting = False
     while clock() < until:
-        try:
-            node_id = _alive(cluster, address)
-            if node_id is None:
-                return True
-            if not asked:
-                asked = _ask(cluster, node_id, until)
-            answered = clock()
-        except Exception as error:  # whatever Ray's client raises when nobody answers
-            log.info("the cluster does not answer: %s", error)
-            if clock() - answered > _GONE_AFTER_S:
-                return True
+        gone = cluster is None
+        if cluster is not None:
+            try:
+                node_id = _alive(cluster, address)
+                gone = node_id is None
+                if node_id is not None and not asked:
+                    asked = _ask(cluster, node_id, until)
+                answered = clock()
+            except Exception as error:  # whatever Ray's client raises when nobody answers
+                log.info("the cluster does not answer: %s", error)
+                gone = clock() - answered > _GONE_AFTER_S
+        if gone and not num_streams():
+            return True
+        if gone and not waiting:
+            waiting = True
+            log.info("the cluster is gone, and %d streams still run here: they are waited for", num_streams())
         sleep(_POLL_S)
     return False
 
@@ -88,24 +101,40 @@ def _ask(cluster: Cluster, node_id: str, until_s: float) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(prog="python -m paceline.cluster.drain", description=__doc__.splitlines()[0])
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="longest wait (default 600)")
+    parser.add_argument(
+        "--graceful-s",
+        type=float,
+        default=_GRACEFUL_S,
+        help=f"longest graceful_shutdown_timeout_s of the replicas here (default {_GRACEFUL_S:g})",
+    )
+    parser.add_argument(
+        "--cold-start-s",
+        type=float,
+        default=_COLD_START_S,
+        help=f"time that a successor needs until it serves (default {_COLD_START_S:g})",
+    )
+    parser.add_argument("--timeout-s", type=float, help="longest wait (default: the sum of the two above)")
     parser.add_argument("--address", default="auto", help="of Ray's control store (default: RAY_ADDRESS, or found)")
     args = parser.parse_args(arguments)
-    if args.timeout_s <= 0:
-        parser.error(f"--timeout-s is {args.timeout_s:g}: it must be more than 0")
+    for name in ("graceful_s", "cold_start_s"):
+        if not getattr(args, name) >= 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name):g}: it must be at least 0")
+    timeout_s = args.graceful_s + args.cold_start_s if args.timeout_s is None else args.timeout_s
+    if not timeout_s > 0:
+        parser.error(f"--timeout-s is {timeout_s:g}: it must be more than 0")
     logging.basicConfig(level=logging.INFO, format="paceline: %(message)s", stream=sys.stderr)
     import ray
     from ray._private.services import canonicalize_bootstrap_address_or_die
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, without stubs
 
+    started = time.monotonic()
+    cluster, address = None, "this node"
     try:
         cluster = GcsClient(address=canonicalize_bootstrap_address_or_die(args.address))
         address = ray.util.get_node_ip_address()
-    except Exception as error:  # Ray is not running here any more
-        log.info("nothing to drain: %s", error)
-        return 0
-    started = time.monotonic()
-    out = drain(cluster, address, args.timeout_s)
+    except Exception as error:  # Ray is not running here any more, or its head is gone
+        log.info("no cluster to leave: %s", error)
+    out = drain(cluster, address, timeout_s)
     log.info("%s %s after %.0f s", address, "has left" if out else "has not left", time.monotonic() - started)
     return 0 if out else 1
 

@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from paceline import logs
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cluster import local_streams
 from paceline.cluster.encryption import encrypt_ingress
 from paceline.cluster.replicas import (
     CONTROL_TIMEOUT_S,
@@ -95,6 +96,7 @@ class Ingress:
             token=internal_token(),
             certificates=internal,
         )
+        count_departures_as_cancelled()
         self._service = GenerationService(self._router)
         longest, allowed = self._service.bounds.max_message_bytes, config.server.max_message_bytes
         if longest > allowed:
@@ -301,6 +303,7 @@ class Ingress:
     async def _report(self) -> None:
         self._reload()
         num_queued = self._router.num_queued
+        local_streams.note(self._router.num_running + num_queued)
         status = ReplicaStatus(
             self._replica_id,
             "router",
@@ -344,6 +347,23 @@ class Ingress:
             log.info("the other routers could not be asked: %s", error)
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def count_departures_as_cancelled() -> None:
+    """Makes Serve count a stream that its client has left as cancelled, and not log it as an error of the service.
+
+    grpc.aio closes the generator of a call that is cancelled while a message is written, and Serve takes GeneratorExit
+    for an unexpected error; where the generator waits it gets CancelledError, which Serve knows.
+    """
+    from ray.serve._private import replica
+
+    status_of = replica.get_grpc_response_status
+
+    def status(exc: BaseException, request_timeout_s: float | None, request_id: str) -> Any:
+        left = isinstance(exc, GeneratorExit)
+        return status_of(asyncio.CancelledError() if left else exc, request_timeout_s, request_id)
+
+    replica.get_grpc_response_status = status
 
 
 def _set_status(grpc_context: Any, error: Exception) -> None:

@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from paceline import logs
 from paceline.checkpoint.tokenizer import load_tokenizer, require_same_tokens
+from paceline.cluster import local_streams
 from paceline.cluster.rank_actors import actor_ranks
 from paceline.config import (
     DraftSetup,
@@ -208,6 +209,8 @@ class EngineDeployment:
     async def _report(self) -> None:
         assert self._monitor is not None
         status = self._host.status()
+        if self.kind == "target":  # nobody waits for a draft
+            local_streams.note(status.num_sessions)
         self._metrics.update(status)
         own = {"leases": float(self._num_leases), "asyncio_tasks": float(len(asyncio.all_tasks()))}
         status = replace(status, counters={**status.counters, **own})
