@@ -189,6 +189,10 @@ def test_every_cancel_frees_the_session_everywhere(app, how):
         assert await ended(app) == finished, "a cancelled request ran to its end"
 
     finish(run())
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+    texts = [file.read_text(errors="replace") for file in logs.glob("replica_paceline_Router*")]
+    assert len(texts) >= 2
+    assert not any("GeneratorExit" in text for text in texts), "a client that leaves is no error"
 
 
 async def ended(app):

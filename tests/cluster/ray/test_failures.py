@@ -163,17 +163,24 @@ async def speculates(app):
 
 @dataclass
 class Traffic:
-    """Streams without end on two connections: when one has ended the same request follows."""
+    """Streams without end: when one has ended the same request follows.
+
+    Each prompt runs over the bare protocol, on a connection of its own, and through the project's client. ``resuming``:
+    through that alone, which continues the streams of a router that is lost.
+    """
 
     app: object
     expected: dict
+    resuming: bool = False
+    num_resumes: int = 0
     gaps: list = field(default_factory=list)
     num_streams: int = 0
     _stopping: bool = False
 
     async def __aenter__(self):
         self._begun = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._run(prompt)) for prompt in PROMPTS]
+        runs = [self._resume] if self.resuming else [self._run, self._resume]
+        self._tasks = [asyncio.create_task(run(prompt)) for run in runs for prompt in PROMPTS]
         async with asyncio.timeout(30):
             await self._begun.wait()
         return self
@@ -201,6 +208,21 @@ class Traffic:
                 assert token_ids == self.expected[prompt]
                 assert complete is not None
                 assert complete.completion_tokens == NUM_TOKENS
+                self.num_streams += 1
+                self.gaps += [b - a for a, b in itertools.pairwise(times)]
+
+    async def _resume(self, prompt):
+        async with AsyncClient(self.app.address) as client:
+            while not self._stopping:
+                stream, times = client.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True), []
+                async for _ in stream:
+                    times.append(time.monotonic())
+                    if len(times) == 4:
+                        self._begun.set()
+                result = await stream.result
+                assert list(result.token_ids) == self.expected[prompt]
+                assert result.usage.completion_tokens == NUM_TOKENS
+                self.num_resumes += stream.num_resumes
                 self.num_streams += 1
                 self.gaps += [b - a for a, b in itertools.pairwise(times)]
 
@@ -261,9 +283,25 @@ def report(what, traffic):
 
 
 def test_a_rolling_update_of_everything_breaks_no_stream(two):
-    report("rolling update of everything", two.rolled)
+    report(f"rolling update of everything, {two.rolled.num_resumes} streams resumed", two.rolled)
     assert two.rolled.num_streams > 4
     assert two.rolled.longest_s < STEP_S + TARGET_TIMEOUT_S + SLACK_S
+
+
+def test_a_killed_router_breaks_no_stream_of_the_client(two, expected):
+    """Of which router a stream is, its proxy decides: the busiest one is killed until that has hit a stream."""
+
+    async def run():
+        async with Traffic(two, expected, resuming=True) as traffic:
+            while not traffic.num_resumes:
+                pid = await busiest(two, "router")
+                os.kill(pid, signal.SIGKILL)
+                await replaced(two, "router", pid)
+                await settled(two, target=2)
+        report(f"router killed, {traffic.num_resumes} streams resumed", traffic)
+        await assert_all_free(two)
+
+    finish(run())
 
 
 @pytest.mark.nightly
@@ -347,15 +385,16 @@ def test_a_draft_that_hangs_for_long_is_replaced(two, expected):
 # -- targets ----------------------------------------------------------------------------------------------------------
 
 
-async def busiest(app):
-    """Pid of a target that serves a session now."""
+async def busiest(app, kind="target"):
+    """Pid of a replica that serves a session now."""
 
     async def serving():
-        statuses = [status for seen in await app.ask("Router", "statuses") for status in seen.get("target", [])]
+        async with AsyncClient(app.address) as client:
+            statuses = (await client.server_info()).pools.get(kind, ())
         best = max(statuses, key=lambda status: status.num_sessions, default=None)
         return best.pid if best is not None and best.num_sessions else None
 
-    return await until(serving, 10, "a target serves")
+    return await until(serving, 10, f"a {kind} serves")
 
 
 def test_streams_of_a_killed_target_go_on_at_the_other(two, expected):

@@ -8,7 +8,10 @@ import logging
 import grpc
 import pytest
 
-pytest.importorskip("ray", reason="the log is Serve's")
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 @pytest.mark.parametrize("error", [GeneratorExit(), asyncio.CancelledError()], ids=["while written", "while awaited"])
