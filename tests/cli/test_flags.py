@@ -85,7 +85,7 @@ FLAGS = {
     "--stop --max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --address --dashboard --print-environment --verbose",
-    "check": f"{SERVICE} --json",
+    "check": f"{SERVICE} --json --against",
     "config": f"{SERVICE} --markdown",
     "demo": f"{MODEL} --local --verbose --max-tokens --temperature --seed --repeats",
     "status": "--address --json --watch --timeout " + CONNECTION,
