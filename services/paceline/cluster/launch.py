@@ -24,7 +24,7 @@ from typing import Any, Self
 from paceline.cluster import janitor
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
-from paceline.cluster.watch import Watch, first_line, gist, say
+from paceline.cluster.watch import StatusSource, Watch, first_line, gist, say
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.security import haproxy
@@ -32,6 +32,7 @@ from paceline.security import haproxy
 log = logging.getLogger(__name__)
 
 _POLL_S, _READY_POLL_S = 0.5, 3.0
+_GOODBYE_S = 10.0
 _OBJECT_STORE_BYTES = 80 << 20
 _MANY = 16
 
@@ -63,6 +64,7 @@ class Service:
         self._signals: list[int] = []
         self._deployed = False
         self._stopping: asyncio.Event | None = None
+        self._status = StatusSource()
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -161,8 +163,7 @@ class Service:
         from paceline.cluster.app import APPLICATION
 
         try:
-            others = set(serve.status().applications) - {APPLICATION}
-            if self._address is None or not others:
+            if self._address is None or not set(self._status.ask().result(_GOODBYE_S).applications) - {APPLICATION}:
                 serve.shutdown()
             elif self._deployed:
                 serve.delete(APPLICATION)
@@ -178,12 +179,14 @@ class Service:
     # -- from deployment to ready, and after ---------------------------------------------------------------
 
     async def _run(self) -> None:
+        from paceline.cluster.app import APPLICATION
+
         self._stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt, number, None)
         try:
-            watch = Watch()
+            watch = Watch(APPLICATION, self._status.ask)
             while not self._stopping.is_set():
                 await watch.poll()
                 if watch.became_ready():

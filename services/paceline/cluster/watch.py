@@ -1,12 +1,19 @@
-"""The way of a deployed service from its start to "ready", and its end, told on standard error."""
+"""The way of a deployed service from its start to "ready", and its end, told on standard error.
+
+A service is ended by evidence alone: Serve says that the application failed, or a process of our own Ray is dead. That
+Serve does not answer is none: its controller may be busy, paused or on its way back, and streams need none of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import re
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import EngineError, PacelineError, by_name
@@ -15,19 +22,79 @@ if TYPE_CHECKING:
     from paceline.types import Startup
 
 _REPEAT_S = 10.0
-_GONE_AFTER_S = 10.0
-"""Without an answer for so long Ray is taken for dead."""
+_ANSWER_S = 2.0
+"""Longest wait for Serve in one round: what has died meanwhile must be seen."""
+_SILENT_AFTER_S, _SILENT_REPEAT_S = 10.0, 600.0
+"""Silence is reported after ``_SILENT_AFTER_S``, again when it is twice as long, and so on, at least every
+``_SILENT_REPEAT_S``."""
+
+Question = concurrent.futures.Future[Any]
+"""A question to Serve that may never be answered."""
+
+
+class StatusSource:
+    """Asks Serve for its status, in a thread that nobody waits for, and one question at a time.
+
+    ``serve.status`` has no deadline, and blocks for as long as the controller is paused.
+    """
+
+    def __init__(self, status: Callable[[], Any] | None = None) -> None:
+        """``status``: ``serve.status``, unless it is given."""
+        self._status = status or _serve_status
+        self._question: Question | None = None
+
+    def ask(self) -> Question:
+        """The question that is open; a new one if the last has been answered."""
+        if self._question is None or self._question.done():
+            self._question = Question()
+            self._question.set_running_or_notify_cancel()
+            threading.Thread(target=self._answer, args=(self._question,), name="paceline-status", daemon=True).start()
+        return self._question
+
+    def _answer(self, question: Question) -> None:
+        try:
+            question.set_result(self._status())
+        except BaseException as error:
+            question.set_exception(error)
+
+
+def _serve_status() -> Any:
+    from ray import serve
+
+    return serve.status()
+
+
+def dead_process() -> str | None:
+    """The process of a Ray that this process has started without which nothing can go on, if it has ended."""
+    from ray._private.worker import _global_node
+
+    if _global_node is None:
+        return None
+    for kind, process in _global_node.dead_processes():
+        if kind in ("gcs_server", "raylet"):
+            return f"Ray's {kind} (pid {process.pid}) has ended with status {process.returncode}"
+    return None
 
 
 class Watch:
     """Asks Serve and the monitor how things are, and says what has changed."""
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
+    def __init__(
+        self,
+        application: str,
+        ask: Callable[[], Question],
+        dead: Callable[[], str | None] = dead_process,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``ask`` asks for Serve's status. ``dead`` names what has ended without which the service cannot go on."""
+        self._application, self._ask, self._dead, self._clock = application, ask, dead, clock
+        self._started = clock()
         self.is_ready = self._announced = False
         self._running: dict[str, tuple[int, int]] = {}
         self._said: dict[str, tuple[str, float]] = {}
-        self._answered = time.monotonic()
+        self._answered = clock()
+        self._silence_said_s = 0.0
+        """Length of the silence when it was last reported; 0: it was not."""
 
     def became_ready(self) -> bool:
         """True once."""
@@ -36,18 +103,21 @@ class Watch:
 
     async def poll(self) -> None:
         """One round of questions. Raises ConfigError or EngineError if the service cannot come up or is gone."""
-        from ray import serve
-
-        from paceline.cluster.app import APPLICATION
-
-        try:
-            status = await asyncio.wait_for(asyncio.to_thread(serve.status), 10)
-            self._answered = time.monotonic()
-        except Exception as error:
-            if time.monotonic() - self._answered > _GONE_AFTER_S:
-                raise EngineError(f"Ray does not answer any more: {first_line(error)}") from error
+        if (ended := self._dead()) is not None:
+            raise EngineError(ended)
+        question = self._ask()
+        answer = asyncio.wrap_future(question)
+        await asyncio.wait([answer], timeout=_ANSWER_S)
+        if not answer.done():
+            answer.cancel()  # the question stays open
+            self._note_silence("")
             return
-        application = status.applications.get(APPLICATION)
+        if (error := answer.exception()) is not None:
+            self._note_silence(first_line(error))
+            return
+        self._note_answer()
+        status = answer.result()
+        application = status.applications.get(self._application)
         if application is None:
             return
         for name, deployment in application.deployments.items():
@@ -57,6 +127,20 @@ class Watch:
             raise reason_of("\n".join([application.message, *messages]))
         if not self.is_ready:
             await self._look_at_start(application)
+
+    def _note_silence(self, reason: str) -> None:
+        """Says that Serve is silent: after a while, and then ever more rarely."""
+        silence = self._clock() - self._answered
+        if silence < _SILENT_AFTER_S or silence < self._silence_said_s + min(self._silence_said_s, _SILENT_REPEAT_S):
+            return
+        self._silence_said_s = silence
+        goes_on = "what runs goes on, but nothing is replaced or scaled until it does"
+        say(f"Serve's controller has not answered for {silence:.0f} s{reason and f' ({reason})'}: {goes_on}")
+
+    def _note_answer(self) -> None:
+        if self._silence_said_s:
+            say(f"Serve's controller answers again, after {self._clock() - self._answered:.0f} s")
+        self._answered, self._silence_said_s = self._clock(), 0.0
 
     def _look_at(self, name: str, deployment: Any) -> None:
         states = {_name(state): count for state, count in deployment.replica_states.items()}
@@ -73,25 +157,26 @@ class Watch:
             self._say_once(name, gist(message))
 
     async def _look_at_start(self, application: Any) -> None:
+        monitored = self._running.get("Monitor", (0, 0))[0] > 0
+        if not monitored and _name(application.status) != "RUNNING":
+            return
         from ray import serve
 
-        from paceline.cluster.app import APPLICATION
-
-        if self._running.get("Monitor", (0, 0))[0]:
-            monitor = serve.get_deployment_handle("Monitor", APPLICATION)
+        if monitored:
+            monitor = serve.get_deployment_handle("Monitor", self._application)
             with contextlib.suppress(Exception):
                 starting: list[Startup] = await asyncio.wait_for(monitor.starting.remote(), 2)
                 for startup in starting:
                     self._say_once(startup.replica_id, f"{startup.kind} {startup.replica_id}: {startup.doing}")
         if _name(application.status) == "RUNNING":
-            router = serve.get_deployment_handle("Router", APPLICATION)
+            router = serve.get_deployment_handle("Router", self._application)
             with contextlib.suppress(Exception):
                 self.is_ready = await asyncio.wait_for(router.is_ready.remote(), 2)
 
     def _say_once(self, key: str, text: str) -> None:
         """Again after a while, with the time since the start: a user wants to see that it is alive."""
         said, when = self._said.get(key, ("", 0.0))
-        now = time.monotonic()
+        now = self._clock()
         if text and (text != said or now - when > _REPEAT_S):
             self._said[key] = (text, now)
             say(f"{text} ({now - self._started:.0f} s)")

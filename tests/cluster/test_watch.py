@@ -1,0 +1,123 @@
+"""What ends ``paceline serve``: evidence, never silence. A Serve of our own making on a clock of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.cluster import watch
+from paceline.cluster.watch import Question, StatusSource, Watch
+from paceline.errors import ConfigError, EngineError
+
+
+class Serve:
+    """A status source that answers, fails or is silent, and a clock that every question moves."""
+
+    def __init__(self, every_s: float = 1.0) -> None:
+        self.now_s, self.every_s = 0.0, every_s
+        self.dead: str | None = None
+        self.fails: Exception | None = None
+        self.silent = False
+        self.status = "DEPLOYING"
+        self.message = ""
+
+    def ask(self) -> Question:
+        self.now_s += self.every_s
+        question = Question()
+        question.set_running_or_notify_cancel()
+        if self.fails is not None:
+            question.set_exception(self.fails)
+        elif not self.silent:
+            deployment = SimpleNamespace(
+                status=self.status, message=self.message, replica_states={"RUNNING": 0, "STARTING": 1}
+            )
+            application = SimpleNamespace(status=self.status, message=self.message, deployments={"Target:t": deployment})
+            question.set_result(SimpleNamespace(applications={"paceline": application}))
+        return question
+
+    def watch(self) -> Watch:
+        return Watch("paceline", self.ask, lambda: self.dead, lambda: self.now_s)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_waits(monkeypatch):
+    monkeypatch.setattr(watch, "_ANSWER_S", 0.0)
+
+
+def polls(watched: Watch, count: int) -> None:
+    async def run():
+        for _ in range(count):
+            await watched.poll()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("fails", [None, RuntimeError("The actor is temporarily unavailable")])
+def test_silence_ends_nothing_and_is_told_ever_more_rarely(capsys, fails, ready):
+    serve = Serve()
+    watched = serve.watch()
+    polls(watched, 3)
+    watched.is_ready = ready
+    serve.fails, serve.silent = fails, fails is None
+    capsys.readouterr()
+    polls(watched, 3600)  # an hour
+    told = [line for line in capsys.readouterr().err.splitlines() if "has not answered" in line]
+    seconds = [int(line.split(" for ")[1].split()[0]) for line in told]
+    assert seconds[:6] == [10, 20, 40, 80, 160, 320]
+    assert max(b - a for a, b in zip(seconds, seconds[1:], strict=False)) <= 640
+    assert len(seconds) < 14
+    assert all(("temporarily unavailable" in line) is (fails is not None) for line in told)
+    serve.fails, serve.silent = None, False
+    polls(watched, 1)
+    assert "answers again" in capsys.readouterr().err
+    polls(watched, 1)
+    assert "answer" not in capsys.readouterr().err
+
+
+def test_a_short_silence_is_not_worth_a_word(capsys):
+    serve = Serve()
+    watched = serve.watch()
+    polls(watched, 1)
+    serve.silent = True
+    polls(watched, 9)
+    serve.silent = False
+    polls(watched, 1)
+    assert "answer" not in capsys.readouterr().err
+
+
+def test_a_dead_process_of_our_own_ray_ends_it_at_once_even_in_silence():
+    serve = Serve()
+    serve.silent, serve.dead = True, "Ray's gcs_server (pid 7) has ended with status -9"
+    with pytest.raises(EngineError, match="gcs_server"):
+        polls(serve.watch(), 1)
+
+
+def test_a_failed_application_ends_it():
+    serve = Serve()
+    serve.status, serve.message = "DEPLOY_FAILED", "paceline.errors.ConfigError: no weights there"
+    with pytest.raises(ConfigError, match="no weights there"):
+        polls(serve.watch(), 1)
+
+
+def test_a_paused_controller_is_asked_one_question_however_often_it_is_polled():
+    paused, asked = threading.Event(), []
+
+    def status():
+        asked.append(1)
+        paused.wait(30)
+        raise RuntimeError("gone")
+
+    source = StatusSource(status)
+    question = source.ask()
+    assert all(source.ask() is question for _ in range(100))
+    paused.set()
+    with pytest.raises(RuntimeError, match="gone"):
+        question.result(30)
+    assert asked == [1]
+    with pytest.raises(RuntimeError, match="gone"):
+        source.ask().result(30)
+    assert asked == [1, 1]
