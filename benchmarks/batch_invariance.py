@@ -59,7 +59,7 @@ def main() -> None:
     )
     runner = model.runner(pages_for(args.tokens) + 1)
     pages = runner.cache.allocate(pages_for(args.tokens))
-    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR, trust_remote_code=False)
     tokens = tokenizer("".join(held_out_texts().values())[: 8 * args.tokens]).input_ids[: args.tokens]
     if len(tokens) < args.tokens:
         raise SystemExit(f"--tokens {args.tokens}: the held-out text has {len(tokens)}")

@@ -105,7 +105,7 @@ def random_draft() -> str:
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, 0.05, generator=generator)
         model.save_pretrained(destination)
-        AutoTokenizer.from_pretrained(DRAFT_DIR).save_pretrained(destination)
+        AutoTokenizer.from_pretrained(DRAFT_DIR, trust_remote_code=False).save_pretrained(destination)
     return str(destination)
 
 

@@ -69,7 +69,7 @@ def make_model(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
     if name in _LLAMA:
         config = LlamaConfig(vocab_size=128_256, num_key_value_heads=8, max_position_embeddings=8192, **_LLAMA[name])
         with torch.device(device):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     kind, _, size = name.partition("-")
     if kind != "grown":
         raise SystemExit(f"model {name!r}: grown-SIZE, {' or '.join(_LLAMA)} is allowed")

@@ -373,9 +373,9 @@ class Load:
             if kind == "target" and len(own) < 2:
                 continue
             info = await self._info()
-            up = [] if info is None else [s for s in info.pools.get(kind, ()) if s.pid in own]
-            if len(up) >= (2 if kind == "target" else 1):
-                pid = self.rng.choice(up).pid
+            num_up = 0 if info is None else len(info.pools.get(kind, ()))
+            if own and min(num_up, len(own)) >= (2 if kind == "target" else 1):
+                pid = self.rng.choice(sorted(own))
                 self.kills.append((self.now_s, kind, pid))
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)

@@ -102,7 +102,7 @@ def transformers_model(path: str, dtype: torch.dtype, store: dist.Store, rank: i
     if degree > 1:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=degree)
         options["distributed_config"] = DistributedConfig(tp_size=degree)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **options).eval()
 
     def run() -> Times:
         with torch.no_grad():

@@ -767,7 +767,7 @@ def evaluate(options: Options) -> None:
     }
     figures |= agreement(target, draft, load_tokens(options.work, "held_out"))
     print(json.dumps({key: round(value, 4) for key, value in figures.items()}, indent=1), flush=True)
-    words = AutoTokenizer.from_pretrained(options.publish_to / "target")
+    words = AutoTokenizer.from_pretrained(options.publish_to / "target", trust_remote_code=False)
     for text in SAMPLE_PROMPTS:
         ids = torch.tensor([words.encode(text)])
         for temperature in (0.0, 0.6):

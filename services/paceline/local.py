@@ -86,10 +86,11 @@ class LocalPipeline:
             require_path(target.path)
             if isinstance(draft, DraftModel):
                 require_path(draft.path)
-        self.checkpoint = checkpoint or Checkpoint.open(target.path)
+        self.checkpoint = checkpoint or Checkpoint.open(target.path, target.trust_remote_code)
         self.tokenizer = tokenizer or self.checkpoint.tokenizer
         if tokenizer is None and isinstance(draft, DraftModel):
-            require_same_tokens(self.tokenizer, Checkpoint.open(draft.path).tokenizer)
+            draft_tokenizer = Checkpoint.open(draft.path, draft.trust_remote_code).tokenizer
+            require_same_tokens(self.tokenizer, draft_tokenizer)
         self._loaded = True
 
     def start(self) -> None:

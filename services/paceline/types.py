@@ -476,6 +476,8 @@ class ServerInfo:
     """Scaling of the pools whose sizes the service decides itself."""
     starting: tuple[Startup, ...] = ()
     """Replicas that are starting."""
+    serve_silent_s: float = 0.0
+    """Seconds for which Ray Serve's controller, which replaces and scales replicas, has not answered; 0: it does."""
 
 
 @dataclass(slots=True)

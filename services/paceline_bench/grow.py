@@ -89,7 +89,7 @@ def grow_checkpoint(
     model = LlamaForCausalLM.from_pretrained(source_dir, dtype=dtype)
     grown = grow(model, num_parameters, num_layers)
     grown.save_pretrained(destination_dir)
-    AutoTokenizer.from_pretrained(source_dir).save_pretrained(destination_dir)
+    AutoTokenizer.from_pretrained(source_dir, trust_remote_code=False).save_pretrained(destination_dir)
     return int(grown.num_parameters())
 
 

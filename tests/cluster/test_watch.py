@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -34,7 +35,9 @@ class Serve:
             deployment = SimpleNamespace(
                 status=self.status, message=self.message, replica_states={"RUNNING": 0, "STARTING": 1}
             )
-            application = SimpleNamespace(status=self.status, message=self.message, deployments={"Target:t": deployment})
+            application = SimpleNamespace(
+                status=self.status, message=self.message, deployments={"Target:t": deployment}
+            )
             question.set_result(SimpleNamespace(applications={"paceline": application}))
         return question
 
@@ -68,7 +71,7 @@ def test_silence_ends_nothing_and_is_told_ever_more_rarely(capsys, fails, ready)
     told = [line for line in capsys.readouterr().err.splitlines() if "has not answered" in line]
     seconds = [int(line.split(" for ")[1].split()[0]) for line in told]
     assert seconds[:6] == [10, 20, 40, 80, 160, 320]
-    assert max(b - a for a, b in zip(seconds, seconds[1:], strict=False)) <= 640
+    assert max(b - a for a, b in itertools.pairwise(seconds)) <= 640
     assert len(seconds) < 14
     assert all(("temporarily unavailable" in line) is (fails is not None) for line in told)
     serve.fails, serve.silent = None, False

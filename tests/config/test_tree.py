@@ -37,7 +37,7 @@ def test_the_default_is_the_embedded_pair_with_one_replica_of_each():
         assert 0.1 <= each["graceful_shutdown_wait_loop_s"] <= 0.5
         assert each["health_check_period_s"] == 1
         assert each["max_ongoing_requests"] >= 1024
-    assert (config.server.host, config.server.grpc_port, config.server.http_port) == ("0.0.0.0", 9000, 8000)
+    assert (config.server.host, config.server.grpc_port, config.server.http_port) == ("127.0.0.1", 9000, 8000)
     router = config.router_config
     assert (router.max_queued_requests, router.recovery_timeout_s) == (64, 30)
     assert (router.draft_timeout_s, router.target_timeout_s, router.request_timeout_s) == (1.0, 5.0, None)

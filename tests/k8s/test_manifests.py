@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
-from pathlib import Path
 
 import pytest
 import yaml
@@ -209,11 +208,11 @@ def test_an_overlay_of_ones_own_has_the_targets_that_were_asked_for(tmp_path, mo
         assert "it must" in capsys.readouterr().err
 
 
-def test_the_environment_is_what_the_service_needs():
+def test_the_environment_is_what_the_service_needs(tmp_path):
     """Ports and paths are a pod's own; all else that `paceline serve` sets is set."""
     data = next(iter(of_kind(overlay("small"), "ConfigMap").values()))["data"]
     own = ("_PORT", "_LOC", "_PATH", "_BASE", "_FILE")
-    wanted = {name: value for name, value in serve_environment(Path("/tmp/x")).items() if not name.endswith(own)}
+    wanted = {name: value for name, value in serve_environment(tmp_path).items() if not name.endswith(own)}
     assert wanted
     assert {name: data.get(name) for name in wanted} == wanted
     assert int(data["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == LONGEST_STREAM_S

@@ -7,12 +7,12 @@ without transformers; else transformers is asked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.checkpoint.folder import local_folder, read_json, require_path
+from paceline.checkpoint.folder import local_folder, read_json, require_known, require_no_code, require_path
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import ConfigError
@@ -38,29 +38,34 @@ class Checkpoint:
     """Its directory on this machine; None: it has to be fetched."""
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Its config.json."""
+    trust_remote_code: bool = False
+    """Whether Python code that comes with it may run."""
 
     @classmethod
-    def open(cls, source: str) -> Self:
+    def open(cls, source: str, trust_remote_code: bool = False) -> Self:
         """Opens the checkpoint in a directory, or of an id, whose configuration is fetched if it is not here.
 
         The architecture is judged by its name; whether transformers knows it shows when the model is loaded.
 
         Raises:
-            ConfigError: there is none, or it is not a causal language model.
+            ConfigError: there is none, it is not a causal language model, or it needs code that is not trusted.
         """
         require_path(source)
         folder = Path(source).expanduser()
-        return (cls._read(folder, source) if folder.is_dir() else None) or cls.ask_transformers(source)
+        if not trust_remote_code and folder.is_dir():
+            require_known(source, read_json(folder, "config.json"))
+        found = cls._read(folder, source) if folder.is_dir() else None
+        return replace(found or cls.ask_transformers(source, trust_remote_code), trust_remote_code=trust_remote_code)
 
     @classmethod
-    def find(cls, source: str) -> Self | None:
+    def find(cls, source: str, trust_remote_code: bool = False) -> Self | None:
         """Opens a checkpoint that is on this machine; None for an id that would have to be fetched.
 
         Raises:
             ConfigError: ``source`` is neither a directory nor an id, or is not a causal language model.
         """
         folder = local_folder(source)
-        return None if folder is None else cls.open(str(folder))
+        return None if folder is None else cls.open(str(folder), trust_remote_code)
 
     @classmethod
     def _read(cls, folder: Path, path: str) -> Self | None:
@@ -82,7 +87,7 @@ class Checkpoint:
         return None
 
     @classmethod
-    def ask_transformers(cls, source: str) -> Self:
+    def ask_transformers(cls, source: str, trust_remote_code: bool = False) -> Self:
         """Opens a checkpoint as transformers reads it. Raises as ``open``."""
         from transformers import AutoConfig, GenerationConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -90,8 +95,9 @@ class Checkpoint:
         folder = Path(source).expanduser()
         location = str(folder) if folder.is_dir() else source
         try:
-            config = AutoConfig.from_pretrained(location)
+            config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises whatever its parsers raise
+            require_no_code(source, error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"model {source!r} could not be resolved: {reason}") from error
         known: set[str] = set()
@@ -100,8 +106,8 @@ class Checkpoint:
         architectures = list(getattr(config, "architectures", None) or [])
         causal = (
             any(name in known for name in architectures)
-            if architectures
-            else config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            if architectures and not trust_remote_code
+            else bool(architectures) or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         )
         if not causal:
             raise ConfigError(
@@ -135,7 +141,7 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer, loaded when it is first asked for. Raises ConfigError if there is none."""
-        return load_tokenizer(self.path)
+        return load_tokenizer(self.path, self.trust_remote_code)
 
     @cached_property
     def _counts(self) -> WeightCounts | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,29 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def require_known(source: str, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the config.json of a checkpoint names code of its own and transformers has none for it."""
+    if not config.get("auto_map"):
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        raise _untrusted(source)
+
+
+def require_no_code(source: str, error: Exception) -> None:
+    """Raises ConfigError if transformers refused to load something because it would have to run code."""
+    if "trust_remote_code" in str(error):
+        raise _untrusted(source) from error
+
+
+def _untrusted(source: str) -> ConfigError:
+    return ConfigError(
+        f"{source!r} brings Python code of its own, which is not run unless engine_kwargs.trust_remote_code is true: "
+        "read that code, and set it if you trust whoever wrote it"
+    )
 
 
 def local_folder(source: str) -> Path | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.folder import read_json
+from paceline.checkpoint.folder import read_json, require_no_code
 from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 
 Decode = Callable[[Sequence[int]], str]
@@ -185,16 +185,21 @@ def _num_bytes(text: str) -> int:
         raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint directory or hub id. Raises ConfigError, naming ``path``."""
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint directory or hub id. Raises ConfigError, naming ``path``.
+
+    ``trust_remote_code``: Python code that comes with it may run.
+    """
     try:
         if (tokenizer := read_json_tokenizer(path)) is not None:
             return Tokenizer(path, tokenizer)
         from transformers import AutoTokenizer
 
         directory = Path(path).expanduser()
-        return Tokenizer(path, AutoTokenizer.from_pretrained(directory if directory.is_dir() else path))
+        location = directory if directory.is_dir() else path
+        return Tokenizer(path, AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code))
     except Exception as error:  # transformers raises whatever its parsers raise
+        require_no_code(path, error)
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"no tokenizer could be loaded from {path!r}: {reason[0]}") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 from pathlib import Path
@@ -142,7 +143,9 @@ def run_serve(args: argparse.Namespace) -> int:
     """Runs ``paceline serve``."""
     if args.print_environment:
         folder = socket_folder()
-        variables = serve_environment(folder) | haproxy.environment(*tls_settings(read_config(args)), folder)
+        variables = serve_environment(folder)
+        os.environ.update(variables)  # the program for TLS runs the one that is named there
+        variables |= haproxy.environment(*tls_settings(read_config(args)), folder)
         for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}")
         return EXIT_DONE

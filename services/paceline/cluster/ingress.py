@@ -30,6 +30,7 @@ from paceline.cluster.replicas import (
 )
 from paceline.config import ServiceConfig
 from paceline.errors import EngineError, NotFoundError, PacelineError
+from paceline.fleet.public import public
 from paceline.fleet.report import Reporter
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
@@ -66,6 +67,7 @@ class Ingress:
 
         self.config = config
         self._monitor, self._targets = monitor, targets
+        self._token = internal_token()
         self._replica_id = replica_id()
         logs.configure_replica(self.config.log, self._replica_id)
         self._incarnation = time.time_ns()
@@ -93,7 +95,7 @@ class Ingress:
             self._pools[1] if drafts is not None else None,
             self.config.router_config,
             metrics=RouterMetrics(registry, model_id),
-            token=internal_token(),
+            token=self._token,
             certificates=internal,
         )
         count_departures_as_cancelled()
@@ -207,7 +209,7 @@ class Ingress:
         except Exception as error:
             _set_status(grpc_context, EngineError(f"the monitor does not answer: {type(error).__name__}"))
             return GetServerInfoResponse()
-        return server_info_to_proto(info)
+        return server_info_to_proto(public(info, self._token))
 
     # -- health and metrics --
 
@@ -379,8 +381,10 @@ def _set_status(grpc_context: Any, error: Exception) -> None:
 def model_facts(config: ServiceConfig) -> TargetInfo:
     """Limits and token ids of the target that requests are checked against. Raises ConfigError."""
     loading = config.target_config.model_loading_config
-    checkpoint = Checkpoint.open(loading.source)
-    tokenizer = checkpoint.tokenizer if loading.tokenizer == loading.source else load_tokenizer(loading.tokenizer)
+    trusted = config.target_config.engine_kwargs.trust_remote_code
+    checkpoint = Checkpoint.open(loading.source, trusted)
+    own = loading.tokenizer == loading.source
+    tokenizer = checkpoint.tokenizer if own else load_tokenizer(loading.tokenizer, trusted)
     limit = config.target_config.engine_kwargs.max_model_len
     return TargetInfo(
         tokenizer=tokenizer,

@@ -23,10 +23,12 @@ from typing import Any, Self
 
 from paceline.cluster import janitor
 from paceline.cluster.encryption import tls_settings
-from paceline.cluster.environment import serve_environment, socket_folder
+from paceline.cluster.environment import local_environment, serve_environment, socket_folder
+from paceline.cluster.private import protect_session, protect_token
 from paceline.cluster.watch import StatusSource, Watch, first_line, gist, say
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.rpc.loopback import LOOPBACK
 from paceline.security import haproxy
 
 log = logging.getLogger(__name__)
@@ -88,7 +90,12 @@ class Service:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        environment = serve_environment(self._folder, self.config.server.max_message_bytes)
+        local, server = self._address is None, self.config.server
+        if local:
+            environment = local_environment(self._folder, server)
+        else:
+            environment = serve_environment(self._folder, server.max_message_bytes)
+        os.environ.update(environment)  # the program for TLS runs the one that is named there
         environment |= haproxy.environment(*tls_settings(self.config), self._folder)
         os.environ.update(environment)
         signal.signal(signal.SIGTERM, self._interrupt)
@@ -101,7 +108,6 @@ class Service:
         from paceline.cluster.app import APPLICATION, GRPC_SERVICES, build
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        local = self._address is None
         options: dict[str, Any] = {"log_to_driver": self._verbose, "logging_level": logging.WARNING}
         if not local:  # the processes of a cluster that runs have not been started with it
             options["runtime_env"] = {"env_vars": environment}
@@ -110,20 +116,27 @@ class Service:
                 "include_dashboard": self._dashboard,
                 "num_cpus": reserved_cpus(self.config),
                 "object_store_memory": _OBJECT_STORE_BYTES,
+                "_node_ip_address": LOOPBACK,
+                "runtime_env": {"worker_process_setup_hook": "paceline.rpc.loopback.keep_local"},
             }
+        if local:
+            protect_token()
         say("starting Ray on this machine" if local else f"joining the Ray cluster at {self._address}")
         try:
             ray.init(address=self._address or "local", **(options | self._ray_options))
-        except ConnectionError as error:
+        except Exception as error:
+            if local:
+                raise EngineError(f"Ray could not be started on this machine: {gist(str(error))}") from error
             raise ConfigError(
                 f"--address {self._address}: no Ray cluster answers there ({first_line(error)})"
             ) from error
+        if local:
+            protect_session()
         signal.signal(signal.SIGTERM, self._interrupt)  # Ray has set its own
-        server = self.config.server
         try:
             serve.start(
                 proxy_location="HeadOnly" if local else "EveryNode",
-                http_options={"host": server.host, "port": server.http_port},
+                http_options={"host": LOOPBACK if local else server.host, "port": server.http_port},
                 grpc_options=gRPCOptions(port=server.grpc_port, grpc_servicer_functions=GRPC_SERVICES),
             )
             self._deployed = True

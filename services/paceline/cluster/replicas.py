@@ -9,13 +9,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray import serve
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.handle import DeploymentHandle
 
 from paceline import logs
@@ -48,6 +49,8 @@ CONTROL_TIMEOUT_S = 5.0
 
 _REPORT_S = 1.0
 _LEASE_BEAT_S = 15.0
+_SILENT_AFTER_S = 10.0
+"""A controller of Serve that answers later than this is silent."""
 _TOKEN_KEY, _NAMESPACE = "internal-token", "paceline"
 
 
@@ -58,6 +61,8 @@ class MonitorReplica:
         self._monitor = Monitor()
         self._starting: dict[str, tuple[Startup, float]] = {}
         self._ticker: Pusher | None = None
+        self._asker: Pusher | None = None
+        self._serve_answered: float | None = None
 
     async def reconfigure(self, settings: Mapping[str, Any]) -> None:
         """Takes the value of ``ServiceConfig.scaling``, now and whenever it has changed. Called by Serve."""
@@ -65,9 +70,18 @@ class MonitorReplica:
         self._monitor.autoscaler.configure(settings)
         if self._ticker is None:
             self._ticker = Pusher(self._tick)
+            self._asker = Pusher(self._ask_serve)
 
     async def _tick(self) -> None:
         self._monitor.tick()
+
+    async def _ask_serve(self) -> None:
+        """Asks Serve's controller for nothing but an answer."""
+        if self._serve_answered is None:
+            self._serve_answered = time.monotonic()
+        controller = await asyncio.to_thread(ray.get_actor, SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
+        await controller.check_alive.remote()
+        self._serve_answered = time.monotonic()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the decided sizes, for ``fleet.follow.post``. Called by Serve."""
@@ -96,7 +110,10 @@ class MonitorReplica:
 
     async def server_info(self) -> ServerInfo:
         """Returns an overview of the fleet; uptime and events count since the monitor began."""
-        return self._monitor.server_info(await self.starting())
+        answered = self._serve_answered
+        silence = 0.0 if answered is None else time.monotonic() - answered
+        info = self._monitor.server_info(await self.starting())
+        return replace(info, serve_silent_s=silence if silence > _SILENT_AFTER_S else 0.0)
 
 
 class _Notes(logging.Handler):
@@ -147,14 +164,14 @@ class EngineDeployment:
         *,
         model: str,
         log_config: LogConfig,
-        tokenizers: tuple[str, str] | None = None,
+        tokenizers: Sequence[tuple[str, bool]] = (),
         internal_tls: InternalTls | None = None,
         monitor: DeploymentHandle | None = None,
     ) -> None:
         """Builds the engine; returns when it is ready. Raises ConfigError or EngineError.
 
         ``model``: the name that statuses show. ``tokenizers``: sources of the target's and the draft's, which must
-        have the same content.
+        have the same content, and whether their code is trusted.
         """
         apply_worker_environment()
         started = time.monotonic()
@@ -176,8 +193,8 @@ class EngineDeployment:
         if monitor is not None:
             startup = Pusher(lambda: self._note_startup(notes.text, time.monotonic() - started))
         try:
-            if tokenizers is not None:
-                require_same_tokens(*map(load_tokenizer, tokenizers))
+            if tokenizers:
+                require_same_tokens(*(load_tokenizer(source, trusted) for source, trusted in tokenizers))
             self._server = engine_server(
                 setup,
                 replica_id=self._replica_id,

@@ -46,6 +46,9 @@ class ModelOptions(Strict):
     """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
     max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
     """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the checkpoint and its tokenizer (``auto_map``), with all rights of the
+    service. False: such a checkpoint is refused, without a question."""
     attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
 
@@ -140,6 +143,8 @@ class DraftSetup:
     """Longest context in tokens. None: what the models were trained for."""
     max_step_tokens: int
     """Prompt tokens of one forward."""
+    trusts_target: bool = False
+    """Whether code that comes with the target's checkpoint may run."""
 
     @classmethod
     def for_target(cls, target: TargetSetup, source: str | None, options: DraftOptions | NgramOptions) -> Self:
@@ -152,6 +157,7 @@ class DraftSetup:
             num_sessions or target.options.max_sessions,
             target.options.max_model_len,
             target.options.max_step_tokens,
+            target.options.trust_remote_code,
         )
 
     @property

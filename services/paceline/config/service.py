@@ -25,7 +25,8 @@ from paceline.refusals import Fault, explain
 class ServerConfig(Strict):
     """The address at which clients reach the service."""
 
-    host: str = Field(default="0.0.0.0", min_length=1)
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """The address of the two public ports; 0.0.0.0: all addresses of the machine."""
     grpc_port: int = Field(default=9000, ge=1, le=65535)
     http_port: int = Field(default=8000, ge=1, le=65535)
     """Metrics and health."""

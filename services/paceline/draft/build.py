@@ -96,7 +96,10 @@ def build_draft_follower(setup: DraftSetup, rendezvous: Rendezvous) -> Follower:
 def _runner(setup: DraftSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
     """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
     source, options = setup.model
-    checkpoint, placement = Checkpoint.open(source), resolve(options, None if group is None else group.device)
+    checkpoint, placement = (
+        Checkpoint.open(source, options.trust_remote_code),
+        resolve(options, None if group is None else group.device),
+    )
     require_draft(setup, checkpoint, placement, group)
     model = load_model(checkpoint, options, group, placement)
     max_len = min(setup.max_model_len or model.max_len, model.max_len)
@@ -109,12 +112,12 @@ def _ngram_engine(setup: DraftSetup, options: NgramOptions, emit: Emit) -> Draft
         max_match=options.max_match,
         max_leaves=options.tree_step_tokens or _NGRAM_WIDTH,
     )
-    target = Checkpoint.open(setup.target_source)
+    target = Checkpoint.open(setup.target_source, setup.trusts_target)
     return _engine(setup, emit, drafter, target, min(setup.max_model_len or target.max_model_len, target.max_model_len))
 
 
 def _model_engine(setup: DraftSetup, emit: Emit, group: Collectives | None) -> DraftEngine:
-    target = Checkpoint.open(setup.target_source)
+    target = Checkpoint.open(setup.target_source, setup.trusts_target)
     _, options = setup.model
     model, runner, max_len = _runner(setup, group)
     max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.errors import ConfigError
@@ -211,9 +212,14 @@ def load_pretrained(
     try:
         with BUILDING, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
-                checkpoint.location, dtype=dtype, output_loading_info=True, **options
+                checkpoint.location,
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=checkpoint.trust_remote_code,
+                **options,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        require_no_code(path, error)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
     if missing := [name for name in model.state_dict() if name in info["missing_keys"]]:

@@ -21,7 +21,7 @@ _PER_LAYER = object()
 
 def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """The causal language model of a configuration; the caller holds ``BUILDING``."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False, **options)
     return model.eval()
 
 

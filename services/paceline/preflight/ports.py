@@ -22,9 +22,8 @@ def check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
             bind(host, port)
         except OSError as error:
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                return [
-                    Finding.error("server.host", f"is {host!r}, which is not an address of this machine: use '0.0.0.0'")
-                ]
+                problem = f"is {host!r}, which is not an address of this machine: use '127.0.0.1', or '0.0.0.0' for all"
+                return [Finding.error("server.host", problem)]
             others = range(port + 1, min(port + _PORTS_TRIED, 65536))
             free = next((p for p in others if p not in (grpc_port, http_port) and is_free(p, host)), None)
             remedy = "choose another port" if free is None else f"{free} is free"

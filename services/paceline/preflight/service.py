@@ -184,7 +184,7 @@ def _read_model(pool: str, config: TargetConfig | ModelDraftConfig, findings: li
     options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
     key += ".model_source" if loading.model_source is not None else ".model_id"
     try:
-        checkpoint = Checkpoint.find(loading.source)
+        checkpoint = Checkpoint.find(loading.source, options.trust_remote_code)
         size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization)
         if checkpoint is None or size is None:
             fetched = "is neither a directory nor in the Hugging Face cache: it is fetched when a replica starts"
@@ -197,7 +197,9 @@ def _read_model(pool: str, config: TargetConfig | ModelDraftConfig, findings: li
     try:
         source = loading.tokenizer
         tokenizer = (
-            checkpoint.tokenizer if source == loading.source else load_tokenizer(str(local_folder(source) or source))
+            checkpoint.tokenizer
+            if source == loading.source
+            else load_tokenizer(str(local_folder(source) or source), options.trust_remote_code)
         )
     except ConfigError as error:
         findings.append(Finding.error(f"{key}.tokenizer_source", f"cannot be used: {error}"))

@@ -53,7 +53,7 @@ _MAX_UINT32 = 2**32 - 1
 
 _SERVER_INFO_SCALARS = (
     "version", "uptime_s", "sessions_running", "sessions_queued", "acceptance_rate", "acceptance_length", "hit_rate",
-    "sessions_speculating", "sessions_drafting",
+    "sessions_speculating", "sessions_drafting", "serve_silent_s",
 )  # fmt: skip
 
 _Model = TypeVar("_Model", bound=BaseModel)

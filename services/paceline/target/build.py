@@ -53,7 +53,10 @@ def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Followe
 def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
     """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
     options = setup.options
-    checkpoint, placement = Checkpoint.open(setup.source), resolve(options, None if group is None else group.device)
+    checkpoint, placement = (
+        Checkpoint.open(setup.source, options.trust_remote_code),
+        resolve(options, None if group is None else group.device),
+    )
     require_target(setup, checkpoint, placement, group)
     model = load_model(checkpoint, options, group, placement)
     max_len = options.max_model_len or model.max_len

@@ -649,6 +649,7 @@ class GetServerInfoResponse(_message.Message):
     SESSIONS_DRAFTING_FIELD_NUMBER: _builtins.int
     SCALING_FIELD_NUMBER: _builtins.int
     STARTING_FIELD_NUMBER: _builtins.int
+    SERVE_SILENT_S_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
     sessions_running: _builtins.int
@@ -665,6 +666,8 @@ class GetServerInfoResponse(_message.Message):
     """Running sessions that may have a draft, by what was asked for."""
     sessions_drafting: _builtins.int
     """Of these, those that have one, or whose target wants one for them."""
+    serve_silent_s: _builtins.float
+    """How long Ray Serve's controller has not answered; 0 if it does. Until it does, nothing is replaced or scaled."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]: ...
     @_builtins.property
@@ -688,10 +691,11 @@ class GetServerInfoResponse(_message.Message):
         sessions_drafting: _builtins.int = ...,
         scaling: _abc.Iterable[Global___PoolScaling] | None = ...,
         starting: _abc.Iterable[Global___StartingReplica] | None = ...,
+        serve_silent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "hit_rate", b"hit_rate", "pools", b"pools", "scaling", b"scaling", "sessions_drafting", b"sessions_drafting", "sessions_queued", b"sessions_queued", "sessions_running", b"sessions_running", "sessions_speculating", b"sessions_speculating", "starting", b"starting", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "hit_rate", b"hit_rate", "pools", b"pools", "scaling", b"scaling", "serve_silent_s", b"serve_silent_s", "sessions_drafting", b"sessions_drafting", "sessions_queued", b"sessions_queued", "sessions_running", b"sessions_running", "sessions_speculating", b"sessions_speculating", "starting", b"starting", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,9 @@ from paceline.client import Client, Tls
 from paceline.errors import EngineError, UnauthenticatedError
 from paceline.types import FinishReason
 
+HOST = "127.0.0.2"
+"""Of the public ports, and of nothing else: the loopback, where all others are, is 127.0.0.1."""
+
 
 class Secured:
     """Files of a service, the flags that name them, and what must hold of it while it runs."""
@@ -22,7 +25,7 @@ class Secured:
     def __init__(self, folder: Path) -> None:
         for name in ("public", "internal"):
             (folder / name).mkdir()
-        self.public = Mounted(folder / "public", ("127.0.0.1",))
+        self.public = Mounted(folder / "public", (HOST,))
         self.internal = Mounted(folder / "internal", ("internal.paceline",))
         entries = [{"name": name, "sha256": digest(f"key-of-{name}")} for name in ("alice", "bob")]
         self.keys = write_keys(folder / "keys.yaml", *entries)
@@ -35,7 +38,7 @@ class Secured:
         return [*public, "--api-keys", str(self.keys), *internal, "--routers", "2"]
 
     def client(self, port: int, name: str = "") -> Client:
-        return Client(f"127.0.0.1:{port}", tls=Tls(ca_file=self.public.ca), api_key=name and f"key-of-{name}")
+        return Client(f"{HOST}:{port}", tls=Tls(ca_file=self.public.ca), api_key=name and f"key-of-{name}")
 
     def check(self, grpc_port: int, http_port: int) -> None:
         """Who gets in, whose requests are whose, and what a renewal changes."""
@@ -50,7 +53,7 @@ class Secured:
                     ):
                         with pytest.raises(UnauthenticatedError, match="the API key is missing or wrong"):
                             call(stranger)
-            with Client(f"127.0.0.1:{grpc_port}") as plain, pytest.raises(EngineError, match="cannot be reached"):
+            with Client(f"{HOST}:{grpc_port}") as plain, pytest.raises(EngineError, match="cannot be reached"):
                 plain.model_info()
             stream = alice.generate("hello", max_tokens=1500, ignore_eos=True)
             next(stream)
@@ -77,7 +80,7 @@ class Secured:
         context = ssl.create_default_context(cafile=str(self.public.ca))
         end = time.monotonic() + 30
         while True:
-            with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context) as page:
+            with urllib.request.urlopen(f"https://{HOST}:{port}/metrics", context=context) as page:
                 text = page.read().decode()
             if line in text:
                 return text
@@ -89,5 +92,5 @@ def shown(port: int) -> bytes | None:
     """The certificate that a port shows now."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", port)) as plain, context.wrap_socket(plain) as tls:
+    with socket.create_connection((HOST, port)) as plain, context.wrap_socket(plain) as tls:
         return tls.getpeercert(True)

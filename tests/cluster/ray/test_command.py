@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.cluster.ray.conftest import START_S
-from tests.cluster.ray.secured import Secured
+from tests.cluster.ray.secured import HOST, Secured
 from tests.support.rings import nightly
 
 from paceline.cli import serve
@@ -111,7 +114,7 @@ class Running:
         self._out = self.log.open("w")
         models = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--dtype", "float32"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        ports = ["--host", "127.0.0.1", "--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port)]
+        ports = ["--host", HOST, "--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "paceline", "serve", *models, "--no-compile", *ports, *more],
             stdout=self._out,
@@ -166,6 +169,73 @@ def alive(pids):
     return left
 
 
+def listening(pids):
+    """What the processes listen on: (kind of the process as the documents name it, address, port)."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            host, port = local.split(":")
+            words = b"".join(struct.pack("=I", int(host[i : i + 8], 16)) for i in range(0, len(host), 8))
+            address = ipaddress.ip_address(words)
+            if state == "0A":
+                sockets[f"socket:[{inode}]"] = (str(getattr(address, "ipv4_mapped", None) or address), int(port, 16))
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                if (link := os.readlink(descriptor)) in sockets:
+                    found.add((kind_of(pid), *sockets[link]))
+    return found
+
+
+def kind_of(pid):
+    """``raylet``, ``ray::ServeReplica``, ``haproxy``, ...: how the table in the documents names a process."""
+    line = command_line(pid)
+    if actor := re.match(r"ray::\w+", line[0]):
+        return actor[0]
+    return Path(next((part for part in line if part.endswith(".py")), line[0])).name
+
+
+def table_of_ports():
+    """The table of ``docs/operations.md``: kind of process -> where ``paceline serve`` lets it listen."""
+    text = (
+        (REPOSITORY / "docs" / "operations.md").read_text().partition("## What listens where")[2].partition("\n## ")[0]
+    )
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    table = {}
+    for kinds, _, where, *_ in rows[2:]:
+        for kind in re.findall(r"`([^`]+)`", kinds):
+            table.setdefault(kind, set()).add(where.strip("`"))
+    return table
+
+
+def require_table(running, pids):
+    """Every socket is where the table says, and everything that the table lists is there."""
+    places = {"127.0.0.1": "127.0.0.1", HOST: "--host"}
+    found = {}
+    for kind, address, port in listening(pids):
+        public = port in (running.grpc_port, running.http_port) and kind == "haproxy"
+        assert public == (address == HOST), (kind, address, port)
+        found.setdefault(kind, set()).add(places.get(address, address))
+    assert found == table_of_ports()
+
+
+def require_streams_without_a_controller(running, pids, secured):
+    """While Serve's controller is paused for longer than any patience, streams go on, and the silence is told."""
+    (controller,) = (pid for pid in pids if kind_of(pid) == "ray::ServeController")
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        running.wait_for("Serve's controller has not answered for 1", 60)
+        with secured.client(running.grpc_port, "alice") as client:
+            assert client.generate("hello", max_tokens=20, ignore_eos=True).result.usage.completion_tokens == 20
+            assert client.server_info().serve_silent_s > 10
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    running.wait_for("Serve's controller answers again", 60)
+    assert "stopping" not in running.text()
+
+
 def is_ours(pid):
     """Whether a process is a replica, the proxy before them, or what watches over that."""
     with contextlib.suppress(OSError):
@@ -190,6 +260,12 @@ def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(pair, tmp_path, n
         secured.check(running.grpc_port, running.http_port)
         family = descendants(running.process.pid)
         assert len(family) > 6
+        require_table(running, family)
+        sockets_of_ray = (part for pid in family for part in command_line(pid) if "/sockets/" in part)
+        session = Path(next(sockets_of_ray).rpartition("=")[2]).parent.parent
+        assert session.stat().st_mode & 0o077 == 0
+        if number == signal.SIGINT:
+            require_streams_without_a_controller(running, family, secured)
         ours = {pid for pid in family if is_ours(pid)}
         assert len(ours) > 4
         (sockets,) = (line[-1] for pid in family if (line := command_line(pid))[-2:][0].endswith("janitor.py"))
@@ -205,7 +281,7 @@ def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(pair, tmp_path, n
     for port in (running.grpc_port, running.http_port):
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended are no listener
-            free.bind(("127.0.0.1", port))
+            free.bind((HOST, port))
             free.listen()
 
 
@@ -269,7 +345,7 @@ def test_it_joins_a_cluster_and_leaves_it_as_it_was(pair, tmp_path):
             replicas = {pid for pid in descendants(ray.pid) if is_ours(pid)}
             names = " ".join(" ".join(command_line(pid)) for pid in replicas)
             assert all(name in names for name in ("Target:", "Draft:", "Router", "haproxy")), names
-            with Client(f"127.0.0.1:{running.grpc_port}") as client:
+            with Client(f"{HOST}:{running.grpc_port}") as client:
                 assert client.generate("hello", max_tokens=20).result.usage.completion_tokens > 0
             running.process.send_signal(signal.SIGINT)
             assert running.process.wait(60) == 130

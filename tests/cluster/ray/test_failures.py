@@ -20,7 +20,6 @@ import pytest
 from tests.cluster.ray.conftest import START_S, config_for, letters, until
 from tests.cluster.ray.test_app import assert_all_free, collect, plain, request, stub_of
 
-from paceline.client import AsyncClient
 from paceline.config import ServiceConfig
 
 pytestmark = [
@@ -133,9 +132,8 @@ async def settled(app, **counts):
 
 
 async def pids(app, kind):
-    """Process ids of a pool, as clients are told."""
-    async with AsyncClient(app.address) as client:
-        info = await client.server_info()
+    """Process ids of a pool, as the monitor knows them: clients are not told."""
+    (info,) = await app.ask("Monitor", "server_info")
     return {status.pid for status in info.pools.get(kind, ())}
 
 

@@ -50,7 +50,11 @@ def load_shard(
         EngineError: another rank has failed.
     """
     path = checkpoint.path
-    config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.location)
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        checkpoint.location, trust_remote_code=checkpoint.trust_remote_code
+    )
+    if checkpoint.trust_remote_code and getattr(config, "auto_map", None):
+        raise ConfigError(f"model {path!r} brings code of its own: only degree 1 works")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"model {path!r} is quantized: only degree 1 works")
     plan = plan_shards(config, group.rank, group.degree)

@@ -1,0 +1,139 @@
+"""What ``paceline serve`` keeps to its owner and to its machine, as far as it can be seen without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+
+import pytest
+
+from paceline.cluster.environment import local_environment, serve_environment
+from paceline.cluster.private import protect_token
+from paceline.config.service import ServerConfig
+from paceline.rpc.loopback import local_address
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def mode(path):
+    return oct(path.stat().st_mode & 0o777)
+
+
+def test_the_token_is_made_for_its_owner_alone(home):
+    protect_token()
+    file = home / ".ray" / "auth_token"
+    assert (mode(file), mode(file.parent)) == ("0o600", "0o700")
+    assert len(token := file.read_text()) >= 32
+    protect_token()
+    assert file.read_text() == token
+
+
+def test_a_token_that_others_can_read_is_repaired_and_kept(home, capsys):
+    file = home / ".ray" / "auth_token"
+    file.parent.mkdir()
+    file.write_text("abc")
+    file.chmod(0o644)
+    protect_token()
+    assert (mode(file), file.read_text()) == ("0o600", "abc")
+    assert str(file) in capsys.readouterr().err
+    protect_token()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_from_elsewhere_is_not_made_again(home, monkeypatch, name):
+    monkeypatch.setenv(name, str(home / "absent"))
+    protect_token()
+    assert list(home.iterdir()) == []
+
+
+def test_no_token_is_made_where_none_is_asked_for(home, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    protect_token()
+    assert list(home.iterdir()) == []
+
+
+# What Serve writes for HAProxy (ray/serve/_private/haproxy_templates.py), as far as it listens.
+PROXY = """frontend prometheus
+    bind :{metrics}
+frontend http_frontend
+    bind {host}:8000
+frontend grpc_frontend
+    bind {host}:9000 proto h2
+listen stats
+  bind *:{stats}
+"""
+
+
+def proxied(folder, environment, host):
+    """Where HAProxy would listen, in the order of the file."""
+    environment = environment | {"PATH": "/usr/bin:/bin"}
+    config = folder / "haproxy.cfg"
+    ports = {page.lower(): environment[f"RAY_SERVE_HAPROXY_{page}_PORT"] for page in ("METRICS", "STATS")}
+    config.write_text(PROXY.format(host=host, **ports))
+    command = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config)]
+    wrapper = folder / "haproxy.sh"
+    script = wrapper.read_text()
+    assert " && exec " in script, "an HAProxy whose configuration could not be changed must not run"
+    wrapper.write_text(script.partition(" && exec ")[0] + "\n")
+    subprocess.run(command, check=True)
+    found = [line.split()[1:] for line in config.read_text().splitlines() if "bind" in line]
+    own = {port: name for name, port in ports.items()}
+    return [[address.rpartition(":")[0], own.get(address.rpartition(":")[2]), *more] for address, *more in found]
+
+
+@pytest.mark.parametrize(("host", "public"), [("127.0.0.2", "127.0.0.2"), ("0.0.0.0", "*")])
+def test_of_a_ray_of_our_own_only_the_public_ports_are_where_it_is_asked(tmp_path, host, public):
+    environment = local_environment(tmp_path, ServerConfig(host=host))
+    inner = ["127.0.0.1"]
+    assert proxied(tmp_path, environment, *inner) == [
+        [*inner, "metrics"],
+        [public, None],
+        [public, None, "proto", "h2"],
+        [*inner, "stats"],
+    ]
+
+
+def test_on_a_cluster_statistics_stay_on_the_node(tmp_path):
+    assert proxied(tmp_path, serve_environment(tmp_path), "*") == [
+        ["127.0.0.1", "metrics"],
+        ["*", None],
+        ["*", None, "proto", "h2"],
+        ["127.0.0.1", "stats"],
+    ]
+
+
+def test_a_server_for_all_addresses_is_one_for_this_machine():
+    assert local_address("[::]:5") == local_address("0.0.0.0:5") == "127.0.0.1:5"
+    assert local_address("10.0.0.7:5") == "10.0.0.7:5"
+
+
+def test_the_hook_keeps_a_server_of_grpc_to_this_machine(monkeypatch):
+    from grpc import aio
+    from grpc.aio._server import Server
+
+    from paceline.rpc.loopback import keep_local
+
+    for name in ("add_insecure_port", "add_secure_port"):
+        monkeypatch.setattr(Server, name, getattr(Server, name))
+    keep_local()
+
+    async def run():
+        server = aio.server()
+        port = server.add_insecure_port("[::]:0")
+        await server.start()
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            with pytest.raises(OSError):
+                await asyncio.open_connection("127.0.0.2", port)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(run())
