@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import paceline
 from paceline.cli.exit import EXIT_USAGE
 from paceline.cli.main import main
+from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
 from paceline.plan.closed_form import Load, predict
 from paceline.plan.measured import at_hit_rate, compare, read
@@ -27,12 +29,61 @@ def plan(changes: dict[str, str | None] | None = None, *more: str) -> int:
     )
 
 
+def yaml_of(out: str) -> dict[str, Any]:
+    """The configuration that ends what is printed."""
+    found: dict[str, Any] = yaml.safe_load(out[out.index("# of a service") :])
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"--sessions": "1"},
+        {"--sessions": "3000", "--max-sessions": "1024"},
+        {"--sessions": "40000", "--max-sessions": "1000", "--draft-step-ms": "0.01", "--slo-itl-ms": "100"},
+        {"--fan-out": "32", "--tree-budget": "4096"},
+        {"--fan-out": "1", "--tree-budget": "1", "--draft-width": "1"},
+        {"--sessions": None, "--requests-per-s": "3", "--slo": "p99", "--slo-itl-ms": "60"},
+        {"--rule": "rejection", "--acceptance": "0.95", "--draft-width": "256", "--sessions": "7"},
+    ],
+)
+def test_what_it_prints_is_a_configuration(changes: dict[str, str | None], capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(changes) == 0
+    printed = yaml_of(capsys.readouterr().out)
+    pair = {"target_config": {"model_loading_config": {"model_id": "a/b"}}}
+    pair |= {"draft_config": {"model_loading_config": {"model_id": "a/c"}}}
+    config = ServiceConfig.parse({pool: pair[pool] | printed[pool] for pool in printed})
+    options = config.target_config.engine_kwargs
+    assert options.max_sessions == printed["target_config"]["engine_kwargs"]["max_sessions"]
+    assert plan(changes, "--json") == 0
+    flat = json.loads(capsys.readouterr().out)["config"]
+    assert config.with_overrides([f"{key}={value}" for key, value in flat.items()]) == config
+
+
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [
+        ("--max-sessions", "target_config.engine_kwargs.max_sessions"),
+        ("--fan-out", "draft_config.engine_kwargs.fan_out"),
+        ("--tree-budget", "draft_config.engine_kwargs.tree_budget"),
+    ],
+)
+def test_a_flag_goes_as_far_as_the_configuration(flag: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan({flag: "1000000"})
+    most = int(capsys.readouterr().err.rsplit("from 1 to ", 1)[1].split()[0])
+    ServiceConfig().with_overrides([f"{key}={most}"])
+    with pytest.raises(ConfigError):
+        ServiceConfig().with_overrides([f"{key}={most + 1}"])
+
+
 def test_it_says_how_many_to_run_and_what_tokens_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan() == 0
     out = capsys.readouterr().out
     assert "Run 1 target and 1 draft (1 for each target)" in out
     assert "less than by plain decoding" in out
-    assert "target_config.deployment_config.num_replicas: 1" in out
+    assert yaml_of(out)["target_config"]["deployment_config"] == {"num_replicas": 1}
 
 
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:

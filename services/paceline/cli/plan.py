@@ -6,6 +6,7 @@ Exit status: 0 there is a fleet that keeps the limit, 1 there is none; 2 as in `
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.table import table, working
@@ -22,6 +25,9 @@ from paceline.plan.closed_form import Requests, System
 from paceline.plan.devices import Devices, Way, ways
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.search import (
+    MOST_FAN_OUT,
+    MOST_TARGET_SESSIONS,
+    MOST_TREE_BUDGET,
     Fleet,
     Objective,
     Prices,
@@ -138,7 +144,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("replicas")
     group.add_argument(
-        "--max-sessions", type=_count, default=64, metavar="N", help="of a target, by its KV memory (default 64)"
+        "--max-sessions",
+        type=_count_to(MOST_TARGET_SESSIONS),
+        default=64,
+        metavar="N",
+        help="of a target, by its KV memory (default 64)",
     )
     group.add_argument(
         "--max-step-tokens",
@@ -150,8 +160,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-width", type=_count, default=64, metavar="N", help="nodes of a tree step at most (default 64)"
     )
-    group.add_argument("--fan-out", type=_count, default=6, metavar="F", help="default 6")
-    group.add_argument("--tree-budget", type=_count, default=256, metavar="N", help="nodes per session (default 256)")
+    group.add_argument("--fan-out", type=_count_to(MOST_FAN_OUT), default=6, metavar="F", help="default 6")
+    group.add_argument(
+        "--tree-budget",
+        type=_count_to(MOST_TREE_BUDGET),
+        default=256,
+        metavar="N",
+        help="nodes per session (default 256)",
+    )
     group.add_argument("--target-devices", type=_count, default=4, metavar="N", help="of a target (default 4)")
     group.add_argument("--draft-devices", type=_count, default=1, metavar="N", help="of a draft (default 1)")
     group.add_argument(
@@ -183,10 +199,18 @@ def _number(
     return parse
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to 1000000 is needed")
-    return int(text)
+def _count_to(most: int) -> Callable[[str], int]:
+    """A whole number from 1; the message says up to which."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to {most} is needed")
+        return int(text)
+
+    return parse
+
+
+_count = _count_to(1_000_000)
 
 
 def system_of(args: argparse.Namespace) -> System:
@@ -396,7 +420,12 @@ def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, over
         "which the table shows."
     )
     yield ""
-    yield from (f"{key}: {value}" for key, value in settings_of(system, overlapped).items())
+    tree: dict[str, Any] = {}
+    for key, value in settings_of(system, overlapped).items():
+        *folders, name = key.split(".")
+        functools.reduce(lambda part, folder: part.setdefault(folder, {}), folders, tree)[name] = value
+    yield f"# of a service (--config); each request: --draft-tokens {overlapped.predicted.k}"
+    yield from yaml.safe_dump(tree, sort_keys=False).splitlines()
 
 
 def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from typing import Any, Self
 from paceline.cluster import janitor
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import local_environment, serve_environment, socket_folder
-from paceline.cluster.private import protect_session, protect_token
+from paceline.cluster.private import protect_token, session_folder
 from paceline.cluster.watch import StatusSource, Watch, first_line, gist, say
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
@@ -117,6 +117,7 @@ class Service:
                 "num_cpus": reserved_cpus(self.config),
                 "object_store_memory": _OBJECT_STORE_BYTES,
                 "_node_ip_address": LOOPBACK,
+                "_temp_dir": str(session_folder()),
                 "runtime_env": {"worker_process_setup_hook": "paceline.rpc.loopback.keep_local"},
             }
         if local:
@@ -130,8 +131,6 @@ class Service:
             raise ConfigError(
                 f"--address {self._address}: no Ray cluster answers there ({first_line(error)})"
             ) from error
-        if local:
-            protect_session()
         signal.signal(signal.SIGTERM, self._interrupt)  # Ray has set its own
         try:
             serve.start(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from paceline.cluster.watch import say
+from paceline.errors import ConfigError
 
 
 def protect_token() -> None:
@@ -27,9 +29,16 @@ def protect_token() -> None:
         say(f"others could read {path}, which lets one into the Ray cluster: only its owner can now")
 
 
-def protect_session() -> None:
-    """Takes others' rights to the folder with logs and sockets of the Ray that this process has started."""
-    from ray._private.worker import _global_node
+def session_folder() -> Path:
+    """Where a Ray of our own keeps logs and sockets: in a folder that is its owner's alone, below the temporary one.
 
-    if _global_node is not None:
-        os.chmod(_global_node.get_session_dir_path(), 0o700)
+    Ray makes everything below it readable and writable for all, over and over. Raises ConfigError if the folder is
+    somebody else's.
+    """
+    folder = Path("/tmp") / f"paceline-{os.getuid()}"  # short: paths of sockets have 107 characters at most
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{folder} is not a folder of this user: remove it, Ray's logs and sockets are kept there")
+    folder.chmod(0o700)
+    return folder / "ray"

@@ -36,6 +36,9 @@ _TOO_EXPENSIVE = 1.25
 _STEPS_AHEAD = 4
 """Numbers of drafts that are looked at per doubling."""
 
+MOST_TARGET_SESSIONS, MOST_DRAFT_SESSIONS, MOST_FAN_OUT, MOST_TREE_BUDGET = 1024, 16384, 32, 4096
+"""The most that the configuration of a service takes."""
+
 
 class Objective(StrEnum):
     """The time that has to stay below the limit."""
@@ -334,14 +337,13 @@ def pays(plain: Fleet | None, overlapped: Fleet | None) -> bool:
 
 
 def settings_of(system: System, fleet: Fleet) -> dict[str, int]:
-    """The settings of a fleet: dotted keys of the service's configuration, and of a request."""
+    """The settings of a fleet: dotted keys of the service's configuration."""
     drafts = max(1, fleet.load.drafts)
     return {
         "target_config.deployment_config.num_replicas": fleet.load.targets,
         "draft_config.deployment_config.num_replicas": drafts,
         "target_config.engine_kwargs.max_sessions": math.ceil(fleet.load.sessions / fleet.load.targets),
-        "draft_config.engine_kwargs.max_sessions": math.ceil(fleet.load.sessions / drafts),
+        "draft_config.engine_kwargs.max_sessions": min(math.ceil(fleet.load.sessions / drafts), MOST_DRAFT_SESSIONS),
         "draft_config.engine_kwargs.tree_budget": least_tree_budget(system, fleet),
         "draft_config.engine_kwargs.fan_out": system.fan_out,
-        "speculation.max_draft_tokens": fleet.predicted.k,
     }
