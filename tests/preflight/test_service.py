@@ -59,6 +59,7 @@ def folders(tmp_path_factory):
 def large_machine(monkeypatch):
     """Memory and cores for everything, whatever this machine has."""
     monkeypatch.setattr(checks, "available_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(checks, "why_not_fetched", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
 
 

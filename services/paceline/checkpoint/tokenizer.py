@@ -197,7 +197,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
 
         directory = Path(path).expanduser()
         location = directory if directory.is_dir() else path
-        return Tokenizer(path, AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code))
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
+        files = [name for name in tokenizer.vocab_files_names.values() if name]
+        if directory.is_dir() and files and not any((directory / name).is_file() for name in files):
+            raise ConfigError(f"it holds none of {', '.join(sorted(files))}")  # transformers makes an empty one
+        return Tokenizer(path, tokenizer)
     except Exception as error:  # transformers raises whatever its parsers raise
         require_no_code(path, error)
         reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -38,7 +38,9 @@ from paceline.preflight.estimate import (
 )
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
+from paceline.preflight.gpus import num_gpus, torch_has_gpus
 from paceline.preflight.host_memory import available_bytes, session_pages
+from paceline.preflight.hub import why_not_fetched
 from paceline.preflight.ports import check_ports
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 
@@ -127,9 +129,9 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
     """
     findings: list[Finding] = []
     target_setup, draft_setup, draft_config = config.target_setup(), config.draft_setup(), config.draft_config
-    target, draft = _read_model(_TARGET, config.target_config, findings), None
+    target, draft = _read_model(_TARGET, config.target_config, findings, here=memory), None
     if isinstance(draft_config, ModelDraftConfig):
-        draft = _read_model(_DRAFT, draft_config, findings)
+        draft = _read_model(_DRAFT, draft_config, findings, here=memory)
     left = available_bytes() if memory else None
     pools = (
         _target_pool(config, target_setup, target, left or 0),
@@ -142,6 +144,8 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
             findings += _check_together(target, draft, target.max_len(target_setup.options.max_model_len))
     if left is not None:
         findings += _check_memory(target_setup, draft_setup, pools, target, draft, left)
+    if memory:
+        findings += _check_gpus(config)
     if cores:
         findings += _check_cores(config)
     if ports:
@@ -179,16 +183,27 @@ class _Model:
         return min(configured or self.limit, self.limit)
 
 
-def _read_model(pool: str, config: TargetConfig | ModelDraftConfig, findings: list[Finding]) -> _Model | None:
-    """The model of a pool; None if it is not here or something is wrong with it, which is added to ``findings``."""
+def _read_model(
+    pool: str, config: TargetConfig | ModelDraftConfig, findings: list[Finding], *, here: bool
+) -> _Model | None:
+    """The model of a pool; None if it is not here or something is wrong with it, which is added to ``findings``.
+
+    ``here``: the replicas run on this machine, and fetch what it lacks.
+    """
     options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
     key += ".model_source" if loading.model_source is not None else ".model_id"
     try:
         checkpoint = Checkpoint.find(loading.source, options.trust_remote_code)
         size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization)
         if checkpoint is None or size is None:
-            fetched = "is neither a directory nor in the Hugging Face cache: it is fetched when a replica starts"
-            findings.append(Finding.warning(key, f"{loading.source!r} {fetched}, and was not checked"))
+            absent = f"{loading.source!r} is neither a directory nor in the Hugging Face cache"
+            if here and (reason := why_not_fetched()) is not None:
+                remedy = "name a directory, or fetch it where there is a network"
+                findings.append(Finding.error(key, f"{absent}, and cannot be fetched: {reason}; {remedy}"))
+            else:
+                findings.append(
+                    Finding.warning(key, f"{absent}: it is fetched when a replica starts, and was not checked")
+                )
             return None
     except ConfigError as error:
         findings.append(Finding.error(key, f"cannot be used: {error}"))
@@ -365,6 +380,38 @@ def _on_gpu(config: TargetConfig | ModelDraftConfig) -> bool:
         bundle.get("GPU") for bundle in options.get("placement_group_bundles", [])
     )
     return config.engine_kwargs.device != "cpu" and bool(reserved)
+
+
+def _check_gpus(config: ServiceConfig) -> list[Finding]:
+    """Ray does not refuse replicas for which there is no GPU: they wait indefinitely."""
+    parts = [(_TARGET, config.target_config), (_DRAFT, config.draft_config)]
+    findings, reserved = [], {}
+    for pool, part in parts:
+        if not isinstance(part, TargetConfig | ModelDraftConfig):
+            continue
+        device, options = part.engine_kwargs.device, part.deployment_options()
+        bundles = options.get("placement_group_bundles") or [{"GPU": options["ray_actor_options"].get("num_gpus")}]
+        share = sum(float(bundle.get("GPU") or 0.0) for bundle in bundles)
+        if device == "cuda" and not torch_has_gpus():
+            problem = "is 'cuda', and the torch that is installed is one for CPUs: install one for CUDA, or use 'cpu'"
+            findings.append(Finding.error(f"{pool}.engine_kwargs.device", problem))
+        elif share or device == "cuda" or part.accelerator_type is not None:
+            reserved[pool] = share * part.deployment_config.first_replicas
+    gpus = num_gpus()
+    if gpus is None or not reserved:
+        return findings
+    if gpus == 0:
+        for pool in reserved:
+            config_of = config.target_config if pool == _TARGET else config.draft_config
+            kind = getattr(config_of, "accelerator_type", None)
+            what = f"accelerator_type: {kind}" if kind else "a GPU"
+            remedy = "join a cluster that has one (--address), or leave accelerator_type and num_gpus out and use 'cpu'"
+            problem = f"asks for {what}, and no NVIDIA driver on this machine shows a GPU: {remedy}"
+            findings.append(Finding.error(pool, problem))
+    elif (wanted := sum(reserved.values())) > gpus + 1e-9:
+        problem = f"and the other pools reserve {wanted:g} GPUs, and this machine has {gpus}: have fewer replicas"
+        findings.append(Finding.error(next(iter(reserved)), problem))
+    return findings
 
 
 def _check_cores(config: ServiceConfig) -> list[Finding]:
