@@ -163,7 +163,8 @@ def test_a_port_in_use_is_an_error(capsys, models):
     assert f"error: server.grpc_port is {taken}, which cannot be used (address already in use)" in out
 
 
-def test_a_model_that_is_not_here_is_not_guessed(capsys, models):
+def test_a_model_that_is_not_here_is_not_guessed(capsys, models, monkeypatch):
+    monkeypatch.setattr("paceline.preflight.service.why_not_fetched", lambda: None)
     flags = ["--target", "org/not-here", *models[2:]]
     status, out = check(capsys, *flags)
     assert status == 0
