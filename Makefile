@@ -1,6 +1,8 @@
 # make setup   virtual environment with pinned dependencies        make demo    overlapped against plain decoding
 # make check   linters, formatter and type checker                 make bench   the local benchmark
 # make protos  the generated code in services/paceline/v1          make clean   forget the environment and caches
+# make lock    requirements.txt: all packages, by hash             make audit   known weaknesses of them (needs a network)
+# make sbom    build/sbom.cdx.json: what is installed
 #
 # Tests run in rings, each one call of pytest; the marks of a test (pyproject.toml) say which ring it is in:
 # make test          fast: a few minutes, every promise and every mutant once     continuous integration, every change
@@ -30,7 +32,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean
+.PHONY: setup demo test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom
 
 setup: $(STAMP)
 
@@ -60,6 +62,7 @@ test-nightly: setup
 	$(PYTEST) -m "(slow or nightly) and not ray and not gpu"
 	$(BIN)/python -m pytest -q -m ray tests/metrics/test_metrics.py
 	$(BIN)/python -m pytest -q -m ray --ignore tests/metrics/test_metrics.py
+	$(MAKE) audit
 
 gpu:
 	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default -m gpu tests/gpu
@@ -76,6 +79,28 @@ check-protos: setup
 	if ! diff -r -x __init__.py -x __pycache__ $(V1) "$$fresh/paceline/v1"; then \
 		echo "$(V1) is not what $(PROTOS) generates: run make protos" >&2; exit 1; \
 	fi
+
+# Tools of their own, so that what is locked, audited and listed is not what they need themselves.
+SUPPLY := build/supply
+$(SUPPLY): requirements-supply.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install -q -r requirements-supply.txt
+	touch $@
+
+# torch is not in it: which build of it is right depends on the device, and it has an index of its own.
+lock: $(SUPPLY)
+	$(SUPPLY)/bin/pip-compile -q --generate-hashes --allow-unsafe --unsafe-package torch --strip-extras --no-header \
+		--no-emit-index-url --no-emit-find-links --no-emit-trusted-host --extra quant --extra bench --extra dev \
+		-c constraints.txt -o requirements.txt pyproject.toml
+
+# Fails where the advisory database cannot be asked, too: silence is no answer.
+audit: $(SUPPLY)
+	@$(SUPPLY)/bin/pip-audit --no-deps --disable-pip -r constraints.txt || \
+		{ echo "pip-audit found something, or could not ask: these versions are not known to be sound" >&2; exit 1; }
+
+sbom: setup $(SUPPLY)
+	mkdir -p build
+	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o build/sbom.cdx.json $(VENV)
 
 check: setup check-protos
 	$(BIN)/ruff check .

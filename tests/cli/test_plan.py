@@ -30,8 +30,8 @@ def plan(changes: dict[str, str | None] | None = None, *more: str) -> int:
 
 
 def yaml_of(out: str) -> dict[str, Any]:
-    """The configuration that ends what is printed."""
-    found: dict[str, Any] = yaml.safe_load(out[out.index("# of a service") :])
+    """The configuration in what is printed, which ends at an empty line."""
+    found: dict[str, Any] = yaml.safe_load(out[out.index("# of a service") :].split("\n\n")[0])
     return found
 
 
