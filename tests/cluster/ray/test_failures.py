@@ -20,6 +20,7 @@ import pytest
 from tests.cluster.ray.conftest import START_S, config_for, letters, until
 from tests.cluster.ray.test_app import assert_all_free, collect, plain, request, stub_of
 
+from paceline.client import AsyncClient
 from paceline.config import ServiceConfig
 
 pytestmark = [
@@ -387,8 +388,8 @@ async def busiest(app, kind="target"):
     """Pid of a replica that serves a session now."""
 
     async def serving():
-        async with AsyncClient(app.address) as client:
-            statuses = (await client.server_info()).pools.get(kind, ())
+        (info,) = await app.ask("Monitor", "server_info")
+        statuses = info.pools.get(kind, ())
         best = max(statuses, key=lambda status: status.num_sessions, default=None)
         return best.pid if best is not None and best.num_sessions else None
 
