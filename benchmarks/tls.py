@@ -1,7 +1,7 @@
 """TLS at the public port: what it costs, and who should do it.
 
-    python benchmarks/tls.py                                        who terminates it: streams as fast as they go
-    python benchmarks/tls.py --service FOLDER --ca ca.crt --key KEY a whole service, with and without
+    python benchmarks/tls.py      who terminates it: streams as fast as they go
+    python benchmarks/tls.py --service FOLDER --pid PID --ca CA.crt --key KEY     a whole service, with and without
 
 The first starts a gRPC server that streams messages as a router does, and reaches it along four ways: itself in clear
 text and with its own TLS (grpc), and through haproxy in clear text and with TLS. The second takes the folder of
@@ -165,6 +165,18 @@ def cpu_s(pids: list[int]) -> float:
     return sum(int(found[11]) + int(found[12]) for found in fields) / os.sysconf("SC_CLK_TCK")
 
 
+def descendants(pid: int) -> list[int]:
+    """A process and those below it."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found)
+
+
 async def requests(address: str, ca: Path | None, key: str, streams: int, tokens: int) -> float:
     """Tokens a second of a service over so many streams."""
     credentials = None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes())
@@ -186,6 +198,7 @@ async def main() -> None:
     parser.add_argument("--messages", type=int, default=500, help="of each stream, or tokens with --service")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--service", type=Path, metavar="FOLDER", help="with haproxy's files of a running service")
+    parser.add_argument("--pid", type=int, help="of that service: its CPU time is counted too")
     parser.add_argument("--address", default="localhost:9000", help="of that service")
     parser.add_argument("--ca", type=Path, help="authority of its certificate")
     parser.add_argument("--key", default="", help="API key for it")
@@ -200,7 +213,9 @@ async def main() -> None:
             found = await ways(args, folder, stack, pids)
         else:
             (port,) = free_ports(1)
-            stack.callback(beside(args.service, port).kill)
+            second = beside(args.service, port)
+            stack.callback(second.kill)
+            pids += [second.pid, *(descendants(args.pid) if args.pid else [])]
             ask = args.key, args.streams, args.messages
             found = {
                 "haproxy, clear": lambda: requests(f"localhost:{port}", None, *ask),
@@ -223,7 +238,7 @@ async def main() -> None:
     unit = "messages" if args.service is None else "tokens"
     print(f"{args.streams} streams of {args.messages} {unit}, {args.rounds} rounds, {os.cpu_count()} cores")
     print(f"{'way':<16}{unit + '/s':>12}{'of clear, by round':>20}{'quartiles':>18}", end="")
-    print(f"{'CPU us/' + unit[:-1]:>18}{'clear over it':>15}" if args.service is None else "")
+    print(f"{'CPU us/' + unit[:-1]:>18}{'clear over it':>15}")
     number = args.streams * args.messages * args.rounds
     for name, values in rates.items():
         clear = name.partition(",")[0] + ", clear"
@@ -231,7 +246,7 @@ async def main() -> None:
         low, ratio, high = statistics.quantiles(ratios, n=4)
         print(f"{name:<16}{statistics.median(values):12.0f}{ratio:20.3f}{low:9.3f} ..{high:6.3f}", end="")
         cpu = sum(spent[name])
-        print(f"{1e6 * cpu / number:18.1f}{sum(spent[clear]) / cpu:15.3f}" if args.service is None else "")
+        print(f"{1e6 * cpu / number:18.1f}{sum(spent[clear]) / cpu:15.3f}")
     return None
 
 

@@ -303,6 +303,7 @@ backend app
     text = haproxy.secured(lines, settings, haproxy.pems(settings, tmp_path))
     (line,) = (line for line in text.splitlines() if "server " in line and " ssl " in line)
     assert line.split()[:3] == ["server", "router", "h:3"]
+    assert "backup" not in text
     assert "verify required verifyhost name" in line
 
 

@@ -133,7 +133,9 @@ def secured(config: str, settings: Mapping[str, Any], used: Mapping[str, Pem]) -
             if server is not None and settings["server"].get("http", True):
                 line += f" ssl crt-list {server.listing} alpn h2,http/1.1"
             changed.add(section)
-        elif internal is not None and _is_router(section, words):
+        elif internal is not None and _speaks_grpc(section, words):
+            if "backup" in words:  # Serve's own proxy, which would pass requests on in clear text
+                continue
             name = settings["internal"].get("server_name", _SERVER_NAME)
             line += f" ssl crt {internal.bundle} ca-file {internal.ca} verify required verifyhost {name} alpn h2"
             line += f" sni str({name}) check-sni {name} check-alpn h2"
@@ -147,10 +149,9 @@ def secured(config: str, settings: Mapping[str, Any], used: Mapping[str, Pem]) -
     return "\n".join([*lines[:at], *ours, *lines[at:]]) + "\n"
 
 
-def _is_router(section: str, words: Sequence[str]) -> bool:
-    """True for a router's gRPC port: not for Serve's own proxy, which stands in while there is none."""
-    speaks_grpc = words[:1] == ["server"] and "h2" in words
-    return speaks_grpc and "backup" not in words and section != "backend grpc_fallback_backend"
+def _speaks_grpc(section: str, words: Sequence[str]) -> bool:
+    """True for a server that clients' calls go to; the other section answers ListApplications alone."""
+    return words[:1] == ["server"] and "h2" in words and section != "backend grpc_fallback_backend"
 
 
 def joined(*parts: bytes) -> bytes:
