@@ -105,7 +105,11 @@ def unbroken(checkpoints):
         for name, (sampling, mode, stop) in OPTIONS.items():
             if stop is None:
                 text = pipeline.generate(PROMPT, sampling, plain).result.text
-                stop = (next(text[i : i + 4] for i in range(60, 200) if text.find(text[i : i + 4]) == i),)
+                stop = (
+                    next(
+                        text[i : i + 4] for i in range(2 * len(text) // 3, len(text)) if text.find(text[i : i + 4]) == i
+                    ),
+                )
             requests[name] = (sampling, SpeculationParams(mode=mode), stop)
             results[name] = pipeline.generate(PROMPT, sampling, plain, stop).result
     return requests, results
@@ -159,7 +163,8 @@ def test_killed_routers_break_no_stream_of_either_client(checkpoints, unbroken):
                 found = await asyncio.gather(*streams)
         for name, num_resumes, result in found:
             same(name, result, expected[name])
-            assert num_resumes == 2, name
+            assert num_resumes >= 1, name
+        assert max(num_resumes for _, num_resumes, _ in found) >= 2
 
     with replicas(config, target_pause_s=0.02) as engines, Routers(config, engines, 3) as routers:
         run(test)
