@@ -186,9 +186,9 @@ class TestRouter:
         router.draft_reopened("lost")
         router.draft_link(0.0002)
         samples = registry.samples()
-        assert samples[catalogue.DROPPED.name] == {("malformed",): 3}
+        assert samples[catalogue.DROPPED.name] == {("malformed",): 3, ("relay",): 0, ("unknown",): 0}
         assert samples[catalogue.MOVED.name] == {("failover",): 1, ("drain",): 0}
-        assert samples[catalogue.REOPENED.name] == {("lost",): 1}
+        assert samples[catalogue.REOPENED.name] == {("lost",): 1, ("opened",): 0}
         assert samples[catalogue.DRAFT_LINK.name][()][:4] == (0.0002, 0, 1, 1)
 
     def test_series_show_zero_before_the_first_event(self):
@@ -263,7 +263,8 @@ class TestRegistry:
         first, second = Registry(), Registry()
         RouterMetrics(first, MODEL).rejected("queue_full")
         RouterMetrics(second, MODEL)
-        assert catalogue.REJECTED.name not in second.samples()
+        assert first.samples()[catalogue.REJECTED.name] == {("queue_full",): 1}
+        assert second.samples()[catalogue.REJECTED.name] == {("queue_full",): 0}
 
     def test_outside_ray_there_is_no_mirror(self):
         registry = Registry("router-0", mirror=True)
@@ -293,7 +294,7 @@ class _FakeRay:
                 assert all(isinstance(tag, str) for tag in tags.values())
                 fake.written.setdefault((self.name, tuple(sorted(tags.items()))), []).append(value)
 
-            set = observe = record
+            set = observe = _record = record
 
             def inc(self, value, tags):
                 assert value > 0
@@ -318,7 +319,7 @@ class TestMirror:
             router.round(Round(num_drafted, 1, Cause.HIT), 2, 0.1)
             registry.mirror(registry.samples())
         registry.mirror(registry.samples())
-        assert fake.written["vllm_spec_decode_num_draft_tokens", tags] == [3, 4]
+        assert fake.written["vllm_spec_decode_num_draft_tokens", tags] == [0, 3, 4]
         assert fake.written["vllm_inter_token_latency_seconds", tags] == [0.1, 0.1]
         assert registry.samples()[catalogue.DRAFT_TOKENS.name] == {(MODEL,): 7}
         assert registry.samples()[catalogue.INTER_TOKEN.name][(MODEL,)][-1] == 2
@@ -329,7 +330,26 @@ class TestMirror:
         ReplicaMetrics(registry).update(status(counters={"rounds": 3}))
         registry.mirror(registry.samples())
         assert fake.written["paceline_sessions", (("ReplicaId", "router-0"), ("state", "running"))] == [2]
-        assert fake.written["paceline_target_rounds", (("ReplicaId", "router-0"),)] == [3]
+        assert fake.written["paceline_target_rounds", (("ReplicaId", "router-0"),)] == [0, 3]
+
+    def test_counters_of_known_labels_are_exported_before_their_first_event(self, mirrored):
+        registry, fake = mirrored
+        RouterMetrics(registry, MODEL)
+        ReplicaMetrics(registry).update(status(counters={"preemptions": 0}))
+        for _ in range(2):
+            registry.mirror(registry.samples())
+        zeros = {(name, *(value for key, value in tags if key != "ReplicaId")) for (name, tags) in fake.written}
+        assert {
+            ("paceline_requests_failed", "EngineError"),
+            ("paceline_requests_failed", "RanksLostError"),
+            ("paceline_requests_rejected", "queue_full"),
+            ("paceline_sessions_reopened", "opened"),
+            ("paceline_messages_dropped", "unknown"),
+            ("vllm_request_success", "error", MODEL),
+            ("vllm_num_preemptions", MODEL),
+            ("paceline_rounds", "draft_down"),
+        } <= zeros
+        assert fake.written["vllm_num_preemptions", (("ReplicaId", "router-0"), ("model_name", MODEL))] == [0]  # once
 
     def test_sizes_that_the_monitor_decides(self, mirrored):
         _, fake = mirrored
@@ -362,6 +382,7 @@ class TestRay:
             wanted = {
                 "ray_vllm_spec_decode_num_accepted_tokens_total": 6,
                 "ray_vllm_inter_token_latency_seconds_count": 3,
+                "ray_paceline_requests_rejected_total": 0,  # before the first event
             }
             seen: dict[str, float] = {}
             deadline = time.monotonic() + 60
@@ -369,7 +390,11 @@ class TestRay:
                 time.sleep(0.5)
                 with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
                     samples = [s for family in parse(reply.read().decode()) for s in family.samples]
-                    seen = {s.name: s.value for s in samples if s.name in wanted and s.labels["model_name"] == MODEL}
+                    seen = {
+                        s.name: s.value
+                        for s in samples
+                        if s.name in wanted and s.labels.get("model_name", MODEL) == MODEL
+                    }
             assert seen == wanted
         finally:
             ray.shutdown()

@@ -100,6 +100,8 @@ class Monitor:
                 self._own.gauge(metric, name).set(math.nan)
         self._sized = {pool.name for pool in pools}
         for pool in pools:
+            for direction in ("up", "down"):
+                self._own.counter(catalogue.SCALING_CHANGES, pool.name, direction)
             self._own.gauge(catalogue.SCALING_ACTUAL, pool.name).set(pool.actual)
             if pool.demand is not None:
                 self._own.gauge(catalogue.SCALING_DEMAND, pool.name).set(pool.demand)

@@ -44,10 +44,13 @@ class RayMirror:
             for labels, value in values.items():
                 if isinstance(value, tuple):
                     continue
-                grown = value - self._written.get((name, labels), 0.0)
                 if metric.kind is Kind.GAUGE:
                     self._metric(metric).set(value, self._tags(metric, labels))
-                elif grown > 0:
+                    continue
+                if (name, labels) not in self._written:  # at 0, or Prometheus sees no growth in the first events
+                    self._metric(metric)._record(0.0, self._tags(metric, labels))  # which ``inc`` refuses
+                    self._written[name, labels] = 0.0
+                if (grown := value - self._written[name, labels]) > 0:
                     self._metric(metric).inc(grown, self._tags(metric, labels))
                     self._written[name, labels] = value
 

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from prometheus_client import Counter
 
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    RanksLostError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    RouterStoppedError,
+)
 from paceline.metrics.catalogue import (
     ACCEPTED_PER_POS,
     ACCEPTED_TOKENS,
@@ -36,6 +45,26 @@ from paceline.types import Cause, FinishReason, Result, Round
 
 _CAUSES_WITH_OUTCOME = frozenset({Cause.HIT, Cause.TOKEN, Cause.K, Cause.LATE, Cause.DRAFT_DOWN})
 
+_FROM_THE_START = {
+    MOVED: ("failover", "drain"),
+    REOPENED: ("opened",),
+    REJECTED: ("queue_full",),
+    DROPPED: ("relay", "unknown"),
+    FAILED: tuple(
+        error.__name__
+        for error in (
+            ConfigError,
+            ResourceExhaustedError,
+            DeadlineExceededError,
+            RequestCancelledError,
+            EngineError,
+            RanksLostError,
+            RouterStoppedError,
+        )
+    ),
+}
+"""Counters that show 0 before their first event, by the labels that the router gives them."""
+
 
 class RouterMetrics:
     """Metrics of a router: one method per event. Calls take microseconds; no call is made per token."""
@@ -64,8 +93,9 @@ class RouterMetrics:
         self._waiting = registry.gauge(REQUESTS_WAITING, model_name)
         self._sessions = {state: registry.gauge(SESSIONS, state) for state in ("waiting", "running", "homeless")}
         self._drafts_up = registry.gauge(DRAFTS_UP)
-        for reason in ("failover", "drain"):
-            registry.counter(MOVED, reason)
+        for metric, labels in _FROM_THE_START.items():
+            for label in labels:
+                registry.counter(metric, label)
 
     def admitted(self, queue_s: float) -> None:
         """A request leaves the queue, ``queue_s`` seconds after it arrived."""
