@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _WHERE = 'namespace="$namespace", ray_io_cluster=~"$cluster"'
+_IN = 'namespace="$namespace"'
+"""Of metrics that are not the service's own, and do not know its cluster."""
+_DISK = f'{{{_IN}, persistentvolumeclaim="data-paceline-redis-0"}}'
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 
 
@@ -227,6 +230,54 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel("Dropped messages", "ops", (("{{kind}}", _rate("ray_paceline_messages_dropped_total", "kind")),)),
+        ),
+    ),
+    (
+        "Ray and Kubernetes",
+        (
+            Panel("Pods that answer", "short", (("{{pool}}", "count by (pool) (up{@} == 1)"),), "Their exporters."),
+            Panel(
+                "Nodes",
+                "short",
+                (
+                    ("in the cluster", "sum(autoscaler_active_nodes{@})"),
+                    ("pending", "sum(autoscaler_pending_nodes{@})"),
+                    ("failed lately", "sum(autoscaler_recently_failed_nodes{@})"),
+                    ("exceptions", "sum(increase(autoscaler_update_loop_exceptions{@}[$__rate_interval]))"),
+                ),
+                "As Ray's autoscaler sees them.",
+            ),
+            Panel(
+                "Proxies (HAProxy)",
+                "short",
+                (
+                    ("open streams", "sum(ray_serve_num_ongoing_grpc_requests{@})"),
+                    ("errors a second", _rate("ray_serve_num_grpc_error_requests_total")),
+                    ("routers that a proxy does not know", "max(ray_serve_haproxy_target_mismatch{@})"),
+                ),
+            ),
+            Panel(
+                "Control store (GCS)",
+                "ms",
+                _quantiles("ray_gcs_storage_operation_latency_ms"),
+                "Its storage: Redis with the component ha, else memory.",
+            ),
+            Panel(
+                "Redis",
+                "short",
+                (
+                    ("ready", f'kube_statefulset_status_replicas_ready{{{_IN}, statefulset="paceline-redis"}}'),
+                    ("of its volume, used", f"max(kubelet_volume_stats_used_bytes{_DISK})"),
+                    ("of its volume, all", f"max(kubelet_volume_stats_capacity_bytes{_DISK})"),
+                ),
+                "With the component ha, from kube-state-metrics and the kubelet.",
+            ),
+            Panel(
+                "Pending pods",
+                "short",
+                (("{{pod}}", f'sum by (pod) (kube_pod_status_phase{{{_IN}, phase="Pending"}}) > 0'),),
+                "From kube-state-metrics.",
+            ),
         ),
     ),
 )

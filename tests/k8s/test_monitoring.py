@@ -6,8 +6,10 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
+import ray
 import yaml
 from tests.k8s.support import K8S, REPOSITORY, needs_kubectl, of_kind, overlay
 
@@ -33,6 +35,40 @@ def exported():
         endings = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
         series.update((ray + ending, set(metric.labels)) for ending in endings)
     return series
+
+
+FOREIGN = {
+    "up": {"job", "endpoint", "pool", "pod"},  # Prometheus' own
+    "autoscaler_active_nodes": set(),  # Ray's autoscaler, which says no ray_
+    "autoscaler_pending_nodes": set(),
+    "autoscaler_recently_failed_nodes": set(),
+    "autoscaler_update_loop_exceptions": set(),
+    "ray_serve_num_ongoing_grpc_requests": set(),  # Serve's, of its proxies
+    "ray_serve_num_grpc_error_requests_total": set(),
+    "ray_serve_haproxy_target_mismatch": set(),
+    "ray_gcs_storage_operation_latency_ms_bucket": set(),  # Ray's control store
+    "kube_pod_status_phase": {"pod", "phase"},  # kube-state-metrics
+    "kube_statefulset_status_replicas_ready": {"statefulset"},
+    "kubelet_volume_stats_used_bytes": {"persistentvolumeclaim"},
+    "kubelet_volume_stats_capacity_bytes": {"persistentvolumeclaim"},
+    "kuberay_service_condition_ready": {"name", "condition"},  # KubeRay's operator
+}
+"""Series of others -> their labels."""
+
+
+def test_series_of_ray_are_those_of_the_installed_version():
+    package = Path(ray.__file__).parent
+    sources = {
+        "autoscaler_": package / "autoscaler/_private/prom_metrics.py",
+        "ray_serve_num": package / "dashboard/modules/metrics/dashboards/serve_dashboard_panels.py",
+        "ray_serve_haproxy": package / "serve/_private/haproxy_metrics.py",
+        "ray_gcs": package / "core/src/ray/gcs/gcs_server",
+    }
+    for name in FOREIGN:
+        for prefix, source in sources.items():
+            if name.startswith(prefix):
+                own = re.sub("^(autoscaler_|ray_)|(_total|_bucket)$", "", name)
+                assert own.encode() in source.read_bytes(), (name, source.name)
 
 
 def rules():
@@ -109,7 +145,26 @@ def test_expressions_name_only_what_is_exported():
                 recorded[rule["record"]] = {"cause"}
     expressions = [rule["expr"] for group in rules() for rule in group["rules"]]
     for expression in (*expressions, *queries()):
-        check(expression, known | recorded)
+        check(expression, known | recorded | FOREIGN)
+
+
+def test_the_total_outage_is_not_told_by_the_series_that_end_with_it():
+    """Each of the group's alerts looks at what others say of the service, or at the absence of its own."""
+    (outage,) = (group for group in rules() if group["name"] == "paceline.outage")
+    for rule in outage["rules"]:
+        assert not any(selector.name in exported() for selector in selectors(rule["expr"])), rule["alert"]
+    namespace = set(of_kind(overlay("monitoring"), "Namespace"))
+    monitors = of_kind(overlay("monitoring"), "PodMonitor")
+    for rule in outage["rules"]:
+        for selector in selectors(rule["expr"]):
+            found = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
+            if selector.name != "up":
+                assert found.get("namespace", "paceline") in namespace
+                continue
+            place, _, monitor = found["job"].partition("/")  # as the Prometheus operator calls it
+            assert place in namespace
+            endpoints = {endpoint["port"] for endpoint in monitors[monitor]["spec"]["podMetricsEndpoints"]}
+            assert found.get("endpoint", "metrics") in endpoints
 
 
 def test_the_check_of_names_sees_a_wrong_one():
@@ -134,6 +189,7 @@ def test_both_pools_and_what_users_see_are_on_the_dashboard():
         "Sizes of the pools",
         "Target pool",
         "Draft pool",
+        "Ray and Kubernetes",
     ]
     assert len({panel["id"] for panel in model["panels"]}) == len(model["panels"])
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels()}
