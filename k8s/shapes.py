@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import yaml
@@ -66,6 +67,7 @@ class TargetShape:
         """The group of targets in the RayService, as a JSON patch."""
         deployment = yaml.safe_load(serve_config)["applications"][0]["args"]["target_config"]["deployment_config"]
         scaling, gpus = deployment["autoscaling_config"], self.gpus_per_pod
+        surge = math.ceil(scaling["max_replicas"] * deployment.get("max_surge_percent", 0) / 100)
         name, _, number = (self.fabric or "").partition("=")
         devices = f", nvidia.com/gpu: {gpus}" + (f", {name}: {number}" if self.fabric else "")
         resources = f'cpu: "{_CORES * gpus}", memory: {_MEMORY_GI * gpus}Gi'
@@ -75,9 +77,11 @@ class TargetShape:
             *_replace(f"{_GROUP}/rayStartParams/num-cpus", f'"{deployment["ray_actor_options"]["num_cpus"] * gpus}"'),
             *_replace(f"{_GROUP}/replicas", scaling["min_replicas"] * self.pods),
             *_replace(f"{_GROUP}/minReplicas", scaling["min_replicas"] * self.pods),
-            *_replace(f"{_GROUP}/maxReplicas", scaling["max_replicas"] * self.pods),
+            *_replace(f"{_GROUP}/maxReplicas", (scaling["max_replicas"] + surge) * self.pods),
             *_replace(f"{container}/resources/requests", f"{{{resources}, ephemeral-storage: 20Gi{devices}}}"),
             *_replace(f"{container}/resources/limits", f"{{{resources}{devices}}}"),
+            *_replace(f"{_GROUP}/template/spec/initContainers/0/resources/requests/nvidia.com~1gpu", gpus),
+            *_replace(f"{_GROUP}/template/spec/initContainers/0/resources/limits/nvidia.com~1gpu", gpus),
             *_replace(f"{_GROUP}/template/spec/volumes/2/emptyDir/sizeLimit", f"{_SHM_GI * gpus}Gi"),
         ]
         if self.product is not None:

@@ -28,6 +28,7 @@ GUARDS_ELSEWHERE = {
         "tools"
     },
     "k8s/test_manifests.py::test_a_gateway_that_would_end_streams_is_noticed": {"tools"},
+    "k8s/test_manifests.py::test_another_order_of_leaving_is_noticed": {"tools"},
     "k8s/test_manifests.py::test_a_policy_without_one_of_them_is_noticed": {"tools"},
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": {"tools"},
     "k8s/test_weights.py::test_one_option_with_two_values_is_noticed": {"tools"},

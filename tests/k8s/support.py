@@ -17,7 +17,7 @@ K8S = REPOSITORY / "k8s"
 TESTBED = Path(os.environ.get("PACELINE_TESTBED", REPOSITORY.parent / "shared" / "testbed")).resolve()
 
 OVERLAYS = ("small", "gpu", "gpu-tp4", "gpu-two-hosts", "monitoring", "incremental-upgrade", "ha")
-COMPONENTS = ("monitoring", "incremental-upgrade", "ha")
+COMPONENTS = ("monitoring", "incremental-upgrade", "ha", "logs")
 SOURCES = ("model-download", "model-fill", "model-fill-s3", "model-fill-gs", "node-cache")
 """Components that bring models to the gpu overlays: one of them at a time."""
 POOLS = ("router", "draft", "target")

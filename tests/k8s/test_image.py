@@ -6,12 +6,15 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import requires
 
 import pytest
-from tests.k8s.support import REPOSITORY
+import yaml
+from tests.k8s.support import K8S, REPOSITORY, build, needs_kubectl, of_kind, service_of, templates_of
 
 DOCKERFILE = REPOSITORY / "k8s" / "image" / "Dockerfile"
 
@@ -45,35 +48,88 @@ def test_the_base_images_are_pinned_and_ray_is_the_version_of_the_manifests():
     assert f"rayVersion: {arguments['RAY_VERSION']}\n" in manifest
     constraints = (REPOSITORY / "constraints.txt").read_text()
     assert f"ray=={arguments['RAY_VERSION']}\n" in constraints
-    own = dict(value.split("=", 1) for value in values(found["dependencies"], "ARG"))
+    own = dict(value.split("=", 1) for value in values(found["dependencies"], "ARG") if "=" in value)
     assert f"torch=={own['TORCH_VERSION']}\n" in constraints
     assert f"-ray{arguments['RAY_VERSION']}" in (REPOSITORY / "k8s" / "base" / "kustomization.yaml").read_text()
+    images = {}
     for stage, instructions in found.items():
         for value in values(instructions, "FROM"):
             image = value.split(" AS ")[0]
-            for name, default in arguments.items():
-                image = image.replace(f"${{{name}}}", default)
-            assert re.fullmatch(r"(python:3\.11-slim-bookworm|rayproject/ray:2\.60\.0-py311-cpu)", image), (
-                stage,
-                image,
-            )
+            for _ in range(2):  # an argument's default may name another
+                for name, default in arguments.items():
+                    image = image.replace(f"${{{name}}}", default)
+            images[stage] = image
+    ray = f"rayproject/ray:{arguments['RAY_VERSION']}-py311-cpu"
+    assert images == {
+        "wheel": "python:3.11-slim-bookworm",
+        "dependencies": ray,
+        "base-cpu": ray,
+        "base-cuda": ray,  # torch brings its own CUDA: one of the base image could only differ from it
+        "final": "base-cpu",
+    }
 
 
-def test_the_final_stage_is_no_root_and_has_no_compiler():
+def test_cuda_is_that_of_the_torch_that_is_installed_and_its_driver_is_named():
+    """The wheels of PyPI for this version of torch require CUDA 13, which drivers from 580 on run."""
+    (install,) = (value for value in values(stages()["dependencies"], "RUN") if "torch==" in value)
+    assert "cuda) index=https://pypi.org/simple cuda=13 ;;" in install
+    assert "torch.version.cuda" in install  # the build checks what it got
+    required = [line for line in requires("torch") or () if line.startswith(("cuda-toolkit", "nvidia-nccl"))]
+    if required:  # a torch of PyPI, not of the index for CPUs
+        assert any(line.startswith("cuda-toolkit") and "==13." in line for line in required), required
+        assert any(line.startswith("nvidia-nccl-cu13") for line in required), required
+    for page in (DOCKERFILE, REPOSITORY / "docs" / "kubernetes.md"):
+        assert re.search(r"driver\s+(#\s+)?of\s+580\s+or\s+newer", page.read_text()), page.name
+
+
+def test_the_image_for_cpus_has_no_compiler_and_the_one_for_gpus_keeps_tritons():
+    found = stages()
+    (run,) = (value for value in values(found["base-cpu"], "RUN") if "apt-get" in value)
+    purged = re.search(r"apt-get purge ([^&]+)", run)[1].split()
+    assert {"gcc", "g++", "build-essential"} <= set(purged)
+    assert all(f"! command -v {name}" in run for name in ("gcc", "g++", "cc")), "the build does not check it"
+    installed = re.search(r"apt-get install ([^&]+)", run)[1].split()
+    assert not {"gcc", "g++", "build-essential", "clang"} & set(installed)
+    (keep,) = (value for value in values(found["base-cuda"], "RUN") if "apt-get" in value)
+    assert "purge" not in keep
+    assert {"gcc", "libc6-dev"} <= set(re.search(r"apt-get install ([^&]+)", keep)[1].split())
+    assert "command -v gcc" in keep
+    assert "/Python.h" in keep
+    for text in (run, keep):
+        assert "wget" in re.search(r"apt-get install ([^&]+)", text)[1].split()  # the probes
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in " ".join(values(found["base-cuda"], "ENV"))
+
+
+def test_the_final_stage_is_no_root():
     final = stages()["final"]
     assert values(final, "USER")[-1] == "1000:100"
     assert not any(re.match(r"(CMD|ENTRYPOINT)$", name) for name, _ in final)  # KubeRay's
     environment = " ".join(values(final, "ENV"))
     assert "PYTHONPATH=/opt/paceline/lib/python3.11/site-packages" in environment  # Ray's workers run another Python
-    (run,) = (value for value in values(final, "RUN") if "apt-get" in value)
-    purged = re.search(r"apt-get purge ([^&]+)", run)[1].split()
-    assert {"gcc", "g++", "build-essential"} <= set(purged)
-    assert all(f"! command -v {name}" in run for name in ("gcc", "g++", "cc")), "the build does not check it"
-    installed = re.search(r"apt-get install ([^&]+)", run)[1].split()
-    assert "wget" in installed  # the probes
-    assert not {"gcc", "g++", "build-essential", "clang"} & set(installed)
     assert not any("pip install" in value for value in values(final, "RUN"))
     assert [value.split()[0] for value in values(final, "COPY")] == ["--from=dependencies"]
+
+
+@needs_kubectl
+def test_a_digest_reaches_every_container_of_the_image(tmp_path):
+    shutil.copytree(K8S, tmp_path / "k8s")
+    base = tmp_path / "k8s" / "base" / "kustomization.yaml"
+    kustomization = yaml.safe_load(base.read_text())
+    (image,) = kustomization["images"]
+    digest = "sha256:" + "0123456789abcdef" * 4
+    del image["newTag"]
+    image |= {"newName": "registry.example.com/own", "digest": digest}
+    base.write_text(yaml.safe_dump(kustomization))
+    own = tmp_path / "k8s" / "overlays" / "own"
+    own.mkdir()
+    lines = {"resources": ["../gpu"], "components": ["../../components/model-fill", "../../components/node-cache"]}
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(lines | {"kind": "Kustomization"}))
+    documents = build(own)
+    specs = [template["spec"] for template in templates_of(service_of(documents)).values()]
+    specs += [job["spec"]["template"]["spec"] for job in of_kind(documents, "Job").values()]
+    images = [c["image"] for spec in specs for c in (*spec["containers"], *spec.get("initContainers", ()))]
+    assert len(images) == 4 + 2 + 3 + 1  # Ray's, the drivers' checks, those that wait, the job's
+    assert set(images) == {f"registry.example.com/own@{digest}"}
 
 
 def test_what_the_build_copies_is_there_and_not_ignored():

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+import math
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 import yaml
 from tests.k8s.support import (
     COMPONENTS,
@@ -98,6 +105,8 @@ def test_groups_have_room_for_as_many_replicas_as_serve_may_want(name):
         scaling = deployment.autoscaling_config
         least = deployment.num_replicas if scaling is None else scaling.min_replicas
         most = deployment.num_replicas if scaling is None else scaling.max_replicas
+        if pool == "target":  # a router's successor finds room in the group, or waits for its old one's pod
+            most += math.ceil(most * (deployment.max_surge_percent or 0) / 100)
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         pods = PODS_OF_A_TARGET.get(name, 1) if pool == "target" else 1
         assert group["minReplicas"] <= least * pods, "nodes that nothing runs on"
@@ -198,7 +207,10 @@ def test_an_overlay_of_ones_own_has_the_targets_that_were_asked_for(tmp_path, mo
     assert [kind for kind, node_type in kinds.items() if fits(node_type, demand, selector)] == ["target"]
     assert not fits(kinds["target"], demand, selector, times=2)
     group = groups_of(service)["target"]
-    assert (group["minReplicas"], group["maxReplicas"]) == (2, 8)  # pods, two of each of one to four targets
+    assert (group["minReplicas"], group["maxReplicas"]) == (
+        2,
+        10,
+    )  # two pods of each of one to four targets, and one more
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == 32
     (data,) = (doc["data"] for name, doc in of_kind(documents, "ConfigMap").items() if "environment" in name)
     assert data["NCCL_SOCKET_IFNAME"] == data["GLOO_SOCKET_IFNAME"] == "ens5"
@@ -333,32 +345,98 @@ def test_an_incremental_upgrade_routes_grpc():
 # -- leaving ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_a_pod_drains_for_longer_than_the_longest_session(name):
-    service = service_of(overlay(name))
+COLD_START_S = 900
+"""A machine, an image and a model: what a successor may take."""
+
+
+def stopped_by_serve(at_s, deadline_s, graceful_s):
+    """Whether Serve stops a replica of a draining node at a time though no other runs yet: Ray's own rule."""
+    from ray.serve._private import deployment_state
+
+    replica = SimpleNamespace(actor_node_id="node", _actor=SimpleNamespace(graceful_shutdown_timeout_s=graceful_s))
+    rule = deployment_state.DeploymentState
+    state = SimpleNamespace(
+        _group_effective_deadline=rule._group_effective_deadline,
+        _group_shutdown_timeout_ms=rule._group_shutdown_timeout_ms,
+    )
+    with mock.patch.object(deployment_state.time, "time", return_value=at_s):
+        stopped, _ = rule._partition_groups_to_stop(state, [[replica]], {"node": deadline_s * 1000}, 0)
+    return bool(stopped)
+
+
+def check_order_of_leaving(service):
+    """Evicted at 0: successor up, then the old replica stops, its sessions end, Ray leaves, the pod is killed."""
     config = args_of(service)
     longest = config.router_config.request_timeout_s
     assert longest is not None
-    parts = (config.router_config, config.draft_config, config.target_config)
-    graceful = {part.deployment_config.graceful_shutdown_timeout_s for part in parts}
-    assert min(graceful) > longest
-    for group, template in templates_of(service).items():
-        if group == "head":
-            continue
-        spec = template["spec"]
+    for pool, part in (
+        ("router", config.router_config),
+        ("draft", config.draft_config),
+        ("target", config.target_config),
+    ):
+        spec = groups_of(service)[pool]["template"]["spec"]
         command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert command[:4] == ["python", "-m", "paceline.cluster.drain", "--timeout-s"]
-        assert max(graceful) < float(command[4]) < spec["terminationGracePeriodSeconds"]
-    assert service["spec"]["rayClusterDeletionDelaySeconds"] > max(graceful)
+        assert command[:3] == ["python", "-m", "paceline.cluster.drain"]
+        options = dict(zip(command[3::2], command[4::2], strict=True))
+        graceful = part.deployment_config.graceful_shutdown_timeout_s
+        assert float(options["--graceful-s"]) == graceful > longest
+        deadline = graceful + float(options["--cold-start-s"])
+        assert not stopped_by_serve(COLD_START_S, deadline, graceful), (pool, "nothing runs while its successor starts")
+        assert stopped_by_serve(deadline - graceful, deadline, graceful)
+        assert deadline < spec["terminationGracePeriodSeconds"]
+    kept = service["spec"]["rayClusterDeletionDelaySeconds"]
+    assert kept >= COLD_START_S + longest, "clients that have not come over yet begin streams that are cut"
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_pod_leaves_after_its_successor_serves_and_its_sessions_have_ended(name):
+    check_order_of_leaving(service_of(overlay(name)))
+
+
+@pytest.mark.parametrize("mutant", ["a deadline of a session", "a pod killed first", "an early deletion"])
+def test_another_order_of_leaving_is_noticed(mutant):
+    service = service_of(overlay("gpu"))
+    target = groups_of(service)["target"]["template"]["spec"]
+    if mutant == "a deadline of a session":
+        target["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] = "30"
+    elif mutant == "a pod killed first":
+        target["terminationGracePeriodSeconds"] = 2700
+    else:
+        service["spec"]["rayClusterDeletionDelaySeconds"] = 1860
+    with pytest.raises(AssertionError):
+        check_order_of_leaving(service)
+
+
+def test_drafts_on_machines_that_may_be_taken_back_do_not_wait_for_them(tmp_path):
+    service = service_of(compose(tmp_path, "gpu", ("spot-drafts",)))
+    spec = groups_of(service)["draft"]["template"]["spec"]
+    keys = {toleration["key"] for toleration in spec["tolerations"]}
+    assert {"cloud.google.com/gke-spot", "karpenter.sh/capacity-type", "kubernetes.azure.com/scalesetpriority"} < keys
+    command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert float(command[4]) < spec["terminationGracePeriodSeconds"] <= 120  # no notice is longer
+    for pool in ("router", "target"):
+        assert groups_of(service)[pool]["template"]["spec"]["terminationGracePeriodSeconds"] > 1830
+        assert len(groups_of(service)[pool]["template"]["spec"].get("tolerations", ())) <= 1
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_machines_are_not_emptied_to_save_them(name):
+    for template in templates_of(service_of(overlay(name))).values():
+        annotations = template["metadata"]["annotations"]
+        assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+        assert annotations["karpenter.sh/do-not-disrupt"] == "true"
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_no_pod_is_in_two_disruption_budgets_and_each_pool_in_one(name):
     documents = overlay(name)
     budgets = of_kind(documents, "PodDisruptionBudget")
-    expected = {"router", "draft", "target"} | ({"head"} if name != "ha" else set())
+    expected = {"router", "draft", "target"} | ({"head"} if name != "ha" else {"redis"})
     assert set(budgets) == expected
     for pool, budget in budgets.items():
+        if pool == "redis":
+            assert budget["spec"]["selector"] == {"matchLabels": REDIS}
+            continue
         assert isinstance(budget["spec"]["minAvailable"], int)  # a RayCluster has no scale for a percentage
         assert budget["spec"]["selector"] == {"matchLabels": {"paceline/pool": pool}}
 
@@ -369,9 +447,73 @@ def test_high_availability_keeps_two_of_everything_and_its_state_outside():
     assert options["redisAddress"] == "redis://paceline-redis:6379"
     assert "paceline-redis" in of_kind(overlay("ha"), "Service")
     assert all(group["minReplicas"] >= 2 for group in groups_of(service).values())
+    (spread,) = groups_of(service)["router"]["template"]["spec"]["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "DoNotSchedule")
     config = args_of(service)
     assert config.router_config.deployment_config.num_replicas == 2
     assert config.target_config.deployment_config.autoscaling_config.min_replicas == 2
+
+
+def test_the_password_of_redis_is_no_argument_of_a_process(tmp_path):
+    (container,) = of_kind(overlay("ha"), "StatefulSet")["paceline-redis"]["spec"]["template"]["spec"]["containers"]
+    server = tmp_path / "redis-server"
+    server.write_text('#!/bin/sh\necho "$$ $*"\ncat\n')
+    server.chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    started = subprocess.Popen(
+        [*container["command"], *container["args"]],
+        env={"REDIS_PASSWORD": "s3cret", "PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    printed = started.communicate(timeout=30)[0].splitlines()
+    assert printed[0] == f"{started.pid} -"  # the server itself, which signals reach
+    assert printed[1:] == ["dir /data", "appendonly yes", 'requirepass "s3cret"']
+
+
+# -- a Service for routers -------------------------------------------------------------------------------------------
+
+
+def labels_of_pods(service):
+    """Labels of each group's pods as KubeRay 1.7 makes them; of the head's ``ray.io/serve`` it keeps at false."""
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = {"head": cluster["headGroupSpec"]} | groups_of(service)
+    for name, group in groups.items():
+        kind = "head" if name == "head" else "worker"
+        yield (
+            name,
+            group["template"]["metadata"]["labels"]
+            | group["labels"]
+            | {"ray.io/cluster": "paceline-x", "ray.io/node-type": kind, "ray.io/group": name}
+            | {"ray.io/serve": "false" if kind == "head" else "true"},
+        )
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_service_selects_routers_alone_and_each_of_them_has_its_ports(name):
+    documents = overlay(name)
+    service = service_of(documents)
+    spec = of_kind(documents, "Service")["paceline-routers"]["spec"]
+    assert [pool for pool, labels in labels_of_pods(service) if spec["selector"].items() <= labels.items()] == [
+        "router"
+    ]
+    container = groups_of(service)["router"]["template"]["spec"]["containers"][0]
+    ports = {port["containerPort"] for port in container["ports"]}
+    config = args_of(service)
+    assert {port["port"]: port["targetPort"] for port in spec["ports"]} == {
+        config.server.http_port: config.server.http_port,
+        config.server.grpc_port: config.server.grpc_port,
+    }
+    assert {port["targetPort"] for port in spec["ports"]} <= ports
+    of_kuberay = {"ray.io/cluster": "paceline-x", "ray.io/serve": "true"}  # what it has for paceline-serve-svc
+    assert sum(of_kuberay.items() <= labels.items() for _, labels in labels_of_pods(service)) == 3
+
+
+def test_ports_are_forwarded_to_services_whose_every_pod_has_them():
+    pages = [*(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "README.md", *(K8S.rglob("*.yaml"))]
+    found = [name for page in pages for name in re.findall(r"port-forward (?:svc|service)/([-a-z]+)", page.read_text())]
+    assert found
+    assert set(found) == {"paceline-routers"}
 
 
 # -- networks --------------------------------------------------------------------------------------------------------
@@ -516,11 +658,12 @@ def test_models_are_downloaded_only_where_that_is_chosen(tmp_path):
 
 
 COMBINATIONS = [
-    (base, chosen)
-    for base in ("small", "gpu")
-    for size in range(len(COMPONENTS) + 1)
-    for chosen in itertools.combinations(COMPONENTS, size)
-] + [(base, (*COMPONENTS, source)) for base in ("gpu", "gpu-two-hosts") for source in SOURCES]
+    *(("small", chosen) for size in (1, 2, 4) for chosen in itertools.combinations(COMPONENTS, size)),
+    *(("gpu", chosen) for chosen in ((), COMPONENTS)),
+    *(("gpu", (*COMPONENTS, source)) for source in SOURCES),
+    ("gpu-two-hosts", (*COMPONENTS, "model-download")),
+]
+"""Every pair of components, all of them, and all with each source of models."""
 
 
 @pytest.mark.parametrize(("base", "components"), COMBINATIONS, ids=str)
@@ -542,6 +685,39 @@ def test_components_combine(tmp_path, base, components):
     assert {doc["metadata"].get("namespace", "paceline") for doc in documents} == {"paceline"}
     for _, spec in pod_specs(documents):
         assert not any(container["image"] == "paceline" for container in spec.get("initContainers", ()))
+
+
+@pytest.mark.slow
+def test_components_of_clusters_of_ones_own_do_what_they_say(tmp_path):
+    chosen = ("one-zone", "pull-secret", "priority", "runtime-class-nvidia")
+    documents = compose(tmp_path, "gpu", chosen)
+    classes = of_kind(documents, "PriorityClass")
+    values = {}
+    for name, template in templates_of(service_of(documents)).items():
+        spec = template["spec"]
+        assert spec["imagePullSecrets"] == [{"name": "paceline-registry"}]
+        values[name] = classes[spec["priorityClassName"]]["value"]
+        assert (spec.get("runtimeClassName") == "nvidia") is (name in ("draft", "target"))
+        if name != "head":
+            (term,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+                "nodeSelectorTerms"
+            ]
+            assert term["matchExpressions"][0]["key"] == "topology.kubernetes.io/zone"
+    assert values["draft"] < values["head"] == values["router"] == values["target"]
+    check_confinement(documents)
+
+
+def test_a_driver_that_is_too_old_is_said_before_ray_starts():
+    for name, gpus in (("gpu", 8), ("gpu-tp4", 4), ("gpu-two-hosts", 4)):
+        service = service_of(overlay(name))
+        for pool, number in (("draft", 1), ("target", gpus)):
+            (check,) = groups_of(service)[pool]["template"]["spec"]["initContainers"]
+            assert check["resources"]["limits"]["nvidia.com/gpu"] == number  # no more than the pod has anyway
+            assert check["image"] == groups_of(service)[pool]["template"]["spec"]["containers"][0]["image"]
+    done = subprocess.run([sys.executable, *check["command"][1:]], capture_output=True, text=True, timeout=120)
+    if not torch.cuda.is_available():  # as with a driver that torch cannot use
+        assert done.returncode != 0
+        assert "NVIDIA" in done.stderr or "CUDA" in done.stderr
 
 
 def test_nothing_is_placed_outside_the_namespace():
