@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from typing import NamedTuple
 
 import torch
 
 from paceline.config import ModelOptions
 from paceline.errors import ConfigError
+
+_TOOL_S = 10.0
+_LEAST_DRIVERS = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
+"""Of Linux, by the major version of CUDA, whose minor versions all run on it."""
 
 
 class Placement(NamedTuple):
@@ -36,13 +43,46 @@ def resolve_device(name: str) -> str:
     """The device type of a setting: ``auto`` is CUDA where there is a device, else the CPU.
 
     Raises:
-        ConfigError: cuda was asked for and there is none.
+        ConfigError: cuda was asked for and there is none, or ``auto`` would leave a GPU that is there to nobody.
     """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda' but no CUDA device was found: use 'cpu' or 'auto'")
-    return name
+    if name == "cpu" or torch.cuda.is_available():
+        return "cuda" if name == "auto" else name
+    seen = _gpu_without_torch()
+    if name == "auto" and seen is None:
+        return "cpu"
+    found = f"{seen}, but torch {torch.__version__} cannot use it" if seen else "no CUDA device was found"
+    raise ConfigError(
+        f"device is {name!r} and {found} ({_why_no_cuda()}): set it to 'cpu', or mend the driver or torch"
+    )
+
+
+def _gpu_without_torch() -> str | None:
+    """How a GPU shows that was given to this process, or is in this machine; None: there is none, or it is hidden."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:  # set by Ray for what it has reserved, or by hand
+        return f"CUDA_VISIBLE_DEVICES is {given!r}" if given.strip() not in ("", "-1", "NoDevFiles") else None
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return None
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=_TOOL_S, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
+    return f"nvidia-smi lists {gpus[0].partition(' (UUID')[0]}" if gpus else None
+
+
+def _why_no_cuda() -> str:
+    """Torch's own reason, and the least driver that its CUDA runs on."""
+    version = torch.version.cuda
+    if version is None:
+        return "this torch is built without CUDA"
+    try:
+        torch.cuda.init()
+        reason = "it finds none"
+    except Exception as error:  # torch raises several kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    least = _LEAST_DRIVERS.get(version.partition(".")[0])
+    return f"{reason}; its CUDA {version} needs driver {least} or newer" if least else reason
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -51,5 +91,5 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
