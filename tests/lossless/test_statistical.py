@@ -1,8 +1,9 @@
 """The law of the emitted text by chi-square over many sessions with production noise, and acceptance rates.
 
 Seeds are fixed, so a pass stays a pass; for new seeds each comparison would fail a correct implementation with
-probability ``FALSE_ALARM``. With 20,000 sessions and 25 cells (two tokens, V = 5) a total variation of 0.04 is
-detected with probability 0.99. ``law_p_value`` is the check, and each mutant below must make it fail.
+probability ``FALSE_ALARM``. With ``SESSIONS`` sessions and 25 cells (two tokens, V = 5) a total variation of 0.03 is
+detected with probability 0.99, and every night, with ten times as many, one of 0.01 (``power.py``). ``law_p_value`` is
+the check, and each mutant below must make it fail.
 """
 
 import math
@@ -11,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from scipy import stats
+from tests.lossless.power import detectable_tv
 
 from paceline.core import verification
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at
@@ -23,6 +25,7 @@ from paceline.types import Acceptance
 FALSE_ALARM = 1e-8
 COUPLED, REJECTION = Acceptance.COUPLED, Acceptance.REJECTION
 V = 5
+SESSIONS = 32_000
 
 
 def table(seed, scale=1.5, vocab_size=V):
@@ -53,7 +56,7 @@ def simulate(
     log_q,
     num_drafted,
     *,
-    sessions=20_000,
+    sessions=SESSIONS,
     num_tokens=2,
     first_seed=0,
     draft=None,
@@ -112,9 +115,11 @@ def p_value(observed, expected):
     return float(stats.chisquare(f_obs, [value * scale for value in f_exp]).pvalue)
 
 
-def law_p_value(rule, log_p, log_q, num_drafted, **options):
-    """Of the joint law of the first two tokens."""
-    texts, _ = simulate(rule, log_p, log_q, num_drafted, **options)
+def law_p_value(rule, log_p, log_q, num_drafted, parts=1, **options):
+    """Of the joint law of the first two tokens of ``parts`` times as many sessions."""
+    texts = []
+    for part in range(parts):
+        texts += simulate(rule, log_p, log_q, num_drafted, first_seed=part * SESSIONS, **options)[0]
     p = log_p.double().exp()
     size = log_p.shape[-1]
     expected = {(a, b): len(texts) * float(p[0, a] * p[a, b]) for a in range(size) for b in range(size)}
@@ -125,6 +130,36 @@ def law_p_value(rule, log_p, log_q, num_drafted, **options):
 @pytest.mark.parametrize("rule", list(Acceptance))
 def test_the_joint_law_of_two_tokens_is_that_of_p(rule, num_drafted):
     assert law_p_value(rule, P, Q, num_drafted) > FALSE_ALARM
+
+
+def test_there_are_sessions_enough_for_the_differences_that_are_stated():
+    """In all 25 cells, none of which expects so few that it is merged with others."""
+    p = P.double().exp()
+    assert float((p[0][:, None] * p).min()) * SESSIONS > 5
+    assert detectable_tv(SESSIONS, V * V, FALSE_ALARM) <= 0.03
+    assert detectable_tv(10 * SESSIONS, V * V, FALSE_ALARM) <= 0.01
+
+
+def test_a_law_at_the_least_difference_that_is_stated_is_seen():
+    """That moves a little of every text to another one: 100 samples of it, all of which must fail."""
+    generator = torch.Generator().manual_seed(5)
+    p = torch.full((V * V,), 1 / V**2, dtype=torch.float64)
+    tv = detectable_tv(SESSIONS, V * V, FALSE_ALARM)
+    other = p + tv * 2 / V**2 * torch.tensor([1.0, -1.0] * (V * V // 2) + [0.0], dtype=torch.float64) * 25 / 24
+    assert float((other - p).abs().sum() / 2) == pytest.approx(tv)
+    seen = 0
+    for _ in range(100):
+        drawn = torch.multinomial(other, SESSIONS, replacement=True, generator=generator)
+        counts = Counter(drawn.tolist())
+        seen += p_value(counts, {v: SESSIONS * float(p[v]) for v in range(V * V)}) < FALSE_ALARM
+    assert seen >= 90  # of 99 that are expected: fewer have a chance of 1e-7
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rule", list(Acceptance))
+@pytest.mark.parametrize("log_q", [Q, OPPOSITE], ids=["other", "opposite"])
+def test_the_joint_law_to_a_hundredth(rule, log_q):
+    assert law_p_value(rule, P, log_q, 2, parts=10) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule", list(Acceptance))
