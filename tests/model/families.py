@@ -48,6 +48,7 @@ _BY_NAME: list[tuple[re.Pattern[str], int]] = [
 
 _LAST_NORM = re.compile(r"^[a-z_.]*(norm|layernorm|layer_norm|ln_f)\.weight$")
 
+_BY_ITSELF = r"computes its attention by itself \(\w+Attention\), not through the attention interface"
 _SPARSE = "layers of type .*(indexed|compressed_sparse)_attention"
 _LINEAR = "layers of type .*(linear_attention|conv|hybrid)"
 EXCLUDED = {
@@ -75,6 +76,11 @@ EXCLUDED = {
     "qwen3_next": _LINEAR,
     "qwen4_exp_text": _SPARSE,
     "stablelm, no plan": "does not hand on to its attention what it is called with",
+    "bloom, no plan": _BY_ITSELF,
+    "codegen, no plan": _BY_ITSELF,
+    "falcon, no plan": _BY_ITSELF,
+    "gptj, no plan": _BY_ITSELF,
+    "mpt, no plan": _BY_ITSELF,
     "llama, rope dynamic": "rope_type 'dynamic', whose angles depend on the longest sequence",
     "phi3, rope longrope": "rope_type 'longrope', whose angles depend on the longest sequence",
 }
@@ -103,6 +109,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 32},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 2048},
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
         "intermediate_size": 96, "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0],
@@ -176,6 +186,7 @@ VARIANTS = [
     Case("gpt_oss, no plan", "gpt_oss"),
     Case("stablelm, no plan", "stablelm"),
     Case("hunyuan_v1_dense, no plan", "hunyuan_v1_dense"),
+    *(Case(f"{family}, no plan", family) for family in ("bloom", "codegen", "falcon", "gptj", "mpt")),
 ]  # fmt: skip
 """What defaults do not show, and popular families that come without a plan."""
 

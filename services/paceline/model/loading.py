@@ -23,6 +23,7 @@ from paceline.model.compiled.aot import NoCompilerError, compiled_step
 from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.device import Placement, resolve
+from paceline.model.experts import pad_experts
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.local_config import BUILDING
 from paceline.model.parallel.collectives import Collectives
@@ -32,6 +33,7 @@ from paceline.model.parallel.runner import LeadersCache, LeadingRunner, RankRunn
 from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
 from paceline.model.runner import ModelRunner
 from paceline.model.step import Step, probe_layers
+from paceline.model.tails import widen_narrow_layers
 
 _NUM_NAMED = 3
 """Parameters that a message names; of the others it gives the number."""
@@ -46,6 +48,8 @@ class LoadedModel:
     step: StepFunction
     layers: list[LayerSpec]
     sliding_window: int | None
+    spare_tokens: int
+    """Padding that each step needs behind its last token (``tails.py``)."""
     vocab_size: int
     max_len: int
     """Positions the model was made for."""
@@ -84,6 +88,7 @@ class LoadedModel:
         options: dict[str, Any] = {
             "dtype": self.dtype,
             "sliding_window": self.sliding_window,
+            "spare_tokens": self.spare_tokens,
             "vocab_size": self.vocab_size,
             "backend": make_backend(cache, self.dtype, self.sliding_window, graphs, self.max_cuda_graphs),
         }
@@ -150,7 +155,10 @@ def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "au
             device other than the CPU or with weights that are not compiled.
     """
     model = model.eval()
-    layers, window = probe_layers(model)
+    pad_experts(model)
+    if model.device.type == "cpu":
+        widen_narrow_layers(model)
+    layers, window, spare_tokens = probe_layers(model)
     text = model.config.get_text_config()
     kernel = kernel_for(attention, model.device, model.dtype, layers)
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
@@ -168,6 +176,7 @@ def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "au
         step=step,
         layers=layers,
         sliding_window=window,
+        spare_tokens=spare_tokens,
         vocab_size=model.get_output_embeddings().out_features,
         max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         dtype=model.dtype,

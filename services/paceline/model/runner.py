@@ -24,20 +24,36 @@ class ModelRunner:
         dtype: torch.dtype,
         sliding_window: int | None,
         vocab_size: int,
+        spare_tokens: int = 0,
         backend: Backend | None = None,
     ) -> None:
-        """``backend``: how steps reach the device; by default one by one, from the host's own memory."""
+        """Keeps what every step needs.
+
+        Args:
+            step: the model.
+            cache: where it keeps keys and values.
+            dtype: of the model.
+            sliding_window: of its layers that have one.
+            vocab_size: logits of a row.
+            spare_tokens: padding that each step needs behind its last token (``tails.py``).
+            backend: how steps reach the device; by default one by one, from the host's own memory.
+        """
         self.cache = cache
         self.dtype = dtype
         self.sliding_window = sliding_window
         self.vocab_size = vocab_size
+        self.spare_tokens = spare_tokens
         self.num_forwards = 0
         self.backend = backend or HostBackend(cache, dtype, sliding_window)
         self._step = step
 
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""
-        return self.run(StepPlan.of(steps, self.cache.scratch_row))
+        return self.run(self.plan(steps))
+
+    def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
+        """Lays a step of this model out."""
+        return StepPlan.of(steps, self.cache.scratch_row, self.spare_tokens)
 
     def close(self) -> None:
         """Gives up what other processes take part in. Idempotent."""

@@ -11,8 +11,9 @@ CPU (torch 2.13, oneDNN and MKL, AVX512 without AMX) this was measured to hold, 
    splits the sum over 256 or 320 keys in halves, all other multiples of 64 at the same 192 keys.
 
 The second and third are those of torch's attention. The native one (``attention/native.py``) needs neither, and neither
-costs it anything: it leaves padding out. Masked keys add exact zeros, so padding is free of error. ``selftest.py``
-compares the bits at start-up.
+costs it anything: it leaves padding out. Masked keys add exact zeros, so padding is free of error. Two more depend on
+the model: ``experts.py`` holds the first for every expert, and ``tails.py`` finds the padding that elementwise kernels
+need. ``selftest.py`` compares the bits at start-up.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ def padded_row_len(num_tokens: int) -> int:
     return -(-num_tokens // QUERY_MULTIPLE) * QUERY_MULTIPLE
 
 
-def padded_tokens(num_tokens: int) -> int:
-    """Tokens, or rows of logits, that a step computes for ``num_tokens``.
+def padded_tokens(num_tokens: int, spare: int = 0) -> int:
+    """Tokens, or rows of logits, that a step computes for ``num_tokens``, at least ``spare`` of them padding.
 
     oneDNN keeps code of its own for every number that it has met, some megabytes a model: so there are few. Exact up
     to 16, multiples of 2 up to 32, of 4 up to 64, of 16 up to 256, of 64 beyond.
     """
     multiple = next((m for end, m in ((16, 1), (32, 2), (64, 4), (256, 16)) if num_tokens <= end), 64)
-    return max(MIN_TOKENS, -(-num_tokens // multiple) * multiple)
+    padded = max(MIN_TOKENS, -(-num_tokens // multiple) * multiple)
+    return padded if padded - num_tokens >= spare else padded + spare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from paceline.errors import ConfigError
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.kv_cache import LayerSpec
+from paceline.model.tails import SpareTokens
 
 _PROBE = "paceline_probe"
+_PROBED_TOKENS = 2
 _PROBING = threading.Lock()
 """Attention functions are registered by name for the whole process; engines in threads load side by side."""
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
@@ -62,10 +64,19 @@ class Step(torch.nn.Module):
         return logits
 
 
-def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
-    """Runs two tokens through ``model`` to see what each attention layer keeps.
+class Probe(NamedTuple):
+    """What two tokens that ran through a model have shown."""
 
-    Returns the layers in order and the sliding window, if some layers have one.
+    layers: list[LayerSpec]
+    """What each layer keeps in the KV cache, in order."""
+    sliding_window: int | None
+    """Of the layers that have one."""
+    spare_tokens: int
+    """Padding that steps on the CPU need behind their last token (``tails.py``)."""
+
+
+def probe_layers(model: PreTrainedModel) -> Probe:
+    """Runs two tokens through ``model`` to see what each attention layer keeps.
 
     Raises:
         ConfigError: the model has layers without attention, or whose attention is not that of ``paged_attention``
@@ -99,13 +110,13 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return query.new_zeros(shape), None
 
-    previous = config._attn_implementation
+    previous, spare = config._attn_implementation, SpareTokens(_PROBED_TOKENS)
     with _PROBING:
         AttentionInterface.register(_PROBE, record)
         try:
             model.set_attn_implementation(_PROBE)
-            with torch.no_grad():
-                ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+            with torch.no_grad(), spare:
+                ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.long, device=model.device)
                 model(input_ids=ids, use_cache=False, page_table=None)
         except ConfigError:
             raise
@@ -115,6 +126,12 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
         finally:
             if previous is not None:
                 model.set_attn_implementation(previous)
+    own = {type(module).__name__ for module in model.modules() if type(module).__name__.endswith("Attention")}
+    if not seen and own:
+        raise ConfigError(
+            f"{name} computes its attention by itself ({', '.join(sorted(own))}), not through the attention interface "
+            "of transformers, where the paged attention would take its place"
+        )
     num_layers = config.num_hidden_layers
     if sorted(seen) != list(range(num_layers)):
         raise ConfigError(
@@ -122,7 +139,9 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], int | None]:
         )
     if len(windows) > 1:
         raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
-    return [seen[i] for i in range(num_layers)], (windows.pop() if windows else None)
+    on_cpu = model.device.type == "cpu"
+    layers, window = [seen[i] for i in range(num_layers)], windows.pop() if windows else None
+    return Probe(layers, window, spare.count if on_cpu else 0)
 
 
 def _check_layer_types(config: PretrainedConfig, name: str) -> None:

@@ -154,8 +154,8 @@ class StepPlan:
     """[B, pages * PAGE_SIZE] rotary position of each row, if it is not the row's own number."""
 
     @classmethod
-    def of(cls, steps: Sequence[SequenceStep], scratch_row: int) -> Self:
-        """Lays the new tokens of sessions out."""
+    def of(cls, steps: Sequence[SequenceStep], scratch_row: int, spare_tokens: int = 0) -> Self:
+        """Lays the new tokens of sessions out; at least ``spare_tokens`` of padding come behind them."""
         tokens: list[int] = []
         positions: list[int] = []
         write_rows: list[int] = []
@@ -173,8 +173,8 @@ class StepPlan:
             for first in range(0, end - base, row_len):
                 rows.append((step, first, min(row_len, end - base - first), base + first))
         num_logits = len(logits_index)
-        logits_index.extend([0] * (padded_tokens(num_logits) - num_logits))
-        padding = padded_tokens(len(tokens)) - len(tokens)
+        logits_index.extend([0] * (padded_tokens(num_logits, spare_tokens) - num_logits))
+        padding = padded_tokens(len(tokens), spare_tokens) - len(tokens)
         tokens.extend([0] * padding)
         positions.extend([0] * padding)
         write_rows.extend(range(scratch_row, scratch_row + padding))

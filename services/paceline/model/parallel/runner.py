@@ -165,7 +165,7 @@ class LeadingRunner(RankRunner):
             Logits ``[number of None, vocab_size]``, and of the others tokens and log-probabilities. One that is not
             finite says that the model gave NaN, +inf, or -inf only: its token means nothing.
         """
-        plan, picks = StepPlan.of(steps, self.cache.scratch_row), Picks.of(rows)
+        plan, picks = self.plan(steps), Picks.of(rows)
         with self.together():
             self._tell(plan, picks.encode())
             logits, tokens, logprobs = self.run_and_pick(plan, picks)

@@ -1,0 +1,116 @@
+"""Targets whose best tokens are all but equal: a difference in the last bits of a forward shows as another token.
+
+The vocabulary comes in pairs whose rows of the output layer differ by 3e-7, so that every choice is a near-tie.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.model.families import checkpoint, small_config
+from tests.support.models import noisy_copy, prompt
+from tests.support.pump import Pump, Request, in_mode, plain_reference
+from tests.support.rings import nightly, slow
+from transformers import PreTrainedModel
+
+from paceline.model import experts, loading
+from paceline.model.loading import LoadedModel, prepare
+from paceline.model.selftest import check_invariance
+from paceline.types import Mode, SamplingParams
+
+NUM_SESSIONS = 10
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "deepseek_v3")
+ODD = {
+    "llama": {"hidden_size": 144, "intermediate_size": 250},
+    "gemma2": {"hidden_size": 144, "intermediate_size": 250, "head_dim": 36},
+    "qwen2": {"hidden_size": 144, "intermediate_size": 250},
+    "olmo2": {"hidden_size": 144, "intermediate_size": 250},
+    "starcoder2": {"hidden_size": 144, "intermediate_size": 250},
+    "granite": {"hidden_size": 144, "intermediate_size": 250},
+    "cohere2": {"hidden_size": 144, "intermediate_size": 250, "head_dim": 36},
+    "exaone4": {"hidden_size": 144, "intermediate_size": 250},
+}
+"""Sizes that are no multiple of any vector: 250 numbers a token."""
+CASES = [(family, {}) for family in MIXTURES] + [*ODD.items()]
+FAST = ("qwen3_moe", "llama")
+
+
+def near_ties(family: str, changes: dict) -> PreTrainedModel:
+    """A random float32 checkpoint whose tokens 2i and 2i + 1 have almost the same logits."""
+    model = checkpoint(small_config(family, tie_word_embeddings=False, **changes))
+    weight = model.get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for first in range(0, len(weight) - 1, 2):
+            weight[first + 1] = weight[first] + 3e-7 * torch.randn(weight.shape[1], generator=generator)
+    return model
+
+
+def requests() -> dict[str, Request]:
+    return {
+        f"s{i}": Request(prompt(i, 11 + 7 * i), SamplingParams(max_tokens=24, temperature=0.0))
+        for i in range(NUM_SESSIONS)
+    }
+
+
+def changed(target: LoadedModel, draft: LoadedModel | None, mode: Mode) -> int:
+    """Sessions that have other tokens in a batch, in ``mode``, than alone in plain decoding."""
+    asked = requests()
+    alone = plain_reference(target, asked)
+    together = Pump(target, draft, late=0.1).run(in_mode(asked, mode), arrivals=1.0)
+    return sum(together[name].token_ids != alone[name].token_ids for name in asked)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *(case for case in CASES if case[0] in FAST),
+        *slow(case for case in CASES if case[0] in ("gpt_oss", "deepseek_v3", "gemma2")),
+        *nightly(case for case in CASES if case[0] not in (*FAST, "gpt_oss", "deepseek_v3", "gemma2")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_session_changes_in_a_batch(family: str, changes: dict) -> None:
+    """Plain, sequential and overlapped, experts and odd widths: 0 of 10 sessions; the self-test says the same."""
+    model = near_ties(family, changes)
+    draft = prepare(noisy_copy(model, 0.05), compile=False)
+    target = prepare(model, compile=False)
+    report = check_invariance(target.runner(24))
+    assert report.holds, str(report)
+    assert {mode: changed(target, draft, mode) for mode in (Mode.PLAIN, Mode.SEQUENTIAL, Mode.OVERLAPPED)} == {
+        Mode.PLAIN: 0,
+        Mode.SEQUENTIAL: 0,
+        Mode.OVERLAPPED: 0,
+    }
+
+
+def test_experts_that_are_not_padded_change_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: plain batches already have other tokens, and the self-test says so."""
+    if not torch.backends.mkl.is_available():
+        return  # products by another library may not need it
+    monkeypatch.setattr(loading, "pad_experts", lambda model: False)
+    target = prepare(near_ties("qwen3_moe", {}), compile=False)
+    assert not check_invariance(target.runner(24)).holds
+    assert changed(target, None, Mode.PLAIN) > 0
+
+
+def test_without_padding_behind_the_last_token_bits_differ() -> None:
+    """The mutant: the last token of a step ends in the tail of elementwise kernels."""
+    target = prepare(near_ties("llama", ODD["llama"]), compile=False)
+    runner = target.runner(24)
+    assert runner.spare_tokens > 0
+    runner.spare_tokens = 0
+    assert not check_invariance(runner).holds
+
+
+def test_few_padding_routes_reach_only_chosen_experts() -> None:
+    """Hand-computed: three experts, two chosen; each has at least four rows, the third none, and a rest lies beyond."""
+    chosen = torch.tensor([[0, 2], [0, 2], [0, 2], [2, 0], [2, 2]])
+    rows, routes = experts.padding_routes(chosen, 3)
+    assert routes.shape == (rows, 2)
+    counts = torch.bincount(torch.cat([chosen, routes]).flatten(), minlength=4).tolist()
+    assert counts[:3] == [4, 0, 6]
+    assert counts[3] >= 2
+    single, routes = experts.padding_routes(torch.tensor([[1]]), 3)
+    assert torch.bincount(routes.flatten(), minlength=4).tolist()[:3] == [0, 3, 0]
+    assert single == 10
