@@ -339,6 +339,11 @@ class Round:
     """Origin of the round's proposal, or the reason why there was none."""
 
 
+BatchInvariant = Literal["yes", "no", "untested", ""]
+"""Whether a target gave the same bits for verification and for decoding when it started; empty: not known, or no
+target."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """Status of a replica, sent first on every stream and then with every heartbeat."""
@@ -376,6 +381,8 @@ class ReplicaStatus:
     """Current choice of the target's controller and its reason, in words."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """Measurements behind the controller's choice: gauges by name, with a label after a colon."""
+    batch_invariant: str = ""
+    """Result of a target's self-test: a value of ``BatchInvariant``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +457,9 @@ class ModelInfo:
     """Values of ``Acceptance`` that a request may use."""
     max_draft_tokens: int
     """Longest proposal that a request may ask for; 0 without a draft."""
+    batch_invariant: str = ""
+    """Whether all targets gave the same bits for verification and for decoding when they started: ``yes``, ``no`` or
+    ``untested``; empty while none is up. Without ``yes`` tokens may differ from plain decoding at near-ties."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,21 @@ def test_what_the_service_is_like(changes, text):
     assert text in "\n".join(report(replace(INFO, **changes)))
 
 
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        ("yes", "target t1: batch-invariant: verification and decoding give the same bits"),
+        ("no", "target t1: NOT batch-invariant: tokens may differ from plain decoding at near-ties"),
+        ("untested", "target t1: not tested for batch invariance: tokens may differ"),
+    ],
+)
+def test_what_the_self_test_of_a_target_found(verdict, words):
+    (target,) = INFO.pools["target"]
+    tested = replace(INFO, pools={**INFO.pools, "target": (replace(target, batch_invariant=verdict),)})
+    assert words in "\n".join(report(tested))
+    assert "invarian" not in "\n".join(report(INFO)), "an older target says nothing"
+
+
 def test_a_service_that_sizes_no_pool_says_nothing_of_it():
     assert "wanted" not in "\n".join(report(replace(INFO, scaling=())))
 

@@ -224,6 +224,12 @@ class TestReplica:
         assert seen["paceline_replica_draining", (("kind", "target"),)] == 1
         assert seen["paceline_replica_sessions", (("kind", "target"),)] == 3
 
+    @pytest.mark.parametrize(("verdict", "value"), [("yes", 1), ("no", 0), ("untested", None), ("", None)])
+    def test_the_verdict_of_a_targets_self_test(self, verdict, value):
+        registry = Registry()
+        ReplicaMetrics(registry).update(status(batch_invariant=verdict))
+        assert registry.samples().get(catalogue.BATCH_INVARIANT.name, {}).get((MODEL,)) == value
+
     def test_a_controllers_measures_are_gauges(self):
         """A label follows a colon; what is unknown here, or has a label too many or too few, is left out."""
         registry = Registry()

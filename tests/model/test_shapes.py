@@ -6,6 +6,7 @@ that it can say so is tested with runners that are made to differ.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.rings import nightly, slow
 from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.model import shapes
+from paceline.model import selftest, shapes
 from paceline.model.loading import prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
@@ -164,8 +165,10 @@ def perturbed(runner: ModelRunner, differs) -> ModelRunner:
         lambda ids, *_: ids.shape[1] >= 17,
         lambda ids, *_: 4 < ids.shape[1] <= 8,
         lambda *inputs: inputs[4].shape[0] > 1,  # a neighbour
+        lambda ids, *_: ids.shape[1] >= 256,
+        lambda *inputs: inputs[4].shape[1] >= 25 and inputs[0].shape[1] > 4,  # verification of a long context
     ],
-    ids=["many_tokens", "few_tokens", "neighbours"],
+    ids=["many_tokens", "few_tokens", "neighbours", "largest_step", "long_context"],
 )
 def test_the_self_test_notices_a_runner_that_differs(differs) -> None:
     """One unit in the last place for some shapes is enough: the report says NOT, with counts."""
@@ -185,8 +188,50 @@ def test_the_self_test_says_when_it_holds(dtype: torch.dtype) -> None:
     report = check_invariance(runner)
     word = "batch-invariant: " if report.holds else "NOT batch-invariant here: "
     assert str(report).startswith(word)
-    assert report.num_rows == 4 * 96
+    assert report.num_rows > 4 * 96
     assert runner.cache.num_used == 0
+
+
+def test_the_self_test_reaches_the_largest_step_and_the_longest_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is time; and says how far it came."""
+    monkeypatch.setattr(selftest, "_LEAST_S", 600.0)
+    runner, lengths = make(torch.float32, pages=80), []
+    step = runner._step
+    runner._step = lambda *inputs: (lengths.append(inputs[0].shape[1]), step(*inputs))[1]
+    report = check_invariance(runner, 4096, 512)
+    assert report.holds, str(report)
+    assert report.max_step_tokens == 512
+    assert max(lengths) == padded_tokens(512, runner.spare_tokens)
+    assert 4096 - PAGE_SIZE < report.max_context <= 4096
+    assert f"steps of up to 512 tokens, contexts of up to {report.max_context}" in str(report)
+    assert check_invariance(runner, 300).max_context <= 300
+
+
+def test_the_self_test_spends_little_time_on_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of a longer context is begun that would take it beyond its time, by the last one."""
+    monkeypatch.setattr(selftest, "_LEAST_S", 0.0)
+    now = itertools.count()
+    monkeypatch.setattr(selftest.time, "perf_counter", lambda: float(next(now)))
+    report = check_invariance(make(torch.float32, pages=80), 4096)
+    assert report.max_context < 1000
+
+
+def test_the_self_test_notices_that_prefill_leaves_other_keys_than_decoding() -> None:
+    """As a session that is resumed on another target would: its context comes from one large chunk."""
+    runner = make(torch.float32)
+    step = runner._step
+
+    def changed(*inputs):
+        logits = step(*inputs)
+        if inputs[0].shape[1] > 200 and inputs[4].shape[0] == 1:  # a long chunk, alone
+            for values in inputs[9]:
+                flat = values.view(-1, *values.shape[2:])
+                flat[inputs[3]] = torch.nextafter(flat[inputs[3]], torch.tensor(1e9))
+        return logits
+
+    runner._step = changed
+    report = check_invariance(runner)
+    assert not report.holds
 
 
 @pytest.mark.parametrize(
@@ -279,5 +324,14 @@ def test_steps_come_in_few_sizes() -> None:
     pages = runner.cache.allocate(4)
     for n in range(60, 90):
         assert runner.forward([SequenceStep([1] * n, range(n), range(n), pages, num_logits=n - 20)]).shape[0] == n - 20
+    spare = runner.spare_tokens  # behind the last token; where there is room anyway it adds nothing
+    assert spare == 2
+    assert {size for size, _ in seen} == {60 + spare, 64, 64 + spare, 80, 80 + spare, 96}
+    runner.spare_tokens = 0
+    seen.clear()
+    for n in range(60, 90):
+        runner.forward([SequenceStep([1] * n, range(n), range(n), pages, num_logits=n - 20)])
     assert {size for size, _ in seen} == {60, 64, 80, 96}
     assert {size for _, size in seen} == {40, 44, 48, 52, 56, 60, 64, 80}
+    assert all(padded_tokens(n, 3) in (padded_tokens(n), padded_tokens(n) + 3) for n in range(1, 1025))
+    assert all(padded_tokens(n, 3) - n >= 3 for n in range(1, 1025))

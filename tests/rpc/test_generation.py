@@ -323,6 +323,7 @@ model_infos = st.builds(
     modes=tuples(st.sampled_from(Mode)),
     acceptances=tuples(st.sampled_from(Acceptance)),
     max_draft_tokens=st.integers(0, MAX_DRAFT_TOKENS),
+    batch_invariant=st.sampled_from(["yes", "no", "untested", ""]),
 )
 server_infos = st.builds(
     ServerInfo,

@@ -6,7 +6,7 @@ column left out, or put in another's place; a node without q given one.
 """
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_args
 
 import pytest
@@ -347,6 +347,7 @@ def test_malformed_from_draft_is_dropped_and_counted():
 
 def test_what_a_controller_says_travels_with_the_status():
     status = ReplicaStatus("t", "target", 1, 2, 0, 8, controller="drafting is off: é", measures={"step_seconds:4": 0.5})
+    status = replace(status, batch_invariant="no")
     batch = wire.encode_from_target([], status)
     assert wire.decode_from_target(sent(batch)) == ([], status, 0)
 

@@ -25,6 +25,12 @@ DEFAULT_ADDRESS = "localhost:9000"
 
 _ORDER = ("router", "target", "draft")
 _HEADER = ("pool", "replica", "state", "sessions", "waiting", "KV", "busy", "node", "model")
+_INVARIANCE = {
+    "yes": "batch-invariant: verification and decoding give the same bits",
+    "no": "NOT batch-invariant: tokens may differ from plain decoding at near-ties",
+    "untested": "not tested for batch invariance: tokens may differ from plain decoding at near-ties",
+}
+"""By the value in a target's status."""
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -95,6 +101,7 @@ def report(info: ServerInfo) -> Iterator[str]:
         silence = _duration(info.serve_silent_s)
         yield f"Ray Serve's controller has not answered for {silence}: nothing is replaced or scaled until it does"
     yield _speculation(info)
+    yield from _invariance(info)
     yield from _controllers(info)
     if info.scaling:
         yield ""
@@ -139,6 +146,13 @@ def _speculation(info: ServerInfo) -> str:
         return f"speculation: {chosen}; no draft token has been verified"
     rates = f"accepted {info.acceptance_rate:.0%}, {info.acceptance_length:.2f} tokens per verification"
     return f"speculation: {chosen}; since the start {rates}, hits {info.hit_rate:.0%}"
+
+
+def _invariance(info: ServerInfo) -> Iterator[str]:
+    """What the targets' self-tests have found."""
+    for status in info.pools.get("target", ()):
+        if words := _INVARIANCE.get(status.batch_invariant):
+            yield f"target {status.replica_id}: {words}"
 
 
 def _controllers(info: ServerInfo) -> Iterator[str]:

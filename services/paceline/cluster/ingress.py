@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -181,6 +181,7 @@ class Ingress:
             modes=tuple(Mode) if draft is not None else (Mode.PLAIN,),
             acceptances=tuple(Acceptance),
             max_draft_tokens=MAX_DRAFT_TOKENS if draft is not None else 0,
+            batch_invariant=_weakest(self._router.statuses().get("target", ())),
         )
         return model_info_to_proto(info)
 
@@ -391,3 +392,9 @@ def model_facts(config: ServiceConfig) -> TargetInfo:
         max_model_len=min(limit or checkpoint.max_model_len, checkpoint.max_model_len),
         eos_token_ids=checkpoint.eos_token_ids or tokenizer.eos_token_ids,
     )
+
+
+def _weakest(statuses: Sequence[ReplicaStatus]) -> str:
+    """The verdict that holds for all targets: one that fails the test, or says nothing, speaks for all."""
+    found = {status.batch_invariant for status in statuses}
+    return next((verdict for verdict in ("no", "", "untested", "yes") if verdict in found), "")

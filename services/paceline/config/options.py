@@ -62,6 +62,9 @@ class TargetOptions(ModelOptions):
     """Longest context in tokens. None: what the target was trained for."""
     max_step_tokens: int = Field(default=256, ge=32, le=65536)
     """Tokens of one forward, prefill chunks and proposals together."""
+    batch_invariant: Literal["auto", "require", "off"] = "auto"
+    """Compare the bits of verification and of decoding when the target starts. ``auto``: and warn where they differ;
+    ``require``: and refuse to start then; ``off``: start sooner, and promise nothing."""
     adaptive: bool = True
     """Use as many draft tokens per step as pay by measured times, and no draft where none do. False: always as many as
     a request allows."""

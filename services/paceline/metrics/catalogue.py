@@ -147,6 +147,13 @@ REPLICA_BUSY = gauge(
 REPLICA_DRAINING = gauge(
     "paceline_replica_draining", "flag", "1 if a replica takes no new sessions.", "kind", per_replica=True
 )
+BATCH_INVARIANT = gauge(
+    "paceline_target_batch_invariant",
+    "flag",
+    "1 if verification and decoding gave the same bits when a target started, 0 if not; absent if it was not tested.",
+    "model_name",
+    per_replica=True,
+)
 KV_PAGES = gauge("paceline_kv_pages", "pages", "KV pages of a replica.", "kind", per_replica=True)
 KV_PAGES_USED = gauge("paceline_kv_pages_used", "pages", "KV pages of a replica in use.", "kind", per_replica=True)
 REPLICAS_UP = gauge("paceline_replicas_up", "replicas", "Processes that report to the monitor now.", "kind")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.metrics.catalogue import (
+    BATCH_INVARIANT,
     CONTROLLER,
     KV_PAGES,
     KV_PAGES_USED,
@@ -50,6 +51,8 @@ class ReplicaMetrics:
         registry.gauge(REPLICA_CAPACITY, kind).set(status.max_sessions)
         registry.gauge(REPLICA_BUSY, kind).set(status.busy_s)
         registry.gauge(REPLICA_DRAINING, kind).set(status.draining)
+        if status.batch_invariant in ("yes", "no"):
+            registry.gauge(BATCH_INVARIANT, status.model).set(status.batch_invariant == "yes")
         if status.kv_pages:
             registry.gauge(KV_PAGES, kind).set(status.kv_pages)
             registry.gauge(KV_PAGES_USED, kind).set(status.kv_pages_used)

@@ -77,7 +77,7 @@ def _why_no_cuda() -> str:
     if version is None:
         return "this torch is built without CUDA"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "it finds none"
     except Exception as error:  # torch raises several kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,6 +8,7 @@ is not, bit for bit, the eager one is not used.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 import torch
@@ -21,44 +22,69 @@ from paceline.types import PAGE_SIZE, pages_for
 
 _CHUNKS = (2, 5, 9, 17)
 _NUM_TOKENS = 96
+_MAX_STEP_TOKENS = 256
+_LAST = 5
+"""Tokens that are decoded, and verified, at the end of each long context."""
+_FIRST_CONTEXT, _GROWTH = 1000, 4
+"""The first long context, and how many times longer each of the next is."""
+_LEAST_S = 1.0
+"""Long contexts may take this long, or as long as everything before them took."""
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InvarianceReport:
-    """Counts of logit rows that differ in any bit from decoding one token at a time."""
+    """Counts of logit rows that differ in any bit from decoding one token at a time, and how far was looked."""
 
-    num_rows: int
-    num_different: int
-    num_flips: int
+    num_rows: int = 0
+    num_different: int = 0
+    num_flips: int = 0
     """Rows whose argmax differs."""
-    max_difference: float
+    max_difference: float = 0.0
+    max_step_tokens: int = 0
+    """Tokens of the largest step that was compared."""
+    max_context: int = 0
+    """Positions of the longest context that was compared."""
 
     @property
     def holds(self) -> bool:
         """True if every bit was equal."""
         return self.num_different == 0
 
+    def add(self, verified: Tensor, decoded: Tensor, *, step_tokens: int, context: int) -> None:
+        """Compares rows ``[n, vocab]`` of a step of ``step_tokens`` that ends at position ``context``."""
+        self.num_rows += len(verified)
+        self.num_different += int((verified != decoded).any(-1).sum())
+        self.num_flips += int((verified.argmax(-1) != decoded.argmax(-1)).sum())
+        self.max_difference = max(self.max_difference, float((verified.float() - decoded.float()).abs().max()))
+        self.max_step_tokens = max(self.max_step_tokens, step_tokens)
+        self.max_context = max(self.max_context, context)
+
     def __str__(self) -> str:
+        reach = f"steps of up to {self.max_step_tokens} tokens, contexts of up to {self.max_context}"
         if self.holds:
-            return f"batch-invariant: {self.num_rows} verified rows equal decoding bit for bit"
+            return f"batch-invariant: {self.num_rows} verified rows equal decoding bit for bit ({reach})"
         return (
             f"NOT batch-invariant here: {self.num_different} of {self.num_rows} rows differ from decoding "
-            f"(by at most {self.max_difference:.2g}; the argmax of {self.num_flips}): tokens may differ from plain "
-            "decoding at near-ties"
+            f"(by at most {self.max_difference:.2g}; the argmax of {self.num_flips}; {reach}): tokens may differ from "
+            "plain decoding at near-ties"
         )
 
 
-def check_invariance(runner: ModelRunner, max_len: int | None = None) -> InvarianceReport:
-    """Decodes up to ``_NUM_TOKENS`` random tokens one by one, then in chunks, alone and beside others; compares bits.
+def check_invariance(
+    runner: ModelRunner, max_len: int | None = None, max_step_tokens: int = _MAX_STEP_TOKENS
+) -> InvarianceReport:
+    """Decodes random tokens one by one; then computes them in other ways and compares the bits.
 
+    In chunks, alone and beside others; in a step of ``max_step_tokens``; by prefill, as a session that is resumed; and
+    a few at the end of ever longer contexts, up to ``max_len`` or until these have taken as long as all before them.
     Starts at a context that crosses the 256-key boundary, if the cache and ``max_len`` positions have room for it.
     Leaves the KV cache without references.
 
     Raises:
         ConfigError: the cache has fewer than two pages.
     """
-    available = runner.cache.num_available
+    started, available = time.perf_counter(), runner.cache.num_available
     if available < 2:
         raise ConfigError(
             f"the KV cache has room for {available} KV pages of {PAGE_SIZE} tokens: at least 2 are needed"
@@ -71,28 +97,112 @@ def check_invariance(runner: ModelRunner, max_len: int | None = None) -> Invaria
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, runner.vocab_size, (total,), generator=generator).tolist()
     pages, beside = runner.cache.allocate(pages_for(total)), runner.cache.allocate(1)
+    report = InvarianceReport()
     try:
         for first in range(0, start, PAGE_SIZE):
             runner.forward([_chunk(tokens, first, first + PAGE_SIZE, pages)])
-        reference = torch.cat([runner.forward([_chunk(tokens, i, i + 1, pages)]) for i in range(start, total)])
-        different = flips = rows = 0
-        largest = 0.0
+        decoded = torch.cat([runner.forward([_chunk(tokens, i, i + 1, pages)]) for i in range(start, total)])
+        few = _chunk(tokens, 0, min(3, total), beside)
         for size in _CHUNKS:
-            chunks: list[Tensor] = []
             for i in range(start, total, size):
-                steps = [_chunk(tokens, i, min(i + size, total), pages)]
-                if i % 2:
-                    steps.append(_chunk(tokens, 0, min(3, total), beside))
-                chunks.append(runner.forward(steps)[: min(size, total - i)])
-            verified = torch.cat(chunks)
-            rows += len(verified)
-            different += int((verified != reference).any(-1).sum())
-            flips += int((verified.argmax(-1) != reference.argmax(-1)).sum())
-            largest = max(largest, float((verified.float() - reference.float()).abs().max()))
-        return InvarianceReport(rows, different, flips, largest)
+                steps = [_chunk(tokens, i, min(i + size, total), pages), *([few] if i % 2 else [])]
+                _compare(report, runner, steps, 0, decoded[i - start :])
+        _check_largest_step(report, runner, tokens, start, (pages, beside), decoded, max_step_tokens)
+        _check_prefill(report, runner, tokens, start, decoded, max_step_tokens)
+        longest = min(max_len or 1 << 20, available * PAGE_SIZE)
+        _check_long_contexts(report, runner, tokens, (pages, beside), longest, time.perf_counter() - started)
+        return report
     finally:
         runner.cache.release(pages)
         runner.cache.release(beside)
+
+
+def _compare(
+    report: InvarianceReport, runner: ModelRunner, steps: list[SequenceStep], which: int, decoded: Tensor
+) -> None:
+    """Runs a step, and compares the rows of one of its sequences with the first of ``decoded``."""
+    rows = torch.split(runner.forward(steps), [step.num_logits for step in steps])[which]
+    size = sum(len(step.token_ids) for step in steps)
+    report.add(rows, decoded[: len(rows)], step_tokens=size, context=steps[which].positions[-1] + 1)
+
+
+def _check_largest_step(
+    report: InvarianceReport,
+    runner: ModelRunner,
+    tokens: list[int],
+    start: int,
+    owned: tuple[list[int], list[int]],
+    decoded: Tensor,
+    max_step_tokens: int,
+) -> None:
+    """Verifies the first tokens as the first, and as the last, of a step as large as an engine takes."""
+    pages, beside = owned
+    ours = _chunk(tokens, start, min(start + _CHUNKS[-1], len(tokens)), pages)
+    longest, room = min(PAGE_SIZE, len(tokens)), max_step_tokens - len(ours.token_ids)
+    others = [_chunk(tokens, 0, min(longest, room - at), beside, num_logits=1) for at in range(0, room, longest)]
+    _compare(report, runner, [ours, *others], 0, decoded)
+    _compare(report, runner, [*others, ours], len(others), decoded)
+
+
+def _check_prefill(
+    report: InvarianceReport,
+    runner: ModelRunner,
+    tokens: list[int],
+    start: int,
+    decoded: Tensor,
+    max_step_tokens: int,
+) -> None:
+    """Computes all tokens as a prompt, in other pages, then some of them again from what that left there."""
+    if runner.cache.num_available < pages_for(len(tokens)):
+        return
+    pages = runner.cache.allocate(pages_for(len(tokens)))
+    try:
+        for first in range(0, len(tokens), max_step_tokens):
+            stop = min(first + max_step_tokens, len(tokens))
+            wanted = max(0, stop - max(first, start))
+            step = _chunk(tokens, first, stop, pages, num_logits=wanted)
+            if wanted:
+                _compare(report, runner, [step], 0, decoded[max(first, start) - start :])
+            else:
+                runner.forward([step])
+        again = max(start, len(tokens) - _CHUNKS[2])
+        _compare(report, runner, [_chunk(tokens, again, len(tokens), pages)], 0, decoded[again - start :])
+    finally:
+        runner.cache.release(pages)
+
+
+def _check_long_contexts(
+    report: InvarianceReport,
+    runner: ModelRunner,
+    tokens: list[int],
+    owned: tuple[list[int], list[int]],
+    longest: int,
+    spent_s: float,
+) -> None:
+    """Verifies and decodes the last tokens of contexts that consist of the same few KV pages again and again.
+
+    Nothing has to be computed for such a context, and it takes no memory.
+    """
+    (first, *_), (last,) = owned
+    limit_s, spent_s, took_s, length = max(_LEAST_S, spent_s), 0.0, 0.0, _FIRST_CONTEXT
+    while length < _GROWTH * longest and spent_s + _GROWTH * took_s < limit_s:
+        started, context = time.perf_counter(), min(length, longest)
+        if context <= max(report.max_context, PAGE_SIZE + _LAST):
+            return
+        # The last tokens lie in the second half of a page of their own.
+        end = context // PAGE_SIZE * PAGE_SIZE - 3
+        repeated = [*owned[0][: len(tokens) // PAGE_SIZE]] or [first]
+        table = [repeated[i % len(repeated)] for i in range(pages_for(end) - 1)] + [last]
+        span = range(end - _LAST, end)
+        steps = [SequenceStep(tokens[i : i + 1], [at], [at], table, num_logits=1) for i, at in enumerate(span)]
+        decoded = torch.cat([runner.forward([step]) for step in steps])
+        verified = SequenceStep(tokens[:_LAST], span, span, table, num_logits=_LAST)
+        few = _chunk(tokens, 0, 3, [first], num_logits=1)
+        _compare(report, runner, [verified], 0, decoded)
+        _compare(report, runner, [few, verified], 1, decoded)
+        took_s = time.perf_counter() - started
+        spent_s += took_s
+        length *= _GROWTH
 
 
 def check_replay(runner: ModelRunner, max_len: int | None = None) -> list[StepShape]:
@@ -154,6 +264,6 @@ def _full_plan(
     )
 
 
-def _chunk(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:
+def _chunk(tokens: list[int], start: int, stop: int, pages: list[int], num_logits: int | None = None) -> SequenceStep:
     span = range(start, stop)
-    return SequenceStep(tokens[start:stop], span, span, pages, num_logits=stop - start)
+    return SequenceStep(tokens[start:stop], span, span, pages, stop - start if num_logits is None else num_logits)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 _BYTES = 2 * 64
@@ -61,7 +61,7 @@ def widen_narrow_layers(model: PreTrainedModel) -> None:
         if type(module) is not nn.Linear or module.out_features >= few:
             continue
         # A rank's layer that exchanges its output, and a quantized one, stay as they are.
-        if "forward" not in vars(module) and not is_traceable_wrapper_subclass(module.weight):
+        if "forward" not in vars(module) and type(module.weight) is nn.Parameter:
             module.forward = partial(_wider, module)  # type: ignore[method-assign]
 
 

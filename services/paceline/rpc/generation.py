@@ -342,6 +342,7 @@ def model_info_to_proto(info: ModelInfo) -> generation_pb2.GetModelInfoResponse:
         modes=info.modes,
         acceptances=info.acceptances,
         max_draft_tokens=info.max_draft_tokens,
+        batch_invariant=info.batch_invariant,
     )
 
 
@@ -358,6 +359,7 @@ def model_info_from_proto(proto: generation_pb2.GetModelInfoResponse) -> ModelIn
         modes=tuple(proto.modes),
         acceptances=tuple(proto.acceptances),
         max_draft_tokens=proto.max_draft_tokens,
+        batch_invariant=proto.batch_invariant,
     )
 
 

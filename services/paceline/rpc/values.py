@@ -56,6 +56,7 @@ _STATUS_SCALARS = (
     "draining",
     "busy_share",
     "controller",
+    "batch_invariant",
 )
 
 

@@ -139,6 +139,7 @@ def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str
         "kv_pages_used": cache.num_pages - cache.num_available,
         "kv_pages": cache.num_pages,
         "counters": {**dataclasses.asdict(engine.stats), "trials": engine.gate.trials.num_trials},
+        "batch_invariant": engine.batch_invariant,
         **report(engine),
     }
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+
+import torch
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.size import gib
@@ -53,6 +56,7 @@ def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Followe
 def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
     """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
     options = setup.options
+    torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
     checkpoint, placement = (
         Checkpoint.open(setup.source, options.trust_remote_code),
         resolve(options, None if group is None else group.device),
@@ -86,10 +90,7 @@ def _engine(
     options = setup.options
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
-    report = check_invariance(runner, max_len)
-    log.log(logging.INFO if report.holds else logging.WARNING, "target %s: %s", setup.source, report)
-    if setup.tree_budget and model.quantization is not None:
-        _require_lossless(model, report, setup.source)
+    report = _self_test(setup, model, runner, max_len)
     engine = TargetEngine(
         runner,
         emit,
@@ -97,16 +98,42 @@ def _engine(
         max_step_tokens=options.max_step_tokens,
         max_model_len=max_len,
         adaptive=options.adaptive,
+        batch_invariant="untested" if report is None else "yes" if report.holds else "no",
     )
     engine.calibrate()
     return engine
 
 
-def _require_lossless(model: LoadedModel, report: InvarianceReport, path: str) -> None:
-    """Raises ConfigError if quantized weights make verification another model than decoding."""
-    reason = model.batch_dependence or (None if report.holds else f"it is {report}")
-    if reason is not None:
+def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_len: int) -> InvarianceReport | None:
+    """Compares the bits of decoding and verification and says what was found; None: that is not wanted.
+
+    Raises:
+        ConfigError: the bits differ where they must not, or are not to be compared where they must be.
+    """
+    options, path = setup.options, setup.source
+    speculates_quantized = setup.tree_budget > 0 and model.quantization is not None
+    report = None
+    if options.batch_invariant != "off":
+        started = time.perf_counter()
+        report = check_invariance(runner, max_len, options.max_step_tokens)
+        level = logging.INFO if report.holds else logging.WARNING
+        log.log(level, "target %s: %s, in %.1f s", path, report, time.perf_counter() - started)
+    elif speculates_quantized:
+        raise ConfigError(
+            f"batch_invariant is 'off': the target {path!r} is quantized by {model.quantization!r} and has a draft, "
+            "which needs the test, so it must be 'auto' or 'require'"
+        )
+    else:
+        log.warning("target %s: not tested for batch invariance (batch_invariant is 'off')", path)
+    reason = model.batch_dependence if report is None or report.holds else f"it is {report}"
+    if speculates_quantized and (reason := model.batch_dependence or reason):
         raise ConfigError(
             f"the target {path!r} is quantized by {model.quantization!r}, and speculation could change its output, for "
             f"{reason}: set draft_config to null for plain decoding, or use another checkpoint"
         )
+    if options.batch_invariant == "require" and reason:
+        raise ConfigError(
+            f"batch_invariant is 'require', and the target {path!r} does not hold it here, for {reason}: "
+            "set it to 'auto' to start all the same, or use another checkpoint, dtype or machine"
+        )
+    return report

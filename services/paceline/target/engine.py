@@ -37,7 +37,7 @@ from paceline.target.control.waiting import WaitPolicy
 from paceline.target.lookup import new_shares
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
-from paceline.types import PAGE_SIZE, Acceptance, Cause, Mode, Round, SamplingParams, pages_for
+from paceline.types import PAGE_SIZE, Acceptance, BatchInvariant, Cause, Mode, Round, SamplingParams, pages_for
 
 _CALIBRATED_SIZES = (1, 4, 8, 16, 32, 64)
 _TIMED_FORWARDS = 3
@@ -64,6 +64,7 @@ class TargetEngine:
         max_step_tokens: int,
         max_model_len: int,
         adaptive: bool = True,
+        batch_invariant: BatchInvariant = "untested",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Creates an engine without sessions.
@@ -74,9 +75,11 @@ class TargetEngine:
             max_step_tokens: tokens computed in one step.
             max_model_len: tokens of a session's context, prompt and output together.
             adaptive: verify as many draft tokens per step as pay, and pause drafting where none do; False: always K.
+            batch_invariant: whether the model gave the same bits however its tokens were batched.
             clock: seconds.
         """
         self.runner = runner
+        self.batch_invariant = batch_invariant
         self.wait_policy = WaitPolicy()
         self.allocation = Allocation(adaptive)
         self._lookups = new_shares() if adaptive else None

@@ -451,6 +451,7 @@ class GetModelInfoResponse(_message.Message):
     MODES_FIELD_NUMBER: _builtins.int
     ACCEPTANCES_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     draft_model_id: _builtins.str
     """Empty: none, every session is plain."""
@@ -462,6 +463,10 @@ class GetModelInfoResponse(_message.Message):
     dtype: _builtins.str
     """"float32" or "bfloat16"."""
     max_draft_tokens: _builtins.int
+    batch_invariant: _builtins.str
+    """Whether verification and decoding gave the same bits when the targets started: "yes", "no" or "untested"; empty
+    while none is up. Unless it is "yes", tokens may differ from plain decoding at near-ties.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -483,10 +488,11 @@ class GetModelInfoResponse(_message.Message):
         modes: _abc.Iterable[_builtins.str] | None = ...,
         acceptances: _abc.Iterable[_builtins.str] | None = ...,
         max_draft_tokens: _builtins.int = ...,
+        batch_invariant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptances", b"acceptances", "draft_model_id", b"draft_model_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context_length", b"max_context_length", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "modes", b"modes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptances", b"acceptances", "batch_invariant", b"batch_invariant", "draft_model_id", b"draft_model_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context_length", b"max_context_length", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "modes", b"modes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

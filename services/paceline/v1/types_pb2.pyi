@@ -462,6 +462,7 @@ class ReplicaStatus(_message.Message):
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
     CONTROLLER_FIELD_NUMBER: _builtins.int
     MEASURES_FIELD_NUMBER: _builtins.int
+    BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     kind: _builtins.str
     """"target", "draft" or "router"."""
@@ -485,6 +486,8 @@ class ReplicaStatus(_message.Message):
     """Share of the last seconds that an engine was inside steps, in GetServerInfo; 0 elsewhere."""
     controller: _builtins.str
     """What its controller has chosen now, and why, in words."""
+    batch_invariant: _builtins.str
+    """Of a target: whether verification and decoding gave the same bits when it started, "yes", "no" or "untested"."""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Counted events since the replica started."""
@@ -513,10 +516,11 @@ class ReplicaStatus(_message.Message):
         busy_share: _builtins.float = ...,
         controller: _builtins.str = ...,
         measures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        batch_invariant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
