@@ -161,8 +161,12 @@ def beside(folder: Path, port: int) -> subprocess.Popen[bytes]:
 
 def cpu_s(pids: list[int]) -> float:
     """Seconds of CPU that processes have taken so far."""
-    fields = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
-    return sum(int(found[11]) + int(found[12]) for found in fields) / os.sysconf("SC_CLK_TCK")
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(found[11]) + int(found[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> list[int]:
