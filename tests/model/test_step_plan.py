@@ -57,3 +57,11 @@ def test_the_sliding_window_counts_positions_and_not_rows() -> None:
     step.key_positions = torch.tensor([*range(10), 10, 10])
     _, near = StepPlan.of([step], SCRATCH_ROW).masks(torch.float32, 3)
     assert (near[0, 0, :2] == 0).nonzero()[:, 1].tolist() == [8, 9, 10, 11] * 2
+
+
+def test_padding_stays_within_the_page_that_it_may_overwrite() -> None:
+    """However much of it a model needs behind the last token."""
+    plan = StepPlan.of([SequenceStep([1] * 65, range(65), range(65), [0, 1], num_logits=1)], SCRATCH_ROW, 63)
+    assert len(plan.tokens) >= 65 + 63
+    assert int(plan.write_rows[65:].max()) < SCRATCH_ROW + 64
+    assert int(plan.write_rows[65:].min()) >= SCRATCH_ROW

@@ -177,7 +177,7 @@ class StepPlan:
         padding = padded_tokens(len(tokens), spare_tokens) - len(tokens)
         tokens.extend([0] * padding)
         positions.extend([0] * padding)
-        write_rows.extend(range(scratch_row, scratch_row + padding))
+        write_rows.extend(scratch_row + i % PAGE_SIZE for i in range(padding))
 
         num_pages = padded_pages(max(pages_for(_num_rows(s)) for s in steps))
         gather: list[int] = []
