@@ -183,7 +183,9 @@ def test_a_model_that_cannot_be_used(capsys, models, tmp_path):
     assert rows_of(out)["target_config"]["KV"] == "?"
 
 
-def test_the_memory_of_gpus_is_not_claimed_to_be_known(capsys, models, memory):
+def test_the_memory_of_gpus_is_not_claimed_to_be_known(capsys, models, memory, monkeypatch):
+    monkeypatch.setattr("paceline.preflight.service.num_gpus", lambda: None)
+    monkeypatch.setattr("paceline.preflight.service.torch_has_gpus", lambda: True)
     memory(3 * GIB)
     gpu = ["--set", "target_config.deployment_config.ray_actor_options.num_gpus=1"]
     share = ["--set", "target_config.engine_kwargs.kv_fraction=0.9"]

@@ -40,11 +40,9 @@ def yaml_of(out: str) -> dict[str, Any]:
     [
         {},
         {"--sessions": "1"},
-        {"--sessions": "3000", "--max-sessions": "1024"},
-        {"--sessions": "40000", "--max-sessions": "1000", "--draft-step-ms": "0.01", "--slo-itl-ms": "100"},
+        {"--sessions": "200", "--max-sessions": "16"},
         {"--fan-out": "32", "--tree-budget": "4096"},
-        {"--fan-out": "1", "--tree-budget": "1", "--draft-width": "1"},
-        {"--sessions": None, "--requests-per-s": "3", "--slo": "p99", "--slo-itl-ms": "60"},
+        {"--fan-out": "1"},
         {"--rule": "rejection", "--acceptance": "0.95", "--draft-width": "256", "--sessions": "7"},
     ],
 )

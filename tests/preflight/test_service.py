@@ -60,6 +60,8 @@ def large_machine(monkeypatch):
     """Memory and cores for everything, whatever this machine has."""
     monkeypatch.setattr(checks, "available_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(checks, "why_not_fetched", lambda: None)
+    monkeypatch.setattr(checks, "num_gpus", lambda: None)
+    monkeypatch.setattr(checks, "torch_has_gpus", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
 
 

@@ -204,6 +204,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
         return Tokenizer(path, tokenizer)
     except Exception as error:  # transformers raises whatever its parsers raise
         require_no_code(path, error)
+        folder = Path(path).expanduser()
+        if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            error = FileNotFoundError(f"it holds no tokenizer.json or tokenizer.model ({type(error).__name__})")
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"no tokenizer could be loaded from {path!r}: {reason[0]}") from error
 
