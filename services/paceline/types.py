@@ -332,11 +332,13 @@ class Round:
     """Effect of one target step on one session."""
 
     num_drafted: int
-    """Draft tokens that were verified."""
+    """Tokens of the proposal, which were verified."""
     num_accepted: int
-    """Draft tokens that were accepted."""
+    """Tokens of the proposal that were accepted."""
     cause: Cause
-    """Origin of the round's proposal, or the reason why there was none."""
+    """Origin of the round's proposal, or the reason why the draft had none."""
+    lookup: bool = False
+    """True if the target looked the proposal up in its own text, for lack of a draft's."""
 
 
 BatchInvariant = Literal["yes", "no", "untested", ""]
@@ -501,12 +503,19 @@ class SpeculationStats:
     """Rounds by the cause of their proposal."""
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
     """Rounds with a proposal, by the number of its tokens that were accepted."""
+    lookup_drafted: int = 0
+    """Of ``drafted``, tokens that the target looked up in its own text; the others are the draft's."""
+    lookup_accepted: int = 0
+    """Of ``accepted``, tokens that the target looked up in its own text; the others are the draft's."""
 
     def add(self, round_: Round) -> None:
         """Counts one round."""
         self.rounds += 1
         self.drafted += round_.num_drafted
         self.accepted += round_.num_accepted
+        if round_.lookup:
+            self.lookup_drafted += round_.num_drafted
+            self.lookup_accepted += round_.num_accepted
         self.causes[round_.cause] = self.causes.get(round_.cause, 0) + 1
         if round_.num_drafted:
             histogram = self.acceptance_histogram
@@ -531,7 +540,8 @@ class Chunk:
     logprobs: tuple[float, ...]
     """Log probability of each token, by the ``logprobs_mode`` of the request."""
     drafted: tuple[bool, ...]
-    """Flag of each token: True if it was an accepted draft token."""
+    """Flag of each token: True if it was an accepted token of the proposal: the draft's, or with ``round.lookup`` the
+    target's own."""
     segments: tuple[tuple[str, bool], ...]
     """Decided text with the flag of the token that decided it; may lag behind the tokens."""
     round: Round | None

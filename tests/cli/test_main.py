@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,9 @@ def test_accepted_draft_tokens_are_coloured_on_a_terminal_only(monkeypatch):
     write_text([chunk], pipe)
     assert terminal.getvalue() == "\x1b[32mab\x1b[0mc\n"
     assert pipe.getvalue() == "abc\n"
+    looked_up = replace(chunk, round=Round(1, 1, Cause.DISABLED, lookup=True))
+    write_text([looked_up], other := Terminal())
+    assert other.getvalue() == "\x1b[36mab\x1b[0mc\n"
     monkeypatch.setenv("NO_COLOR", "1")
     write_text([chunk], plain := Terminal())
     assert plain.getvalue() == "abc\n"
@@ -258,6 +262,8 @@ def test_summary_line():
     assert summary(result) == (
         "5 tokens, 8.0 tokens/s, 2.50 tokens per verification, acceptance 75%, hit rate 50%, prefill 0.250 s"
     )
+    stats.add(Round(4, 1, Cause.DISABLED, lookup=True))
+    assert "acceptance 50%, 1 of 4 looked-up tokens accepted, " in summary(result)
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +275,8 @@ def plain_json():
 
 def test_json_has_its_documented_form(plain_json):
     assert set(plain_json) == {"text", "token_ids", "finish_reason", "usage", "speculation", "timing"}
-    assert set(plain_json["speculation"]) == {"rounds", "drafted", "accepted", "hits", "misses"}
+    names = {"rounds", "drafted", "accepted", "hits", "misses", "lookup_drafted", "lookup_accepted"}
+    assert set(plain_json["speculation"]) == names
     assert set(plain_json["timing"]) == {"prefill_s", "decode_s", "tokens_per_s"}
     assert len(plain_json["token_ids"]) == plain_json["usage"]["completion_tokens"] == 24
     assert plain_json["finish_reason"] == "length"

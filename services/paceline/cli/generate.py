@@ -31,7 +31,7 @@ _SERVICE_FLAGS = (
     *("timeout", "request_id", "resume"),
     *("tls", "tls_ca", "tls_certificate", "tls_key", "tls_server_name", "api_key"),
 )
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+_GREEN, _CYAN, _PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -172,11 +172,12 @@ def _read_stdin() -> str:
 
 
 def write_text(generation: Iterable[Chunk], stream: TextIO) -> None:
-    """Writes the text as it is produced; on a terminal accepted draft tokens are green."""
+    """Writes the text as it is produced; on a terminal accepted tokens are green, or cyan if they were looked up."""
     color = wants_color(stream)
     for chunk in generation:
+        tint = _CYAN if chunk.round is not None and chunk.round.lookup else _GREEN
         for text, drafted in chunk.segments:
-            stream.write(f"{_GREEN}{text}{_PLAIN}" if color and drafted else text)
+            stream.write(f"{tint}{text}{_PLAIN}" if color and drafted else text)
         stream.flush()
     stream.write("\n")
     stream.flush()
@@ -200,6 +201,8 @@ def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
             "accepted": stats.accepted,
             "hits": stats.hits,
             "misses": stats.misses,
+            "lookup_drafted": stats.lookup_drafted,
+            "lookup_accepted": stats.lookup_accepted,
         },
         "timing": {
             "prefill_s": round(timing.prefill_s, 6),
@@ -216,6 +219,8 @@ def summary(result: Result) -> str:
     parts.append(f"{num_tokens / max(stats.rounds, 1):.2f} tokens per verification")
     if stats.drafted:
         parts.append(f"acceptance {stats.accepted / stats.drafted:.0%}")
+    if stats.lookup_drafted:
+        parts.append(f"{stats.lookup_accepted} of {stats.lookup_drafted} looked-up tokens accepted")
     if stats.hits + stats.misses:
         parts.append(f"hit rate {stats.hits / (stats.hits + stats.misses):.0%}")
     parts.append(f"prefill {result.timing.prefill_s:.3f} s")

@@ -21,10 +21,16 @@ DRAFTS = counter(
     "vllm:spec_decode_num_drafts_total", "rounds", "Rounds that verified at least one draft token.", "model_name"
 )
 DRAFT_TOKENS = counter(
-    "vllm:spec_decode_num_draft_tokens_total", "tokens", "Draft tokens that were verified.", "model_name"
+    "vllm:spec_decode_num_draft_tokens_total",
+    "tokens",
+    "Draft tokens that were verified, those that targets looked up themselves included.",
+    "model_name",
 )
 ACCEPTED_TOKENS = counter(
-    "vllm:spec_decode_num_accepted_tokens_total", "tokens", "Draft tokens that were accepted.", "model_name"
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "tokens",
+    "Draft tokens that were accepted, those that targets looked up themselves included.",
+    "model_name",
 )
 ACCEPTED_PER_POS = counter(
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",

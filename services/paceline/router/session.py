@@ -23,7 +23,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.checkpoint.tokenizer import Decode, Detokenizer
 from paceline.errors import InvalidRequestError
@@ -412,13 +412,15 @@ class Session:
         if self.stats.rounds == 0:
             self._first_s, self._num_first = self._last_s, len(outcome.token_ids)
             self._cached_tokens = min(outcome.cached_tokens, len(self._prompt))
-        self.stats.add(outcome.round)
         drafted = tuple(i < outcome.round.num_accepted for i in range(len(outcome.token_ids)))
         num_tokens, segments, finish_reason = self._decide(outcome.token_ids, drafted, outcome.finish_reason)
         token_ids, logprobs = outcome.token_ids[:num_tokens], outcome.logprobs[:num_tokens]
+        # a stop string may have cut it: what the client does not get does not count as accepted
+        round_ = replace(outcome.round, num_accepted=min(outcome.round.num_accepted, num_tokens))
+        self.stats.add(round_)
         self._emitted += token_ids
         self._logprobs += logprobs
-        chunk = Chunk(token_ids, logprobs, drafted[:num_tokens], tuple(segments), outcome.round, self._usage())
+        chunk = Chunk(token_ids, logprobs, drafted[:num_tokens], tuple(segments), round_, self._usage())
         self._text.append(chunk.text)
         actions.chunks.append(chunk)
         if finish_reason is not None:

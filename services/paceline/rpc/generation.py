@@ -273,6 +273,8 @@ def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:
             misses=stats.misses,
             causes={cause.value: count for cause, count in stats.causes.items()},
             acceptance_histogram=[histogram.get(i, 0) for i in range(max(histogram, default=-1) + 1)],
+            lookup_drafted=stats.lookup_drafted,
+            lookup_accepted=stats.lookup_accepted,
         ),
         timing=generation_pb2.Timing(
             queue_s=timing.queue_s,
@@ -317,6 +319,8 @@ def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence
             accepted=stats.accepted,
             causes=causes,
             acceptance_histogram={i: count for i, count in enumerate(stats.acceptance_histogram) if count},
+            lookup_drafted=stats.lookup_drafted,
+            lookup_accepted=stats.lookup_accepted,
         ),
         timing=Timing(
             prefill_s=timing.prefill_s,

@@ -359,7 +359,7 @@ class TargetEngine:
             session.num_tokens,
             token_ids,
             verdict.logprobs[:num_emitted],
-            Round(len(part.proposal), num_accepted, session.cause),
+            Round(len(part.proposal), num_accepted, session.cause, lookup=part.looked_up),
             finish_reason,
             cached_tokens=session.cached_tokens if session.cause is Cause.START else 0,
         )

@@ -40,6 +40,11 @@ class Scheduled:
         return self.stop - self.start + len(self.proposal)
 
     @property
+    def looked_up(self) -> bool:
+        """True if the proposal was looked up in the session's own text."""
+        return len(self.proposal) > 0 and not self.proposal.node_ids
+
+    @property
     def verifies(self) -> bool:
         """True if the step reaches the end of the context, so that it yields tokens."""
         return self.stop == self.session.num_tokens

@@ -210,6 +210,8 @@ class TargetSession:
         self.draft_epoch = draft_epoch
         self.tree = SpeculationTree(self._vocab_size, context_len, rejection=self.rejection)
         self.tree.walk(self.tokens[context_len:])
+        if self._outcome or self.cause is not Cause.START:
+            self.cause = Cause.LATE  # whatever the old tree was: of this one nothing was there at the last outcome
         self._outcome = ()
         self.idle_context_len = self.nodes_context_len = -1
         self.draft_heard = False

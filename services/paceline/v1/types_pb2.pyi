@@ -43,7 +43,7 @@ class _CauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Cause.ValueType
     CAUSE_DRAFT_DOWN: _Cause.ValueType  # 5
     """No draft served the session."""
     CAUSE_DISABLED: _Cause.ValueType  # 6
-    """Plain decoding by request, mode or controller."""
+    """No drafting by request, mode or controller."""
     CAUSE_SEQUENTIAL: _Cause.ValueType  # 7
     """Drafted after the last outcome, as mode "sequential" does: neither hit nor miss."""
     CAUSE_START: _Cause.ValueType  # 8
@@ -64,7 +64,7 @@ CAUSE_LATE: Cause.ValueType  # 4
 CAUSE_DRAFT_DOWN: Cause.ValueType  # 5
 """No draft served the session."""
 CAUSE_DISABLED: Cause.ValueType  # 6
-"""Plain decoding by request, mode or controller."""
+"""No drafting by request, mode or controller."""
 CAUSE_SEQUENTIAL: Cause.ValueType  # 7
 """Drafted after the last outcome, as mode "sequential" does: neither hit nor miss."""
 CAUSE_START: Cause.ValueType  # 8
@@ -379,21 +379,27 @@ class SpeculationRound(_message.Message):
     DRAFTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
+    LOOKUP_FIELD_NUMBER: _builtins.int
     drafted: _builtins.int
     """Tokens of the proposal; 0 is plain decoding."""
     accepted: _builtins.int
     """How many of them the target accepted."""
     cause: Global___Cause.ValueType
+    lookup: _builtins.bool
+    """The proposal was the target's own: the continuation of an earlier place of the text that reads alike (prompt
+    lookup), for lack of a draft's. Whatever the cause is, its accepted tokens are then not the draft's.
+    """
     def __init__(
         self,
         *,
         drafted: _builtins.int = ...,
         accepted: _builtins.int = ...,
         cause: Global___Cause.ValueType = ...,
+        lookup: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cause", b"cause", "drafted", b"drafted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cause", b"cause", "drafted", b"drafted", "lookup", b"lookup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -162,7 +162,7 @@ class StepMeter:
         stats.draft_rows += num_nodes
         stats.nodes_used += num_used
         stats.draft_rows_trimmed += num_trimmed
-        if len(proposal) and not num_nodes:
+        if part.looked_up:
             stats.lookup_rounds += 1
             stats.lookup_rows += len(proposal)
             stats.lookup_rows_used += num_accepted
