@@ -212,7 +212,7 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 def test_a_mutant_is_caught(monkeypatch: pytest.MonkeyPatch, reference: dict[str, Result], mutant: Any) -> None:
     mutant(monkeypatch)
     with pytest.raises(Exception):  # noqa: B017 - an engine that breaks is as good as a wrong total
-        redeployed(reference, range(5))
+        redeployed(reference, range(30))
 
 
 def test_a_stop_string_cuts_what_a_round_accepted() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from tests.router.world import World, expected, request, result_of, without_sockets
 from tests.support.pump import Clock
 
 from paceline.config import RouterConfig
@@ -111,6 +112,37 @@ def test_an_error_in_the_text_of_one_request_ends_that_one_and_no_other(
             assert not second.done()
             second.cancel()
             await asyncio.wait([second])
+
+    asyncio.run(test())
+    (record,) = errors_of(caplog)
+    assert record.getMessage() == "unexpected error in a request: RuntimeError"
+
+
+def test_a_request_whose_text_cannot_be_made_ends_alone_and_frees_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outcomes that have not become text are dropped with it: they would fail again, and take the rest along."""
+    without_sockets(monkeypatch)
+
+    async def test() -> None:
+        world = World(3)
+        async with world.router(request_timeout_s=10.0) as router:
+            wanted = [request(name, seed) for seed, name in enumerate("abc")]
+            tasks = [asyncio.create_task(result_of(router, each)) for each in wanted]
+            await world.turn()
+            broken = router._active["a"].session
+
+            def decode(_: Any) -> str:
+                raise RuntimeError("broken by a test")
+
+            monkeypatch.setattr(broken._detokenizer, "_decode", decode)
+            world.targets[0].turn()  # two outcomes before the first becomes text
+            await world.until(*tasks)
+            with pytest.raises(EngineError, match="could not process the output of this request"):
+                tasks[0].result()
+            for task, each in zip(tasks[1:], wanted[1:], strict=True):
+                assert tuple(task.result()[0]) == expected(each)
+            assert not world.targets[0].sessions
 
     asyncio.run(test())
     (record,) = errors_of(caplog)

@@ -36,6 +36,7 @@ from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import TargetInfo
+from paceline.router.elsewhere import Elsewhere, Named
 from paceline.router.pool import Lease
 from paceline.rpc.bounds import parse
 from paceline.rpc.status import to_status
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 
 _HEALTH_SERVICES = ("", "paceline.v1.GenerationService")
 _HEALTH_PERIOD_S = 0.5
+_CANCEL_TIMEOUT_S = 2.0
+"""Longest wait for the other routers' answer about requests to cancel; a Cancel takes at most twice as long."""
 
 
 class Ingress:
@@ -105,6 +108,7 @@ class Ingress:
             log.warning("server.max_message_bytes is %d: prompts that fit the context have up to %d", allowed, longest)
         self._myself = serve.get_replica_context()
         self._peers: DeploymentHandle | None = None
+        self._elsewhere = Elsewhere(self._cancel_at_peers, timeout_s=_CANCEL_TIMEOUT_S)
         self._dtype: str | None = None
         self._stopped = False
         self._demand: Lease | None = None
@@ -140,7 +144,7 @@ class Ingress:
             _set_status(grpc_context, error)
             return CancelResponse()
         if not cancelled and request_id:
-            cancelled = any(await self._ask_peers("cancel_here", request_id, name))
+            cancelled = await self._elsewhere.cancel(request_id, name)
         return CancelResponse(cancelled=cancelled)
 
     async def is_ready(self) -> bool:
@@ -155,9 +159,12 @@ class Ingress:
         """Requests that run or wait here."""
         return self._router.num_running + self._router.num_queued
 
-    async def cancel_here(self, request_id: str, owner: str) -> bool:
-        """Cancels a request of ``owner`` if it is with this router."""
-        return self._service.cancel(request_id, owner)
+    async def cancel_these(self, requests: Sequence[Named]) -> list[Named]:
+        """Cancels those of the requests that are with this router, and returns them."""
+        return [(request_id, owner) for request_id, owner in requests if self._service.cancel(request_id, owner)]
+
+    async def _cancel_at_peers(self, requests: Sequence[Named]) -> set[Named]:
+        return {named for found in await self._ask_peers("cancel_these", requests) for named in found}
 
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
         """Describes the model that is served (generation.proto)."""
@@ -285,6 +292,7 @@ class Ingress:
         self._stopped = True
         for pusher in self._pushers:
             await pusher.stop()
+        await self._elsewhere.stop()
         await self._router.stop()
         for pool in self._pools:
             await pool.stop()

@@ -211,8 +211,9 @@ class _ServeLease:
         """Holds the lease, and takes it again if it breaks while the replica is still there."""
         pause_s = _FIRST_RETRY_S
         while wanted():
-            call = self._call(self._session_id, self.replica_id)
+            call = None
             try:
+                call = self._call(self._session_id, self.replica_id)
                 async for _ in call:
                     self._held, pause_s = True, _FIRST_RETRY_S
                     if self._closed:
@@ -221,7 +222,8 @@ class _ServeLease:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
                 self._held = False
             log.info("the lease of session %s broke: %s", self._session_id, reason)
             if self._closed:
