@@ -327,6 +327,17 @@ def bad_python(page: Page) -> list[str]:
     return faults
 
 
+def missing_tests(page: Page) -> list[str]:
+    """Tests, ``tests/FILE.py::NAME``, that there are not."""
+    named = [match for span in page.spans for match in re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", span)]
+    return [
+        f"{path}::{name}"
+        for path, name in named
+        if not (ROOT / path).is_file()
+        or not re.search(rf"^def {name}\(", (ROOT / path).read_text("utf-8"), re.MULTILINE)
+    ]
+
+
 def bad_metrics(page: Page) -> list[str]:
     """Metrics in code spans that are not declared."""
     names = {name for span in page.spans for name in re.findall(r"\b(?:vllm:|paceline_)[a-z0-9_]+\w", span)}
@@ -355,6 +366,7 @@ CHECKS: list[Callable[[Page], list[str]]] = [
     bad_commands,
     bad_configurations,
     bad_python,
+    missing_tests,
     bad_metrics,
     bad_words,
 ]
@@ -384,6 +396,14 @@ def test_the_readme_is_short_and_shows_every_folder_of_the_package() -> None:
     layout = page.text.partition("## Layout")[2].partition("\n## ")[0]
     folders = {path.name for path in (SERVICES / "paceline").iterdir() if (path / "__init__.py").exists()} - {"v1"}
     assert {name for name in folders if not re.search(rf"\b{name}\b", layout)} == set()
+
+
+def test_every_difference_to_other_servers_is_held_by_a_test() -> None:
+    page = Page.read(ROOT / "docs" / "lossless.md")
+    section = page.text.partition("## Where Paceline differs")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    assert [row for row in rows if not re.search(r"`tests/[\w/]+\.py::test_\w+` \|$", row)] == []
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
@@ -447,6 +467,7 @@ BROKEN = {
     "python benchmarks/nowhere.py\npython benchmarks/soak.py --hours 2\npaceline plan\n```\n`paceline serv`",
     bad_configurations: "```yaml\ntarget_config: {engine_kwarg: {}}\n```\n`router_config.timeout_s`",
     bad_python: "```python\nfor x in:\n    pass\n```",
+    missing_tests: "`tests/test_docs.py::test_nothing` and `tests/nowhere.py::test_a_page_is_true_of_the_tree`",
     bad_metrics: "`paceline_nothing_total` and `vllm:nothing`",
     bad_words: "A dear draft is homeless; tokens are tokenised anew, nobody shall wait, and it was foreseen.",
 }
@@ -457,6 +478,7 @@ NUM_FAULTS = {
     bad_commands: 6,
     bad_configurations: 2,
     bad_python: 1,
+    missing_tests: 2,
     bad_metrics: 2,
     bad_words: 7,
 }

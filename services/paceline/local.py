@@ -137,12 +137,18 @@ class LocalPipeline:
         limit = self.config.target.max_model_len
         return self.checkpoint.max_model_len if limit is None else min(limit, self.checkpoint.max_model_len)
 
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Sampling parameters that stand for those that a request leaves out: the ones that are set here."""
+        return self.checkpoint.sampling_defaults() if self.config.generation_config == "auto" else SamplingParams()
+
     def encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
         """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
         return self._encode(prompt, sampling)[0]
 
     def _encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[tuple[int, ...], SamplingParams]:
         token_ids = encode_prompt(self.tokenizer, as_prompt(prompt), self.max_model_len)
+        sampling = sampling.with_defaults(self.default_sampling)
         return token_ids, sampling.fitted(len(token_ids), self.max_model_len)
 
     def submit(

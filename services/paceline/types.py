@@ -186,7 +186,7 @@ class SamplingParams(_RequestParams):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.min_tokens > self.max_tokens:
+        if self.min_tokens > self.max_tokens and "max_tokens" in self.model_fields_set:  # else see ``with_defaults``
             raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens ({self.max_tokens}) is allowed")
         for words in self.bad_words:
             if not words:
@@ -196,6 +196,22 @@ class SamplingParams(_RequestParams):
                 allowed = f"at most {MAX_LOGIT_BIAS:g} either way, or -inf, is allowed"
                 raise ValueError(f"logit_bias[{token_id}] is {bias}: {allowed}")
         return self
+
+    def with_defaults(self, defaults: SamplingParams) -> Self:
+        """Returns these parameters, with the values that are set in ``defaults`` for those that are not set here.
+
+        ``model_fields_set`` still names what the client has given.
+
+        Raises:
+            InvalidRequestError: ``min_tokens`` exceeds the ``max_tokens`` of the defaults.
+        """
+        added = {name: getattr(defaults, name) for name in defaults.model_fields_set - self.model_fields_set}
+        params = self.model_copy(update=added)
+        params.__pydantic_fields_set__ = set(self.model_fields_set)
+        if params.min_tokens > params.max_tokens:
+            allowed = f"at most max_tokens ({params.max_tokens}, by default) is allowed"
+            raise InvalidRequestError(f"min_tokens is {params.min_tokens}: {allowed}")
+        return params
 
     def check_seed(self) -> None:
         """Raises InvalidRequestError if the seed is out of range, which pydantic does not check in a copy."""
@@ -462,6 +478,9 @@ class ModelInfo:
     batch_invariant: str = ""
     """Whether all targets gave the same bits for verification and for decoding when they started: ``yes``, ``no`` or
     ``untested``; empty while none is up. Without ``yes`` tokens may differ from plain decoding at near-ties."""
+    default_sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Values of the sampling parameters that a request leaves out: those of the checkpoint's generation_config.json,
+    unless the service is told not to read it, and the documented defaults."""
 
 
 @dataclass(frozen=True, slots=True)

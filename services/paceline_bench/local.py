@@ -94,6 +94,7 @@ class LocalBench:
                 target=TargetModel(path=settings.target, max_sessions=self._max_sessions, **run),
                 draft=DraftModel(path=settings.draft, tree_step_tokens=settings.tree_step_tokens, **run),
                 worker=settings.worker,
+                generation_config="none",
             )
             draft_setup = config.draft_setup()
             assert draft_setup is not None

@@ -67,6 +67,7 @@ class Pipeline:
             config = LocalConfig(
                 target=TargetModel(path=settings.target, max_sessions=settings.max_sessions, **run),
                 draft=DraftModel(path=settings.draft, **run),
+                generation_config="none",
             )
             before = {p.pid for p in family(os.getpid())}
             factory = WatchedFactory(config.target_setup(), self._counters, CountedEngine)
@@ -120,7 +121,11 @@ class Service:
                 "model_loading_config": {"model_id": _DRAFT, "model_source": settings.draft},
                 "engine_kwargs": engine,
             },
-            "router_config": {"draft_link_delay_s": delay_ms / 1e3, "max_queued_requests": settings.max_queued},
+            "router_config": {
+                "draft_link_delay_s": delay_ms / 1e3,
+                "max_queued_requests": settings.max_queued,
+                "generation_config": "none",
+            },
         }
         self.process = ServiceProcess(config, say=lambda line: print(f"  {line}", file=sys.stderr))
         self._client: AsyncClient | None = None

@@ -12,12 +12,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from paceline.checkpoint.folder import local_folder, read_json, require_known, require_no_code, require_path
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import ConfigError
+from paceline.types import SamplingParams
 
 _DEFAULT_MAX_MODEL_LEN = 2048
+_GENERATION_KEYS = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of generation_config.json that are defaults of requests, and the names of the parameters."""
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 
 
@@ -40,6 +48,8 @@ class Checkpoint:
     """Its config.json."""
     trust_remote_code: bool = False
     """Whether Python code that comes with it may run."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Its generation_config.json; {} if there is none."""
 
     @classmethod
     def open(cls, source: str, trust_remote_code: bool = False) -> Self:
@@ -73,7 +83,8 @@ class Checkpoint:
         config = read_json(folder, "config.json")
         architectures = config.get("architectures")
         max_model_len, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
-        eos = read_json(folder, "generation_config.json").get("eos_token_id")
+        generation_config = read_json(folder, "generation_config.json")
+        eos = generation_config.get("eos_token_id")
         if (
             isinstance(architectures, list)
             and any(str(name).endswith(_CAUSAL_SUFFIXES) for name in architectures)
@@ -83,7 +94,16 @@ class Checkpoint:
             and "text_config" not in config
         ):
             ids = _as_ids(config["eos_token_id"] if eos is None else eos)
-            return cls(path, max_model_len, ids, vocab_size, _quantization(config), folder, config)
+            return cls(
+                path,
+                max_model_len,
+                ids,
+                vocab_size,
+                _quantization(config),
+                folder,
+                config,
+                generation_config=generation_config,
+            )
         return None
 
     @classmethod
@@ -130,6 +150,7 @@ class Checkpoint:
             quantization=_quantization(content),
             folder=local,
             config=content if local is None else read_json(local, "config.json"),
+            generation_config={} if local is None else read_json(local, "generation_config.json"),
         )
 
     @property
@@ -137,6 +158,28 @@ class Checkpoint:
         """The directory or id under which transformers finds it."""
         folder = Path(self.path).expanduser()
         return str(folder) if folder.is_dir() else self.path
+
+    def sampling_defaults(self) -> SamplingParams:
+        """Sampling parameters that its generation_config.json names, by which vLLM and transformers sample, too.
+
+        ``do_sample`` without a temperature stands for temperature 1. Parameters that the file leaves out are not set.
+
+        Raises:
+            ConfigError: a value is not allowed.
+        """
+        given = self.generation_config
+        found = {name: given[key] for key, name in _GENERATION_KEYS.items() if given.get(key) is not None}
+        if given.get("do_sample") is True:
+            found.setdefault("temperature", 1.0)
+        try:
+            return SamplingParams(**found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"{name} is {first['input']!r} in the generation_config.json of {self.path!r}: {first['msg']};"
+                " generation_config: none ignores the file"
+            ) from None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -43,7 +43,7 @@ from paceline.rpc.status import to_status
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
-from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus
+from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -189,6 +189,7 @@ class Ingress:
             acceptances=tuple(Acceptance),
             max_draft_tokens=MAX_DRAFT_TOKENS if draft is not None else 0,
             batch_invariant=_weakest(self._router.statuses().get("target", ())),
+            default_sampling=SamplingParams().with_defaults(self._facts.defaults),
         )
         return model_info_to_proto(info)
 
@@ -399,6 +400,9 @@ def model_facts(config: ServiceConfig) -> TargetInfo:
         tokenizer=tokenizer,
         max_model_len=min(limit or checkpoint.max_model_len, checkpoint.max_model_len),
         eos_token_ids=checkpoint.eos_token_ids or tokenizer.eos_token_ids,
+        defaults=checkpoint.sampling_defaults()
+        if config.router_config.generation_config == "auto"
+        else SamplingParams(),
     )
 
 

@@ -7,7 +7,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
 from paceline.config import RouterConfig
@@ -17,7 +17,7 @@ from paceline.router.link import DraftLink, TargetLink
 from paceline.router.pool import Lease
 from paceline.router.retry import RetryHints
 from paceline.router.session import Session
-from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result
+from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result, SamplingParams
 
 _MANY_TOKENS = 512
 """A resumed stream of more tokens is brought to where it broke in a worker thread."""
@@ -30,6 +30,8 @@ class TargetInfo:
     tokenizer: Tokenizer
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling parameters of requests that leave them out: those that are set here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +101,7 @@ class Admission:
         Raises InvalidRequestError if it can never be served.
         """
         info, arrived_s = self._info, self._clock()
+        request = replace(request, sampling=request.sampling.with_defaults(info.defaults))
         request.sampling.check_vocabulary(info.tokenizer.vocab_size)
         request.sampling.check_choice(info.tokenizer.vocab_size, info.eos_token_ids)
         generated = request.generated_token_ids

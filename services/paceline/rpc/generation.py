@@ -347,6 +347,7 @@ def model_info_to_proto(info: ModelInfo) -> generation_pb2.GetModelInfoResponse:
         acceptances=info.acceptances,
         max_draft_tokens=info.max_draft_tokens,
         batch_invariant=info.batch_invariant,
+        default_sampling_params=sampling_to_proto(info.default_sampling, SamplingParams.model_fields.keys() - {"seed"}),
     )
 
 
@@ -364,6 +365,7 @@ def model_info_from_proto(proto: generation_pb2.GetModelInfoResponse) -> ModelIn
         acceptances=tuple(proto.acceptances),
         max_draft_tokens=proto.max_draft_tokens,
         batch_invariant=proto.batch_invariant,
+        default_sampling=SamplingParams(**sampling_fields(proto.default_sampling_params)),
     )
 
 

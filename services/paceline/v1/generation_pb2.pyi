@@ -459,6 +459,7 @@ class GetModelInfoResponse(_message.Message):
     ACCEPTANCES_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    DEFAULT_SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     draft_model_id: _builtins.str
     """Empty: none, every session is plain."""
@@ -482,6 +483,12 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def acceptances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def default_sampling_params(self) -> _types_pb2.SamplingParams:
+        """What stands for the sampling parameters that a request leaves out: those of the model's generation_config.json, unless
+        the service is told not to read it, and else the defaults that are stated with them.
+        """
+
     def __init__(
         self,
         *,
@@ -496,10 +503,11 @@ class GetModelInfoResponse(_message.Message):
         acceptances: _abc.Iterable[_builtins.str] | None = ...,
         max_draft_tokens: _builtins.int = ...,
         batch_invariant: _builtins.str = ...,
+        default_sampling_params: _types_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling_params", b"default_sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptances", b"acceptances", "batch_invariant", b"batch_invariant", "draft_model_id", b"draft_model_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context_length", b"max_context_length", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "modes", b"modes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptances", b"acceptances", "batch_invariant", b"batch_invariant", "default_sampling_params", b"default_sampling_params", "draft_model_id", b"draft_model_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context_length", b"max_context_length", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "modes", b"modes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

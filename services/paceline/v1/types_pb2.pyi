@@ -122,7 +122,8 @@ Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """How the next token is chosen from the target's logits. Every scalar is optional, because proto3's zero is not our
-    default: a field that is absent takes the default that is stated with it.
+    default: a field that is absent takes the value of GetModelInfo's default_sampling_params, which is the default that is
+    stated with it unless the model's generation_config.json has another.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

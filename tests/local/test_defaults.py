@@ -1,0 +1,160 @@
+"""Sampling parameters that a request leaves out come from generation_config.json, locally and at a router alike."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.models import FAMILIES
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import LocalConfig, RouterConfig, TargetModel
+from paceline.errors import ConfigError, InvalidRequestError
+from paceline.local import LocalPipeline
+from paceline.messages import OpenSession
+from paceline.metrics.registry import Registry
+from paceline.metrics.router import RouterMetrics
+from paceline.router.admission import Admission, TargetInfo
+from paceline.rpc.generation import request_from_proto, request_to_proto
+from paceline.types import Request, SamplingParams
+
+QWEN = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "pad_token_id": 3}
+"""What the files of a widely used family say."""
+QWEN_DEFAULTS = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+
+
+class Letters:
+    """Token ids are letters."""
+
+    vocab_size = 128
+    eos_token_ids = ()
+    max_token_bytes = 1
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def decode(self, token_ids: Any) -> str:
+        return bytes(token_ids).decode()
+
+
+def set_fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in params.model_fields_set}
+
+
+def checkpoint_with(generation_config: dict[str, Any]) -> Checkpoint:
+    return Checkpoint("model", 256, (), 128, generation_config=generation_config)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({}, {}),
+        (QWEN, QWEN_DEFAULTS),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": False, "eos_token_id": 3, "temperature": None}, {}),
+        ({"max_new_tokens": 512, "min_p": 0.1}, {"max_tokens": 512, "min_p": 0.1}),
+    ],
+)
+def test_what_a_checkpoint_names(content, expected):
+    assert set_fields(checkpoint_with(content).sampling_defaults()) == expected
+
+
+@pytest.mark.parametrize("value", [-1.0, "warm", 1e9])
+def test_a_value_that_is_not_allowed_is_named(value):
+    with pytest.raises(
+        ConfigError, match=r"^temperature is .* in the generation_config.json of 'model'.*: none ignores"
+    ):
+        checkpoint_with({"temperature": value}).sampling_defaults()
+
+
+def test_both_readers_of_a_checkpoint_find_the_file(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(QWEN))
+    for read in (Checkpoint.open, Checkpoint.ask_transformers):
+        assert set_fields(read(str(tmp_path)).sampling_defaults()) == QWEN_DEFAULTS
+
+
+def by_router(request: Request, defaults: SamplingParams) -> SamplingParams:
+    """The parameters of the session that a router makes of a request, which comes as a message."""
+    metrics = RouterMetrics(Registry("router"), "none")
+    info = TargetInfo(Letters(), 256, (), defaults)  # type: ignore[arg-type]
+    admission = Admission(info, RouterConfig(), "r", metrics=metrics, clock=lambda: 0.0)
+    received = request_from_proto(request_to_proto(request))
+    active = asyncio.run(admission.prepare(received, []))
+    (message,) = [m for m in active.session.open().to_target if isinstance(m, OpenSession)]
+    return message.sampling
+
+
+class Silent:
+    """An engine that takes messages and does nothing."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+
+    def __call__(self, emit: Any) -> Silent:
+        return self
+
+    def receive(self, messages: Any) -> None:
+        self.received += messages
+
+    def step(self) -> bool:
+        return False
+
+    def wait_s(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def by_pipeline(request: Request, checkpoint: Checkpoint, **options: Any) -> SamplingParams:
+    """The parameters of the session that the one-process pipeline makes of a request."""
+    config = LocalConfig(target=TargetModel(path="scripted"), worker="thread", **options)
+    pipeline = LocalPipeline(config, target_factory=Silent(), tokenizer=Letters(), checkpoint=checkpoint)  # type: ignore[arg-type]
+    with pipeline:
+        return pipeline.submit(request.prompt, request.sampling).session.sampling
+
+
+GIVEN: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},  # greedy, although the checkpoint samples
+    {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0},  # everything off
+    {"top_k": 5, "max_tokens": 7},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_router_and_pipeline_take_the_same_defaults_and_what_is_given_wins(given):
+    checkpoint = checkpoint_with(QWEN)
+    request = Request("id", "abc", SamplingParams(seed=1, **given))
+    expected = {**QWEN_DEFAULTS, **given}
+    for params in (by_router(request, checkpoint.sampling_defaults()), by_pipeline(request, checkpoint)):
+        assert {name: getattr(params, name) for name in expected} == expected
+    bare = SamplingParams(seed=1, **given)
+    for params in (
+        by_router(request, SamplingParams()),
+        by_pipeline(request, checkpoint, generation_config="none"),
+        by_pipeline(request, checkpoint_with({})),
+    ):
+        assert params == bare, "greedy where neither says otherwise"
+
+
+def test_defaults_that_replace_what_is_given_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: the checkpoint wins."""
+    monkeypatch.setattr(SamplingParams, "with_defaults", lambda self, other: self.model_copy(update=set_fields(other)))
+    with pytest.raises(AssertionError):
+        test_router_and_pipeline_take_the_same_defaults_and_what_is_given_wins(GIVEN[1])
+
+
+def test_min_tokens_is_judged_by_the_max_tokens_that_applies():
+    given, defaults = SamplingParams(min_tokens=200), SamplingParams(max_tokens=210)
+    assert given.with_defaults(defaults).max_tokens == 210
+    with pytest.raises(InvalidRequestError, match=r"^min_tokens is 200: at most max_tokens \(128, by default\) is"):
+        given.with_defaults(SamplingParams())
+    with pytest.raises(InvalidRequestError, match=r"^min_tokens is 200"):
+        by_router(Request("id", "abc", given), SamplingParams())
