@@ -16,8 +16,10 @@ from tests.support.models import EOS, VOCAB, noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, in_mode
 
 from paceline.core import verification
+from paceline.messages import OpenSession
 from paceline.model.loading import LoadedModel, prepare
 from paceline.router.session import Session
+from paceline.target.session import TargetSession
 from paceline.types import FinishReason, LogprobsMode, Mode, Result, SamplingParams, SpeculationParams
 
 
@@ -163,6 +165,24 @@ def test_raw_log_probabilities_of_processed_rows_are_caught(monkeypatch: pytest.
     """A mutant: the option is ignored."""
     monkeypatch.setattr(verification, "_with_raw_logprobs", lambda verdicts, *rest: verdicts)
     assert _largest_error(Mode.OVERLAPPED) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_drawn_from_parts"),
+    [
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7, "logprobs_mode": "raw_logprobs"}, False),
+        ({"temperature": 1.0, "logprobs_mode": "raw_logprobs"}, True),
+        ({"logprobs_mode": "raw_logprobs"}, True),
+        ({"temperature": 1.0, "top_k": 5}, False),
+    ],
+)
+def test_tokens_are_drawn_from_parts_of_the_vocabulary_only_where_that_says_everything(sampling, is_drawn_from_parts):
+    """Ranks of a replica draw from their own parts; truncation and raw log probabilities need whole rows."""
+    params = SamplingParams(seed=1, **sampling)
+    message = OpenSession("s", 0, (1, 2), 2, 1, params, SpeculationParams())
+    session = TargetSession(message, vocab_size=VOCAB, max_len=64, device="cpu", now=0.0)
+    assert session.picks == is_drawn_from_parts
 
 
 # -- bad words ------------------------------------------------------------------------------------------------------

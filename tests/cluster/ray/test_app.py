@@ -248,6 +248,8 @@ def test_reflection_health_model_and_server_info(app):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         info = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
         assert (info.model_id, info.draft_model_id, info.dtype) == ("tests/target.v1", "tests/draft", "float32")
+        defaults = info.default_sampling_params
+        assert (defaults.temperature, defaults.max_tokens, defaults.seed_scope) == (0.0, 128, "prompt")
 
         async def reported():
             fleet = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
