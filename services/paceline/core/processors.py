@@ -317,19 +317,20 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check
         in_top_k = values >= kth
         mass = _mass(values).mul_(in_top_k)
         sums = mass.cumsum(-1)
+        sum_ = sums[:, -1:]
         # Tokens that tie with the k-th beyond the values that were looked at: their number, and the mass of each.
-        others, each = torch.zeros_like(k), _mass(kth)
-        if num_values < vocab_size and (waits or bool(((values[:, -1:] == kth) & cut & (limit < 1)).any())):
+        others: Tensor | None = None
+        total = sum_
+        both = any(p < 1 and value < vocab_size for p, value in zip(top_p, top_k, strict=True))
+        if both and num_values < vocab_size and (waits or bool((values[:, -1:] == kth).any())):
             others = (torch.count_nonzero(x == kth, -1) - torch.count_nonzero(values == kth, -1))[:, None] * cut
-        total = (sums[:, -1:] + others * each).to(torch.float64)
+            total = sum_ + others * (each := _mass(kth))
         if all_mass is not None:
-            total = torch.where(cut, total, all_mass)
+            total = torch.where(cut, total.to(torch.float64), all_mass)
         # A token stays if the mass ranking before it (sums - mass), an integer, is below top_p; the first always does.
-        bound = (limit * total).ceil().to(torch.int64)
+        bound = limit.mul(total).ceil_().to(torch.int64)
         inside = ((sums - mass) < bound) & in_top_k
         inside[:, 0] = True
-        left = bound - sums[:, -1:]  # of that bound, for the others: the j-th stays if j * each < left
-        more = torch.where(each > 0, (left + each - 1) // each.clamp(min=1), torch.where(left > 0, others, 0))
         num_kept = inside.sum(-1, keepdim=True)
         unresolved = ((num_kept == num_values) & ~cut & (limit < 1)).squeeze(-1)
         if num_values < vocab_size and check(unresolved.any()):
@@ -342,7 +343,10 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check
             return
         acts = limit < 1
         last = torch.where(acts, values.gather(-1, num_kept - 1), kth)
-        num_kept += torch.minimum(more.clamp(min=0), others)
+        if others is not None:
+            left = bound - sum_  # of that bound, for the others: the j-th stays if j * each < left
+            more = torch.where(each > 0, (left + each - 1) // each.clamp(min=1), torch.where(left > 0, others, 0))
+            num_kept += torch.minimum(more.clamp(min=0), others)
         room = torch.where(acts, num_kept - (values > last).sum(-1, keepdim=True), room)
     if is_native:
         native.keep_largest_(x, last.flatten().tolist(), room.flatten().tolist())
