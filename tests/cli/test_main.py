@@ -215,7 +215,8 @@ def test_version_and_help(capsys):
 def test_every_sampling_flag_reaches_its_field():
     flags = "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --ignore-eos"
     penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
-    args = build_parser().parse_args(f"generate x {flags} {penalties}".split(" "))
+    kinds = "--seed-scope global --logprobs-mode raw_logprobs"
+    args = build_parser().parse_args(f"generate x {flags} {penalties} {kinds}".split(" "))
     sampling = SamplingParams(**given(args, SamplingParams))
     assert sampling.model_dump(exclude={"logit_bias", "bad_words", "stop_token_ids"}) == {
         "max_tokens": 9,
@@ -229,6 +230,8 @@ def test_every_sampling_flag_reaches_its_field():
         "presence_penalty": 0.2,
         "frequency_penalty": 0.3,
         "ignore_eos": True,
+        "seed_scope": "global",
+        "logprobs_mode": "raw_logprobs",
     }
 
 
@@ -340,7 +343,7 @@ def test_the_demo_compares_both_modes(place):
 
 def test_an_over_long_prompt_is_refused(capfd):
     sentence = refused(capfd, "generate", PROMPT * 400, "--mode", "plain")
-    assert "fit the model's context" in sentence
+    assert "at most 1023 leave room for a token in the model's context of 1024" in sentence
 
 
 # -- against a service ---------------------------------------------------------------------------------------------
