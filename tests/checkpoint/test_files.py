@@ -58,9 +58,9 @@ def test_an_engine_is_built_from_one_opening_of_each_checkpoint(tmp_path, monkey
     opened, read = Counter(), Counter()
     open_checkpoint, read_json, count_weights = Checkpoint.open, files.read_json, files.count_weights
 
-    def opens(source):
+    def opens(source, trust_remote_code=False):
         opened[source] += 1
-        return open_checkpoint(source)
+        return open_checkpoint(source, trust_remote_code)
 
     def reads(folder, name):
         read[str(folder), name] += 1

@@ -62,6 +62,7 @@ TARGET_VALUES = {
     "dtype": "float32", "compile": False, "device": "cpu", "quantization": "int8", "tensor_parallel_size": 2,
     "rank_timeout_s": 3.0, "cuda_graphs": False, "max_cuda_graphs": 9, "attention": "sdpa", "max_sessions": 3,
     "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "kv_pages": 20, "kv_fraction": None,
+    "trust_remote_code": True, "batch_invariant": "require",
 }  # fmt: skip
 MODEL_VALUES = {name: TARGET_VALUES[name] for name in DraftOptions.model_fields if name in TARGET_VALUES}
 GROWING_VALUES = {"tree_budget": 32, "tree_step_tokens": 4, "fan_out": 2}

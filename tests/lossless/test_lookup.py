@@ -103,7 +103,7 @@ def _verifies_another(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mutants_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity above can fail."""
     target, _ = pair("llama")
-    requests = _requests(1.0)
+    requests = _requests(0.0)
     reference = plain_reference(target, requests)
     mutant(monkeypatch)
     results, _ = _run(requests)

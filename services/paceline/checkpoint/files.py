@@ -62,9 +62,7 @@ class Checkpoint:
         """
         require_path(source)
         folder = Path(source).expanduser()
-        if not trust_remote_code and folder.is_dir():
-            require_known(source, read_json(folder, "config.json"))
-        found = cls._read(folder, source) if folder.is_dir() else None
+        found = cls._read(folder, source, trust_remote_code) if folder.is_dir() else None
         return replace(found or cls.ask_transformers(source, trust_remote_code), trust_remote_code=trust_remote_code)
 
     @classmethod
@@ -78,9 +76,11 @@ class Checkpoint:
         return None if folder is None else cls.open(str(folder), trust_remote_code)
 
     @classmethod
-    def _read(cls, folder: Path, path: str) -> Self | None:
-        """Opens it from the JSON files alone; None unless they say everything."""
+    def _read(cls, folder: Path, path: str, trust_remote_code: bool) -> Self | None:
+        """Opens it from the JSON files alone; None unless they say everything. Raises ConfigError as ``open``."""
         config = read_json(folder, "config.json")
+        if not trust_remote_code:
+            require_known(path, config)
         architectures = config.get("architectures")
         max_model_len, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
         generation_config = read_json(folder, "generation_config.json")

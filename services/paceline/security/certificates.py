@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.security.files import Signature, signature
+
+if TYPE_CHECKING:  # loaded where a certificate is read: the command line looks at configurations without it
+    from cryptography import x509
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def read_identity(files: CertificateFiles, *, now: float | None = None) -> Ident
     if ca is not None and files.ca is not None:
         _certificates(files, files.ca_setting, files.ca, ca)
     try:
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
         private = load_pem_private_key(key, None)
     except (ValueError, TypeError) as error:  # TypeError: it has a passphrase
         raise _refused(files, "key", files.key, "it holds no private key in PEM without a passphrase") from error
@@ -145,10 +148,14 @@ def _read(files: CertificateFiles, name: str, path: Path) -> bytes:
 
 def _certificates(files: CertificateFiles, name: str, path: Path, data: bytes) -> list[x509.Certificate]:
     try:
+        from cryptography import x509
+
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:
         raise _refused(files, name, path, "it holds no certificate in PEM") from error
 
 
 def _public(key: object) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)  # type: ignore[attr-defined, no-any-return]
