@@ -102,6 +102,6 @@ def test_a_gpu_holds_no_process(folder, monkeypatch):
 
 def test_a_model_that_must_be_fetched_is_not_judged(memory, monkeypatch):
     memory(1)
-    monkeypatch.setattr(Checkpoint, "open", lambda source: Checkpoint(source, 2048, (), 128))
+    monkeypatch.setattr(Checkpoint, "open", lambda source, trusted: Checkpoint(source, 2048, (), 128))
     with pytest.raises(LookupError):
         build_target_engine(TargetSetup("org/not-here"), print)

@@ -47,7 +47,7 @@ def test_the_verdict_is_logged_and_kept(
 ) -> None:
     """By default a target that fails starts and warns; one that is not tested says that."""
     monkeypatch.setattr(build, "check_invariance", lambda *given: report)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger=build.log.name):
         engine = build.build_target_engine(setup(source, wanted), lambda events: None)
     assert engine.batch_invariant == verdict
     (record,) = [r for r in caplog.records if said in r.message]

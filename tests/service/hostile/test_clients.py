@@ -22,7 +22,7 @@ from paceline.rpc import transport
 from paceline.rpc.transport import CHANNEL_OPTIONS
 from paceline.runtime import host as replica
 from paceline.runtime.host import EngineHost
-from paceline.types import SamplingParams
+from paceline.types import SamplingParams, SeedScope
 from paceline.v1 import types_pb2
 
 
@@ -58,7 +58,8 @@ async def attacked(config, replicas, kind, attack, plain, patience_s=30.0):
                 # a router's own messages may come late for a session, too; but none of them is malformed
                 assert name != "messages_malformed" or one.count(name) - before[name] == count
             if attack is stale and kind == "target":
-                assert raw.tokens("mine") == plain((10, 11, 12), VICTIM)
+                own_key = VICTIM.model_copy(update={"seed_scope": SeedScope.GLOBAL})  # no router made another
+                assert raw.tokens("mine") == plain((10, 11, 12), own_key)
             assert not raw.call.done(), "what makes no sense is no reason to end the stream"
         await assert_free(target, draft)
         _, result = await collect(router, "xy", sampling=VICTIM)
