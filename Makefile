@@ -87,15 +87,16 @@ $(SUPPLY): requirements-supply.txt
 	$@/bin/python -m pip install -q -r requirements-supply.txt
 	touch $@
 
-# torch is not in it: which build of it is right depends on the device, and it has an index of its own.
+# Without torch and what only torch needs: which build of it is right depends on the device, and it has an index of its
+# own. The same for every machine and Python that is supported.
 lock: $(SUPPLY)
-	$(SUPPLY)/bin/pip-compile -q --generate-hashes --allow-unsafe --unsafe-package torch --strip-extras --no-header \
-		--no-emit-index-url --no-emit-find-links --no-emit-trusted-host --extra quant --extra bench --extra dev \
+	echo "torch ; python_version < '0'" | $(SUPPLY)/bin/uv pip compile -q --universal --python-version 3.11 \
+		--generate-hashes --no-header --no-annotate --override - --extra quant --extra bench --extra dev \
 		-c constraints.txt -o requirements.txt pyproject.toml
 
 # Fails where the advisory database cannot be asked, too: silence is no answer.
 audit: $(SUPPLY)
-	@$(SUPPLY)/bin/pip-audit --no-deps --disable-pip -r constraints.txt || \
+	@$(SUPPLY)/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt || \
 		{ echo "pip-audit found something, or could not ask: these versions are not known to be sound" >&2; exit 1; }
 
 sbom: setup $(SUPPLY)
