@@ -166,7 +166,7 @@ def test_streams_keep_tokens_and_totals_while_drafts_are_configured_away(referen
     _check(redeployed(reference, range(5)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_in_many_orders(reference: dict[str, Result]) -> None:
     _check(redeployed(reference, range(5, 100)))
 
