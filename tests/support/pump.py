@@ -207,7 +207,7 @@ class Pump:
 
     def _carry_out(self, outbox: Outbox) -> None:
         self._send(outbox)
-        for name, reason in outbox.target_failed.items():
+        for name, reason in (outbox.target_failed | outbox.refused).items():
             self._target_failed(self.sessions[name], reason)
         if self.draft is not None and not self.draft_dead:
             for session in outbox.draft_wanted:
