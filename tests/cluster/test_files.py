@@ -215,13 +215,13 @@ def shell(command: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_the_environment_is_that_of_the_command(monkeypatch):
+def test_the_environment_is_that_of_the_command(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("RAY_") or name == "MALLOC_ARENA_MAX"]:
         monkeypatch.delenv(name)
     lines = shell(f". {CLUSTER / 'environment.sh'}; env").splitlines()
     theirs = dict(line.split("=", 1) for line in lines if "=" in line)
-    ours = serve_environment(Path("/tmp/folder"))
-    on_disk = {name for name, value in ours.items() if value.startswith("/tmp/folder")}  # Serve's own defaults there
+    ours = serve_environment(tmp_path)
+    on_disk = {name for name, value in ours.items() if value.startswith(str(tmp_path))}  # Serve's own defaults there
     assert set(ours) - on_disk <= set(theirs)
     for name in set(ours) - on_disk:
         assert theirs[name] == ours[name] or re.search("_PORT$", name)
