@@ -260,7 +260,7 @@ class SamplingParams(_RequestParams):
 
 
 class RequestLimits(_Params, strict=True):
-    """What one request may hold at most; one with more is refused with INVALID_ARGUMENT before anything is done for it.
+    """Bounds of one request; one with more is refused with INVALID_ARGUMENT before anything is done for it.
 
     The length of prompts is bounded by the model's context, in bytes before a text is tokenized.
     """
@@ -358,8 +358,8 @@ class Round:
 
 
 BatchInvariant = Literal["yes", "no", "untested", ""]
-"""Whether a target gave the same bits for verification and for decoding when it started; empty: not known, or no
-target."""
+"""Verdict on a target: if it gave the same bits for verification and for decoding when it started; empty: not known,
+or no target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,8 +476,9 @@ class ModelInfo:
     max_draft_tokens: int
     """Longest proposal that a request may ask for; 0 without a draft."""
     batch_invariant: str = ""
-    """Whether all targets gave the same bits for verification and for decoding when they started: ``yes``, ``no`` or
-    ``untested``; empty while none is up. Without ``yes`` tokens may differ from plain decoding at near-ties."""
+    """Verdict on the targets: if all gave the same bits for verification and for decoding when they started: ``yes``,
+    ``no`` or ``untested``; empty while none is up. Without ``yes`` tokens may differ from plain decoding's at
+    near-ties."""
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
     """Values of the sampling parameters that a request leaves out: those of the checkpoint's generation_config.json,
     unless the service is told not to read it, and the documented defaults."""
@@ -523,9 +524,9 @@ class SpeculationStats:
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
     """Rounds with a proposal, by the number of its tokens that were accepted."""
     lookup_drafted: int = 0
-    """Of ``drafted``, tokens that the target looked up in its own text; the others are the draft's."""
+    """The part of ``drafted`` that the target looked up in its own text; the others are the draft's."""
     lookup_accepted: int = 0
-    """Of ``accepted``, tokens that the target looked up in its own text; the others are the draft's."""
+    """The part of ``accepted`` that the target looked up in its own text; the others are the draft's."""
 
     def add(self, round_: Round) -> None:
         """Counts one round."""

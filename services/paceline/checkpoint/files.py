@@ -47,7 +47,7 @@ class Checkpoint:
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Its config.json."""
     trust_remote_code: bool = False
-    """Whether Python code that comes with it may run."""
+    """True if Python code that comes with it may run."""
     generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Its generation_config.json; {} if there is none."""
 

@@ -30,7 +30,7 @@ _INVARIANCE = {
     "no": "NOT batch-invariant: tokens may differ from plain decoding at near-ties",
     "untested": "not tested for batch invariance: tokens may differ from plain decoding at near-ties",
 }
-"""By the value in a target's status."""
+"""Phrases by the value in a target's status."""
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -149,7 +149,7 @@ def _speculation(info: ServerInfo) -> str:
 
 
 def _invariance(info: ServerInfo) -> Iterator[str]:
-    """What the targets' self-tests have found."""
+    """The findings of the targets' self-tests."""
     for status in info.pools.get("target", ()):
         if words := _INVARIANCE.get(status.batch_invariant):
             yield f"target {status.replica_id}: {words}"

@@ -379,7 +379,7 @@ class StreamBase:
 
     @property
     def num_resumes(self) -> int:
-        """How often the stream broke, after its first token, and was continued."""
+        """Number of times that the stream broke, after its first token, and was continued."""
         return self._transcript.num_resumes
 
     def cancel(self) -> None:

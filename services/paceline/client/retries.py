@@ -1,4 +1,4 @@
-"""Whether a request whose call failed is sent again, and after which pause. Knows no connections and does not wait.
+"""Decides if a request whose call failed is sent again, and after which pause. Knows no connections and does not wait.
 
 A request that has no token yet is sent three times at most, and only if the service was unavailable. A stream that
 broke after its first token is *resumed*: sent again with the tokens that have arrived, until it goes on or

@@ -1,4 +1,4 @@
-"""What ``serve deploy`` would do to a running service: computed as Serve computes it, before anything is touched."""
+"""The effect of ``serve deploy`` on a running service: computed as Serve does it, before anything is touched."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ processes stay and take new settings. ``replaced``: each one stops, and a new pr
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to one deployment."""
+    """The fate of one deployment."""
 
     deployment: str
     outcome: Outcome
     how: str
-    """What sessions see meanwhile; empty where they see nothing."""
+    """The part of it that sessions see meanwhile; empty where they see nothing."""
 
 
 @dataclass(frozen=True, slots=True)

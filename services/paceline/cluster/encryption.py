@@ -25,7 +25,7 @@ def tls_settings(config: ServiceConfig) -> tuple[dict[str, Any] | None, dict[str
 
 
 def _settings_of_ray() -> tuple[ServerTls | None, InternalTls | None]:
-    """What the processes of this Ray cluster were started with. Raises ConfigError if it cannot be read."""
+    """Settings that the processes of this Ray cluster were started with. Raises ConfigError if it cannot be read."""
     try:
         given = json.loads(os.environ.get(haproxy.SETTINGS, "{}"))
         server, internal = given.get("server"), given.get("internal")

@@ -147,7 +147,7 @@ class DraftSetup:
     max_step_tokens: int
     """Prompt tokens of one forward."""
     trusts_target: bool = False
-    """Whether code that comes with the target's checkpoint may run."""
+    """True if code that comes with the target's checkpoint may run."""
 
     @classmethod
     def for_target(cls, target: TargetSetup, source: str | None, options: DraftOptions | NgramOptions) -> Self:

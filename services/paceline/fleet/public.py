@@ -1,4 +1,4 @@
-"""What clients are told of the fleet: how the service is, not where it runs."""
+"""The view of the fleet that clients get: how the service is, not where it runs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 
 _TOOL_S = 10.0
 _LEAST_DRIVERS = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
-"""Of Linux, by the major version of CUDA, whose minor versions all run on it."""
+"""Drivers of Linux by the major version of CUDA, whose minor versions all run on it."""
 
 
 class Placement(NamedTuple):
@@ -57,7 +57,7 @@ def resolve_device(name: str) -> str:
 
 
 def _gpu_without_torch() -> str | None:
-    """How a GPU shows that was given to this process, or is in this machine; None: there is none, or it is hidden."""
+    """The sign of a GPU that was given to this process, or is in this machine; None: there is none, or it is hidden."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:  # set by Ray for what it has reserved, or by hand
         return f"CUDA_VISIBLE_DEVICES is {given!r}" if given.strip() not in ("", "-1", "NoDevFiles") else None

@@ -49,7 +49,7 @@ def padded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor)
 
 
 def padding_routes(chosen: Tensor, num_experts: int) -> tuple[int, Tensor]:
-    """How many tokens fill up the chosen experts, and the experts ``[tokens, k]`` that they go to.
+    """Number of tokens that fill up the chosen experts, and the experts ``[tokens, k]`` that they go to.
 
     As many as could ever be needed, and one more: what is not needed is routed to ``num_experts``, beyond the last,
     and comes last among the rows, where the tail of elementwise kernels is.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 _BYTES = 2 * 64
-"""What a kernel takes at a time: two vectors, of AVX-512. Half of it with AVX2, which needs no other padding."""
+"""Bytes that a kernel takes at a time: two vectors, of AVX-512. Half of it with AVX2, which needs no other padding."""
 _ROUNDED = {
     *("sigmoid", "log_sigmoid_forward", "silu", "mish", "glu", "hardswish", "gelu", "elu", "celu", "selu", "softplus"),
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "rsqrt", "erf", "erfc"),

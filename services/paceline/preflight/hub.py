@@ -1,4 +1,4 @@
-"""Whether a checkpoint that is not on this machine could be fetched."""
+"""Tells if a checkpoint that is not on this machine could be fetched."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Router:
         self.router_id = secrets.token_hex(4)
         self._config, self._metrics, self._token, self._clock = config, metrics, token, clock
         self.limits = config.limits
-        """What a request may hold."""
+        """Bounds of a request."""
         self._targets = LinkPool(targets, self._make_target_link)
         self._drafts = None if drafts is None else LinkPool(drafts, self._make_draft_link)
         self._placement = Placement(self._targets, self._drafts, self.router_id)

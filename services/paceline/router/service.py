@@ -26,7 +26,7 @@ class GenerationService:
         self.bounds = RequestBounds(
             router.limits, router.info.max_model_len, max_token_bytes=router.info.tokenizer.max_token_bytes
         )
-        """What a request may hold."""
+        """Bounds of a request."""
 
     async def generate(
         self,

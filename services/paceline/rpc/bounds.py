@@ -1,4 +1,4 @@
-"""What a message of a client may weigh, checked on its bytes before protobuf makes objects of them.
+"""Bounds on the size of a client's message, checked on its bytes before protobuf makes objects of them.
 
 The methods of the public services are given the bytes of their requests (``services.py``): a message that is too large
 or malformed gets a status that says so, and costs no more than its transfer. Protobuf makes up to 32 bytes of one.

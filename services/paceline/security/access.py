@@ -29,7 +29,7 @@ _RECENT_S = 60.0
 
 
 class AccessMetrics(Protocol):
-    """What is counted about callers. Names are those of the key file, so they are few."""
+    """Counters about callers. Names are those of the key file, so they are few."""
 
     def unauthenticated(self) -> None:
         """A call came without a key, or with a wrong one."""
@@ -45,7 +45,7 @@ class AccessMetrics(Protocol):
 
 
 class _Usage:
-    """What one key uses now. The tokens are a bucket that holds a minute's worth, and may be overdrawn."""
+    """The present use of one key. The tokens are a bucket that holds a minute's worth, and may be overdrawn."""
 
     def __init__(self, now: float) -> None:
         self.num_running = 0

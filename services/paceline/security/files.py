@@ -11,7 +11,7 @@ Signature: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 def signature(paths: Iterable[Path]) -> Signature:
-    """What changes when one of the files is written or replaced, through links too, as a mounted Secret is."""
+    """A value that changes when one of the files is written or replaced, through links too, as a mounted Secret is."""
     return tuple(map(_of, paths))
 
 

@@ -104,7 +104,7 @@ def sum_in_order(gathered: Tensor) -> Tensor:
 
 
 class TorchCollectives(Collectives):
-    """Of tensors in host memory over torch.distributed (gloo). The default process group is left alone."""
+    """Exchange of tensors in host memory over torch.distributed (gloo). The default process group is left alone."""
 
     def __init__(self, store: Store, rank: int, degree: int, *, timeout_s: float) -> None:
         """``store`` is where the ranks meet; it is given from outside and shared by all of them.
@@ -150,7 +150,7 @@ class TorchCollectives(Collectives):
 
 
 class DeviceCollectives(TorchCollectives):
-    """Of tensors on GPUs over NCCL, inside of steps only; everything that may wait goes over ``host``.
+    """Exchange of tensors on GPUs over NCCL, inside of steps only; everything that may wait goes over ``host``.
 
     NCCL has one limit for all that a group does and takes none for a single call: its watchdog ends the *process* that
     has an operation enqueued for longer. So no rank may wait there for the next step, for another rank's weights or
