@@ -29,7 +29,10 @@ def local_environment(folder: Path, server: ServerConfig) -> dict[str, str]:
     moved = [
         f"s/^( *bind ){LOOPBACK}:{port}( |$)/\\1{public}:{port}\\2/" for port in (server.grpc_port, server.http_port)
     ]
+    monitor_port, dashboard_port = free_ports(2)
     return serve_environment(folder, server.max_message_bytes, moved) | {
+        "AUTOSCALER_METRIC_PORT": str(monitor_port),  # by default fixed: the second Ray of a machine does without
+        "DASHBOARD_METRIC_PORT": str(dashboard_port),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the node's address is the loopback
         "GLOO_SOCKET_IFNAME": "lo",  # ranks
         "NCCL_SOCKET_IFNAME": "lo",
