@@ -45,6 +45,8 @@ class TableDrafter:
     """A `Drafter` with chunked prefill that checks what it is asked for and counts the rows it computes."""
 
     kind = "table"
+    tokens_per_leaf = 1
+    conditional = True
 
     def __init__(self, *, max_leaves: int = 8, prefill_chunk: int = 4, m: int = VOCAB) -> None:
         self.max_leaves = max_leaves

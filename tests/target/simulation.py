@@ -86,6 +86,8 @@ class SyntheticDrafter:
     """Right with probability ``acceptance``; where it is wrong, the right token is often its second choice."""
 
     kind = "synthetic"
+    tokens_per_leaf = 1
+    conditional = True
 
     def __init__(
         self,

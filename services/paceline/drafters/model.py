@@ -75,6 +75,8 @@ class ModelDrafter:
     """A draft model behind the ``Drafter`` protocol, with the ``top_m`` likeliest candidates of q per node."""
 
     kind = "model"
+    tokens_per_leaf = 1
+    conditional = True
 
     def __init__(self, runner: ModelRunner, *, max_leaves: int, max_prefill_tokens: int, top_m: int) -> None:
         self.max_leaves = max_leaves

@@ -84,6 +84,8 @@ class NgramDrafter:
     """A ``Drafter`` of one ``NgramIndex`` per session. The session's processors do not act on its frequencies."""
 
     kind = "ngram"
+    tokens_per_leaf = 1
+    conditional = True
 
     def __init__(
         self, *, min_match: int = 1, max_match: int = 4, num_candidates: int = 8, max_leaves: int = 64

@@ -1,4 +1,4 @@
-"""The interface of a drafter: a draft model, an n-gram index, or anything else that ranks next tokens.
+"""The interface of a drafter: a draft model, an n-gram index, a head, or anything else that ranks next tokens.
 
 The engine owns the trees and decides which nodes to expand; a drafter only turns nodes into candidates, many sessions
 in one forward, and keeps whatever makes that cheap (for a model: one KV row per expanded node). The life of a session::
@@ -27,6 +27,22 @@ For a drafter that keeps a row per node, this is the contract that makes every n
 - No leaf of a call is above another leaf of it.
 - The drafter alone knows which rows it holds: a node for which it had no room counts as pending when it is
   committed, although the engine has expanded it.
+
+A *head* (``Head``) is a drafter inside the target replica. After every step of the target it is fed with the hidden
+states of the step and the tokens that follow them, in one call for all sessions, prefill chunks included::
+
+    position          P            P+1          P+2
+    state of       h[P]         h[P+1]                     of the target, which has computed these positions
+    token          t[P]         t[P+1]       t[P+2]        committed; the last one is the anchor, not computed yet
+    fed                 (h[P], t[P+1])   (h[P+1], t[P+2])
+    predicted                                      t[P+3]: what ``expand`` of the anchor answers
+
+So the state of P and the token at P+1 predict the token at P+2; the last row of a prefill chunk gets the next *prompt*
+token. A head that attends to earlier positions keeps their keys and values on the session's own pages of the target's
+cache, in layers of its own (``Head.layers``): those of (h[P], t[P+1]) in **row P+1**, with rotary position P+1. A page
+then depends on tokens of the prefix only, and is shared by prefix as the target's pages are; row 0 is never written
+and must be masked. A prompt whose first pages are cached lacks one state, that of the last cached position: the target
+keeps it beside the page and feeds it first, so that what a session is fed has no gap.
 """
 
 from __future__ import annotations
@@ -40,6 +56,20 @@ from torch import Tensor
 
 from paceline.core.processors import SamplerState
 from paceline.errors import EngineError, RanksLostError
+from paceline.model.features import OUT, Features
+from paceline.model.kv_cache import KVCache, LayerSpec
+
+__all__ = [
+    "FATAL",
+    "OUT",
+    "Candidates",
+    "Drafter",
+    "DrafterSessionError",
+    "Features",
+    "Fed",
+    "Head",
+    "Leaf",
+]
 
 FATAL = (torch.AcceleratorError, RanksLostError)
 """Errors after which no call can succeed: they are the engine's own, not a session's."""
@@ -70,10 +100,11 @@ class Candidates:
     """The likely next tokens after each leaf; both tensors are on one device."""
 
     token_ids: Tensor
-    """[num_leaves, m] int64, most likely first, distinct within a row."""
+    """[num_leaves, m] int64, most likely first, distinct within a row. Of a drafter with ``tokens_per_leaf`` K > 1:
+    [num_leaves, K, m], the candidates of the K tokens after the leaf."""
     log_q: Tensor
-    """[num_leaves, m] float: log probabilities (nats) after the session's processors; -inf: no candidate. The
-    probabilities of a row may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
+    """The shape of ``token_ids``, float: log probabilities (nats) after the session's processors; -inf: no candidate.
+    The probabilities of a row may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
 
 
 class Drafter(Protocol):
@@ -87,6 +118,11 @@ class Drafter(Protocol):
     """Name of the drafter in the configuration: "model", "ngram", ..."""
     max_leaves: int
     """The most leaves that one call of ``expand`` takes."""
+    tokens_per_leaf: int
+    """Tokens after a leaf that one ``expand`` predicts: 1, or K of a drafter that predicts them all at once."""
+    conditional: bool
+    """True: candidates depend on the path to the leaf. False: those of a depth are the same below every path
+    (Medusa)."""
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
         """Begins a session whose context is ``token_ids`` (not empty); node 0, the anchor, is its last token.
@@ -145,4 +181,52 @@ class Drafter(Protocol):
 
     def shutdown(self) -> None:
         """Releases resources outside this process. Idempotent; the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """What one step of the target computed for one session: n >= 1 consecutive positions of its committed context."""
+
+    session_id: str
+    position: int
+    """The first of the positions [position, position + n)."""
+    token_ids: tuple[int, ...]
+    """The n committed tokens *after* these positions, at [position + 1, position + n + 1)."""
+    states: Tensor
+    """[n, len(boundaries) * hidden] of these positions, in the order of ``Features.boundaries``."""
+    pages: Sequence[int]
+    """The session's page table on the target, with a page for row position + n."""
+
+
+class Head(Drafter, Protocol):
+    """A drafter inside the target replica, fed with the target's hidden states; the head of this module says how.
+
+    What is fed begins at position 0, or after the prefix that the session found in the cache, and has no gap; with
+    ``Features.every_position`` False it is the last state alone. It comes again from the start when the session was
+    preempted. A session may be opened long before its first states; it is ``ready`` once ``feed`` has covered the
+    position before its anchor. ``prefill`` has nothing to do for a head that lives of its states.
+
+    ``expand`` of an anchor answers from what ``feed`` computed. Deeper leaves use the head's own recycled state and
+    keys and values of their own, which are never written to the pages: what the target decides is fed, and only that
+    is kept.
+    """
+
+    features: Features | None
+    """The states that ``feed`` takes; None: none, and ``feed`` is never called (a co-located draft model)."""
+    layers: tuple[LayerSpec, ...]
+    """Keys and values per token that it keeps on the target's pages, by layer; () for Medusa, MLP, a draft model."""
+
+    def bind(self, cache: KVCache, first_layer: int) -> None:
+        """Gives the head its layers: ``cache.keys[first_layer:][: len(layers)]``, and the values alike. Called once,
+        before anything is opened."""
+        ...
+
+    def feed(self, fed: Sequence[Fed]) -> None:
+        """Takes the states of one step of the target, for all sessions together, after ``advance`` of its tokens.
+
+        Raises:
+            DrafterSessionError: this session ends on the head, the others are fed again without it.
+            Exception: any other error switches the head off.
+        """
         ...

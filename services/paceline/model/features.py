@@ -1,0 +1,25 @@
+"""States of the target that a head reads: which rows of the residual stream leave the model beside the logits.
+
+Every convention of published heads is turned into one: the *boundary* b in 0..L, with L the number of layers::
+
+    embeddings ──0──▶ layer 0 ──1──▶ layer 1 ──2──▶ .. ──▶ layer L-1 ──L──▶ final norm ──OUT──▶ LM head
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OUT = -1
+"""The boundary after the final norm: what the LM head reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The hidden states that a head is fed with."""
+
+    boundaries: tuple[int, ...]
+    """Boundary b in 0..L: the residual stream before layer b (L: after the last layer, before the final norm);
+    ``OUT``: after the final norm. Their states are concatenated in this order."""
+    every_position: bool
+    """True: the states of all positions, prompts included (heads with attention). False: only of the positions whose
+    logits are computed, for a head that reads the last state alone (Medusa, MLP)."""
