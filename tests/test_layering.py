@@ -34,7 +34,7 @@ MAY = {
     "model": {"core", "checkpoint", "config", *VALUES},
     "preflight": {"security", "model", "core", "checkpoint", "config", *VALUES},
     # The boxes: they do not know how they are run, and never import each other.
-    "drafters": {"core", "model", "checkpoint", "config", *VALUES},
+    "drafters": {"core", "model", "checkpoint", "messages", "config", *VALUES},
     "draft": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
     "target": {"drafters", "core", "model", "preflight", "checkpoint", "messages", "config", *VALUES},
     # It takes RouterConfig, its slice of the configuration, as the engines take theirs.

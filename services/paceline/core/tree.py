@@ -73,7 +73,7 @@ class TreeNode:
         self.expanded = False
         """Draft only: its children were requested from the drafter."""
         self.gaps: tuple[float, ...] = ()
-        """Draft only: score gaps of its candidates when it was expanded (``draft/calibration.py``)."""
+        """Draft only: score gaps of its candidates when it was expanded (``drafters/calibration.py``)."""
 
 
 @dataclass(frozen=True, slots=True)

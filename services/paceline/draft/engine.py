@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 from paceline.core.processors import SamplerState
 from paceline.core.tree import TreeNode
-from paceline.draft.calibration import Calibration
 from paceline.draft.growth import BestFirst, Growth, Sequential, geometric, uniform
-from paceline.draft.ranking import Ranking, Rule, rank
 from paceline.draft.session import DraftSession
+from paceline.drafters.calibration import Calibration
 from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessionError, Leaf
+from paceline.drafters.ranking import Ranking, Rule, rank
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed
 from paceline.types import Mode, SpeculationParams

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from paceline.core.processors import Row, SamplerState
 from paceline.core.statistics import Ewma
 from paceline.core.tree import SpeculationTree, TreeNode
-from paceline.draft.calibration import Calibration
 from paceline.draft.growth import Frontier, Growth
-from paceline.draft.ranking import RankingRow, Rule
+from paceline.drafters.calibration import Calibration
 from paceline.drafters.protocol import Leaf
+from paceline.drafters.ranking import RankingRow, Rule
 from paceline.messages import Node, OpenSession, SparseDistribution
 
 _ROUND_WEIGHT = 0.2

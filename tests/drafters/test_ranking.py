@@ -9,8 +9,8 @@ import torch
 
 from paceline.core.noise import Stream, gumbel_at
 from paceline.core.processors import Row, SamplerState
-from paceline.draft.ranking import RankingRow, Rule, rank
 from paceline.drafters.protocol import Candidates
+from paceline.drafters.ranking import RankingRow, Rule, rank
 from paceline.types import SamplingParams
 
 VOCAB, M = 40, 16

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.core.processors import Row
 from paceline.core.sampling import RowKeys, best_coupled, row_keys
 from paceline.core.verification import sample_draft
-from paceline.draft.calibration import Evidence, ranked, sampled
+from paceline.drafters.calibration import Evidence, ranked, sampled
 from paceline.drafters.protocol import Candidates
 from paceline.messages import SparseDistribution
 

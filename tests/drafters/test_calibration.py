@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.draft.calibration import Calibration, Evidence, ranked, sampled
+from paceline.drafters.calibration import Calibration, Evidence, ranked, sampled
 
 RANKS = 3
 
