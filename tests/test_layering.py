@@ -87,7 +87,7 @@ ONLY = {
     "ray": {"cluster", "metrics", "paceline_bench"},
     "grpc": {"rpc", "client", "router", "runtime", "paceline_bench"},
     "google.protobuf": {"rpc", "client"},
-    "transformers": {"model", "checkpoint", "paceline_bench"},
+    "transformers": {"model", "drafters", "checkpoint", "paceline_bench"},
     "argparse": {"cli", "cluster", "paceline_bench"},
     "rich": {"cli"},
 }

@@ -1,0 +1,149 @@
+"""What every drafting head is to those who train and run it: states and tokens in, logits of the next tokens out.
+
+All heads share one alignment. With h[P] the target's hidden state of position P and t[P] its token::
+
+    state[0] = fuse(h[P]);  state[0] = step(t[P+1], state[0], depth 0);  logits(state[0], 0) predict t[P+2]
+                            state[1] = step(t[P+2], state[0], depth 1);  logits(state[1], 1) predict t[P+3]   ...
+
+``step`` is one layer of attention and MLP for EAGLE and MTP, a small recurrence for the MLP speculator, and nothing for
+Medusa. Its token sits at rotary position P + 1 + depth. Deeper steps take the head's own state in place of the
+target's, which is how it drafts and, as "training-time test" (EAGLE-3, Li et al. 2025, arXiv:2503.01840), how it is
+trained.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.model.kv_cache import LayerSpec
+
+
+class Attend(Protocol):
+    """Attention of the tokens of one call to whatever came before them."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Attends, and keeps ``key`` and ``value`` where later calls shall see them.
+
+        Args:
+            layer: index among the head's own layers.
+            query: [B, num_heads, T, key_dim]. key, value: [B, num_kv_heads, T, ...], all rotated.
+            scaling: of the products.
+            window: a query sees this many of the last positions, its own included; None: all.
+
+        Returns:
+            [B, T, num_heads, value_dim].
+        """
+        ...
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def borrowed(function: Function | None) -> Function | None:
+    """The target's embedding or LM head as a plain function, so that it is no part of the head that calls it."""
+    return None if function is None else partial(function)
+
+
+class HeadModule(nn.Module, ABC):
+    """Base of the heads' modules: everything about a head but its sessions."""
+
+    state_size: int
+    """Width of the recycled state."""
+    layers_kv: tuple[LayerSpec, ...] = ()
+    """Keys and values that each of its attention layers keeps per token."""
+    max_depth: int | None = None
+    """Tokens that it can draft in a row; None: any number, since it recycles its own state."""
+    conditional: bool = True
+    """False: its logits of a depth do not depend on the tokens of the path."""
+    num_variants: int = 1
+    """Depths that have weights and context of their own (MTP modules); deeper ones use the last of them."""
+    target_ids: Tensor | None = None
+    """[draft vocabulary] int64: the target's id of each logit; None: they are the same."""
+
+    @abstractmethod
+    def fuse(self, states: Tensor) -> Tensor:
+        """The target's states ``[..., boundaries * hidden]`` as the first recycled state ``[..., state_size]``."""
+
+    @abstractmethod
+    def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
+        """The state ``[B, T, state_size]`` after one more token of each row.
+
+        Args:
+            token_ids: [B, T] ids of the target's vocabulary.
+            state: [B, T, state_size], from ``fuse`` (depth 0) or the step before.
+            positions: [B, T] of these tokens.
+            attend: how the rows see each other and the context.
+            depth: 0 for the committed token behind a target's state, then 1, 2, ...
+        """
+
+    @abstractmethod
+    def logits(self, state: Tensor, depth: int) -> Tensor:
+        """Logits ``[..., draft vocabulary]`` of the token after those that ``state`` has seen."""
+
+    def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
+        """Logits of ``depths`` recurrent steps of every position at once, for training and as the reference.
+
+        At depth d, row P has drafted d tokens after t[P+1] by its own states; its keys are those of depth 0 of the
+        rows up to P, and those of its own chain.
+
+        Args:
+            states: [B, T, boundaries * hidden] of positions 0 .. T - 1.
+            token_ids: [B, at least T + depths] tokens of the same text: ``token_ids[:, P]`` is at position P.
+            depths: number of steps, at most ``max_depth``.
+
+        Yields:
+            [B, T, draft vocabulary] for d = 0, 1, ..: row P predicts the token at P + 2 + d.
+        """
+        num_rows = states.shape[1]
+        positions = torch.arange(1, num_rows + 1, device=states.device).expand(states.shape[0], -1)
+        attend, state = Unrolled(), self.fuse(states)
+        for depth in range(depths):
+            tokens = token_ids[:, 1 + depth : 1 + depth + num_rows]
+            state = self.step(tokens, state, positions + depth, attend, depth)
+            yield self.logits(state, depth)
+
+    def to_target_ids(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Logits ``[n, vocab_size]`` by the target's ids: -inf for those that the draft vocabulary lacks."""
+        if self.target_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+        whole[..., self.target_ids] = logits
+        return whole
+
+
+class Unrolled:
+    """Attention of ``HeadModule.unroll``: causal at first, then also to the own chain of each row."""
+
+    def __init__(self) -> None:
+        self._past: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """As ``Attend``; the first call of a layer holds the context, each later one is one step further."""
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        past = self._past.setdefault(layer, [])
+        past.append((key, value))
+        num_rows, steps = query.shape[2], len(past) - 1
+        seen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=query.device).tril()
+        if window is not None:
+            seen = seen.triu(steps - window + 1)
+        if not steps:
+            return F.scaled_dot_product_attention(query, key, value, seen, scale=scaling).transpose(1, 2)
+        scores = [(query @ past[0][0].transpose(-1, -2)).masked_fill(~seen, float("-inf"))]
+        scores += [(query * keys).sum(-1, keepdim=True) for keys, _ in past[1:]]
+        weights = (torch.cat(scores, -1).float() * scaling).softmax(-1).to(value.dtype)
+        out = weights[..., :num_rows] @ past[0][1]
+        for step, (_, values) in enumerate(past[1:]):
+            out = out + weights[..., num_rows + step, None] * values
+        return out.transpose(1, 2)

@@ -1,0 +1,129 @@
+"""Multi-token prediction: decoder layers that come with the target, trained together with it.
+
+DeepSeek-V3 (arXiv:2412.19437, section 2.2): ``x = eh_proj([rms(e); rms(h)])`` with h the target's state *after* its
+final norm, ``h' = rms(Block(x))``, logits by the target's LM head. What is recycled is h', after the norm. GLM-4.5 has
+the same keys; Qwen calls them ``mtp.fc``, ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden`` and ``mtp.norm``.
+Block is a decoder layer of the target's own class, latent attention and experts included.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.drafters.heads.layers import with_our_attention
+from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
+from paceline.model.kv_cache import LayerSpec
+
+
+class MtpModule(nn.Module):
+    """One depth's projection, decoder layer and norm."""
+
+    def __init__(self, config: Any, index: int, layer_class: Any, norm_class: Any) -> None:
+        """``layer_class``, ``norm_class``: those of the target's layers."""
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm = norm_class(size, eps=eps), norm_class(size, eps=eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.block = layer_class(config, index)
+        self.norm = norm_class(size, eps=eps)
+
+    def forward(self, embedded: Tensor, state: Tensor, rotary: Any, positions: Tensor, attend: Attend) -> Tensor:
+        """The state after the norm."""
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(state)], -1))
+        x = self.block(x, attention_mask=None, position_ids=positions, position_embeddings=rotary, attend=attend)
+        out: Tensor = self.norm(x[0] if isinstance(x, tuple) else x)
+        return out
+
+
+class Mtp(HeadModule):
+    """The MTP modules of a target: depth k takes module k, deeper ones the last, recycled."""
+
+    def __init__(
+        self,
+        config: Any,
+        decoder: Any,
+        num_modules: int,
+        *,
+        embed: Function | None,
+        lm_head: Function | None,
+    ) -> None:
+        """Makes the modules.
+
+        Args:
+            config: the target's text configuration, which is not changed.
+            decoder: the target's decoder (``get_decoder``), for the classes of its layers.
+            num_modules: modules, at least one.
+            embed: of the target: ids -> [..., hidden]; None: an embedding of its own.
+            lm_head: of the target; None: one of its own.
+        """
+        super().__init__()
+        config = mtp_config(config, num_modules)
+        norm_class = next(type(part) for name, part in decoder.layers[-1].named_modules() if "norm" in name)
+        self.state_size, self.num_variants = config.hidden_size, num_modules
+        self.modules_by_depth: Any = nn.ModuleList(
+            [MtpModule(config, index, type(decoder.layers[-1]), norm_class) for index in range(num_modules)]
+        )
+        self._embed, self._lm_head = borrowed(embed), borrowed(lm_head)
+        if embed is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if lm_head is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary = type(decoder.rotary_emb)(config)
+        self.layers_kv = self._probe(num_modules)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The state itself: ``OUT``."""
+        return states
+
+    def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
+        """The next state, after the module's norm."""
+        embedded = self.embed_tokens(token_ids) if self._embed is None else self._embed(token_ids)
+        module = self.modules_by_depth[min(depth, self.num_variants - 1)]
+        out: Tensor = module(embedded.to(state.dtype), state, self.rotary(state, positions), positions, attend)
+        return out
+
+    def logits(self, state: Tensor, depth: int) -> Tensor:
+        """[..., vocabulary], of the LM head alone: the state is normed."""
+        out: Tensor = self.lm_head(state) if self._lm_head is None else self._lm_head(state)
+        return out
+
+    def _probe(self, num_modules: int) -> tuple[LayerSpec, ...]:
+        """What each module keeps, by running one token through its attention."""
+        seen: dict[int, LayerSpec] = {}
+
+        def record(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+            seen[layer] = LayerSpec(key.shape[1], key.shape[3], value.shape[3])
+            return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+        weight = self.modules_by_depth[0].eh_proj.weight
+        state = torch.zeros(1, 1, self.state_size, dtype=weight.dtype, device=weight.device)
+        positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+        angles = self.rotary(state, positions)
+        with torch.no_grad():
+            for module in self.modules_by_depth:
+                module.block.self_attn(
+                    hidden_states=state,
+                    position_embeddings=angles,
+                    position_ids=positions,
+                    attention_mask=None,
+                    attend=record,
+                )
+        return tuple(seen[index] for index in range(num_modules))
+
+
+def mtp_config(config: Any, num_modules: int) -> Any:
+    """A copy of the target's configuration whose layer k is MTP module k: of full attention, with experts if any."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = num_modules
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = ["full_attention"] * num_modules
+    if getattr(config, "mlp_layer_types", None) is not None:
+        config.mlp_layer_types = ["sparse"] * num_modules
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0
+    config._experts_implementation = "eager"
+    return with_our_attention(config)
