@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.tree import Added, Proposal, SpeculationTree
+from paceline.core.tree import Added, Producer, Proposal, SpeculationTree
 from paceline.messages import Node, SparseDistribution
 from paceline.types import Cause
 
@@ -201,10 +201,72 @@ def test_nodes_that_come_late_still_serve() -> None:
 
 def test_a_proposal_is_the_best_path_and_can_be_cut() -> None:
     proposal = grown().proposal(2)
-    assert proposal == Proposal((0, 1), (None, None), (0.6, 0.5), (1, 3))
-    assert proposal.first(1) == Proposal((0,), (None,), (0.6,), (1,))
+    claims = (((Producer.DRAFT, 0.6),), ((Producer.DRAFT, 0.5),))
+    assert proposal == Proposal((0, 1), (None, None), (0.6, 0.5), (1, 3), claims=claims)
+    assert proposal.first(1) == Proposal((0,), (None,), (0.6,), (1,), claims=claims[:1])
     assert proposal.first(5) is proposal
     assert proposal.first(-1) == proposal.first(0) == Proposal()
+
+
+def test_a_second_producer_of_a_token_is_an_alias() -> None:
+    tree, first = grown(), Producer.HEAD.first_id
+    nodes = [Node(first, 0, 1, 0.7), Node(first + 1, first, 2, 0.4), Node(first + 2, 3, 2, 0.2)]
+    assert tree.add(nodes, Producer.HEAD) == Added(added=3)
+    tree.check_integrity()
+    node = tree.get(first)
+    assert node is tree.get(2)
+    assert node is not None
+    assert (node.node_id, node.aliases, node.prob) == (2, (first,), 0.7)
+    assert node.claims == ((Producer.DRAFT, 0.3), (Producer.HEAD, 0.7))
+    assert node.expected((1.0, 0.4)) == 0.3
+    assert node.expected((3.0, 2.0)) == 1.0
+    assert tree.proposal(2).node_ids == (2, first + 1), "the larger claim leads"
+    assert tree.add([Node(5, first + 1, 0, 0.5)]) == Added(added=1), "the draft builds on what others added"
+    assert tree.add([Node(6, first, 2, 0.5)]) == Added(added=1)
+    assert tree.walk((1,)).node_ids == (2,)
+    assert tree.get(first) is tree.anchor
+    tree.check_integrity()
+    assert tree.walk((2, 0)).node_ids == (first + 1, 5)
+    assert tree.get(first) is tree.get(6) is None
+    tree.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Node(7, 0, 2, 0.5),
+        Node(Producer.HEAD.first_id, 0, 2, 0.5),
+        Node(Producer.LOOKUP.first_id, Producer.LOOKUP.first_id, 2, 0.5),
+        Node((9 << 28) + 1, 0, 2, 0.5),
+        Node(Producer.LOOKUP.first_id + 5, 0, 0, 0.5),
+    ],
+)
+def test_a_producer_has_ids_of_its_own_and_predicts_a_token_once(node: Node) -> None:
+    tree, first = grown(), Producer.LOOKUP.first_id
+    assert tree.add([Node(first, 0, 0, 0.5)], Producer.LOOKUP) == Added(added=1)
+    assert tree.add([node], Producer.LOOKUP) == Added(invalid=1)
+    tree.check_integrity()
+
+
+def test_under_the_rejection_rule_there_is_one_producer() -> None:
+    tree = SpeculationTree(VOCAB, 1, rejection=True)
+    assert tree.add([Node(1, 0, 0, 0.5, q=SparseDistribution((0,), (1.0,)))]) == Added(added=1)
+    assert tree.add([Node(Producer.HEAD.first_id, 0, 0, 0.9)], Producer.HEAD) == Added(invalid=1)
+
+
+SUBTREE = Proposal((5, 6, 7, 6, 8, 5), parents=(-1, 0, 1, -1, 3, 3))
+"""5 6 7, and 6 with 8 or 5 behind it."""
+
+
+def test_a_subtree_is_followed_branch_by_branch() -> None:
+    assert SUBTREE.suffixes() == [(), (5,), (5, 6), (5, 6, 7), (6,), (6, 8), (6, 5)]
+    assert [SUBTREE.path(i) for i in (-1, 2, 4, 5)] == [(), (0, 1, 2), (3, 4), (3, 5)]
+    assert SUBTREE.follow([6, 0, 0, 0, 5, 0, 0]) == SUBTREE.along((6, 5)) == SUBTREE.along((6, 5, 1)) == [3, 5]
+    assert SUBTREE.follow([5, 6, 6, 0, 5, 0, 0]) == SUBTREE.along((5, 6, 6)) == [0, 1]
+    assert SUBTREE.follow([7, 6, 6, 0, 5, 0, 0]) == SUBTREE.along(()) == []
+    assert SUBTREE.first(3).is_chain
+    assert SUBTREE.first(3).suffixes() == Proposal((5, 6, 7)).suffixes()
+    assert SUBTREE.first(4).parents == (-1, 0, 1, -1)
 
 
 GOOD_Q = SparseDistribution((0, 2), (0.25, 0.75))

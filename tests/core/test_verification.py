@@ -259,10 +259,11 @@ def decode(params, seed, num_tokens, proposals, *, reopen_at=None, position_shif
             state = SamplerState(params, seed, prompt, output, eos_token_ids=(0,), vocab_size=12)
             state.num_tokens += position_shift
             reopen_at = None
-        drafted = tuple(proposals(tuple(output)))
-        rows = [Row(state, drafted[:j]) for j in range(len(drafted) + 1)]
+        drafted = proposals(tuple(output))
+        proposal = drafted if isinstance(drafted, Proposal) else Proposal(tuple(drafted))
+        rows = [Row(state, suffix) for suffix in proposal.suffixes()]
         logits = torch.stack([model((*prompt, *output, *row.suffix)) for row in rows])
-        (verdict,) = verify(process(logits, rows), [Proposal(drafted)], [COUPLED])
+        (verdict,) = verify(process(logits, rows), [proposal], [COUPLED])
         state.append(verdict.token_ids)
         output += verdict.token_ids
         logprobs += verdict.logprobs
@@ -281,6 +282,61 @@ def test_coupled_text_and_logprobs_do_not_depend_on_the_proposals(params, seed, 
 
     assert decode(params, seed, 10, proposals) == plain
     assert decode(params, seed, 10, proposals, reopen_at=reopen_at) == plain
+
+
+def random_subtree(random, right, size):
+    """A subtree of ``size`` tokens that holds, somewhere, a path that is right for a while."""
+    parents, children = [-1], {-1: [right[0] if right else 0], 0: []}
+    tokens, depth_right = [children[-1][0]], {0: 1} if right else {}
+    while len(tokens) < size:
+        parent = len(tokens) - 1 if random.random() < 0.5 else random.choice([*{-1, *_ends(parents)}])
+        depth = depth_right.get(parent, 0 if parent == -1 else None)
+        wanted = right[depth] if depth is not None and depth < len(right) and random.random() < 0.7 else None
+        token = random.randrange(12) if wanted is None else wanted
+        if token in children[parent]:
+            continue
+        children[parent].append(token)
+        if depth is not None and depth < len(right) and token == right[depth]:
+            depth_right[len(tokens)] = depth + 1
+        children[len(tokens)] = []
+        parents.append(parent)
+        tokens.append(token)
+    return Proposal(tuple(tokens), parents=tuple(parents))
+
+
+def _ends(parents):
+    """Tokens on the path to the last one, behind which a branch may begin and keep the order."""
+    at, path = len(parents) - 1, []
+    while at >= 0:
+        path.append(at)
+        at = parents[at]
+    return path
+
+
+@given(PARAMS, st.integers(0, 2**64 - 1), st.randoms(use_true_random=False), st.integers(1, 10))
+@settings(max_examples=60, deadline=None)
+def test_text_and_logprobs_do_not_depend_on_subtrees(params, seed, random, size):
+    plain = decode(params, seed, 10, lambda _: ())
+
+    def subtree(output):
+        return random_subtree(random, plain[0][len(output) :], size)
+
+    assert decode(params, seed, 10, subtree) == plain
+
+
+def test_following_the_first_branch_whatever_its_siblings_say_is_caught(monkeypatch):
+    params = SamplingParams(temperature=1.0)
+    plain = decode(params, 3, 10, lambda _: ())
+
+    def subtree(output):
+        right = plain[0][len(output) :]
+        wrong = (right[0] + 1) % 12 if right else 0
+        return Proposal((wrong, *right[:2]), parents=(-1, -1, 1)[: 1 + len(right[:2])])
+
+    assert decode(params, 3, 10, subtree) == plain
+    monkeypatch.setattr(Proposal, "parent", lambda self, index: index - 1 if index != 1 else -1)
+    monkeypatch.setattr(Proposal, "follow", lambda self, own: [i for i, t in enumerate(self.token_ids) if t == own[i]])
+    assert decode(params, 3, 10, subtree) != plain
 
 
 def test_a_position_key_off_by_one_after_preemption_is_caught():

@@ -14,6 +14,9 @@ a node for the missing token below its own anchor and grows on from there.
 Within an epoch every message must arrive, in order, or the two copies may differ permanently: a tree that is still
 ``lost`` after nodes of an equal context length have arrived has missed some, and its session has to be re-opened.
 Wrong or missing nodes cost time, never correctness: the target verifies whatever is proposed.
+
+Several producers may add to one tree. A node's id says which one made it; where a second one predicts a token that is
+there already, its id becomes an *alias* of the node, which keeps what each of them claimed.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from paceline.messages import Node, SparseDistribution
 from paceline.types import Cause
@@ -31,15 +35,43 @@ MAX_NODES = 4096
 
 _LEAST_PROB = 1e-9
 _Q_TOLERANCE = 1e-6
+_PRODUCER_SHIFT = 28
+
+
+class Producer(IntEnum):
+    """The maker of a node, by the top four bits of its 32-bit id: ids of different producers never meet."""
+
+    DRAFT = 0
+    """A draft replica."""
+    HEAD = 1
+    """A drafter inside the target replica."""
+    LOOKUP = 2
+    """The session's own text (``target/lookup.py``)."""
+
+    @property
+    def first_id(self) -> int:
+        """The first of its ids; 0 stands for the last token of the opened context, and is no node of the draft's."""
+        return (self << _PRODUCER_SHIFT) + 1
+
+    @staticmethod
+    def of(node_id: int) -> Producer:
+        """The producer of a node. Raises ValueError if there is none of that number."""
+        return Producer(node_id >> _PRODUCER_SHIFT)
+
+
+Claims = tuple[tuple[Producer, float], ...]
+"""Probabilities that producers claim for one node, each before its calibration at the target."""
 
 
 class TreeNode:
     """A node in place: its neighbors, and the marks that the draft keeps on it."""
 
     __slots__ = (
+        "aliases",
         "alive",
         "best",
         "children",
+        "claims",
         "expanded",
         "gaps",
         "log_path",
@@ -53,10 +85,14 @@ class TreeNode:
         "token_id",
     )
 
-    def __init__(self, node: Node, parent: TreeNode | None, position: int) -> None:
+    def __init__(self, node: Node, parent: TreeNode | None, position: int, producer: Producer = Producer.DRAFT) -> None:
         self.node_id = node.node_id
+        self.aliases: tuple[int, ...] = ()
+        """Ids that other producers gave it."""
         self.token_id = node.token_id
         self.prob = node.prob
+        """The largest of its claims."""
+        self.claims: Claims = ((producer, node.prob),)
         self.sampled = node.sampled
         self.q = node.q
         self.parent = parent
@@ -75,10 +111,21 @@ class TreeNode:
         self.gaps: tuple[float, ...] = ()
         """Draft only: score gaps of its candidates when it was expanded (``drafters/calibration.py``)."""
 
+    def expected(self, factors: Sequence[float]) -> float:
+        """Probability of its token given its parent: the largest claim after each producer's factor, at most 1."""
+        return min(1.0, max(factors[producer] * prob for producer, prob in self.claims))
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The draft tokens of one session that the target verifies in one step, in order; may be empty."""
+    """The draft tokens of one session that the target verifies in one step; may be empty.
+
+    A chain, or a subtree in which every branch is complete before the next one begins::
+
+        0 ─▶ 1 ─▶ 2        parents (-1, 0, 1, 0, -1): branches 0 1 2, 3 (behind 0) and 4 (behind the context)
+        │    └──▶ 3
+        └──▶ 4
+    """
 
     token_ids: tuple[int, ...] = ()
     qs: tuple[SparseDistribution | None, ...] = ()
@@ -86,17 +133,76 @@ class Proposal:
     probs: tuple[float, ...] = ()
     """Expected probability that the target accepts each token, given that it accepted those before it."""
     node_ids: tuple[int, ...] = ()
-    """The path of nodes below the anchor, one per token; () if the tokens do not come from the tree."""
+    """The nodes, one per token; () if the tokens do not come from the tree."""
+    parents: tuple[int, ...] = ()
+    """Index of each token's parent, -1 for the context; (): a chain. Siblings differ in their tokens."""
+    claims: tuple[Claims, ...] = ()
+    """What each node's producers claim for it; () if the tokens do not come from the tree."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """True if no two tokens follow the same one."""
+        return not self.parents
 
     def first(self, num_tokens: int) -> Proposal:
         """The proposal cut after its first ``num_tokens`` tokens."""
         if len(self) <= num_tokens:
             return self
         n = max(0, num_tokens)
-        return Proposal(self.token_ids[:n], self.qs[:n], self.probs[:n], self.node_ids[:n])
+        parents = self.parents[:n]
+        if all(parent == i - 1 for i, parent in enumerate(parents)):
+            parents = ()
+        return Proposal(self.token_ids[:n], self.qs[:n], self.probs[:n], self.node_ids[:n], parents, self.claims[:n])
+
+    def parent(self, index: int) -> int:
+        """Index of the token that a token follows; -1: it follows the context."""
+        return self.parents[index] if self.parents else index - 1
+
+    def path(self, index: int) -> tuple[int, ...]:
+        """Indices of the tokens from the context to ``index``, which comes last; () for -1."""
+        if not self.parents:
+            return tuple(range(index + 1))
+        path = []
+        while index >= 0:
+            path.append(index)
+            index = self.parents[index]
+        return tuple(reversed(path))
+
+    def suffixes(self) -> list[tuple[int, ...]]:
+        """The uncommitted tokens before each row of a verification: none, and then up to each token."""
+        if not self.parents:
+            return [self.token_ids[:i] for i in range(len(self) + 1)]
+        rows: list[tuple[int, ...]] = [()]
+        for token_id, parent in zip(self.token_ids, self.parents, strict=True):
+            rows.append((*rows[parent + 1], token_id))
+        return rows
+
+    def follow(self, own: Sequence[int]) -> list[int]:
+        """The accepted path: indices of the tokens that equal the target's own ones.
+
+        Args:
+            own: the target's token at each row, ``own[0]`` after the context and ``own[i + 1]`` after token i.
+        """
+        path: list[int] = []
+        at = -1
+        for index, token_id in enumerate(self.token_ids):  # a child comes behind its parent, and siblings differ
+            if self.parent(index) == at and token_id == own[at + 1]:
+                path.append(index)
+                at = index
+        return path
+
+    def along(self, token_ids: Sequence[int]) -> list[int]:
+        """Indices of the tokens on the path that begins ``token_ids``, as far as it is proposed."""
+        path: list[int] = []
+        at = -1
+        for index, token_id in enumerate(self.token_ids):
+            if len(path) < len(token_ids) and self.parent(index) == at and token_id == token_ids[len(path)]:
+                path.append(index)
+                at = index
+        return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +210,7 @@ class Added:
     """Counts of the nodes of one message by what became of them."""
 
     added: int = 0
+    """Nodes that the tree has now, aliases included."""
     stale: int = 0
     """Nodes whose parent was pruned, or that contradict committed tokens: normal after a miss."""
     invalid: int = 0
@@ -140,6 +247,7 @@ class SpeculationTree:
         self._max_nodes = max_nodes
         self._anchor = TreeNode(Node(0, -1, 0, 1.0, sampled=False), None, context_len - 1)
         self._nodes = {0: self._anchor}
+        self._aliases: dict[int, TreeNode] = {}
         self._suffix: deque[int] = deque()
 
     def __len__(self) -> int:
@@ -167,26 +275,34 @@ class SpeculationTree:
         return self._anchor.position + 1 + len(self._suffix)
 
     def get(self, node_id: int) -> TreeNode | None:
-        """The node if it is the anchor or below it, else None."""
-        return self._nodes.get(node_id)
+        """The node if it is the anchor or below it, else None; by its id or an alias."""
+        return self._nodes.get(node_id) or self._aliases.get(node_id)
 
     def nodes(self) -> Iterator[TreeNode]:
         """The anchor and everything below, parents before children."""
         return iter(self._nodes.values())
 
-    def add(self, nodes: Iterable[Node]) -> Added:
-        """Attaches valid nodes (parents first) and counts the rejected ones. Never raises."""
+    def add(self, nodes: Iterable[Node], producer: Producer = Producer.DRAFT) -> Added:
+        """Attaches the valid nodes of one producer (parents first) and counts the rejected ones. Never raises.
+
+        A token that another producer has predicted before is no second node: the new id becomes an alias of it.
+        """
         added = stale = invalid = dropped = 0
         for node in nodes:
-            parent = self._nodes.get(node.parent_id)
+            parent = self.get(node.parent_id)
             if parent is None or (self._suffix and node.token_id != self._suffix[0]):
                 stale += 1
-            elif not self._valid(node, parent):
+                continue
+            first = parent.children.get(node.token_id)
+            if not self._valid(node, parent, first, producer):
                 invalid += 1
-            elif len(self._nodes) > self._max_nodes:
+            elif len(self._nodes) + len(self._aliases) > self._max_nodes:
                 dropped += 1
+            elif first is not None:
+                self._join(first, node, producer)
+                added += 1
             else:
-                child = TreeNode(node, parent, parent.position + 1)
+                child = TreeNode(node, parent, parent.position + 1, producer)
                 self._nodes[node.node_id] = parent.children[node.token_id] = child
                 if node.sampled and (parent.best is None or node.prob > parent.best.prob):
                     parent.best = child
@@ -230,6 +346,7 @@ class SpeculationTree:
             qs=tuple(n.q for n in path),
             probs=tuple(n.prob for n in path),
             node_ids=tuple(n.node_id for n in path),
+            claims=tuple(n.claims for n in path),
         )
 
     def check_integrity(self) -> None:
@@ -250,16 +367,24 @@ class SpeculationTree:
             for token_id, child in node.children.items():
                 assert child.parent is node
                 assert child.token_id == token_id
-                assert child.node_id > node.node_id
                 assert child.position == node.position + 1
+                assert child.prob == max(prob for _, prob in child.claims)
                 stack.append(child)
+            assert all(self._aliases[alias] is node for alias in node.aliases)
         assert reached == len(self._nodes), "a node is not reachable from the anchor"
+        assert sum(len(node.aliases) for node in self._nodes.values()) == len(self._aliases), "an alias has no node"
+        assert not self._nodes.keys() & self._aliases.keys(), "an id names two nodes"
 
-    def _valid(self, node: Node, parent: TreeNode) -> bool:
-        if node.node_id <= node.parent_id or node.node_id in self._nodes or node.token_id in parent.children:
+    def _valid(self, node: Node, parent: TreeNode, first: TreeNode | None, producer: Producer) -> bool:
+        node_id = node.node_id
+        if node_id >> _PRODUCER_SHIFT != producer or node_id in self._nodes or node_id in self._aliases:
+            return False
+        if node.parent_id >= node_id and node.parent_id >> _PRODUCER_SHIFT == producer:
             return False
         if not (0 <= node.token_id < self._vocab_size and 0.0 <= node.prob <= 1.0):  # False for NaN
             return False
+        if first is not None and (self._rejection or any(other == producer for other, _ in first.claims)):
+            return False  # a producer predicts a token once; under the rejection rule there is one producer
         if not (self._rejection and node.sampled):
             return True
         return parent.best is None and node.q is not None and self._drawable(node.token_id, node.q)
@@ -273,10 +398,27 @@ class SpeculationTree:
             return False  # so that the sum below cannot overflow
         return abs(math.fsum(probs) - 1.0) <= _Q_TOLERANCE and probs[ids.index(token_id)] > 0.0
 
+    def _join(self, first: TreeNode, node: Node, producer: Producer) -> None:
+        """Makes a node of another producer an alias of the one that predicted its token first."""
+        self._aliases[node.node_id] = first
+        first.aliases += (node.node_id,)
+        first.claims += ((producer, node.prob),)
+        first.sampled = first.sampled or node.sampled
+        first.prob = max(first.prob, node.prob)
+        parent = first.parent
+        assert parent is not None
+        if first.sampled and (parent.best is None or first.prob > parent.best.prob):
+            parent.best = first
+
+    def _forget(self, node: TreeNode) -> None:
+        del self._nodes[node.node_id]
+        for alias in node.aliases:
+            del self._aliases[alias]
+        node.alive = False
+
     def _move(self, child: TreeNode) -> None:
         old = self._anchor
-        del self._nodes[old.node_id]
-        old.alive = False
+        self._forget(old)
         self._drop_below(c for c in old.children.values() if c is not child)
         child.parent = None
         self._anchor = child
@@ -285,6 +427,6 @@ class SpeculationTree:
         stack = list(nodes)
         while stack:
             node = stack.pop()
-            node.alive, node.parent = False, None
-            del self._nodes[node.node_id]
+            node.parent = None
+            self._forget(node)
             stack.extend(node.children.values())

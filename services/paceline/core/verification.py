@@ -1,11 +1,12 @@
 """Accepting or rejecting draft tokens, and drawing them under the rejection rule. Pure functions.
 
 Coupled rule (and temperature 0 under both rules): the target samples its own token at every row; a draft
-token is accepted if it is that token. The text is then the target's own, whatever was proposed.
+token is accepted if it is that token. The text is then the target's own, whatever was proposed: a chain, or a
+subtree, of which the path of such tokens is followed.
 
 Rejection rule (Leviathan, Kalman, Matias 2211.17192, theorem 1): with p the target's and q the draft's
 distribution at a position, accept the draft token x with probability min(1, p(x) / q(x)), else draw from
-norm(max(p - q, 0)). For every token v, given x ~ q:
+norm(max(p - q, 0)). It takes chains only. For every token v, given x ~ q:
 
     P(v) = q(v) min(1, p(v) / q(v)) + (1 - sum_w min(p(w), q(w))) * norm(max(p - q, 0))(v)
          = min(p(v), q(v)) + max(p(v) - q(v), 0) = p(v)
@@ -108,7 +109,7 @@ def decide(
     ends = [*accumulate(len(proposal) + 1 for proposal in proposals)]  # session i owns rows [ends[i - 1], ends[i])
     verdicts = _decide_batch(logits, rows, proposals, rules, ends)
     if any(rows[end - 1].state.wants_raw_logprobs for end in ends):
-        return _with_raw_logprobs(verdicts, logits, rows, [0, *ends])
+        return _with_raw_logprobs(verdicts, proposals, logits, rows, [0, *ends])
     return verdicts
 
 
@@ -133,15 +134,19 @@ def _decide_batch(
 
 
 def _with_raw_logprobs(
-    verdicts: Sequence[Verdict], logits: Tensor, rows: Sequence[Row], starts: Sequence[int]
+    verdicts: Sequence[Verdict],
+    proposals: Sequence[Proposal],
+    logits: Tensor,
+    rows: Sequence[Row],
+    starts: Sequence[int],
 ) -> list[Verdict]:
     """Replaces the log-probabilities of the sessions that ask for the model's own; ``starts``: their first rows."""
     raw = [rows[start].state.wants_raw_logprobs for start in starts[:-1]]
     wanted = [
-        (start + j, token)
-        for verdict, start, is_raw in zip(verdicts, starts, raw, strict=False)
+        (start + row, token)
+        for verdict, proposal, start, is_raw in zip(verdicts, proposals, starts, raw, strict=False)
         if is_raw
-        for j, token in enumerate(verdict.token_ids)
+        for row, token in zip(_rows_of(verdict, proposal), verdict.token_ids, strict=True)
     ]
     row, token = upload(wanted, logits.device).unbind(-1)
     log_probs = torch.log_softmax(logits[row].to(torch.float32), -1)  # [tokens, vocab]
@@ -172,7 +177,8 @@ def verify(
 
     Args:
         processed: session i owns the rows [starts[i], starts[i] + K_i + 1), K_i = ``len(proposals[i])``. Row
-            starts[i] + j is the target's distribution after the first j draft tokens; the last one is the bonus row.
+            starts[i] is the target's distribution after the context, row starts[i] + 1 + j the one after draft token j
+            and those that it follows.
         proposals, rules: one per session.
         choices: the random choices of the rejection rule; position-keyed noise by default.
 
@@ -193,16 +199,22 @@ def verify(
     verdicts = _decide(processed, proposals, rules, choices, starts)
     if not processed.undecidable:
         return verdicts
-    ends = [  # tokens that are decided in each session: up to its first undecidable row, which is never its own first
-        min((row - start for row in processed.undecidable if start < row < start + size), default=size)
-        for start, size in zip(starts, sizes, strict=False)
-    ]
-    return [
-        verdict
-        if verdict.num_accepted < end
-        else Verdict(end - 1, verdict.token_ids[:end], verdict.logprobs[:end], verdict.num_invalid)
-        for verdict, end in zip(verdicts, ends, strict=True)
-    ]
+    undecidable = frozenset(processed.undecidable)
+    cut = []
+    for verdict, proposal, start in zip(verdicts, proposals, starts, strict=False):
+        rows = _rows_of(verdict, proposal)  # the first one is never undecidable
+        end = next((i for i, row in enumerate(rows) if start + row in undecidable), len(rows))
+        cut.append(verdict if end == len(rows) else _cut(verdict, end))
+    return cut
+
+
+def _rows_of(verdict: Verdict, proposal: Proposal) -> list[int]:
+    """The rows, of those of its session, at which the tokens of a verdict were decided."""
+    return [0, *(1 + index for index in proposal.along(verdict.token_ids[: verdict.num_accepted]))]
+
+
+def _cut(verdict: Verdict, num_tokens: int) -> Verdict:
+    return Verdict(num_tokens - 1, verdict.token_ids[:num_tokens], verdict.logprobs[:num_tokens], verdict.num_invalid)
 
 
 def _decide(
@@ -254,26 +266,22 @@ def verify_picked(proposal: Proposal, token_ids: Sequence[int], logprobs: Sequen
 
     Args:
         proposal: the session's K draft tokens.
-        token_ids, logprobs: the target's own token after each of the first 0, 1, .. K draft tokens, and its
+        token_ids, logprobs: the target's own token after the context and after each draft token, [K + 1], and its
             log-probability, which is not finite where the model gave no distribution.
 
     Raises:
         EngineError: the first row is one without distribution. Later ones end the verdict, as in ``verify``.
     """
-    end = next((i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)), len(logprobs))
+    verdict = _match(proposal, token_ids, logprobs)
+    end = next((i for i, logprob in enumerate(verdict.logprobs) if not math.isfinite(logprob)), len(verdict.logprobs))
     if end == 0:
         raise EngineError("the logits of the next token are not finite")
-    verdict = _match(proposal, list(token_ids), list(logprobs))
-    if verdict.num_accepted < end:
-        return verdict
-    return Verdict(end - 1, verdict.token_ids[:end], verdict.logprobs[:end])
+    return verdict if end == len(verdict.logprobs) else _cut(verdict, end)
 
 
-def _match(proposal: Proposal, own: list[int], logprobs: list[float]) -> Verdict:
-    num_accepted = 0
-    while num_accepted < len(proposal) and proposal.token_ids[num_accepted] == own[num_accepted]:
-        num_accepted += 1
-    return Verdict(num_accepted, tuple(own[: num_accepted + 1]), tuple(logprobs[: num_accepted + 1]))
+def _match(proposal: Proposal, own: Sequence[int], logprobs: Sequence[float]) -> Verdict:
+    rows = [0, *(1 + index for index in proposal.follow(own))]
+    return Verdict(len(rows) - 1, tuple(own[row] for row in rows), tuple(logprobs[row] for row in rows))
 
 
 def _reject(
@@ -283,6 +291,7 @@ def _reject(
 
     ``starts``: the first row of each session.
     """
+    assert all(proposal.is_chain for proposal in proposals), "the rejection rule takes chains only"
     log_probs = processed.log_probs  # [rows, vocab]
     # The row that decides draft token j of a session is starts + j; a token outside the vocabulary is read as token 0
     # here, and never accepted, because its q is invalid.

@@ -59,7 +59,7 @@ class Scheduled:
 
     def rows(self) -> list[Row]:
         """The positions to decide: after the context, and after each token of the proposal."""
-        return [Row(self.session.sampler, self.proposal.token_ids[:i]) for i in range(len(self.proposal) + 1)]
+        return [Row(self.session.sampler, suffix) for suffix in self.proposal.suffixes()]
 
 
 class Scheduler:
