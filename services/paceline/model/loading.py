@@ -24,6 +24,7 @@ from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.device import Placement, resolve
 from paceline.model.experts import pad_experts
+from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.local_config import BUILDING
 from paceline.model.parallel.collectives import Collectives
@@ -32,7 +33,8 @@ from paceline.model.parallel.model import Share, load_shard, share_of
 from paceline.model.parallel.runner import LeadersCache, LeadingRunner, RankRunner, agreed
 from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
 from paceline.model.runner import ModelRunner
-from paceline.model.step import Step, probe_layers
+from paceline.model.states import StateTaps, require_boundaries
+from paceline.model.step import Step, name_of, probe_layers
 from paceline.model.tails import widen_narrow_layers
 
 _NUM_NAMED = 3
@@ -63,6 +65,8 @@ class LoadedModel:
     """The method that its weights are quantized by."""
     batch_dependence: str | None = None
     """Why tokens of one step change each other's logits; None if nothing is known to."""
+    features: Features | None = None
+    """The hidden states that its steps return beside the logits; None: none."""
     cuda_graphs: CudaGraphs = "auto"
     max_cuda_graphs: int = 64
 
@@ -90,6 +94,7 @@ class LoadedModel:
             "sliding_window": self.sliding_window,
             "spare_tokens": self.spare_tokens,
             "vocab_size": self.vocab_size,
+            "features": self.features,
             "backend": make_backend(cache, self.dtype, self.sliding_window, graphs, self.max_cuda_graphs),
         }
         if self.share is None:
@@ -102,16 +107,20 @@ def load_model(
     options: ModelOptions,
     group: Collectives | None = None,
     placement: Placement | None = None,
+    features: Features | None = None,
 ) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
-    ``placement``: what the options resolve to on this machine; None: it is resolved here.
+    ``placement``: what the options resolve to on this machine; None: it is resolved here. ``features``: the hidden
+    states that its steps are to return.
 
     Raises:
         ConfigError: the checkpoint cannot be loaded, unsupported attention, CUDA graphs demanded where there are none,
-            or it cannot be split into so many ranks.
+            or it cannot be split into so many ranks, or it has no such states.
         EngineError: another rank has failed.
     """
+    if features is not None and (num_layers := size_of(checkpoint.config, 0, 1).num_layers) > 1:  # 1: not known
+        require_boundaries(features, num_layers, f"model {checkpoint.path!r}")
     device, dtype = placement or resolve(options, None if group is None else group.device)
     require_graphs(options.cuda_graphs, device, num_ranks=options.tensor_parallel_size)
     can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
@@ -125,12 +134,12 @@ def load_model(
         log.info("model %r is not compiled: %s", checkpoint.path, reason)
         compile = False
     try:
-        loaded = prepare(model, compile=compile, attention=options.attention)
+        loaded = prepare(model, compile=compile, attention=options.attention, features=features)
     except NoCompilerError:
         if options.compile != "auto":
             raise
         log.warning("model %r is not compiled, and slower: there is no C++ compiler", checkpoint.path)
-        loaded = prepare(model, compile=False, attention=options.attention)
+        loaded = prepare(model, compile=False, attention=options.attention, features=features)
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
 
 
@@ -147,18 +156,21 @@ def _progress(group: Collectives) -> Progress:
     return report
 
 
-def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "auto") -> LoadedModel:
+def prepare(
+    model: PreTrainedModel, *, compile: bool, attention: Attention = "auto", features: Features | None = None
+) -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
 
     Raises:
         ConfigError: the model cannot run on the paged attention, or on the ``attention`` kernel, or ``compile`` on a
-            device other than the CPU or with weights that are not compiled.
+            device other than the CPU or with weights that are not compiled, or has not the states of ``features``.
     """
     model = model.eval()
     pad_experts(model)
     if model.device.type == "cpu":
         widen_narrow_layers(model)
-    layers, window, spare_tokens = probe_layers(model)
+    taps = None if features is None else StateTaps(model, features, name_of(model))
+    layers, window, spare_tokens = probe_layers(model, taps)
     text = model.config.get_text_config()
     kernel = kernel_for(attention, model.device, model.dtype, layers)
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
@@ -168,9 +180,9 @@ def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "au
             raise ConfigError(f"compile is for device cpu, this model is on {model.device.type}: set compile to false")
         if reason := why_eager(model):
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
-        step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled")
+        step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled", taps)
     else:
-        step = Step(model, kernel)
+        step = Step(model, kernel, taps)
     method, batch_dependence = quantization_of(model)
     return LoadedModel(
         step=step,
@@ -185,6 +197,7 @@ def prepare(model: PreTrainedModel, *, compile: bool, attention: Attention = "au
         share=share_of(model),
         quantization=method,
         batch_dependence=batch_dependence,
+        features=features,
     )
 
 

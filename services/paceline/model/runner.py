@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.model.compiled.backend import Backend, HostBackend, StepFunction
 from paceline.model.compiled.buckets import Limits
+from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import SequenceStep, StepPlan
 
@@ -26,6 +27,7 @@ class ModelRunner:
         vocab_size: int,
         spare_tokens: int = 0,
         backend: Backend | None = None,
+        features: Features | None = None,
     ) -> None:
         """Keeps what every step needs.
 
@@ -37,12 +39,14 @@ class ModelRunner:
             vocab_size: logits of a row.
             spare_tokens: padding that each step needs behind its last token (``tails.py``).
             backend: how steps reach the device; by default one by one, from the host's own memory.
+            features: the states that ``step`` returns beside the logits.
         """
         self.cache = cache
         self.dtype = dtype
         self.sliding_window = sliding_window
         self.vocab_size = vocab_size
         self.spare_tokens = spare_tokens
+        self.features = features
         self.num_forwards = 0
         self.backend = backend or HostBackend(cache, dtype, sliding_window)
         self._step = step
@@ -50,6 +54,12 @@ class ModelRunner:
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""
         return self.run(self.plan(steps))
+
+    def forward_with_states(self, steps: Sequence[SequenceStep]) -> tuple[Tensor, Tensor]:
+        """``forward``, and the states that ``features`` name: ``[n, len(boundaries) * hidden]`` of all tokens of the
+        step in order, or of those with logits if not ``every_position``."""
+        logits, states = self._run(self.plan(steps))
+        return logits, self._of_tokens(states, steps)
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
         """Lays a step of this model out."""
@@ -60,9 +70,20 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> Tensor:
         """``forward`` of a plan: logits ``[num_logits, vocab_size]``."""
+        return self._run(plan)[0]
+
+    def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """The logits of a plan; and its states, behind which there may be rows of padding."""
         self.num_forwards += 1
         with torch.no_grad():
             return self.backend.run(self._step, plan)
+
+    def _of_tokens(self, states: Tensor | None, steps: Sequence[SequenceStep]) -> Tensor:
+        """The states of a step without the rows of its padding."""
+        assert self.features is not None, "the model was loaded without features"
+        assert states is not None
+        every = self.features.every_position
+        return states[: sum(len(step.token_ids) if every else step.num_logits for step in steps)]
 
     def record(self, limits: Limits) -> None:
         """Records the steps of an engine that keeps to ``limits``, where the backend replays steps; see ``Backend``."""

@@ -13,6 +13,7 @@ from paceline.errors import ConfigError
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.kv_cache import LayerSpec
+from paceline.model.states import StateTaps
 from paceline.model.tails import SpareTokens
 
 _PROBE = "paceline_probe"
@@ -27,12 +28,14 @@ _KNOWN = {"s_aux", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_le
 
 
 class Step(torch.nn.Module):
-    """``(ids [1, T], positions [1, T], logits_index [R], ...) -> logits [1, R, vocab]``."""
+    """``(ids [1, T], positions [1, T], logits_index [R], ...) -> logits [1, R, vocab]``, or with ``taps`` these and the
+    states ``[1, T or R, width]``."""
 
-    def __init__(self, model: PreTrainedModel, kernel: Kernel = "sdpa") -> None:
+    def __init__(self, model: PreTrainedModel, kernel: Kernel = "sdpa", taps: StateTaps | None = None) -> None:
         super().__init__()
         model.set_attn_implementation(IMPLEMENTATIONS[kernel])
         self.model = model
+        self.taps = taps
 
     def forward(
         self,
@@ -46,8 +49,10 @@ class Step(torch.nn.Module):
         masks: list[Tensor],
         keys: list[Tensor],
         values: list[Tensor],
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the model; KV is written in place."""
+        if self.taps is not None:
+            self.taps.clear()
         logits: Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
@@ -61,7 +66,7 @@ class Step(torch.nn.Module):
             scatter_index=scatter_index,
             masks=masks,
         ).logits
-        return logits
+        return logits if self.taps is None else (logits, self.taps.join(logits_index))
 
 
 class Probe(NamedTuple):
@@ -75,15 +80,21 @@ class Probe(NamedTuple):
     """Padding that steps on the CPU need behind their last token (``tails.py``)."""
 
 
-def probe_layers(model: PreTrainedModel) -> Probe:
-    """Runs two tokens through ``model`` to see what each attention layer keeps.
+def name_of(model: PreTrainedModel) -> str:
+    """What messages call a model: its class, and where it comes from."""
+    return f"{type(model).__name__} ({model.name_or_path or model.config.get_text_config().model_type})"
+
+
+def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe:
+    """Runs two tokens through ``model`` to see what each attention layer keeps, and whether it has the states that
+    ``taps`` are to catch.
 
     Raises:
         ConfigError: the model has layers without attention, or whose attention is not that of ``paged_attention``
-            (several window sizes, biases, masks of their own), or a rotary embedding that depends on the batch.
+            (several window sizes, biases, masks of their own), or a rotary embedding that depends on the batch, or no
+            such states.
     """
-    config = model.config.get_text_config()
-    name = f"{type(model).__name__} ({model.name_or_path or config.model_type})"
+    config, name = model.config.get_text_config(), name_of(model)
     _check_rope(config, name)
     _check_layer_types(config, name)
     seen: dict[int, LayerSpec] = {}
@@ -117,6 +128,8 @@ def probe_layers(model: PreTrainedModel) -> Probe:
             model.set_attn_implementation(_PROBE)
             with torch.no_grad(), spare:
                 ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.long, device=model.device)
+                if taps is not None:
+                    taps.clear()
                 model(input_ids=ids, use_cache=False, page_table=None)
         except ConfigError:
             raise
@@ -137,6 +150,8 @@ def probe_layers(model: PreTrainedModel) -> Probe:
         raise ConfigError(
             f"{name} has {num_layers} layers of which {len(seen)} keep a KV cache; only pure attention decoders work"
         )
+    if taps is not None:
+        taps.require(_PROBED_TOKENS)
     if len(windows) > 1:
         raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
     on_cpu = model.device.type == "cpu"

@@ -30,10 +30,12 @@ from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.package import load_package
+from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import share_of
 from paceline.model.quantized import plain_tensors
+from paceline.model.states import StateTaps
 from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import PAGE_SIZE
@@ -59,8 +61,11 @@ def find_compiler() -> str | None:
         return None
 
 
-def artifact_key(model: PreTrainedModel, sliding_window: int | None, kernel: Kernel = "sdpa") -> str:
-    """Digest of weights, configuration, library versions, instruction set and kernel, and of a rank its exchange."""
+def artifact_key(
+    model: PreTrainedModel, sliding_window: int | None, kernel: Kernel = "sdpa", features: Features | None = None
+) -> str:
+    """Digest of weights, configuration, library versions, instruction set, kernel and the states that are wanted, and
+    of a rank its exchange."""
     digest = hashlib.blake2b(digest_size=16)
     share = share_of(model)
     facts = {
@@ -75,6 +80,8 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None, kernel: Ker
     }
     if kernel != "sdpa":
         facts["attention"] = kernel
+    if features is not None:
+        facts["states"] = [*features.boundaries, features.every_position]
     if model.dtype == torch.bfloat16:
         facts["linear"] = cpu_linear.key()
     if share is not None:
@@ -88,7 +95,12 @@ def artifact_key(model: PreTrainedModel, sliding_window: int | None, kernel: Ker
 
 
 def compiled_step(
-    model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, kernel: Kernel, cache_dir: Path
+    model: PreTrainedModel,
+    layers: list[LayerSpec],
+    sliding_window: int | None,
+    kernel: Kernel,
+    cache_dir: Path,
+    taps: StateTaps | None = None,
 ) -> StepFunction:
     """The compiled step of ``model``, from the cache or built now (about half a minute to two).
 
@@ -104,7 +116,8 @@ def compiled_step(
         raise ConfigError(
             "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
         )
-    path = cache_dir / f"{artifact_key(model, sliding_window, kernel)}.pt2"
+    features = None if taps is None else taps.features
+    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features)}.pt2"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         if not path.exists():
@@ -113,7 +126,7 @@ def compiled_step(
             started = time.perf_counter()
             log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-            _compile(model, layers, sliding_window, kernel, temporary)
+            _compile(model, layers, sliding_window, kernel, temporary, taps)
             temporary.rename(path)
             log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
     step = load_package(path)
@@ -129,7 +142,7 @@ class _RankStep:
     def __init__(self, step: StepFunction, group: Collectives) -> None:
         self._step, self._group = step, group
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
         try:
             return self._step(*inputs)
         except EngineError as error:
@@ -137,7 +150,12 @@ class _RankStep:
 
 
 def _compile(
-    model: PreTrainedModel, layers: list[LayerSpec], sliding_window: int | None, kernel: Kernel, path: Path
+    model: PreTrainedModel,
+    layers: list[LayerSpec],
+    sliding_window: int | None,
+    kernel: Kernel,
+    path: Path,
+    taps: StateTaps | None,
 ) -> None:
     cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu")
     example = [
@@ -162,7 +180,7 @@ def _compile(
     )
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
-        exported = torch.export.export(Step(model, kernel), inputs, dynamic_shapes=shapes, strict=False)
+        exported = torch.export.export(Step(model, kernel, taps), inputs, dynamic_shapes=shapes, strict=False)
         shims = cpu_attention.compiled_shims() if kernel == "native" else {}
         if cpu_linear.replace_linears(exported):
             shims |= cpu_linear.shims()

@@ -26,8 +26,10 @@ from paceline.types import PAGE_SIZE
 if TYPE_CHECKING:
     from paceline.model.step_plan import StepPlan
 
-StepFunction = Callable[..., Tensor]
+StepFunction = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """The traced signature: see ``StepPlan.inputs`` and ``step.py``."""
+Outputs = tuple[Tensor, Tensor | None]
+"""Logits ``[num_logits, vocab]``; states ``[n, width]``, rows of padding behind them, of a step that has them."""
 
 _PROGRESS_S = 10.0
 log = logging.getLogger(__name__)
@@ -36,8 +38,9 @@ log = logging.getLogger(__name__)
 class Backend(Protocol):
     """Runs the steps of one runner; gradients are off."""
 
-    def run(self, step: StepFunction, plan: StepPlan) -> Tensor:
-        """Logits ``[plan.num_logits, vocab]`` on the device, which the caller may keep. Does not wait for them."""
+    def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
+        """Logits ``[plan.num_logits, vocab]``, and states, on the device, which the caller may keep. Does not wait for
+        them."""
         ...
 
     def record(self, step: StepFunction, limits: Limits) -> None:
@@ -51,12 +54,18 @@ class HostBackend:
     def __init__(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> None:
         self._cache, self._dtype, self._window = cache, dtype, window
 
-    def run(self, step: StepFunction, plan: StepPlan) -> Tensor:
+    def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Runs the step from the host's own memory (``Backend.run``)."""
-        return step(*plan.inputs(self._cache, self._dtype, self._window))[0, : plan.num_logits]
+        logits, states = _outputs(step(*plan.inputs(self._cache, self._dtype, self._window)))
+        return logits[: plan.num_logits], states
 
     def record(self, step: StepFunction, limits: Limits) -> None:
         """Prepares nothing (``Backend.record``): every shape runs as it is."""
+
+
+def _outputs(result: Tensor | tuple[Tensor, Tensor]) -> Outputs:
+    """What a step returned, without the batch dimension of one."""
+    return (result[0], None) if isinstance(result, Tensor) else (result[0][0], result[1][0])
 
 
 Replay = Callable[[], None]
@@ -88,29 +97,32 @@ class DeviceBackend:
         self._replays: dict[StepShape, Replay] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
+        self._states: Tensor | None = None
 
     @property
     def recorded(self) -> list[StepShape]:
         """Shapes whose steps are replayed."""
         return list(self._replays)
 
-    def run(self, step: StepFunction, plan: StepPlan) -> Tensor:
+    def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Packs the plan into one buffer, copies it and replays or runs the step (``Backend.run``)."""
         shape = best_fit(plan.shape, self._shapes) or plan.shape
         if shape in self._replays:
             return self.replay(plan, shape)
         return self.compute(step, plan, shape)
 
-    def compute(self, step: StepFunction, plan: StepPlan, shape: StepShape) -> Tensor:
+    def compute(self, step: StepFunction, plan: StepPlan, shape: StepShape) -> Outputs:
         """Runs ``plan`` in ``shape``, call by call."""
         buffer = self._packed(plan, shape).to(self.device, non_blocking=True)
-        return self._call(step, shape, buffer)[: plan.num_logits]
+        logits, states = self._call(step, shape, buffer)
+        return logits[: plan.num_logits], None if states is None else states[: len(plan.tokens)]
 
-    def replay(self, plan: StepPlan, shape: StepShape) -> Tensor:
+    def replay(self, plan: StepPlan, shape: StepShape) -> Outputs:
         """Runs ``plan`` by the recording of ``shape``. Steps of one stream follow each other, so they share memory."""
         self._buffer[: shape.num_bytes].copy_(self._packed(plan, shape), non_blocking=True)
         self._replays[shape]()
-        return self._logits[: plan.num_logits].clone()
+        states = None if self._states is None else self._states[: min(shape.tokens, len(plan.tokens))].clone()
+        return self._logits[: plan.num_logits].clone(), states
 
     def forget(self, shape: StepShape) -> None:
         """Steps of ``shape`` run eagerly from now on."""
@@ -156,11 +168,16 @@ class DeviceBackend:
         self._fill_blank(shape)
         if not len(self._logits):  # of the largest shape that there is, in the dtype that the model gives
             most = max(s.wanted for s in self._shapes)
-            sample = self._call(step, shape, self._buffer)
-            self._logits = sample.new_empty(most, sample.shape[1])
+            logits, states = self._call(step, shape, self._buffer)
+            self._logits = logits.new_empty(most, logits.shape[1])
+            if states is not None:
+                self._states = states.new_empty(max(s.tokens for s in self._shapes), states.shape[1])
 
         def function() -> None:
-            self._logits[: shape.wanted].copy_(self._call(step, shape, self._buffer))
+            logits, states = self._call(step, shape, self._buffer)
+            self._logits[: shape.wanted].copy_(logits)
+            if states is not None and self._states is not None:
+                self._states[: len(states)].copy_(states)
 
         self._replays[shape] = recorder.record(function)
 
@@ -178,12 +195,12 @@ class DeviceBackend:
         pack(plan, shape, self._cache.scratch_row, buffer)
         return buffer
 
-    def _call(self, step: StepFunction, shape: StepShape, buffer: Tensor) -> Tensor:
-        """[shape.wanted, vocab]: ``step`` on what ``buffer`` holds."""
+    def _call(self, step: StepFunction, shape: StepShape, buffer: Tensor) -> Outputs:
+        """Logits [shape.wanted, vocab], and states: ``step`` on what ``buffer`` holds."""
         it = unpack(shape, buffer)
         masks = attention_masks(it, self._dtype, self._window)
         cache = self._cache
-        return step(
+        result = step(
             it.tokens[None],
             it.positions[None],
             it.logits_index,
@@ -194,4 +211,5 @@ class DeviceBackend:
             masks,
             cache.keys,
             cache.values,
-        )[0]
+        )
+        return _outputs(result)

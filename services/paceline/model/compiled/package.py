@@ -47,7 +47,7 @@ def load_package(path: Path) -> StepFunction:
 
 
 class CompiledPackage:
-    """The one model of a CPU package, with one output. ``inputs``: tensors and lists of tensors, as for the export."""
+    """The one model of a CPU package. ``inputs``: tensors and lists of tensors, as for the export."""
 
     def __init__(self, path: Path) -> None:
         """Raises EngineError if the package cannot be loaded here."""
@@ -64,29 +64,33 @@ class CompiledPackage:
                 b"cpu",
                 None,
             )
+        number = ctypes.c_size_t()
+        self._call("AOTInductorModelContainerGetNumOutputs", self._container, ctypes.byref(number))
+        self._num_outputs = number.value
         for start, stop in set(_large_mappings()) - before:
             _use_huge_pages(start, stop)
         weakref.finalize(self, self._library.AOTInductorModelContainerDelete, self._container)
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> Any:
+        """The output of the exported function: a tensor, or a tuple of tensors."""
         tensors: list[Tensor] = []
         for given in inputs:
             tensors += (given,) if isinstance(given, Tensor) else given
         # One handle for each, which the call takes over.
         handles = [_pointer_of(c, None) for c in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
-        array, output = (ctypes.c_void_p * len(handles))(*handles), ctypes.c_void_p()
+        array, outputs = (ctypes.c_void_p * len(handles))(*handles), (ctypes.c_void_p * self._num_outputs)()
         self._call(
             "AOTInductorModelContainerRun",
             self._container,
             array,
             ctypes.c_size_t(len(handles)),
-            ctypes.byref(output),
-            ctypes.c_size_t(1),
+            outputs,
+            ctypes.c_size_t(self._num_outputs),
             None,
             None,
         )
-        (result,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(output, None, None)])
-        return result
+        results = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(o, None, None) for o in outputs])
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, name)(*arguments) != 0:  # it has said why on standard error

@@ -86,14 +86,15 @@ class RankRunner(ModelRunner):
         self.lost = False
         """An exchange has failed: no other can succeed."""
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Runs one step on this rank (``ModelRunner.run``): logits of the whole vocabulary."""
-        return self._join(super().run(plan))
+    def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Runs one step on this rank: logits of the whole vocabulary, and states, which are the same on all ranks."""
+        local, states = super()._run(plan)
+        return self._join(local), states
 
-    def run_and_pick(self, plan: StepPlan, picks: Picks) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits ``[rows that are not picked, vocab_size]``, and of the picked ones tokens and log-probabilities
-        ``[n]``: int64 and float32 (see ``sample_sharded``)."""
-        local = super().run(plan)
+    def run_and_pick(self, plan: StepPlan, picks: Picks) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Logits ``[rows that are not picked, vocab_size]``, of the picked ones tokens and log-probabilities ``[n]``,
+        int64 and float32 (see ``sample_sharded``), and states."""
+        local, states = super()._run(plan)
         (first, stop), device = self.share.vocab, local.device
         others = torch.ones(len(local), dtype=torch.bool)
         others[picks.index] = False
@@ -101,7 +102,7 @@ class RankRunner(ModelRunner):
         here = RowKeys(keys.greedy.to(device), keys.seeds.to(device), keys.positions.to(device), keys.num_greedy)
         picked = local[picks.index.to(device), : stop - first]
         tokens, logprobs = sample_sharded(self.share.group, picked, first, here, picks.temperatures.to(device))
-        return self._join(local[others.to(device)]), tokens, logprobs
+        return self._join(local[others.to(device)]), tokens, logprobs, states
 
     def close(self) -> None:
         """Leaves the other ranks, which end then. Idempotent."""
@@ -141,14 +142,14 @@ class LeadingRunner(RankRunner):
 
     cache: LeadersCache
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Sends the plan to the other ranks and runs it (``ModelRunner.run``).
+    def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Sends the plan to the other ranks and runs it.
 
         Raises RanksLostError if a rank is gone or does not come in time.
         """
         with self.together():
             self._tell(plan, b"")
-            return super().run(plan)
+            return super()._run(plan)
 
     def forward_and_pick(
         self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
@@ -165,12 +166,24 @@ class LeadingRunner(RankRunner):
             Logits ``[number of None, vocab_size]``, and of the others tokens and log-probabilities. One that is not
             finite says that the model gave NaN, +inf, or -inf only: its token means nothing.
         """
+        return self._pick(steps, rows)[:3]
+
+    def forward_and_pick_with_states(
+        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
+    ) -> tuple[Tensor, list[int], list[float], Tensor]:
+        """``forward_and_pick``, and the states as of ``forward_with_states``."""
+        logits, token_ids, logprobs, states = self._pick(steps, rows)
+        return logits, token_ids, logprobs, self._of_tokens(states, steps)
+
+    def _pick(
+        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
+    ) -> tuple[Tensor, list[int], list[float], Tensor | None]:
         plan, picks = self.plan(steps), Picks.of(rows)
         with self.together():
             self._tell(plan, picks.encode())
-            logits, tokens, logprobs = self.run_and_pick(plan, picks)
+            logits, tokens, logprobs, states = self.run_and_pick(plan, picks)
         values = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer
-        return logits, [int(token) for token in values[0]], values[1]
+        return logits, [int(token) for token in values[0]], values[1], states
 
     def end(self) -> None:
         """There will be no more steps of this runner: the followers' ``step`` returns False."""
