@@ -30,11 +30,12 @@ def heads() -> dict[str, tuple[HeadModule, int]]:
     torch.manual_seed(1)
     target = LlamaForCausalLM(LlamaConfig(**(VALUES | {"num_hidden_layers": 2})))
     embed, lm_head = target.get_input_embeddings(), target.lm_head
+    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
     made = {
         "medusa": (Medusa(SIZE, DEPTHS, lm_head=lm_head), SIZE),
         "mlp": (MLPSpeculator(VOCAB, SIZE, DEPTHS, 16, tie_weights=True), SIZE),
         "eagle": (Eagle(eagle_config(VALUES), embed=embed, lm_head=lm_head), SIZE),
-        "eagle3": (Eagle3(eagle_config(VALUES), draft_vocab_size=DRAFT_VOCAB, embed=embed), 3 * SIZE),
+        "eagle3": (Eagle3(eagle_config(VALUES), draft_vocab_size=DRAFT_VOCAB, embed=embed, target_ids=ids), 3 * SIZE),
         "peagle": (
             PEagle(
                 eagle_config(VALUES),
@@ -47,6 +48,7 @@ def heads() -> dict[str, tuple[HeadModule, int]]:
             3 * SIZE,
         ),
         "mtp": (Mtp(target.config, target.model, 1, embed=embed, lm_head=lm_head), SIZE),
+        "mtp2": (Mtp(target.config, target.model, 2, embed=embed, lm_head=lm_head), SIZE),
     }
     for head, _ in made.values():
         for parameter in head.parameters():
@@ -59,7 +61,7 @@ def unrolled(head: HeadModule, states: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack(list(head.unroll(states, tokens, DEPTHS)))
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mlp", "eagle", "eagle3", "peagle", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "mlp", "eagle", "eagle3", "peagle", "mtp", "mtp2"])
 def test_logits_of_a_row_depend_on_nothing_behind_it_and_all_that_is_not_the_targets_learns(kind: str) -> None:
     head, width = heads()[kind]
     states, tokens = torch.randn(2, 9, width), torch.randint(VOCAB, (2, 9 + DEPTHS))
@@ -74,7 +76,7 @@ def test_logits_of_a_row_depend_on_nothing_behind_it_and_all_that_is_not_the_tar
     assert not any("_embed" in name or "_lm_head" in name for name in head.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mlp", "eagle", "eagle3", "peagle", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "mlp", "eagle", "eagle3", "peagle", "mtp", "mtp2"])
 def test_only_conditional_heads_see_the_tokens_that_they_have_drafted(kind: str) -> None:
     head, width = heads()[kind]
     states, tokens = torch.randn(1, 1, width), torch.randint(VOCAB, (1, 1 + DEPTHS))

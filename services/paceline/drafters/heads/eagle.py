@@ -176,6 +176,7 @@ class PEagle(Eagle3):
     """P-EAGLE: EAGLE-3 weights, and a learned state for the places whose state the target has not computed yet."""
 
     conditional = False
+    parallel = True
 
     def __init__(self, config: Any, form: Eagle3Form | None = None, *, mask_token_id: int, depths: int, **rest: Any):
         """Makes the head.

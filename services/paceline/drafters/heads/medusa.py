@@ -59,7 +59,8 @@ class Medusa(HeadModule):
             bias: of the residual blocks.
         """
         super().__init__()
-        self.state_size, self.max_depth, self.num_layers = hidden_size, num_heads, num_layers
+        self.state_size, self.num_layers = hidden_size, num_layers
+        self.max_depth = self.num_variants = num_heads
         for head in range(num_heads):
             layers: list[nn.Module] = [ResidualBlock(hidden_size, bias) for _ in range(num_layers)]
             if vocab_size is not None:
@@ -82,5 +83,4 @@ class Medusa(HeadModule):
 
     def forward(self, states: Tensor) -> Tensor:
         """Logits ``[num_heads, ..., vocabulary]`` of all heads."""
-        assert self.max_depth is not None
-        return torch.stack([self.logits(states, depth) for depth in range(self.max_depth)])
+        return torch.stack([self.logits(states, depth) for depth in range(self.num_variants)])

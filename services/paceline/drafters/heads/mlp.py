@@ -61,7 +61,8 @@ class MLPSpeculator(HeadModule):
         """
         super().__init__()
         inner = inner_size or hidden_size
-        self.state_size, self.max_depth, self._scale_input = inner, n_predict, scale_input
+        self.state_size, self._scale_input = inner, scale_input
+        self.max_depth = self.num_variants = n_predict
         state_weight = 0.5 ** (0.5 / n_predict)
         self._token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
         distinct = 1 if tie_weights else n_predict

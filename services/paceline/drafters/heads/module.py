@@ -64,6 +64,8 @@ class HeadModule(nn.Module, ABC):
     """Tokens that it can draft in a row; None: any number, since it recycles its own state."""
     conditional: bool = True
     """False: its logits of a depth do not depend on the tokens of the path."""
+    parallel: bool = False
+    """True: rows behind the anchor need neither its state nor tokens: all depths are one pass (P-EAGLE)."""
     num_variants: int = 1
     """Depths that have weights and context of their own (MTP modules); deeper ones use the last of them."""
     target_ids: Tensor | None = None

@@ -1,0 +1,289 @@
+"""A head behind the ``Head`` protocol: the sessions of any module of this package, batched.
+
+What the target computed is fed in one call: its rows go through ``step`` at depth 0, their keys and values to the
+session's own pages (row P + 1 for the state of P), and the last state of each session is kept for its anchor. Nodes
+below the anchor go through deeper steps; what these make is kept by the session and dropped when the target has
+decided otherwise. What the target decides is fed and computed again from its own states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates
+from paceline.drafters.heads.module import HeadModule
+from paceline.drafters.heads.paged import Branches, Paged, Part
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Features, Fed, Leaf
+from paceline.model.kv_cache import KVCache
+from paceline.types import PAGE_SIZE
+
+_TOP_M = 16
+
+
+@dataclass(slots=True)
+class _Session:
+    sampler: SamplerState
+    num_tokens: int
+    """Length of the context; the anchor is its last token."""
+    num_fed: int = 0
+    """Positions whose states have come, or lie on cached pages: those below it."""
+    pages: Sequence[int] = ()
+    states: list[Tensor] = field(default_factory=list)
+    """[state_size] behind the last fed token, by variant of the module."""
+    ahead: Tensor | None = None
+    """[max_depth, state_size] of a head that drafts all depths in one pass; None: not computed since the last feed."""
+    nodes: dict[int, Tensor] = field(default_factory=dict)
+    """[state_size] behind each expanded node below the anchor."""
+    branches: dict[int, Branches] = field(default_factory=dict)
+    """Their keys and values by layer."""
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.states) and self.num_fed == self.num_tokens - 1
+
+
+class HeadDrafter:
+    """Implements ``paceline.drafters.protocol.Head`` for every ``HeadModule``."""
+
+    tokens_per_leaf = 1
+
+    def __init__(
+        self,
+        module: HeadModule,
+        *,
+        kind: str,
+        features: Features,
+        vocab_size: int,
+        max_leaves: int = 64,
+        num_candidates: int = _TOP_M,
+    ) -> None:
+        """Takes a loaded module.
+
+        Args:
+            module: the head, on the target's device.
+            kind: its method by the names of the configuration.
+            features: the target's states that it reads.
+            vocab_size: of the target.
+            max_leaves: the most leaves of one ``expand``.
+            num_candidates: of each leaf.
+        """
+        self.module = module.eval().requires_grad_(False)
+        self.kind, self.features, self.max_leaves = kind, features, max_leaves
+        self.layers, self.conditional = module.layers_kv, module.conditional
+        self._vocab_size, self._top_m = vocab_size, min(num_candidates, vocab_size)
+        self._sessions: dict[str, _Session] = {}
+        self._cache: KVCache | None = None
+        self._first_layer = 0
+
+    def bind(self, cache: KVCache, first_layer: int) -> None:
+        """Keeps keys and values in ``cache.keys[first_layer:]``, one entry per layer of the head."""
+        self._cache, self._first_layer = cache, first_layer
+
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
+        """Takes any session; it is ready once it has been fed."""
+        self._sessions[session_id] = _Session(sampler, len(token_ids))
+
+    def prefill(self) -> bool:
+        """Does nothing: prompts are fed."""
+        return False
+
+    def ready(self, session_id: str) -> bool:
+        """True if the states of all positions before the anchor have come."""
+        return self._session(session_id).ready
+
+    def feed(self, fed: Sequence[Fed]) -> None:
+        """Computes the rows of new committed tokens from the target's states.
+
+        Raises:
+            DrafterSessionError: states of a session do not continue those that came before; nothing was changed.
+        """
+        for each in fed:
+            session = self._session(each.session_id)
+            if len(each.states) != len(each.token_ids) or not each.token_ids:
+                raise DrafterSessionError(
+                    each.session_id, f"fed {len(each.states)} states and {len(each.token_ids)} tokens"
+                )
+            resumed = (each.position + 1) % PAGE_SIZE == 0  # behind a prefix that was found in the cache
+            if self.features.every_position and session.states and each.position > session.num_fed and not resumed:
+                raise DrafterSessionError(
+                    each.session_id,
+                    f"fed states from position {each.position}; those of {session.num_fed} are missing",
+                )
+        if not fed:
+            return
+        part_of = slice(None) if self.features.every_position else slice(-1, None)
+        parts: list[Part] = []
+        tokens: list[int] = []
+        for each in fed:
+            positions = list(range(each.position + 1, each.position + 1 + len(each.token_ids)))[part_of]
+            start = len(tokens)
+            tokens.extend(each.token_ids[part_of])
+            parts.append(Part(start, len(tokens), positions, each.pages, 1, positions[-1] + 1, write=True))
+        made: list[Tensor] = []
+        with torch.inference_mode():
+            states = self.module.fuse(torch.cat([each.states[part_of] for each in fed]))[None]
+            ids = torch.tensor([tokens], device=states.device)
+            at = _positions(parts, states.device)
+            for variant in range(self.module.num_variants if self.layers else 1):
+                if variant:
+                    states = self._shifted(fed, parts, made[-1], variant)
+                    for part in parts:
+                        part.first_row = 1 + variant
+                made.append(self.module.step(ids, states, at, self._attend(parts), variant))
+        for each, part in zip(fed, parts, strict=True):
+            session = self._sessions[each.session_id]
+            session.states = [states[0, part.stop - 1].clone() for states in made]
+            session.num_fed, session.pages = each.position + len(each.token_ids), each.pages
+            session.ahead = None
+
+    def _shifted(self, fed: Sequence[Fed], parts: Sequence[Part], states: Tensor, variant: int) -> Tensor:
+        """Of each row the state behind the row before it, which the next module takes (zeros where it never was)."""
+        out = torch.roll(states, 1, 1)
+        for each, part in zip(fed, parts, strict=True):
+            session = self._sessions[each.session_id]
+            known = session.states if each.position == session.num_fed else []
+            out[0, part.start] = known[variant - 1] if known else 0
+        return out
+
+    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
+        """Candidates of the leaves; none for a session that is not ready and beyond the depths that the head has."""
+        most = self.module.max_depth
+        usable = [
+            index
+            for index, leaf in enumerate(leaves)
+            if self._session(leaf.session_id).ready and (most is None or len(leaf.path) < most)
+        ]
+        token_ids = torch.zeros(len(leaves), self._top_m, dtype=torch.long)
+        log_q = torch.full((len(leaves), self._top_m), float("-inf"))
+        with torch.inference_mode():
+            pending = [i for i in usable if leaves[i].path and self.conditional]
+            self._step([leaves[i] for i in pending])
+            if self.module.parallel:
+                self._look_ahead({leaves[i].session_id for i in usable})
+            groups: dict[int, list[int]] = {}
+            for index in usable:
+                groups.setdefault(self._variant(len(leaves[index].path)), []).append(index)
+            for variant, indices in groups.items():
+                chosen = [leaves[i] for i in indices]
+                states = torch.stack([self._state(leaf) for leaf in chosen])
+                logits = self.module.to_target_ids(self.module.logits(states, variant), self._vocab_size)
+                rows = [Row(self._sessions[leaf.session_id].sampler, leaf.path) for leaf in chosen]
+                ids, scores = draft_candidates(logits, rows, self._top_m)
+                token_ids[indices, : ids.shape[1]], log_q[indices, : ids.shape[1]] = ids.cpu(), scores.cpu()
+        return Candidates(token_ids, log_q)
+
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
+        """Moves the anchor on; of nodes that are not ``kept`` nothing stays."""
+        session = self._session(session_id)
+        session.num_tokens += len(token_ids)
+        keep = set(kept)
+        session.nodes = {node: state for node, state in session.nodes.items() if node in keep}
+        for branches in session.branches.values():
+            branches.keep(keep)
+
+    def close(self, session_id: str) -> None:
+        """Drops the session."""
+        self._sessions.pop(session_id, None)
+
+    def check_integrity(self) -> None:
+        """Asserts that every node has one state and one row per layer that computed it."""
+        for session in self._sessions.values():
+            for branches in session.branches.values():
+                assert set(branches.nodes) <= session.nodes.keys(), "a row of a node that is gone"
+                assert len(set(branches.nodes)) == len(branches.nodes), "two rows of one node"
+                assert branches.keys is None or len(branches.keys) == len(branches.nodes)
+
+    def shutdown(self) -> None:
+        """Does nothing: there are no resources outside this process."""
+
+    def _attend(self, parts: Sequence[Part]) -> Paged:
+        return Paged(self._cache, self._first_layer, parts)
+
+    def _session(self, session_id: str) -> _Session:
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise DrafterSessionError(session_id, "not open in this head") from None
+
+    def _variant(self, depth: int) -> int:
+        """The weights of a depth."""
+        return min(depth, self.module.num_variants - 1)
+
+    def _state(self, leaf: Leaf) -> Tensor:
+        """[state_size] from which the leaf's logits come."""
+        session = self._sessions[leaf.session_id]
+        if session.ahead is not None:
+            return session.ahead[len(leaf.path)]
+        return session.nodes[leaf.node_id] if leaf.path and self.conditional else session.states[0]
+
+    def _step(self, leaves: Sequence[Leaf]) -> None:
+        """Computes the rows of nodes below anchors, one call per variant of the module."""
+        groups: dict[int, list[Leaf]] = {}
+        for leaf in leaves:
+            if leaf.node_id not in self._sessions[leaf.session_id].nodes:
+                groups.setdefault(self._variant(len(leaf.path)), []).append(leaf)
+        for variant, group in groups.items():
+            group.sort(key=lambda leaf: leaf.session_id)
+            parts: list[Part] = []
+            owners: list[tuple[_Session, list[Leaf]]] = []
+            states: list[Tensor] = []
+            for leaf in group:
+                session = self._sessions[leaf.session_id]
+                states.append(self._above(session, leaf))
+                if not owners or owners[-1][0] is not session:
+                    owners.append((session, []))
+                owners[-1][1].append(leaf)
+            start = 0
+            for session, own in owners:
+                positions = [session.num_tokens - 1 + len(leaf.path) for leaf in own]
+                first = 1 + variant if self.layers else 1
+                part = Part(start, start + len(own), positions, session.pages, first, session.num_tokens)
+                part.above, part.branches = [list(leaf.path_ids[:-1]) for leaf in own], session.branches
+                parts.append(part)
+                start = part.stop
+            device = states[0].device
+            ids = torch.tensor([[leaf.path[-1] for _, own in owners for leaf in own]], device=device)
+            at = _positions(parts, device)
+            made = self.module.step(ids, torch.stack(states)[None], at, self._attend(parts), variant)[0]
+            for (session, own), part in zip(owners, parts, strict=True):
+                nodes = [leaf.node_id for leaf in own]
+                session.nodes.update(zip(nodes, made[part.start : part.stop].clone(), strict=True))
+                for layer, (keys, values) in part.made.items():
+                    session.branches.setdefault(layer, Branches()).append(nodes, part.positions, keys, values)
+
+    def _above(self, session: _Session, leaf: Leaf) -> Tensor:
+        """The state behind the token before the leaf's."""
+        if len(leaf.path) > 1:
+            return session.nodes[leaf.path_ids[-2]]
+        return session.states[0]
+
+    def _look_ahead(self, session_ids: set[str]) -> None:
+        """All depths of sessions in one pass over rows that the head fills in by itself (P-EAGLE)."""
+        sessions = [s for name in sorted(session_ids) if (s := self._sessions[name]).ahead is None]
+        depths = (self.module.max_depth or 1) - 1
+        if not sessions:
+            return
+        parts = []
+        for index, session in enumerate(sessions):
+            positions = [session.num_tokens + i for i in range(depths)]
+            part = Part(index * depths, (index + 1) * depths, positions, session.pages, 1, session.num_tokens)
+            part.chain = True
+            parts.append(part)
+        first = torch.stack([session.states[0] for session in sessions])
+        if depths:
+            states = first.repeat_interleave(depths, 0)[None]
+            at = _positions(parts, states.device)
+            made = self.module.step(torch.zeros_like(at), states, at, self._attend(parts), 1)
+            made = made.view(len(sessions), depths, -1)
+        for index, session in enumerate(sessions):
+            session.ahead = first[index, None] if not depths else torch.cat([first[index, None], made[index]])
+
+
+def _positions(parts: Sequence[Part], device: torch.device) -> Tensor:
+    """[1, rows] of a call."""
+    return torch.tensor([[position for part in parts for position in part.positions]], device=device)

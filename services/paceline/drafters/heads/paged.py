@@ -1,0 +1,182 @@
+"""Attention of a head's rows to the keys and values on the target's pages, and to those of nodes not decided yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.model.kv_cache import KVCache, flat_rows
+from paceline.types import PAGE_SIZE, pages_for
+
+_FEW = 16
+"""Sessions with at most so many rows in a call are attended to in one padded batch, others one by one."""
+
+
+@dataclass(slots=True)
+class Branches:
+    """Keys and values of a session's speculated nodes, one layer of a head; row i is that of ``nodes[i]``."""
+
+    nodes: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    keys: Tensor | None = None
+    """[nodes, num_kv_heads, key_dim]."""
+    values: Tensor | None = None
+
+    def append(self, nodes: Sequence[int], positions: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Adds the rows of new nodes."""
+        self.nodes.extend(nodes)
+        self.positions.extend(positions)
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys])
+        self.values = values if self.values is None else torch.cat([self.values, values])
+
+    def keep(self, nodes: set[int]) -> None:
+        """Drops the rows of all other nodes."""
+        if self.keys is None or self.values is None or nodes.issuperset(self.nodes):
+            return
+        index = [i for i, node in enumerate(self.nodes) if node in nodes]
+        at = torch.tensor(index, dtype=torch.long, device=self.keys.device)
+        self.keys, self.values = self.keys[at], self.values[at]
+        self.nodes, self.positions = [self.nodes[i] for i in index], [self.positions[i] for i in index]
+
+
+@dataclass(slots=True)
+class Part:
+    """One session's rows of a call: the rows [start, stop) of its tokens."""
+
+    start: int
+    stop: int
+    positions: list[int]
+    """Of the rows."""
+    pages: Sequence[int]
+    first_row: int
+    """The first row on the pages that holds anything; row 0 never does."""
+    num_rows: int
+    """Rows on the pages that may be seen: those below it."""
+    write: bool = False
+    """The rows' own keys and values go to the pages, each to the row of its position."""
+    above: list[list[int]] = field(default_factory=list)
+    """Else, of each row: the nodes that it sees; beside them it sees itself."""
+    chain: bool = False
+    """Each row also sees the rows of this part before it."""
+    branches: dict[int, Branches] = field(default_factory=dict)
+    """The session's nodes by layer; they are read only."""
+    made: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values ``[rows, num_kv_heads, dim]`` that each layer has made of the part's rows, if not written."""
+
+
+class Paged:
+    """``Attend`` of a batch ``[1, T]`` of rows of many sessions, over gathered pages."""
+
+    def __init__(self, cache: KVCache | None, first_layer: int, parts: Sequence[Part]) -> None:
+        """``first_layer``: of the head's own layers in the cache."""
+        self._cache, self._first, self._parts = cache, first_layer, parts
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """As ``Attend``: [1, heads, T, dim] -> [1, T, heads, value_dim]."""
+        assert self._cache is not None, "the head is bound to a cache before it attends"
+        keys = self._cache.keys[self._first + layer].flatten(0, 1)
+        values = self._cache.values[self._first + layer].flatten(0, 1)
+        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, kv heads, dim]
+        written = [(row, at) for part in self._parts if part.write for row, at in _placed(part)]
+        if written:
+            rows, at = (torch.tensor(numbers, device=key.device) for numbers in zip(*written, strict=True))
+            keys[rows], values[rows] = key[at].to(keys.dtype), value[at].to(values.dtype)
+        out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
+        few = [part for part in self._parts if part.stop - part.start <= _FEW]
+        for group in [few, *([part] for part in self._parts if part.stop - part.start > _FEW)]:
+            if group:
+                self._group(layer, group, query[0].transpose(0, 1), key, value, keys, values, scaling, window, out)
+        return out[None]
+
+    def _group(
+        self,
+        layer: int,
+        parts: Sequence[Part],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """One padded attention of several sessions; writes ``out[start:stop]`` of each."""
+        device, count = query.device, len(parts)
+        most = max(part.stop - part.start for part in parts)
+        context = max(part.num_rows for part in parts)
+        others = [_others(part, layer, key, value) for part in parts]
+        extra = max(len(positions) for _, _, positions, _ in others)
+        rows = torch.zeros(count, context, dtype=torch.long)
+        seen = torch.zeros(count, most, context + extra, dtype=torch.bool)
+        q = query.new_zeros(count, most, *query.shape[1:])
+        k_extra = key.new_zeros(count, extra, *key.shape[1:])
+        v_extra = value.new_zeros(count, extra, *value.shape[1:])
+        for index, (part, (more_k, more_v, positions, sees)) in enumerate(zip(parts, others, strict=True)):
+            n = part.stop - part.start
+            q[index, :n] = query[part.start : part.stop]
+            rows[index, : part.num_rows] = _rows(part)
+            at = torch.arange(context + extra)
+            at[context : context + len(positions)] = torch.tensor(positions, dtype=torch.long)
+            own = torch.tensor(part.positions)[:, None]
+            visible = at <= own
+            if window is not None:
+                visible &= at > own - window
+            visible[:, : part.first_row] = False
+            visible[:, part.num_rows : context] = False
+            visible[:, context : context + len(positions)] &= sees
+            visible[:, context + len(positions) :] = False
+            seen[index, :n] = visible
+            if more_k is not None and more_v is not None:
+                k_extra[index, : len(positions)], v_extra[index, : len(positions)] = more_k, more_v
+        rows = rows.to(device)
+        k = torch.cat([keys[rows].to(key.dtype), k_extra], 1).transpose(1, 2)
+        v = torch.cat([values[rows].to(value.dtype), v_extra], 1).transpose(1, 2)
+        groups = query.shape[1] // key.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        mask = seen.to(device)[:, None]
+        attended = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=scaling).transpose(1, 2)
+        for index, part in enumerate(parts):
+            out[part.start : part.stop] = attended[index, : part.stop - part.start]
+
+
+def _rows(part: Part) -> Tensor:
+    """[num_rows] flat rows of the session's pages."""
+    pages = torch.tensor(part.pages[: pages_for(part.num_rows)], dtype=torch.long)
+    return (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: part.num_rows]
+
+
+def _placed(part: Part) -> list[tuple[int, int]]:
+    """(flat row on the pages, row of the call) of each row that is written."""
+    return [
+        (flat_rows(part.pages, position, position + 1)[0], at)
+        for position, at in zip(part.positions, range(part.start, part.stop), strict=True)
+    ]
+
+
+def _others(
+    part: Part, layer: int, key: Tensor, value: Tensor
+) -> tuple[Tensor | None, Tensor | None, list[int], Tensor]:
+    """Keys, values, positions of what a part sees beside its pages, and which rows see which ``[rows, others]``."""
+    n = part.stop - part.start
+    if part.write:
+        return None, None, [], torch.zeros(n, 0, dtype=torch.bool)
+    own = key[part.start : part.stop], value[part.start : part.stop]
+    part.made[layer] = own
+    held = part.branches.get(layer, Branches())
+    among = torch.ones(n, n, dtype=torch.bool).tril() if part.chain else torch.eye(n, dtype=torch.bool)
+    before = torch.zeros(n, len(held.nodes), dtype=torch.bool)
+    if part.above:
+        index = {node: i for i, node in enumerate(held.nodes)}
+        for row, nodes in enumerate(part.above):
+            before[row, [index[node] for node in nodes if node in index]] = True
+    k, v = own
+    if held.keys is not None and held.values is not None:
+        k, v = torch.cat([held.keys, k]), torch.cat([held.values, v])
+    return k, v, [*held.positions, *part.positions], torch.cat([before, among], 1)
