@@ -52,7 +52,7 @@ def heads() -> dict[str, tuple[HeadModule, int]]:
     }
     for head, _ in made.values():
         for parameter in head.parameters():
-            nn.init.normal_(parameter, std=0.3)
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return made
 
 
