@@ -111,6 +111,14 @@ class KVCache:
             for pool in (*self.keys, *self.values):
                 pool.index_fill_(0, index, 0)
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies pages, (from, to) each, in all layers. No page is both copied from and copied to."""
+        if pairs:
+            index = upload(pairs, self.keys[0].device)
+            source, target = index[:, 0], index[:, 1]
+            for pool in (*self.keys, *self.values):
+                pool.index_copy_(0, target, pool.index_select(0, source))
+
     def release(self, pages: Sequence[int]) -> None:
         """Gives up one reference to each page; hashed pages stay as cached prefixes."""
         for page in reversed(pages):  # the end of a prefix is evicted before its beginning

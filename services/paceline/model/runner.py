@@ -76,6 +76,7 @@ class ModelRunner:
         """The logits of a plan; and its states, behind which there may be rows of padding."""
         self.num_forwards += 1
         with torch.no_grad():
+            self.cache.copy(plan.copies)
             return self.backend.run(self._step, plan)
 
     def _of_tokens(self, states: Tensor | None, steps: Sequence[SequenceStep]) -> Tensor:

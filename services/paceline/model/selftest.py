@@ -253,7 +253,7 @@ def _full_plan(
         return torch.randint(0, end, size, generator=generator)
 
     places = torch.arange(shape.rows * shape.row_len)
-    write = torch.arange(shape.tokens) % (len(pages) * PAGE_SIZE)
+    write = torch.arange(shape.writes) % min(shape.tokens, len(pages) * PAGE_SIZE)
     owned = torch.tensor(pages)
     visible = torch.rand(shape.rows, shape.row_len, shape.num_keys, generator=generator) < 0.5
     visible[:, :, 0] = True
@@ -263,6 +263,7 @@ def _full_plan(
         positions=random(shape.tokens, end=min(max_len, shape.num_keys)),
         logits_index=torch.arange(shape.wanted) % shape.tokens,
         write_rows=owned[write // PAGE_SIZE] * PAGE_SIZE + write % PAGE_SIZE,
+        write_tokens=write,
         page_table=owned[torch.arange(shape.pages) % len(pages)].repeat(shape.rows, 1),
         gather=(places % shape.tokens).view(shape.rows, shape.row_len),
         scatter=torch.arange(shape.tokens) % len(places),

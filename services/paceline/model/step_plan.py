@@ -28,6 +28,10 @@ class SequenceStep:
 
     Rows are the session's KV rows; a token is written to its row and sees rows [0, row] of its session, unless
     ``visible`` says otherwise (a tree, where a row does not follow its neighbour).
+
+    A branch of a subtree that the target verifies is a sequence of its own: its page table holds private pages from
+    the one on in which it leaves the others (``target/branches.py``), so that each of its tokens has the row of its
+    position, as in plain decoding. Tokens that branches share are computed in one of them and written to all.
     """
 
     token_ids: Sequence[int]
@@ -42,6 +46,10 @@ class SequenceStep:
     """bool [len(token_ids), num_rows]; rows beyond are hidden."""
     key_positions: Tensor | None = None
     """Rotary position of each visible row, where rows are no positions (sliding windows need them)."""
+    also: Sequence[tuple[int, int]] = ()
+    """Further flat KV rows that tokens of this step are written to: (index among ``token_ids``, row) each."""
+    copies: Sequence[tuple[int, int]] = ()
+    """Pages that are copied before the step: (from, to) each."""
 
 
 INTEGER_BYTES = 8
@@ -53,6 +61,8 @@ class StepShape:
     """The sizes of a step, which are all that a recorded step is fixed to."""
 
     tokens: int
+    writes: int
+    """KV rows that are written."""
     wanted: int
     """Rows of logits."""
     rows: int
@@ -73,6 +83,7 @@ class StepShape:
         return (
             self.is_tree == other.is_tree
             and self.tokens >= other.tokens
+            and self.writes >= other.writes
             and self.wanted >= other.wanted
             and self.rows >= other.rows
             and self.row_len >= other.row_len
@@ -96,8 +107,8 @@ class StepShape:
 
     def _sizes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the integer fields, in the order of ``StepArrays``."""
-        flat, places = (self.tokens,), (self.rows, self.row_len)
-        sizes = (flat, flat, (self.wanted,), flat, (self.rows, self.pages), places, flat, places)
+        flat, writes, places = (self.tokens,), (self.writes,), (self.rows, self.row_len)
+        sizes = (flat, flat, (self.wanted,), writes, writes, (self.rows, self.pages), places, flat, places)
         return (*sizes, (self.rows, self.num_keys)) if self.is_tree else sizes
 
 
@@ -108,6 +119,7 @@ class StepArrays(NamedTuple):
     positions: Any
     logits_index: Any
     write_rows: Any
+    write_tokens: Any
     page_table: Any
     gather: Any
     scatter: Any
@@ -116,10 +128,20 @@ class StepArrays(NamedTuple):
     visible: Any = None
 
 
-_INTEGERS = ("tokens", "positions", "logits_index", "write_rows", "page_table", "gather", "scatter", "query_rows")
+_INTEGERS = (
+    "tokens",
+    "positions",
+    "logits_index",
+    "write_rows",
+    "write_tokens",
+    "page_table",
+    "gather",
+    "scatter",
+    "query_rows",
+)
 """Fields of a plan that are always there, in the order of a frame."""
-_NUM_SIZES = 7
-"""Integers that begin a frame: the sizes, and whether the step has a tree."""
+_NUM_SIZES = 9
+"""Integers that begin a frame: the sizes, whether the step has a tree, and how many pages are copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +161,9 @@ class StepPlan:
     logits_index: Tensor
     """[R] tokens whose logits are computed."""
     write_rows: Tensor
-    """[T] flat KV rows."""
+    """[W] flat KV rows that are written."""
+    write_tokens: Tensor
+    """[W] the token whose keys and values each of them takes: most tokens once, in their order."""
     page_table: Tensor
     """[B, pages]."""
     gather: Tensor
@@ -152,6 +176,8 @@ class StepPlan:
     """bool [B, n, pages * PAGE_SIZE], instead of ``query_rows``, if a session of the step is a tree."""
     key_positions: Tensor | None = None
     """[B, pages * PAGE_SIZE] rotary position of each row, if it is not the row's own number."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Pages that are copied before the step, on every rank: (from, to) each."""
 
     @classmethod
     def of(cls, steps: Sequence[SequenceStep], scratch_row: int, spare_tokens: int = 0) -> Self:
@@ -159,6 +185,7 @@ class StepPlan:
         tokens: list[int] = []
         positions: list[int] = []
         write_rows: list[int] = []
+        also: list[tuple[int, int]] = []
         logits_index: list[int] = []
         row_len = _row_len(steps)
         rows: list[tuple[SequenceStep, int, int, int]] = []  # (step, first token, number, flat index of the first)
@@ -168,6 +195,7 @@ class StepPlan:
             positions.extend(step.positions)
             pages = step.pages
             write_rows.extend(pages[r // PAGE_SIZE] * PAGE_SIZE + r % PAGE_SIZE for r in step.rows)
+            also.extend((base + token, row) for token, row in step.also)
             end = len(tokens)
             logits_index.extend(range(end - step.num_logits, end))
             for first in range(0, end - base, row_len):
@@ -177,7 +205,11 @@ class StepPlan:
         padding = padded_tokens(len(tokens), spare_tokens) - len(tokens)
         tokens.extend([0] * padding)
         positions.extend([0] * padding)
-        write_rows.extend(scratch_row + i % PAGE_SIZE for i in range(padding))
+        write_tokens = [*range(len(write_rows)), *(token for token, _ in also)]
+        write_rows.extend(row for _, row in also)
+        missing = padded_tokens(len(write_rows), spare_tokens) - len(write_rows)
+        write_tokens.extend([0] * missing)
+        write_rows.extend(scratch_row + i % PAGE_SIZE for i in range(missing))
 
         num_pages = padded_pages(max(pages_for(_num_rows(s)) for s in steps))
         gather: list[int] = []
@@ -197,7 +229,17 @@ class StepPlan:
         scatter += [0] * padding
 
         # One tensor of all integers: a crossing from Python to torch costs as much as a hundred of them.
-        flat_lists = (tokens, positions, logits_index, write_rows, page_table, gather, scatter, query_rows)
+        flat_lists = (
+            tokens,
+            positions,
+            logits_index,
+            write_rows,
+            write_tokens,
+            page_table,
+            gather,
+            scatter,
+            query_rows,
+        )
         parts = torch.split(torch.tensor([*chain(*flat_lists)]), [len(part) for part in flat_lists])
         by_name = dict(zip(_INTEGERS, parts, strict=True))
         for name in ("page_table", "gather", "query_rows"):
@@ -217,14 +259,21 @@ class StepPlan:
                 if step.key_positions is not None:
                     key_position[i, :width] = step.key_positions.numpy()
             visible, key_positions = torch.from_numpy(seen), torch.from_numpy(key_position)
-        return cls(num_logits, **by_name, visible=visible, key_positions=key_positions)
+        copies = tuple(pair for step in steps for pair in step.copies)
+        return cls(num_logits, **by_name, visible=visible, key_positions=key_positions, copies=copies)
 
     @property
     def shape(self) -> StepShape:
         """The sizes that a recorded step must cover."""
         rows, row_len = self.gather.shape
         return StepShape(
-            len(self.tokens), len(self.logits_index), rows, row_len, self.page_table.shape[1], self.visible is not None
+            len(self.tokens),
+            len(self.write_rows),
+            len(self.logits_index),
+            rows,
+            row_len,
+            self.page_table.shape[1],
+            self.visible is not None,
         )
 
     def masks(self, dtype: torch.dtype, window: int | None) -> list[Tensor]:
@@ -239,6 +288,7 @@ class StepPlan:
             self.positions[None].to(device),
             self.logits_index.to(device),
             self.write_rows.to(device),
+            self.write_tokens.to(device),
             self.page_table.to(device),
             self.gather.to(device),
             self.scatter.to(device),
@@ -253,28 +303,33 @@ class StepPlan:
         if self.key_positions is not None:
             parts.append(self.key_positions.reshape(-1))
         (num_rows, row_len), num_pages = self.gather.shape, self.page_table.shape[1]
-        sizes = [self.num_logits, len(self.tokens), len(self.logits_index), num_rows, row_len, num_pages]
+        lengths = [len(self.tokens), len(self.write_rows), len(self.logits_index)]
         is_tree = self.visible is not None
-        frame = torch.cat([torch.tensor([*sizes, int(is_tree)]), *parts]).to(torch.int32).numpy().tobytes()
+        sizes = [self.num_logits, *lengths, num_rows, row_len, num_pages, int(is_tree), len(self.copies)]
+        parts.append(torch.tensor([*chain(*self.copies)], dtype=torch.int64))
+        frame = torch.cat([torch.tensor(sizes), *parts]).to(torch.int32).numpy().tobytes()
         return frame + self.visible.numpy().tobytes() if self.visible is not None else frame
 
     @classmethod
     def decode(cls, frame: bytes) -> Self:
         """The plan that another rank has encoded."""
         sizes = torch.frombuffer(bytearray(frame[: 4 * _NUM_SIZES]), dtype=torch.int32).tolist()
-        num_logits, num_tokens, num_wanted, num_rows, row_len, num_pages, is_tree = sizes
+        num_logits, num_tokens, num_writes, num_wanted, num_rows, row_len, num_pages, is_tree, num_copies = sizes
         places, keys = (num_rows, row_len), num_pages * PAGE_SIZE
-        flat = (num_tokens,)
-        shapes = [flat, flat, (num_wanted,), flat, (num_rows, num_pages), places, flat, places]
+        flat, writes = (num_tokens,), (num_writes,)
+        shapes = [flat, flat, (num_wanted,), writes, writes, (num_rows, num_pages), places, flat, places]
         if is_tree:
             shapes.append((num_rows, keys))
+        shapes.append((num_copies, 2))
         lengths = [math.prod(shape) for shape in shapes]
         end = 4 * (_NUM_SIZES + sum(lengths))
         integers = torch.frombuffer(bytearray(frame[4 * _NUM_SIZES : end]), dtype=torch.int32).long()
-        parts = zip((*_INTEGERS, "key_positions"), torch.split(integers, lengths), shapes, strict=False)
-        tensors = {name: part.view(shape) for name, part, shape in parts}
+        names = (*_INTEGERS, "key_positions") if is_tree else _INTEGERS
+        *parts, copied = [part.view(shape) for part, shape in zip(torch.split(integers, lengths), shapes, strict=True)]
+        tensors = dict(zip(names, parts, strict=True))
+        copies = tuple((source, target) for source, target in copied.tolist())
         visible = torch.frombuffer(bytearray(frame[end:]), dtype=torch.bool).view(*places, keys) if is_tree else None
-        return cls(num_logits, visible=visible, **tensors)
+        return cls(num_logits, visible=visible, copies=copies, **tensors)
 
 
 def _num_rows(step: SequenceStep) -> int:

@@ -216,7 +216,8 @@ def test_what_is_not_finite_spreads_as_by_definition(where: str, value: float, d
         fresh = torch.zeros(1, 2, 3, 32, dtype=dtype)
         by_torch, _ = paged_attention(
             SimpleNamespace(layer_idx=0), it.query, fresh, fresh, None, keys=[it.keys], values=[it.values],
-            write_rows=torch.full((3,), int(it.page_table[0, 0]) * PAGE_SIZE + 63), page_table=it.page_table,
+            write_rows=torch.full((3,), int(it.page_table[0, 0]) * PAGE_SIZE + 63),
+            write_tokens=torch.arange(3), page_table=it.page_table,
             gather_index=it.gather_index, scatter_index=it.scatter_index, masks=[it.mask], scaling=it.scale,
         )  # fmt: skip
         assert torch.equal(got.isfinite(), by_torch.isfinite())

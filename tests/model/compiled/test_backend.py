@@ -120,11 +120,14 @@ def test_padding_reads_and_writes_nothing_that_matters(kind) -> None:
     for seed in range(10):
         plan = StepPlan.of(batch(seed, kind), SCRATCH_ROW)
         own = plan.shape
-        shape = StepShape(own.tokens + 70, own.wanted + 3, own.rows + 2, own.row_len + 4, own.pages + 2, own.is_tree)
+        shape = StepShape(
+            own.tokens + 70, own.writes + 80, own.wanted + 3, own.rows + 2, own.row_len + 4, own.pages + 2, own.is_tree
+        )
         arrays = packed(plan, shape)
         num = own.tokens
-        assert set(arrays.write_rows[num:].tolist()) <= set(range(SCRATCH_ROW, SCRATCH_ROW + PAGE_SIZE))
-        assert torch.equal(arrays.write_rows[:num], plan.write_rows)
+        assert set(arrays.write_rows[own.writes :].tolist()) <= set(range(SCRATCH_ROW, SCRATCH_ROW + PAGE_SIZE))
+        assert torch.equal(arrays.write_rows[: own.writes], plan.write_rows)
+        assert torch.equal(arrays.write_tokens[: own.writes], plan.write_tokens)
         # Attention's output is found where the token was put.
         assert torch.equal(arrays.gather.reshape(-1)[arrays.scatter[:num]], plan.gather.reshape(-1)[plan.scatter])
         for row, table in enumerate(arrays.page_table):
@@ -165,19 +168,19 @@ def test_recorded_shapes_are_few_distinct_and_within_limits(rows, tokens, pages,
     longest = padded_pages(pages)
     for num_sessions in range(1, min(rows, tokens) + 1):
         num_tokens = padded_tokens(num_sessions)
-        decode = StepShape(num_tokens, num_tokens, num_sessions, 4, longest, is_tree)
+        decode = StepShape(num_tokens, 2 * num_tokens, num_tokens, num_sessions, 4, longest, is_tree)
         assert best_fit(decode, every) is not None, "every decoding step has a shape"
 
 
 def test_the_cheapest_shape_that_covers_is_taken() -> None:
     shapes = shapes_to_record(Limits(8, 256, 32), 1000)
-    assert best_fit(StepShape(4, 4, 1, 4, 1), shapes) == StepShape(16, 16, 1, 4, 8)
-    assert best_fit(StepShape(9, 9, 1, 12, 9), shapes) == StepShape(16, 16, 1, 16, 16)
-    assert best_fit(StepShape(12, 12, 3, 4, 3), shapes) == StepShape(16, 16, 4, 4, 8)
-    assert best_fit(StepShape(20, 20, 4, 8, 32), shapes) == StepShape(32, 32, 4, 8, 32)
-    assert best_fit(StepShape(256, 4, 4, 64, 8), shapes) is None, "a prefill chunk"
-    assert best_fit(StepShape(4, 4, 1, 4, 33), shapes) is None, "a longer context"
-    assert best_fit(StepShape(4, 4, 1, 4, 1, is_tree=True), shapes) is None
+    assert best_fit(StepShape(4, 4, 4, 1, 4, 1), shapes) == StepShape(16, 32, 16, 1, 4, 8)
+    assert best_fit(StepShape(9, 9, 9, 1, 12, 9), shapes) == StepShape(16, 32, 16, 1, 16, 16)
+    assert best_fit(StepShape(12, 32, 12, 3, 4, 3), shapes) == StepShape(16, 32, 16, 4, 4, 8)
+    assert best_fit(StepShape(20, 20, 20, 4, 8, 32), shapes) == StepShape(32, 64, 32, 4, 8, 32)
+    assert best_fit(StepShape(256, 256, 4, 4, 64, 8), shapes) is None, "a prefill chunk"
+    assert best_fit(StepShape(4, 4, 4, 1, 4, 33), shapes) is None, "a longer context"
+    assert best_fit(StepShape(4, 4, 4, 1, 4, 1, is_tree=True), shapes) is None
 
 
 # -- bits --------------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ def paged_attention(
     *,
     keys: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, key_dim], written in place
     values: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, value_dim], written in place
-    write_rows: Tensor,  # [T] flat KV row (page * page_size + offset) of each token
+    write_rows: Tensor,  # [W] flat KV rows (page * page_size + offset) that are written
+    write_tokens: Tensor,  # [W] the token whose keys and values each of them takes
     page_table: Tensor,  # [B, pages]
     gather_index: Tensor,  # [B, n] flat token of each query row entry (padding repeats some token)
     scatter_index: Tensor,  # [T] index into B * n of each token
@@ -64,8 +65,10 @@ def paged_attention(
     num_rows, row_len = gather_index.shape
     num_keys = page_table.shape[1] * page_size
 
-    key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), key[0].transpose(0, 1))
-    value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), value[0].transpose(0, 1))
+    written_keys = key[0].transpose(0, 1).index_select(0, write_tokens)
+    written_values = value[0].transpose(0, 1).index_select(0, write_tokens)
+    key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), written_keys)
+    value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), written_values)
 
     mask = masks[0] if sliding_window is None else masks[-1]
     scale = scaling if scaling is not None else key_dim**-0.5

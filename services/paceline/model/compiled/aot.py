@@ -40,7 +40,7 @@ from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import PAGE_SIZE
 
-_VERSION = 1  # raise when the traced signature or its lowering changes
+_VERSION = 2  # raise when the traced signature or its lowering changes
 _COMPILE_LIMIT_S = 3600.0
 """A rank may compile this much longer than another."""
 log = logging.getLogger(__name__)
@@ -160,21 +160,25 @@ def _compile(
     cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu")
     example = [
         SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),
-        SequenceStep(list(range(1, 6)), list(range(200, 205)), list(range(200, 205)), [3, 4, 5, 6], num_logits=4),
+        SequenceStep(
+            list(range(1, 6)), list(range(200, 205)), list(range(200, 205)), [3, 4, 5, 6], 4, also=((0, 500),)
+        ),
     ]
     inputs = StepPlan.of(example, cache.scratch_row).inputs(cache, model.dtype, sliding_window)
     tokens, logits = Dim("tokens", min=1, max=1 << 16), Dim("logits", min=1, max=1 << 16)
+    writes = Dim("writes", min=1, max=1 << 16)
     rows, row_len = Dim("rows", min=1, max=1 << 12), Dim("row_len", min=1, max=1 << 14)
     pages, pool = Dim("pages", min=1, max=1 << 14), Dim("pool", min=2, max=1 << 24)
     shapes = (
         {1: tokens},
         {1: tokens},
         {0: logits},
-        {0: tokens},
+        {0: writes},
+        {0: writes},
         {0: rows, 1: pages},
         {0: rows, 1: row_len},
         {0: tokens},
-        [{0: rows, 2: row_len, 3: PAGE_SIZE * pages} for _ in inputs[7]],
+        [{0: rows, 2: row_len, 3: PAGE_SIZE * pages} for _ in inputs[8]],
         [{0: pool} for _ in layers],
         [{0: pool} for _ in layers],
     )

@@ -205,6 +205,7 @@ class DeviceBackend:
             it.positions[None],
             it.logits_index,
             it.write_rows,
+            it.write_tokens,
             it.page_table,
             it.gather,
             it.scatter,

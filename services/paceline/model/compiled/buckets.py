@@ -47,9 +47,9 @@ def unpack(shape: StepShape, buffer: Tensor) -> StepArrays:
 def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> None:
     """Writes ``plan`` into a host ``buffer`` laid out for ``shape``, which must cover it.
 
-    Tokens that pad write to the scratch page and their results go nowhere. Places that pad repeat the last place of
-    their query row, and whole query rows the first one: they see what real ones see, so nothing in them is NaN.
-    Pages that pad repeat the first page of the row and are not seen.
+    Writes that pad go to the scratch page, and the results of tokens that pad go nowhere. Places that pad repeat the
+    last place of their query row, and whole query rows the first one: they see what real ones see, so nothing in them
+    is NaN. Pages that pad repeat the first page of the row and are not seen.
     """
     assert shape.covers(plan.shape), f"{plan.shape} does not fit {shape}"
     into = StepArrays(*(None if view is None else view.numpy() for view in unpack(shape, buffer)))
@@ -57,8 +57,10 @@ def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> 
     num_pages = plan.page_table.shape[1]
     for field, values in ((into.tokens, plan.tokens), (into.positions, plan.positions)):
         field[:num_tokens], field[num_tokens:] = values.numpy(), 0
-    into.write_rows[:num_tokens] = plan.write_rows.numpy()
-    into.write_rows[num_tokens:] = scratch_row + np.arange(shape.tokens - num_tokens) % PAGE_SIZE
+    num_writes = len(plan.write_rows)
+    into.write_rows[:num_writes] = plan.write_rows.numpy()
+    into.write_rows[num_writes:] = scratch_row + np.arange(shape.writes - num_writes) % PAGE_SIZE
+    into.write_tokens[:num_writes], into.write_tokens[num_writes:] = plan.write_tokens.numpy(), 0
     into.logits_index[: len(plan.logits_index)] = plan.logits_index.numpy()
     into.logits_index[len(plan.logits_index) :] = 0
     row, place = np.divmod(plan.scatter.numpy(), row_len)
@@ -102,6 +104,7 @@ class Limits:
 def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
     """At most ``most`` shapes, the most useful first: few sessions before many, short contexts before long.
 
+    Each has two writes for a token, so that tokens that several branches share can be written to all of them.
     Rows and pages double from one shape to the next. The shortest query rows are for decoding, one token each, the
     others for full rows.
     """
@@ -112,7 +115,7 @@ def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
             tokens = max(_MIN_TOKENS, padded_tokens(rows if length == _ROW_LENGTHS[0] else rows * length))
             if tokens <= max_tokens:
                 for pages in _doubling(min(_MIN_PAGES, max_pages), max_pages):
-                    shapes.append(StepShape(tokens, tokens, rows, length, pages, limits.is_tree))
+                    shapes.append(StepShape(tokens, 2 * tokens, tokens, rows, length, pages, limits.is_tree))
     return sorted(shapes, key=lambda s: (s.rows * s.pages, s.tokens, s.row_len))[:most]
 
 

@@ -1,0 +1,123 @@
+"""The branches of a subtree as sequences of their own: private copies of the pages in which they leave each other.
+
+    rows          .. 63 │ 64 .. 70  71   72   73 ..       position of a token = its row, in every branch
+    branch 0      page 4│ page 9: context, a, b, c
+    branch 1      page 4│ page 7: copy of 9 up to 70, a (computed in branch 0, written here too), d
+
+Every token then lies where plain decoding has it, and attention takes the same operations in the same order: the same
+bits, on every kernel. A mask over rows next to each other would give the same sums in another order. To accept a branch
+is to take its page table; its tokens' keys and values are never moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from paceline.core.tree import Proposal
+from paceline.model.kv_cache import flat_rows
+from paceline.model.step_plan import SequenceStep
+from paceline.types import PAGE_SIZE, pages_for
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Tokens [first, stop) of a proposal, each the child of the one before; the first leaves an earlier branch."""
+
+    first: int
+    stop: int
+    parent: int
+    """The branch that it leaves; -1: none, it is the first one."""
+    depth: int
+    """Tokens of the proposal before its first one."""
+
+    def page(self, context_len: int) -> int:
+        """Index of its first private page."""
+        return (context_len + self.depth) // PAGE_SIZE
+
+    def num_pages(self, context_len: int) -> int:
+        """Private pages that it needs."""
+        return pages_for(context_len + self.depth + self.stop - self.first) - self.page(context_len)
+
+
+def branches_of(proposal: Proposal) -> list[Branch]:
+    """The branches in the order of their tokens; at least one, which may be empty."""
+    starts = [i for i in range(1, len(proposal)) if proposal.parent(i) != i - 1]
+    bounds = [0, *starts, len(proposal)]
+    branches: list[Branch] = []
+    owner: list[int] = []  # the branch of each token
+    for number, (first, stop) in enumerate(pairwise(bounds)):
+        at = proposal.parent(first) if number else -1
+        parent = -1 if number == 0 else 0 if at < 0 else owner[at]
+        branches.append(Branch(first, stop, parent, len(proposal.path(at))))
+        owner += [number] * (stop - first)
+    return branches
+
+
+def page_tables(
+    pages: Sequence[int], private: Sequence[Sequence[int]], branches: Sequence[Branch], context_len: int
+) -> list[list[int]]:
+    """Page table of each branch; ``private``: the private pages of all but the first, whose table is ``pages``."""
+    tables = [[*pages]]
+    for branch, own in zip(branches[1:], private, strict=True):
+        tables.append([*tables[branch.parent][: branch.page(context_len)], *own])
+    return tables
+
+
+def sequence_steps(
+    context: Sequence[int],
+    start: int,
+    proposal: Proposal,
+    tables: Sequence[Sequence[int]],
+    num_logits: int,
+) -> list[SequenceStep]:
+    """One step for each branch; the first one has the context tokens too.
+
+    Args:
+        context: the tokens at rows [start, start + len(context)), which end the context.
+        tables: page table of each branch.
+        num_logits: of the first branch.
+
+    Returns:
+        Steps whose logits are those after the context and after each token of the proposal, in this order.
+    """
+    stop = start + len(context)
+    branches = branches_of(proposal)
+    steps = []
+    for branch, pages in zip(branches, tables, strict=True):
+        rows = range(stop + branch.depth, stop + branch.depth + branch.stop - branch.first)
+        token_ids = [*proposal.token_ids[branch.first : branch.stop]]
+        if branch.parent < 0:
+            rows, token_ids = range(start, rows.stop), [*context, *token_ids]
+        steps.append(SequenceStep(token_ids, rows, rows, pages, num_logits if branch.parent < 0 else len(token_ids)))
+    owner = [(number, i) for number, b in enumerate(branches) for i in range(b.stop - b.first)]
+    also: list[list[tuple[int, int]]] = [[] for _ in steps]
+    for branch, step, pages in zip(branches[1:], steps[1:], tables[1:], strict=True):
+        page = branch.page(stop)
+        first = page * PAGE_SIZE  # rows [first, stop + depth) of the private page are not the branch's own tokens
+        for row in range(max(first, start), stop):
+            also[0].append((row - start, flat_rows(pages, row, row + 1)[0]))
+        for index in proposal.path(proposal.parent(branch.first)):
+            row = stop + len(proposal.path(index)) - 1
+            if row >= first:
+                number, i = owner[index]
+                also[number].append((i + (len(context) if number == 0 else 0), flat_rows(pages, row, row + 1)[0]))
+        if start > first:
+            step.copies = ((tables[0][page], pages[page]),)
+    for step, pairs in zip(steps, also, strict=True):
+        step.also = pairs
+    return steps
+
+
+def accepted_table(
+    proposal: Proposal, path: Sequence[int], tables: Sequence[Sequence[int]], num_rows: int
+) -> Sequence[int]:
+    """Pages that the session goes on with: those of the branch in which the accepted ``path`` ends.
+
+    ``num_rows``: rows of the context and the path, which is as far as a branch is taken.
+    """
+    if not path:
+        return tables[0]
+    number = next(n for n, branch in enumerate(branches_of(proposal)) if branch.first <= path[-1] < branch.stop)
+    return tables[number] if number == 0 else tables[number][: pages_for(num_rows)]
