@@ -44,7 +44,11 @@ class Eagle(HeadModule):
         self.layers: Any = nn.ModuleList([Layer(config, index) for index in range(config.num_hidden_layers)])
         for layer in self.layers[1:]:
             layer.input_layernorm = norm(config, size)
-        self.rotary = rotary(config)
+        self.rotary, self._config = rotary(config), config
+
+    def materialize(self, device: torch.device) -> None:
+        """Makes the rotary embedding."""
+        self.rotary = rotary(self._config).to(device)
 
     def fuse(self, states: Tensor) -> Tensor:
         """The state itself: ``OUT``."""
@@ -133,9 +137,13 @@ class Eagle3(HeadModule):
         self.norm = norm(config, size)
         if draft_vocab_size is not None:
             self.lm_head = nn.Linear(size, draft_vocab_size, bias=False)
-        self.rotary = rotary(config)
+        self.rotary, self._config = rotary(config), config
         if target_ids is not None:
             self.register_buffer("d2t", offsets(target_ids))
+
+    def materialize(self, device: torch.device) -> None:
+        """Makes the rotary embedding."""
+        self.rotary = rotary(self._config).to(device)
 
     @property
     def target_ids(self) -> Tensor | None:  # type: ignore[override]

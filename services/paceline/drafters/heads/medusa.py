@@ -47,6 +47,8 @@ class Medusa(HeadModule):
         vocab_size: int | None = None,
         lm_head: Function | None = None,
         bias: bool = True,
+        shared_vocab_size: int | None = None,
+        token_map_size: int | None = None,
     ) -> None:
         """Makes the heads, which are the identity before their LM heads.
 
@@ -57,6 +59,8 @@ class Medusa(HeadModule):
             vocab_size: of LM heads of their own; None: ``lm_head`` is the target's.
             lm_head: [..., hidden] -> [..., vocabulary], of the target; no parameters of this module.
             bias: of the residual blocks.
+            shared_vocab_size: of one LM head of their own for all of them.
+            token_map_size: the LM heads have so many of the target's tokens, named by the buffer ``token_map``.
         """
         super().__init__()
         self.state_size, self.num_layers = hidden_size, num_layers
@@ -66,6 +70,11 @@ class Medusa(HeadModule):
             if vocab_size is not None:
                 layers.append(nn.Linear(hidden_size, vocab_size, bias=False))
             self.add_module(str(head), nn.Sequential(*layers))
+        if shared_vocab_size is not None:
+            self.lm_head = nn.Linear(hidden_size, shared_vocab_size, bias=False)
+        self._shared = shared_vocab_size is not None
+        if token_map_size is not None:
+            self.register_buffer("token_map", torch.arange(token_map_size))
         self._lm_head = borrowed(lm_head)
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -79,7 +88,14 @@ class Medusa(HeadModule):
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """Those of head ``depth``."""
         out: Tensor = self.get_submodule(str(depth))(state)
+        if self._shared:
+            return self.lm_head(out)  # type: ignore[no-any-return]
         return out if self._lm_head is None else self._lm_head(out)
+
+    @property
+    def target_ids(self) -> Tensor | None:  # type: ignore[override]
+        """[draft vocabulary] ids of the target (vLLM's ``token_map``); None: the vocabulary is whole."""
+        return self._buffers.get("token_map")
 
     def forward(self, states: Tensor) -> Tensor:
         """Logits ``[num_heads, ..., vocabulary]`` of all heads."""

@@ -113,6 +113,29 @@ class HeadModule(nn.Module, ABC):
             state = self.step(tokens, state, positions + depth, attend, depth)
             yield self.logits(state, depth)
 
+    _embed: Function | None = None
+    _lm_head: Function | None = None
+
+    @property
+    def borrows_embedding(self) -> bool:
+        """True if it embeds tokens by the target's table."""
+        return self._embed is not None
+
+    @property
+    def borrows_lm_head(self) -> bool:
+        """True if its logits come from the target's LM head."""
+        return self._lm_head is not None
+
+    def borrow(self, embed: Function | None, lm_head: Function | None) -> None:
+        """Takes the target's embedding and LM head, where it has none of its own."""
+        if self.borrows_embedding:
+            self._embed = borrowed(embed)
+        if self.borrows_lm_head:
+            self._lm_head = borrowed(lm_head)
+
+    def materialize(self, device: torch.device) -> None:
+        """Makes what no checkpoint holds, after a module without weights (device ``meta``) was given its own."""
+
     def to_target_ids(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Logits ``[n, vocab_size]`` by the target's ids: -inf for those that the draft vocabulary lacks."""
         if self.target_ids is None:

@@ -72,8 +72,13 @@ class Mtp(HeadModule):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if lm_head is None:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = type(decoder.rotary_emb)(config)
+        self._config, self._rotary_class = config, type(decoder.rotary_emb)
+        self.rotary = self._rotary_class(config)
         self.layers_kv = self._probe(num_modules)
+
+    def materialize(self, device: torch.device) -> None:
+        """Makes the rotary embedding."""
+        self.rotary = self._rotary_class(self._config).to(device)
 
     def fuse(self, states: Tensor) -> Tensor:
         """The state itself: ``OUT``."""

@@ -1,0 +1,118 @@
+"""The weight files of a checkpoint: names and shapes first, tensors when they are asked for."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.checkpoint.folder import read_json
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STEMS = ("model", "pytorch_model", "medusa_lm_head")
+"""Names of weight files without their endings, the ones that are looked for first first."""
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """All tensors of a checkpoint directory, in one file or in shards, as safetensors or pickled."""
+
+    folder: Path
+    files: Mapping[str, Path]
+    """The file of each tensor."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of each tensor."""
+
+    @classmethod
+    def open(cls, folder: Path) -> WeightFiles:
+        """Reads the headers. Pickled files are read whole, and may hold nothing but tensors.
+
+        Raises:
+            ConfigError: there are no weights, or a file is missing, cut short, or holds anything else.
+        """
+        paths = _paths(folder)
+        if not paths:
+            raise ConfigError(
+                f"{str(folder)!r} holds no weights: {', '.join(_STEMS)} with .safetensors, .bin or .pt is looked for"
+            )
+        files: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in paths:
+            try:
+                found = _header(path) if path.suffix == ".safetensors" else _pickled_shapes(path)
+            except OSError as error:
+                raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+            files.update(dict.fromkeys(found, path))
+            shapes.update(found)
+        return cls(folder, files, shapes)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these names, as they are stored, on the CPU."""
+        from safetensors import safe_open
+
+        found: dict[str, Tensor] = {}
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[name], []).append(name)
+        for path, wanted in by_file.items():
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as file:
+                    found.update((name, file.get_tensor(name)) for name in wanted)
+            else:
+                tensors = _unpickled(path)
+                found.update((name, tensors[name]) for name in wanted)
+        return found
+
+
+def _paths(folder: Path) -> list[Path]:
+    """The weight files of the first kind that there is."""
+    for stem in _STEMS:
+        for ending in (".safetensors", ".bin", ".pt"):
+            index = read_json(folder, f"{stem}{ending}.index.json").get("weight_map")
+            if isinstance(index, dict):
+                return [folder / name for name in sorted({str(name) for name in index.values()})]
+            if (folder / f"{stem}{ending}").is_file():
+                return [folder / f"{stem}{ending}"]
+    return []
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by the header of a safetensors file: eight bytes of its length, the header in JSON, the data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= size else b""
+    try:
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{str(path)!r} is not a safetensors file, or cut short") from error
+    if 8 + length + end > size:
+        raise ConfigError(f"{str(path)!r} is cut short: it has {size} bytes of {8 + length + end}")
+    return shapes
+
+
+def _pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in _unpickled(path).items()}
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled file, mapped into memory; code in it is not run."""
+    import torch
+
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ConfigError(
+            f"{str(path)!r} is not a file of tensors that torch.save has written, or is cut short: nothing else is read"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise ConfigError(f"{str(path)!r} holds something other than named tensors: a state dict is needed")
+    return found

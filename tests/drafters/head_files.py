@@ -1,0 +1,316 @@
+"""Checkpoints of every published head format: exactly the published keys and configurations, random weights.
+
+python -m tests.drafters.head_files FOLDER      writes them all, each below 1 MB, and the targets that they fit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tests.drafters import head_oracles
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB, SIZE, INNER, LAYERS, DRAFT = 61, 32, 48, 8, 23
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+@dataclass
+class HeadFile:
+    """One checkpoint of a head, before it is written."""
+
+    method: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    oracle: Callable[..., Tensor]
+    file: str = "model.safetensors"
+    boundaries: tuple[int, ...] = (-1,)
+    target: str = "llama"
+
+    def write(self, folder: Path) -> Path:
+        """Writes config.json and the weights; ``.index.json`` in the name: two shards."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        if self.file.endswith(".index.json"):
+            names, stem = sorted(tensors), self.file.split(".")[0]
+            halves = {f"{stem}-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
+            for file, part in halves.items():
+                save_file({name: tensors[name] for name in part}, folder / file)
+            index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+            (folder / self.file).write_text(json.dumps(index), encoding="utf-8")
+        elif self.file.endswith(".safetensors"):
+            save_file(tensors, folder / self.file)
+        else:
+            torch.save(tensors, folder / self.file)
+        return folder
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft vocabulary] ids of the target."""
+        if "d2t" in self.tensors:
+            return self.tensors["d2t"] + torch.arange(len(self.tensors["d2t"]))
+        return self.tensors.get("token_map", torch.arange(VOCAB))
+
+
+_GENERATOR = torch.Generator()
+
+
+def normal(*shape: int) -> Tensor:
+    """A matrix that keeps the size of what it is multiplied by."""
+    return torch.randn(*shape, generator=_GENERATOR) * shape[-1] ** -0.5
+
+
+def norm(size: int = SIZE) -> Tensor:
+    return 1 + 0.3 * torch.randn(size, generator=_GENERATOR)
+
+
+def layer(prefix: str, wide: int = SIZE, *, bias: bool = False, qk_norm: bool = False) -> dict[str, Tensor]:
+    """Attention, MLP and the norm between them."""
+    out = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM, "o": SIZE}
+    made = {f"self_attn.{n}_proj.weight": normal(rows, wide if n != "o" else SIZE) for n, rows in out.items()}
+    if bias:
+        made |= {f"self_attn.{n}_proj.bias": 0.3 * normal(rows) for n, rows in out.items()}
+    if qk_norm:
+        made |= {"self_attn.q_norm.weight": norm(DIM), "self_attn.k_norm.weight": norm(DIM)}
+    made |= {f"mlp.{n}_proj.weight": normal(INNER, SIZE) for n in ("gate", "up")}
+    made |= {"mlp.down_proj.weight": normal(SIZE, INNER), "post_attention_layernorm.weight": norm()}
+    return {f"{prefix}.{name}": tensor for name, tensor in made.items()}
+
+
+LAYER = {
+    "hidden_size": SIZE,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "model_type": "llama",
+}
+
+
+def medusa(form: str, num_heads: int = 5, num_layers: int = 1) -> HeadFile:
+    """FasterDecoding's version 1 (``v1``), version 2 (``v2``), blocks of vLLM (``blocks``, ``tied``, ``mapped``)."""
+    tensors: dict[str, Tensor] = {}
+    blocks = form not in ("v1", "v2")
+    rows = DRAFT if form == "mapped" else VOCAB
+    for i in range(num_heads):
+        for j in range(num_layers):
+            at = f"blocks.{i}.layers.{j}" if blocks else f"{i}.{j}.linear"
+            tensors[f"{at}.weight"] = normal(SIZE, SIZE)
+            if not blocks:
+                tensors[f"{at}.bias"] = 0.3 * normal(SIZE)
+        if form == "v1":
+            tensors[f"{i}.{num_layers}.weight"] = normal(VOCAB, SIZE)
+        if form in ("blocks", "mapped") or (form == "tied" and i == 0):
+            tensors[f"lm_heads.{i}.weight"] = normal(rows, SIZE)
+    config: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": num_layers, "base_model_name_or_path": "x"}
+    if blocks:
+        config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": num_heads}
+        config |= {"num_hidden_layers": num_layers, "hidden_size": SIZE, "vocab_size": VOCAB, "topk": 10}
+        config |= {"max_paths": 64, "max_seq_len": 512, "medusa_fc_bias": False, "original_lm_head": form == "tied"}
+    if form == "mapped":
+        tensors["token_map"] = torch.randperm(VOCAB, generator=_GENERATOR)[:DRAFT]
+        config["truncated_vocab_size"] = DRAFT
+    file = "model.safetensors" if blocks else "medusa_lm_head.safetensors"
+    return HeadFile("medusa", config, tensors, head_oracles.medusa, file)
+
+
+def mlp_speculator(*, tied: bool, scale: bool, inner: int = 24, whole: bool = True, n: int = 3) -> HeadFile:
+    """``whole``: of tied weights all copies are in the file, as fms saves them."""
+    distinct = 1 if tied else n
+    first = {"emb": normal(VOCAB, inner), "head": normal(VOCAB, inner), "ln": norm(inner)}
+    tensors: dict[str, Tensor] = {}
+    for i in range(distinct):
+        fresh = first if i == 0 else {"emb": normal(VOCAB, inner), "head": normal(VOCAB, inner), "ln": norm(inner)}
+        tensors |= {f"emb.{i}.weight": fresh["emb"], f"head.{i}.weight": fresh["head"], f"ln.{i}.weight": fresh["ln"]}
+        tensors[f"ln.{i}.bias"] = 0.3 * normal(inner)
+    tensors["proj.0.weight"] = normal(inner, SIZE)
+    for i in range(1, 2 if tied else n):
+        tensors[f"proj.{i}.weight"] = normal(inner, inner)
+    if tied and whole:
+        for name, tensor in list(tensors.items()):
+            kind, depth, part = name.split(".")
+            if name != "proj.0.weight":
+                tensors |= {f"{kind}.{i}.{part}": tensor.clone() for i in range(int(depth), n)}
+    config = {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": VOCAB}
+    config |= {"emb_dim": SIZE, "inner_dim": inner, "n_predict": n, "top_k_tokens_per_head": [5, 3, 2]}
+    config |= {"n_candidates": 5, "tie_weights": tied, "scale_input": scale}
+    if inner == SIZE:
+        config["inner_dim"] = 0
+    tensors = {f"speculator.{name}": tensor for name, tensor in tensors.items()}
+    return HeadFile("mlp_speculator", config, tensors, head_oracles.mlp_speculator)
+
+
+def eagle(*, bias: bool, embed: bool = True) -> HeadFile:
+    tensors = {"fc.weight": normal(SIZE, 2 * SIZE), **layer("layers.0")}
+    if bias:
+        tensors["fc.bias"] = 0.3 * normal(SIZE)
+    if embed:
+        tensors["embed_tokens.weight"] = normal(VOCAB, SIZE) * SIZE**0.5
+    config = {**LAYER, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "bias": bias}
+    return HeadFile("eagle", config, tensors, head_oracles.eagle, "pytorch_model.bin" if bias else "model.safetensors")
+
+
+def eagle3(
+    *,
+    prefix: str = "midlayer",
+    embed: bool = False,
+    draft: int = DRAFT,
+    own_size: bool = False,
+    speculators: bool = False,
+    mask: bool = False,
+    num_layers: int = 1,
+    boundaries: tuple[int, ...] | None = None,
+    qk_norm: bool = False,
+    attention_bias: bool = False,
+    **flags: bool,
+) -> HeadFile:
+    """EAGLE-3 and, with ``mask``, P-EAGLE. ``own_size``: its states are wider than the head, which has the target's."""
+    used = boundaries or (2, LAYERS // 2, LAYERS - 3)
+    wide = len(used) * SIZE
+    tensors = {"fc.weight": normal(SIZE, wide), "norm.weight": norm(), "lm_head.weight": normal(draft, SIZE)}
+    tensors |= layer(prefix, 2 * SIZE, bias=attention_bias, qk_norm=qk_norm)
+    tensors |= {f"{prefix}.hidden_norm.weight": norm(), f"{prefix}.input_layernorm.weight": norm()}
+    for i in range(1, num_layers):
+        tensors |= layer(f"layers.{i}", bias=attention_bias, qk_norm=qk_norm)
+        tensors[f"layers.{i}.input_layernorm.weight"] = norm()
+    if embed:
+        tensors["embed_tokens.weight"] = normal(VOCAB, SIZE) * SIZE**0.5
+    if draft != VOCAB:
+        ids = torch.randperm(VOCAB, generator=_GENERATOR)[:draft].sort().values
+        t2d = torch.zeros(VOCAB, dtype=torch.bool)
+        t2d[ids] = True
+        tensors |= {"d2t": ids - torch.arange(draft), "t2d": t2d}
+    if flags.get("norm_before_fc"):
+        tensors["input_norm.weight"] = norm(wide)
+    if flags.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": norm() for i in range(len(used))}
+    if mask:
+        tensors["mask_hidden"] = torch.randn(1, 1, wide, generator=_GENERATOR)
+    own = {**LAYER, "num_hidden_layers": num_layers, "attention_bias": attention_bias}
+    if qk_norm:
+        own |= {"model_type": "qwen3", "head_dim": DIM}
+    rest: dict[str, Any] = {"draft_vocab_size": draft, **flags}
+    if mask:
+        rest["mask_token_id"] = VOCAB - 2
+    if speculators:
+        kind = "peagle" if mask else "eagle3"
+        config = {"speculators_model_type": kind, "architectures": [f"{kind.title()}Speculator"], **rest}
+        config |= {"speculators_version": "0.9.0", "transformer_layer_config": own, "target_hidden_size": None}
+        config |= {"eagle_aux_hidden_state_layer_ids": list(used), "embed_requires_grad": embed}
+        config |= {"speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "x", "architectures": []}}}
+    else:
+        config = {**own, "architectures": ["LlamaForCausalLMEagle3"], **rest}
+        if own_size:
+            config["target_hidden_size"] = SIZE
+        if boundaries is not None:
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(used), "use_aux_hidden_state": True}
+    method = "peagle" if mask else "eagle3"
+    return HeadFile(method, config, tensors, head_oracles.eagle3, boundaries=used)
+
+
+def mtp(names: str = "deepseek", *, own_tables: bool = False, sharded: bool = False) -> HeadFile:
+    """The MTP layer and the target around it, in one set of files."""
+    kind = "qwen3" if names == "qwen" else "llama"
+    target = tiny_target(kind)
+    tensors = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    at = "mtp.layers.0" if names == "qwen" else f"model.layers.{LAYERS}"
+    tensors |= layer(at, qk_norm=names == "qwen")
+    tensors[f"{at}.input_layernorm.weight"] = norm()
+    if names == "qwen":
+        tensors |= {"mtp.fc.weight": normal(SIZE, 2 * SIZE), "mtp.norm.weight": norm()}
+        tensors |= {"mtp.pre_fc_norm_hidden.weight": norm(), "mtp.pre_fc_norm_embedding.weight": norm()}
+    else:
+        tensors |= {f"{at}.enorm.weight": norm(), f"{at}.hnorm.weight": norm()}
+        tensors |= {f"{at}.eh_proj.weight": normal(SIZE, 2 * SIZE), f"{at}.shared_head.norm.weight": norm()}
+        table = normal(VOCAB, SIZE) * SIZE**0.5 if own_tables else tensors["model.embed_tokens.weight"]
+        lm_head = normal(VOCAB, SIZE) if own_tables else tensors["lm_head.weight"]
+        tensors |= {f"{at}.embed_tokens.weight": table, f"{at}.shared_head.head.weight": lm_head}
+    config = {**target.config.to_dict(), "num_nextn_predict_layers": 1}
+    config = json.loads(json.dumps(config, default=str))
+    file = "model.safetensors.index.json" if sharded else "model.safetensors"
+    return HeadFile("mtp", config, tensors, head_oracles.mtp, file, target=kind)
+
+
+def tiny_target(kind: str = "llama") -> Any:
+    """A target with random weights."""
+    torch.manual_seed(4)
+    values = {**LAYER, "num_hidden_layers": LAYERS, "tie_word_embeddings": False, "eos_token_id": 1, "bos_token_id": 0}
+    del values["model_type"]
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**values, head_dim=DIM)).eval()
+    return LlamaForCausalLM(LlamaConfig(**values)).eval()
+
+
+FILES: dict[str, Callable[[], HeadFile]] = {
+    "medusa_v1": lambda: medusa("v1"),
+    "medusa_v1_pt": lambda: _in(medusa("v1", num_layers=2), "medusa_lm_head.pt"),
+    "medusa_v2": lambda: medusa("v2"),
+    "medusa_blocks": lambda: medusa("blocks"),
+    "medusa_blocks_one_lm_head": lambda: medusa("tied"),
+    "medusa_blocks_token_map": lambda: medusa("mapped", num_layers=2),
+    "mlp": lambda: mlp_speculator(tied=False, scale=False),
+    "mlp_inner_is_hidden": lambda: mlp_speculator(tied=False, scale=True, inner=SIZE),
+    "mlp_tied": lambda: mlp_speculator(tied=True, scale=True),
+    "mlp_tied_once": lambda: mlp_speculator(tied=True, scale=False, whole=False),
+    "eagle_bias": lambda: eagle(bias=True),
+    "eagle": lambda: eagle(bias=False, embed=False),
+    "eagle3": lambda: eagle3(),
+    "eagle3_pt": lambda: _in(eagle3(), "pytorch_model.bin"),
+    "eagle3_layers": lambda: eagle3(prefix="layers.0", embed=True),
+    "eagle3_whole_vocabulary": lambda: eagle3(draft=VOCAB),
+    "eagle3_target_size": lambda: eagle3(own_size=True, embed=True),
+    "eagle3_norm_before_residual": lambda: eagle3(norm_before_residual=True),
+    "eagle3_fc_norm": lambda: eagle3(fc_norm=True, boundaries=(1, 4)),
+    "eagle3_norm_before_fc": lambda: eagle3(norm_before_fc=True, boundaries=(1, 4, LAYERS)),
+    "eagle3_norm_output": lambda: eagle3(norm_output=True, prefix="layers.0"),
+    "eagle3_speculators": lambda: eagle3(
+        speculators=True, prefix="layers.0", embed=True, qk_norm=True, norm_before_residual=True
+    ),
+    "eagle3_two_layers": lambda: eagle3(prefix="layers.0", num_layers=2),
+    "peagle": lambda: eagle3(mask=True, prefix="layers.0", embed=True, num_layers=2, attention_bias=True),
+    "peagle_speculators": lambda: eagle3(mask=True, speculators=True, prefix="layers.0", embed=True),
+    "mtp_deepseek": lambda: mtp(),
+    "mtp_own_tables": lambda: mtp(own_tables=True),
+    "mtp_sharded": lambda: mtp(sharded=True),
+    "mtp_qwen": lambda: mtp("qwen"),
+}
+"""Every published format; each call draws the same weights."""
+
+
+def _in(head: HeadFile, file: str) -> HeadFile:
+    head.file = file
+    return head
+
+
+def made(name: str) -> HeadFile:
+    """The checkpoint of this name, with the same weights every time."""
+    _GENERATOR.manual_seed(7)
+    return FILES[name]()
+
+
+def write_target(folder: Path, kind: str = "llama") -> dict[str, Tensor]:
+    """Writes a target, and returns the tables that heads share with it."""
+    tiny_target(kind).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    return {"embed": tensors["model.embed_tokens.weight"], "lm_head": tensors["lm_head.weight"]}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    root = parser.parse_args().folder
+    for each in FILES:
+        made(each).write(root / each)
+    for family in ("llama", "qwen3"):
+        write_target(root / f"target_{family}", family)

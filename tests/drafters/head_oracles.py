@@ -1,0 +1,174 @@
+"""Every head format once more, plainly: checkpoint tensors in, logits of a chain of drafted tokens out.
+
+Each oracle computes one text from its beginning: ``states`` [T, width] of positions 0 .. T - 1, ``tokens`` the text of
+T + 1 tokens (the last is the anchor) and then the drafted ones. It returns the logits ``[1 + drafted, draft
+vocabulary]`` after the anchor and after each drafted token. Nothing here is shared with the package.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+def rms(x: Tensor, weight: Tensor | float = 1.0, eps: float = 1e-5) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rope(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
+    """x [n, heads, dim]: the first half of the numbers turns against the second."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None].float() / theta ** (torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attention(w: Weights, at: str, x: Tensor, positions: Tensor, past: list, heads: int, eps: float) -> Tensor:
+    """Causal grouped-query attention of rows that come after those in ``past``, which they join."""
+
+    def project(name: str) -> Tensor:
+        y = x @ w[f"{at}.{name}_proj.weight"].T + w.get(f"{at}.{name}_proj.bias", torch.zeros(()))
+        return y.view(len(x), -1, w[f"{at}.o_proj.weight"].shape[1] // heads)
+
+    q, k, v = project("q"), project("k"), project("v")
+    if f"{at}.q_norm.weight" in w:
+        q, k = rms(q, w[f"{at}.q_norm.weight"], eps), rms(k, w[f"{at}.k_norm.weight"], eps)
+    q, k = rope(q, positions), rope(k, positions)
+    past.append((k, v))
+    keys, values = torch.cat([k for k, _ in past]), torch.cat([v for _, v in past])
+    share = heads // keys.shape[1]
+    out = []
+    for i in range(len(x)):
+        seen = len(keys) - len(x) + i + 1
+        each = []
+        for head in range(heads):
+            scores = keys[:seen, head // share] @ q[i, head] / math.sqrt(q.shape[-1])
+            each.append(scores.softmax(0) @ values[:seen, head // share])
+        out.append(torch.cat(each))
+    return torch.stack(out) @ w[f"{at}.o_proj.weight"].T + w.get(f"{at}.o_proj.bias", torch.zeros(()))
+
+
+def mlp(w: Weights, at: str, x: Tensor) -> Tensor:
+    gate, up = x @ w[f"{at}.gate_proj.weight"].T, x @ w[f"{at}.up_proj.weight"].T
+    return (F.silu(gate) * up) @ w[f"{at}.down_proj.weight"].T
+
+
+def medusa(w: Weights, config: dict, target: Weights, states: Tensor, tokens: list[int]) -> Tensor:
+    x, out = states[-1], []
+    w = {name.removeprefix("medusa_heads."): tensor for name, tensor in w.items()}
+    for head in range(len(tokens) - len(states)):
+        y, layer = x, 0
+        while (name := next((n for n in (f"{head}.{layer}.linear", f"blocks.{head}.layers.{layer}")
+                             if f"{n}.weight" in w), None)):  # fmt: skip
+            y = y + F.silu(y @ w[f"{name}.weight"].T + w.get(f"{name}.bias", torch.zeros(())))
+            layer += 1
+        names = [f"{head}.{layer}.weight", f"lm_heads.{head}.weight", "lm_heads.0.weight"]
+        out.append(y @ next((w[n] for n in names if n in w), target["lm_head"]).T)
+    return torch.stack(out)
+
+
+def mlp_speculator(w: Weights, config: dict, target: Weights, states: Tensor, tokens: list[int]) -> Tensor:
+    n, tied = config["n_predict"], config["tie_weights"]
+    inner = config["inner_dim"] or config["emb_dim"]
+    state_weight = 0.5 ** (0.5 / n)
+    emb_weight = math.sqrt((1 - state_weight**2) * inner / 2)
+    s, out = states[-1], []
+    if config["scale_input"]:
+        s = rms(s, eps=1e-6) / 2**0.5
+    for i, token in enumerate(tokens[len(states) :]):
+        j = 0 if tied else i
+        p = min(i, 1) if tied else i
+        z = w[f"speculator.proj.{p}.weight"] @ s + w[f"speculator.emb.{j}.weight"][token] * emb_weight / state_weight
+        z = rms(z, w[f"speculator.ln.{j}.weight"], 1e-6) + w[f"speculator.ln.{j}.bias"]
+        s = z * 0.5 * (1 + torch.erf(z / math.sqrt(2)))
+        out.append(w[f"speculator.head.{j}.weight"] @ s)
+    return torch.stack(out)
+
+
+def _recurrent(step, first: Tensor, tokens: list[int], logits) -> Tensor:
+    """The rows of the text, then one row for each drafted token with the row before's state; row t has token t + 1."""
+    n = len(first)
+    state = step(torch.tensor(tokens[1 : n + 1]), first, torch.arange(1, n + 1))[-1:]
+    out = [logits(state)]
+    for i, token in enumerate(tokens[n + 1 :]):
+        state = step(torch.tensor([token]), state, torch.tensor([n + 1 + i]))
+        out.append(logits(state))
+    return torch.cat(out)
+
+
+def eagle(w: Weights, config: dict, target: Weights, states: Tensor, tokens: list[int]) -> Tensor:
+    past, heads = [], config["num_attention_heads"]
+    table = w.get("embed_tokens.weight", target["embed"])
+
+    def step(ids, state, positions):
+        x = torch.cat([table[ids], state], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(()))
+        y = x + attention(w, "layers.0.self_attn", x, positions, past, heads, 1e-5)
+        return y + mlp(w, "layers.0.mlp", rms(y, w["layers.0.post_attention_layernorm.weight"]))
+
+    return _recurrent(step, states, tokens, lambda state: state @ target["lm_head"].T)
+
+
+def eagle3(w: Weights, config: dict, target: Weights, states: Tensor, tokens: list[int]) -> Tensor:
+    """Also of P-EAGLE: with ``mask_hidden`` the drafted rows are the mask's, whatever their tokens."""
+    flat = config | config.get("transformer_layer_config", {}) | config.get("eagle_config", {})
+    w = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in w.items()}
+    layers = flat["num_hidden_layers"]
+    pasts: list[list] = [[] for _ in range(layers)]
+    table = w.get("embed_tokens.weight", target["embed"])
+
+    def fuse(x: Tensor) -> Tensor:
+        if "input_norm.weight" in w:
+            x = rms(x, w["input_norm.weight"])
+        if "fc_norm.0.weight" in w:
+            parts = x.chunk(len([n for n in w if n.startswith("fc_norm.")]), -1)
+            x = torch.cat([rms(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
+        return x @ w["fc.weight"].T if "fc.weight" in w else x
+
+    def step(ids, state, positions):
+        if "mask_hidden" in w and pasts[0]:
+            ids = torch.full_like(ids, flat.get("mask_token_id", flat.get("pard_token")))
+            state = fuse(w["mask_hidden"][0]).expand(len(ids), -1)
+        normed = rms(state, w["layers.0.hidden_norm.weight"])
+        x = torch.cat([rms(table[ids], w["layers.0.input_layernorm.weight"]), normed], -1)
+        y = normed if flat.get("norm_before_residual") else state
+        for i in range(layers):
+            at = f"layers.{i}"
+            x = x if i == 0 else rms(y, w[f"{at}.input_layernorm.weight"])
+            y = y + attention(w, f"{at}.self_attn", x, positions, pasts[i], flat["num_attention_heads"], 1e-5)
+            y = y + mlp(w, f"{at}.mlp", rms(y, w[f"{at}.post_attention_layernorm.weight"]))
+        return rms(y, w["norm.weight"]) if flat.get("norm_output") else y
+
+    def logits(state):
+        last = state if flat.get("norm_output") else rms(state, w["norm.weight"])
+        return last @ w.get("lm_head.weight", target["lm_head"]).T
+
+    return _recurrent(step, fuse(states), tokens, logits)
+
+
+def mtp(w: Weights, config: dict, target: Weights, states: Tensor, tokens: list[int]) -> Tensor:
+    """One module over a dense layer, by the names of DeepSeek (``model.layers.N.``) or Qwen (``mtp.``)."""
+    past, eps = [], config["rms_norm_eps"]
+    if any(name.startswith("mtp.") for name in w):
+        names = {"eh": "mtp.fc", "e": "mtp.pre_fc_norm_embedding", "h": "mtp.pre_fc_norm_hidden", "out": "mtp.norm"}
+        at = "mtp.layers.0"
+    else:
+        at = f"model.layers.{config['num_hidden_layers']}"
+        names = {"eh": f"{at}.eh_proj", "e": f"{at}.enorm", "h": f"{at}.hnorm", "out": f"{at}.shared_head.norm"}
+    table = w.get(f"{at}.embed_tokens.weight", target["embed"])
+    lm_head = w.get(f"{at}.shared_head.head.weight", target["lm_head"])
+    norm = {key: w[f"{name}.weight"] for key, name in names.items()}
+
+    def step(ids, state, positions):
+        x = torch.cat([rms(table[ids], norm["e"], eps), rms(state, norm["h"], eps)], -1) @ norm["eh"].T
+        y = rms(x, w[f"{at}.input_layernorm.weight"], eps)
+        y = x + attention(w, f"{at}.self_attn", y, positions, past, config["num_attention_heads"], eps)
+        y = y + mlp(w, f"{at}.mlp", rms(y, w[f"{at}.post_attention_layernorm.weight"], eps))
+        return rms(y, norm["out"], eps)
+
+    return _recurrent(step, states, tokens, lambda state: state @ lm_head.T)
