@@ -14,6 +14,7 @@ from paceline.model import loading
 from paceline.model.features import OUT, Features
 from paceline.model.loading import load_model, prepare
 from paceline.model.runner import ModelRunner
+from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -87,11 +88,39 @@ def test_states_are_those_of_transformers(family: str) -> None:
 def test_logits_are_those_of_a_model_without_states() -> None:
     """Bit for bit, and ``forward`` returns them alone."""
     text, pages = prompt(2, 70), [0, 1]
+    model = random_model("llama")
     plain = prepare(random_model("llama"), compile=False).runner(4)
-    runner = prepare(random_model("llama"), compile=False, features=every("llama")).runner(4)
+    runner = prepare(model, compile=False, features=every("llama")).runner(4)
     want = plain.forward([chunk(text, 0, 70, pages)])
+    prepare(model, compile=False, features=Features((1,), False))  # another step of the model
     assert torch.equal(runner.forward([chunk(text, 0, 70, pages)]), want)
     assert torch.equal(runner.forward_with_states([chunk(text, 0, 70, pages)])[0], want)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("every_position", [True, False])
+def test_the_self_test_compares_states_of_verification_decoding_and_prefill(family: str, every_position: bool) -> None:
+    """It holds, and one unit in the last place of one state, in steps of many tokens or in prefill, is noticed."""
+    features = Features((0, 1, OUT), every_position)
+    runner = prepare(random_model(family), compile=False, features=features).runner(12)
+    report = check_invariance(runner, 600)
+    assert report.holds
+    assert report.num_states_different == 0, str(report)
+    assert "hidden states" not in str(report)
+    step = runner._step
+    for shortest in (17, 128):  # verification; prefill
+
+        def changed(*inputs, shortest=shortest):
+            logits, states = step(*inputs)
+            if inputs[0].shape[1] >= shortest:
+                states[..., -1] = torch.nextafter(states[..., -1], torch.tensor(1e9))
+            return logits, states
+
+        runner._step = changed
+        report = check_invariance(runner, 600)
+        assert report.holds, "the logits are what they were"
+        assert report.num_states_different > 0
+        assert f"the hidden states of {report.num_states_different} rows differ" in str(report)
 
 
 def test_only_rows_of_real_tokens_or_of_those_with_logits() -> None:

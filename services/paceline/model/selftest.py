@@ -2,7 +2,8 @@
 
 Losslessness in bf16 rests on the first (``shapes.py``). A platform that does not hold it is told so plainly; tokens
 can then differ from plain decoding where two scores are closer than the rounding of the dtype. A recorded step that
-is not, bit for bit, the eager one is not used.
+is not, bit for bit, the eager one is not used. Hidden states that drafters read are compared as logits are; where they
+differ, a drafter's guesses depend on the step, and the output does not.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _FIRST_CONTEXT, _GROWTH = 1000, 4
 """The first long context, and how many times longer each of the next is."""
 _LEAST_S = 1.0
 """Long contexts may take this long, or as long as everything before them took."""
+_Rows = tuple[Tensor, ...]
+"""Logits ``[n, vocab]`` of some tokens, and their states ``[n, width]`` if the model returns them."""
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +48,8 @@ class InvarianceReport:
     """Tokens of the largest step that was compared."""
     max_context: int = 0
     """Positions of the longest context that was compared."""
+    num_states_different: int = 0
+    """Rows whose hidden states differ, of a model that returns them."""
 
     @property
     def holds(self) -> bool:
@@ -52,7 +57,7 @@ class InvarianceReport:
         return self.num_different == 0
 
     def add(self, verified: Tensor, decoded: Tensor, *, step_tokens: int, context: int) -> None:
-        """Compares rows ``[n, vocab]`` of a step of ``step_tokens`` that ends at position ``context``."""
+        """Compares logits ``[n, vocab]`` of a step of ``step_tokens`` that ends at position ``context``."""
         self.num_rows += len(verified)
         self.num_different += int((verified != decoded).any(-1).sum())
         self.num_flips += int((verified.argmax(-1) != decoded.argmax(-1)).sum())
@@ -60,8 +65,14 @@ class InvarianceReport:
         self.max_step_tokens = max(self.max_step_tokens, step_tokens)
         self.max_context = max(self.max_context, context)
 
+    def add_states(self, verified: Tensor, decoded: Tensor) -> None:
+        """Compares the hidden states ``[n, width]`` of the same rows."""
+        self.num_states_different += int((verified != decoded).any(-1).sum())
+
     def __str__(self) -> str:
         reach = f"steps of up to {self.max_step_tokens} tokens, contexts of up to {self.max_context}"
+        if self.num_states_different:
+            reach += f"; the hidden states of {self.num_states_different} rows differ, which drafters alone notice"
         if self.holds:
             return f"batch-invariant: {self.num_rows} verified rows equal decoding bit for bit ({reach})"
         return (
@@ -101,12 +112,12 @@ def check_invariance(
     try:
         for first in range(0, start, PAGE_SIZE):
             runner.forward([_chunk(tokens, first, first + PAGE_SIZE, pages)])
-        decoded = torch.cat([runner.forward([_chunk(tokens, i, i + 1, pages)]) for i in range(start, total)])
+        decoded = _decode(runner, [_chunk(tokens, i, i + 1, pages) for i in range(start, total)])
         few = _chunk(tokens, 0, min(3, total), beside)
         for size in _CHUNKS:
             for i in range(start, total, size):
                 steps = [_chunk(tokens, i, min(i + size, total), pages), *([few] if i % 2 else [])]
-                _compare(report, runner, steps, 0, decoded[i - start :])
+                _compare(report, runner, steps, 0, _from(decoded, i - start))
         _check_largest_step(report, runner, tokens, start, (pages, beside), decoded, max_step_tokens)
         _check_prefill(report, runner, tokens, start, decoded, max_step_tokens)
         longest = min(max_len or 1 << 20, available * PAGE_SIZE)
@@ -117,13 +128,35 @@ def check_invariance(
         runner.cache.release(beside)
 
 
+def _forward(runner: ModelRunner, steps: list[SequenceStep]) -> list[_Rows]:
+    """Of each sequence of a step, the rows that have logits: its last ones."""
+    wanted = [step.num_logits for step in steps]
+    if runner.features is None:
+        return [(rows,) for rows in torch.split(runner.forward(steps), wanted)]
+    logits, states = runner.forward_with_states(steps)
+    sizes = [len(step.token_ids) for step in steps] if runner.features.every_position else wanted
+    parts = [part[len(part) - num :] for part, num in zip(torch.split(states, sizes), wanted, strict=True)]
+    return [*zip(torch.split(logits, wanted), parts, strict=True)]
+
+
+def _decode(runner: ModelRunner, steps: list[SequenceStep]) -> _Rows:
+    """The rows of steps that are taken one by one."""
+    return tuple(torch.cat(part) for part in zip(*(_forward(runner, [step])[0] for step in steps), strict=True))
+
+
+def _from(rows: _Rows, first: int) -> _Rows:
+    return tuple(part[first:] for part in rows)
+
+
 def _compare(
-    report: InvarianceReport, runner: ModelRunner, steps: list[SequenceStep], which: int, decoded: Tensor
+    report: InvarianceReport, runner: ModelRunner, steps: list[SequenceStep], which: int, decoded: _Rows
 ) -> None:
     """Runs a step, and compares the rows of one of its sequences with the first of ``decoded``."""
-    rows = torch.split(runner.forward(steps), [step.num_logits for step in steps])[which]
-    size = sum(len(step.token_ids) for step in steps)
-    report.add(rows, decoded[: len(rows)], step_tokens=size, context=steps[which].positions[-1] + 1)
+    rows, size = _forward(runner, steps)[which], sum(len(step.token_ids) for step in steps)
+    num_rows = len(rows[0])
+    report.add(rows[0], decoded[0][:num_rows], step_tokens=size, context=steps[which].positions[-1] + 1)
+    if len(rows) > 1:
+        report.add_states(rows[1], decoded[1][:num_rows])
 
 
 def _check_largest_step(
@@ -132,7 +165,7 @@ def _check_largest_step(
     tokens: list[int],
     start: int,
     owned: tuple[list[int], list[int]],
-    decoded: Tensor,
+    decoded: _Rows,
     max_step_tokens: int,
 ) -> None:
     """Verifies the first tokens as the first, and as the last, of a step as large as an engine takes."""
@@ -149,7 +182,7 @@ def _check_prefill(
     runner: ModelRunner,
     tokens: list[int],
     start: int,
-    decoded: Tensor,
+    decoded: _Rows,
     max_step_tokens: int,
 ) -> None:
     """Computes all tokens as a prompt, in other pages, then some of them again from what that left there."""
@@ -162,11 +195,11 @@ def _check_prefill(
             wanted = max(0, stop - max(first, start))
             step = _chunk(tokens, first, stop, pages, num_logits=wanted)
             if wanted:
-                _compare(report, runner, [step], 0, decoded[max(first, start) - start :])
+                _compare(report, runner, [step], 0, _from(decoded, max(first, start) - start))
             else:
                 runner.forward([step])
         again = max(start, len(tokens) - _CHUNKS[2])
-        _compare(report, runner, [_chunk(tokens, again, len(tokens), pages)], 0, decoded[again - start :])
+        _compare(report, runner, [_chunk(tokens, again, len(tokens), pages)], 0, _from(decoded, again - start))
     finally:
         runner.cache.release(pages)
 
@@ -195,7 +228,7 @@ def _check_long_contexts(
         table = [repeated[i % len(repeated)] for i in range(pages_for(end) - 1)] + [last]
         span = range(end - _LAST, end)
         steps = [SequenceStep(tokens[i : i + 1], [at], [at], table, num_logits=1) for i, at in enumerate(span)]
-        decoded = torch.cat([runner.forward([step]) for step in steps])
+        decoded = _decode(runner, steps)
         verified = SequenceStep(tokens[:_LAST], span, span, table, num_logits=_LAST)
         few = _chunk(tokens, 0, 3, [first], num_logits=1)
         _compare(report, runner, [verified], 0, decoded)

@@ -45,7 +45,7 @@ class StateTaps:
         self.features = features
         self._name = name
         self._width = int(model.config.get_text_config().hidden_size)
-        self._caught: dict[int, Tensor] = {}
+        self._caught: dict[int, Tensor] | None = None
         self._versions: dict[int, int] = {}
         decoder, layers = _find_layers(model, name)
         require_boundaries(features, len(layers), name)
@@ -57,9 +57,9 @@ class StateTaps:
             else:
                 layers[boundary].register_forward_pre_hook(partial(self._entering, boundary), with_kwargs=True)
 
-    def clear(self) -> None:
-        """Forgets what an earlier forward has left; before each forward."""
-        self._caught.clear()
+    def listen(self) -> None:
+        """Catches the states of the forward that follows."""
+        self._caught = {}
 
     def require(self, num_tokens: int) -> None:
         """Checks what a forward of ``num_tokens`` tokens has left.
@@ -67,9 +67,9 @@ class StateTaps:
         Raises:
             ConfigError: it has no such states.
         """
-        expected = (1, num_tokens, self._width)
+        expected, caught = (1, num_tokens, self._width), self._take()
         for boundary in self.features.boundaries:
-            state = self._caught.get(boundary)
+            state = caught.get(boundary)
             if state is None:
                 raise ConfigError(f"{self._name} does not pass boundary {boundary}: it has no hidden state there")
             shape = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
@@ -84,11 +84,17 @@ class StateTaps:
     def join(self, logits_index: Tensor) -> Tensor:
         """The states ``[1, n, len(boundaries) * hidden]`` of the last forward: of all tokens of the step, padding
         included, or of those at ``logits_index`` [R]."""
-        states = [self._caught[boundary] for boundary in self.features.boundaries]
-        self._caught.clear()
+        caught = self._take()
+        states = [caught[boundary] for boundary in self.features.boundaries]
         if not self.features.every_position:
             states = [state[:, logits_index] for state in states]
         return torch.cat(states, dim=-1)
+
+    def _take(self) -> dict[int, Tensor]:
+        """What was caught; other forwards of the model, by another step, leave nothing."""
+        caught, self._caught = self._caught, None
+        assert caught is not None
+        return caught
 
     def _entering(self, boundary: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._catch(boundary, args[0] if args else kwargs.get("hidden_states"))
@@ -97,6 +103,8 @@ class StateTaps:
         self._catch(boundary, output if isinstance(output, Tensor) else output[0])
 
     def _catch(self, boundary: int, state: Any) -> None:
+        if self._caught is None:
+            return
         if boundary in self._caught:
             raise ConfigError(f"{self._name} passes boundary {boundary} more than once: it has no single state there")
         self._caught[boundary] = state

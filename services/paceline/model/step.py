@@ -53,7 +53,7 @@ class Step(torch.nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the model; KV is written in place."""
         if self.taps is not None:
-            self.taps.clear()
+            self.taps.listen()
         logits: Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
@@ -131,7 +131,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
             with torch.no_grad(), spare:
                 ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.long, device=model.device)
                 if taps is not None:
-                    taps.clear()
+                    taps.listen()
                 model(input_ids=ids, use_cache=False, page_table=None)
         except ConfigError:
             raise

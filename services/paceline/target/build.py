@@ -116,7 +116,7 @@ def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_
     if options.batch_invariant != "off":
         started = time.perf_counter()
         report = check_invariance(runner, max_len, options.max_step_tokens)
-        level = logging.INFO if report.holds else logging.WARNING
+        level = logging.INFO if report.holds and not report.num_states_different else logging.WARNING
         log.log(level, "target %s: %s, in %.1f s", path, report, time.perf_counter() - started)
     elif speculates_quantized:
         raise ConfigError(

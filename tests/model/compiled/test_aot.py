@@ -21,6 +21,7 @@ from paceline.model.compiled import aot as compile_module
 from paceline.model.compiled import package
 from paceline.model.compiled.aot import NoCompilerError, artifact_key
 from paceline.model.compiled.package import CompiledPackage
+from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.selftest import check_invariance
 from paceline.model.step import Step
@@ -41,6 +42,9 @@ def smallest() -> PreTrainedModel:
             intermediate_size=32, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
         )
     )  # fmt: skip
+
+
+STATES = [Features((0, 1), True), Features((1, 0), True), Features((0, 1), False), Features((0, OUT), True)]
 
 
 def requests(vocab_size: int) -> dict[str, Request]:
@@ -83,7 +87,7 @@ def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
 
 
 def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
-    """Weights, dtype, window, kernel and configuration; equal models have equal keys."""
+    """Weights, dtype, window, kernel, configuration and states; equal models have equal keys."""
     base = artifact_key(smallest(), None)
     assert artifact_key(smallest(), None) == base
     changed = smallest()
@@ -97,8 +101,9 @@ def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
         artifact_key(smallest(), 128),
         artifact_key(smallest(), None, "native"),
         artifact_key(renormed, None),
+        *(artifact_key(smallest(), None, features=features) for features in STATES),
     }
-    assert len(others | {base}) == 6
+    assert len(others | {base}) == 6 + len(STATES)
 
 
 CASES = [(f, dtype) for f in FAMILIES if f != "qwen3_moe" for dtype in (torch.float32, torch.bfloat16)]
@@ -166,6 +171,32 @@ def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
         step = SequenceStep([1, 2], [0, 1], [0, 1], runner.cache.allocate(1), num_logits=2)
         logits.append(runner.forward([step]))
     assert torch.equal(*logits)
+
+
+@pytest.mark.slow
+def test_compiled_states_are_those_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By our loader and by torch's, which return two tensors then; the self-test compares their bits."""
+    features = Features((0, 1, OUT), every_position=True)
+    model = prepare(smallest(), compile=True, features=features)
+    assert isinstance(model.step, CompiledPackage)
+    monkeypatch.setattr(package, "_NEEDS_EXECUTOR", b"")
+    found = []
+    for one in (model, *(prepare(smallest(), compile=compile, features=features) for compile in (True, False))):
+        runner = one.runner(6)
+        steps = [
+            SequenceStep([1, 2, 3], range(3), range(3), runner.cache.allocate(1), num_logits=1),
+            SequenceStep([4, 5], range(2), range(2), runner.cache.allocate(1), num_logits=0),
+        ]
+        found.append(runner.forward_with_states(steps))
+        assert torch.equal(runner.forward(steps), found[-1][0])
+    (logits, states), by_torch, (eager_logits, eager_states) = found
+    assert states.shape == (5, 3 * 32)
+    assert torch.equal(logits, by_torch[0])
+    assert torch.equal(states, by_torch[1])
+    torch.testing.assert_close(logits, eager_logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states, eager_states, rtol=1e-5, atol=1e-5)
+    report = check_invariance(model.runner(8))
+    assert report.num_states_different <= report.num_different, str(report)
 
 
 def test_without_a_compiler_a_model_runs_eagerly_unless_it_must_be_compiled(

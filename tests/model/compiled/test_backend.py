@@ -26,6 +26,7 @@ from paceline.model import loading
 from paceline.model.compiled.backend import DeviceBackend, HostBackend
 from paceline.model.compiled.buckets import Limits, best_fit, pack, shapes_to_record, unpack
 from paceline.model.compiled.graphs import make_backend, record_steps
+from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance, check_replay
@@ -227,6 +228,43 @@ def test_padded_and_replayed_steps_have_the_bits_of_plain_ones(family: str, dtyp
         assert recorder.num_replays == before + 1
         for step in steps:
             host.cache.release(step.pages)
+
+
+@pytest.mark.parametrize("every_position", [True, False])
+def test_states_of_recorded_steps_are_those_of_the_host(every_position: bool) -> None:
+    """Bit for bit those of the same shapes run eagerly, without a row of padding; and they stay what they were when
+    another step runs."""
+    model = prepare(random_model("llama"), compile=False, features=Features((0, 2, OUT), every_position))
+    host, eager, recorder = model.runner(80), on_device(model, 80), FakeRecorder()
+    device = on_device(model, 80, recorder)
+    kept = []
+    for runner in (eager, device):
+        runner.record(LIMITS)
+    for seed in range(10):
+        steps = batch(seed, cache=host.cache)
+        for step in steps[1:]:
+            step.num_logits = 1
+        for pools in zip(*((*r.cache.keys, *r.cache.values) for r in (host, eager, device)), strict=True):
+            pools[0].normal_()  # the contexts
+            for pool in pools[1:]:
+                pool.copy_(pools[0])
+        kept.append([runner.forward_with_states(steps) for runner in (device, eager, host)])
+        for step in steps:
+            host.cache.release(step.pages)
+    assert recorder.num_replays > 5
+    for outputs in kept:
+        for got, same, want in zip(*outputs, strict=True):
+            assert torch.equal(got, same)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert check_replay(device) == []
+    honest = device.backend._replays[shape := device.backend.recorded[1]]
+
+    def corrupt() -> None:
+        honest()
+        device.backend._states[1, 2] = torch.nextafter(device.backend._states[1, 2], torch.tensor(1e9))
+
+    device.backend._replays[shape] = corrupt
+    assert check_replay(device) == [shape]
 
 
 def test_logits_stay_what_they_were_when_another_step_runs() -> None:

@@ -23,6 +23,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import process, sample_coupled
 from paceline.model.attention import native as cpu_attention
+from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
 from paceline.model.parallel.model import load_shard
@@ -317,3 +318,37 @@ def die_in_a_step(group: Collectives, path: str, cache: str, compile: bool) -> s
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+STATES = Features((0, 1, 2, OUT), every_position=True)
+
+
+def run_states(
+    group: Collectives, path: str, cache: str, compile: bool
+) -> tuple[Tensor, Tensor, Tensor, list[int], str] | None:
+    """On rank 0: logits and states of a step of two texts, those of a step whose tokens are drawn where the logits are,
+    and of compiled ranks what the self-test says."""
+    _compile_in(cache)
+    model = prepare(
+        load_shard(Checkpoint.open(path), torch.float32, group), compile=compile, features=STATES, attention="sdpa"
+    )
+    return led(model, _states, compile)
+
+
+def two_texts(runner: ModelRunner) -> list[SequenceStep]:
+    """A step of 7 tokens, with logits of 3."""
+    pages = [runner.cache.allocate(1) for _ in range(2)]
+    return [
+        SequenceStep(range(20, 25), range(5), range(5), pages[0], num_logits=1),
+        SequenceStep([30, 31], range(2), range(2), pages[1], num_logits=2),
+    ]
+
+
+def _states(runner: LeadingRunner, tested: bool) -> tuple[Tensor, Tensor, Tensor, list[int], str]:
+    steps = two_texts(runner)
+    logits, states = runner.forward_with_states(steps)
+    greedy = SamplerState(SamplingParams(temperature=0.0), 0, (11,), vocab_size=runner.vocab_size, device="cpu")
+    _, token_ids, _, again = runner.forward_and_pick_with_states(steps, [Row(greedy)] * len(logits))
+    for step in steps:
+        runner.cache.release(step.pages)
+    return logits, states, again, token_ids, str(check_invariance(runner)) if tested else ""

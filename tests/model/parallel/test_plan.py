@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.model.parallel.ranks import (
+    STATES,
     TRANSPORTS,
     Ranks,
     die_in_a_step,
@@ -20,6 +21,8 @@ from tests.model.parallel.ranks import (
     run_invariance,
     run_sampled,
     run_shard,
+    run_states,
+    two_texts,
 )
 from tests.support.models import FAMILIES, prompt, random_model
 from tests.support.rings import nightly, slow
@@ -224,6 +227,25 @@ def test_a_rank_that_dies_while_the_engine_runs_is_told_of(compile: bool, tmp_pa
     with Ranks(2, tmp_path) as ranks:
         ranks.start(die_in_a_step, path, str(tmp_path / "cache"), compile, timeout_s=120.0, transport="shared")
         assert ranks.result(0) == "RanksLostError: rank 0 of 2: rank 1 has died"
+
+
+@pytest.mark.parametrize("compile", [False, *slow([True])], ids=["eager", "compiled"])
+def test_states_of_the_leading_rank_are_those_of_one_process(compile: bool, two: Ranks, tmp_path: Path) -> None:
+    """All boundaries, from steps that return logits and from those that draw tokens; compared by the self-test too."""
+    _, path = saved(LlamaConfig(**{**SMALL_LLAMA, "intermediate_size": 192, "pad_token_id": 0}), tmp_path / "model")
+    model = prepare(load_pretrained(Checkpoint.open(path), torch.float32), compile=False, features=STATES)
+    runner = model.runner(16)
+    want_logits, want = runner.forward_with_states(two_texts(runner))
+    results = two.run(run_states, path, str(tmp_path / "cache"), compile, transport="shared", timeout_s=300.0)
+    logits, states, again, token_ids, said = results[0]
+    assert results[1] is None
+    assert states.shape == want.shape == (7, 4 * 64)
+    torch.testing.assert_close(states, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, want_logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(again, states)
+    assert token_ids == want_logits.argmax(-1).tolist()
+    assert said.startswith("batch-invariant: " if compile else "")
+    assert "hidden states" not in said
 
 
 def test_compiled_ranks_need_shared_memory(two: Ranks, tmp_path: Path) -> None:
