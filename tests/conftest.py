@@ -27,6 +27,7 @@ GROUPS = {
     "local": ("tests/local/",),
     "command": ("tests/cli/test_main.py",),
     "client": ("tests/client/",),
+    "web": ("tests/web/",),
 }
 """Tests of one group run one after the other in one process.
 

@@ -19,12 +19,11 @@ VALUES = {"types", "errors"}
 MAY = {
     # What everything rests on.
     "errors": set(),
-    "refusals": set(),
     "embedded": set(),
     "v1": set(),
     "types": {"errors"},
     "messages": {"types"},
-    "config": {"types", "refusals", "errors", "embedded"},
+    "config": {"types", "errors", "embedded"},
     "logs": {"config"},
     "checkpoint": {"config", "embedded", *VALUES},
     # Keys, certificates, and who may call what.
@@ -40,7 +39,7 @@ MAY = {
     # It takes RouterConfig, its slice of the configuration, as the engines take theirs.
     "router": {"logs", "rpc", "security", "checkpoint", "metrics", "messages", "config", "v1", *VALUES},
     # What connects them.
-    "rpc": {"messages", "security", "refusals", "v1", *VALUES},
+    "rpc": {"messages", "security", "v1", *VALUES},
     "metrics": {"messages", *VALUES},
     "runtime": {"target", "draft", "rpc", "security", "messages", "config", "logs", "v1", *VALUES},
     "local": {"router", "runtime", "checkpoint", "messages", "config", *VALUES},
@@ -51,6 +50,7 @@ MAY = {
             "router",
             "runtime",
             "fleet",
+            "web",
             "preflight",
             "metrics",
             "rpc",
@@ -64,22 +64,23 @@ MAY = {
     },
     "app": {"cluster"},
     # Who uses them.
-    "client": {"rpc", "refusals", "v1", *VALUES},
+    "client": {"rpc", "v1", *VALUES},
     "cli": {
         "cluster",
         "security",
         "local",
+        "web",
+        "metrics",
         "client",
         "preflight",
         "plan",
         "checkpoint",
         "config",
-        "refusals",
         "logs",
         *VALUES,
     },
-    # A room that is not built yet: HTTP and the page beside gRPC.
-    "web": {"router", "security", "checkpoint", "metrics", "config", "refusals", "messages", *VALUES},
+    # HTTP beside gRPC: neither Ray nor engines.
+    "web": {"router", "security", "checkpoint", "logs", *VALUES},
 }
 """Package or module -> what of ours it may import, inside functions and for type checking included."""
 
@@ -90,10 +91,12 @@ ONLY = {
     "transformers": {"model", "drafters", "checkpoint", "paceline_bench"},
     "argparse": {"cli", "cluster", "paceline_bench"},
     "rich": {"cli"},
+    "fastapi": {"web"},
+    "uvicorn": {"cli"},
 }
 """Library -> the only packages that may import it."""
 
-TOP = {"__init__", "__main__", "app", "errors", "local", "logs", "messages", "refusals", "types"}
+TOP = {"__init__", "__main__", "app", "local", "logs", "messages", "types"}
 """The modules at the top of the package; everything else is in a folder."""
 
 FILES = [path for path in sorted(SERVICES.glob("paceline*/**/*.py")) if "v1" not in path.parts]

@@ -9,31 +9,52 @@ without it sessions go on by plain decoding, and it is started again. Without th
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
-from paceline.checkpoint.tokenizer import Tokenizer, encode_prompt, require_same_tokens
-from paceline.config import DraftModel, LocalConfig
-from paceline.errors import EngineError, InvalidRequestError, PacelineError
+from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt, require_same_tokens
+from paceline.config import DraftModel, LocalConfig, RouterConfig
+from paceline.errors import (
+    EngineError,
+    InvalidRequestError,
+    PacelineError,
+    RequestInProgressError,
+    ResourceExhaustedError,
+)
 from paceline.messages import FromDraft, FromTarget, ToDraft, ToTarget
+from paceline.router.admission import TargetInfo
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.runtime.ranks import local_worker
 from paceline.runtime.workers import EngineFactory, Worker
-from paceline.types import Chunk, Result, SamplingParams, SpeculationParams, as_prompt, as_stop_strings
+from paceline.types import (
+    Chunk,
+    Request,
+    RequestLimits,
+    Result,
+    SamplingParams,
+    SpeculationParams,
+    Usage,
+    as_prompt,
+    as_stop_strings,
+)
 
 log = logging.getLogger(__name__)
 
 _RESTART_S, _LONGEST_RESTART_S = 0.5, 60.0
 """Pause before a dead draft is started again, doubled each time."""
+_ROUTER = RouterConfig()
+"""Limits of requests and of those that wait are a router's, where there is none."""
 
 
 class LocalPipeline:
@@ -59,6 +80,7 @@ class LocalPipeline:
         self._active: dict[str, LocalGeneration] = {}
         self._waiting: deque[LocalGeneration] = deque()
         self._num_submitted = 0
+        self._running: set[str] = set()  # request ids of ``run``
         self._failure: EngineError | None = None
         self.num_draft_restarts = 0
         """Times that a dead draft was started again."""
@@ -157,11 +179,12 @@ class LocalPipeline:
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
         stop: str | Sequence[str] = (),
+        on_change: Callable[[], None] = lambda: None,
     ) -> LocalGeneration:
         """Starts a request; it waits its turn if ``max_sessions`` are in progress.
 
         ``prompt``: text, or token ids of the target's tokenizer. ``stop``: the text ends before the first of these;
-        one text is one stop string.
+        one text is one stop string. ``on_change`` is called, by any thread, whenever there is more for the consumer.
 
         Raises InvalidRequestError for a prompt that is empty or too long, or for parameters that cannot be served,
         EngineError if the target is gone.
@@ -186,13 +209,81 @@ class LocalPipeline:
                 clock=self._clock,
             )
             self._num_submitted += 1
-            generation = LocalGeneration(session, self.cancel)
+            generation = LocalGeneration(session, self.cancel, on_change)
             self._waiting.append(generation)
             self._admit()
         return generation
 
     generate = submit
     """Alias of ``submit``: the returned generation is the iterator of chunks."""
+
+    @property
+    def info(self) -> TargetInfo:
+        """The target model, once it is loaded."""
+        eos_token_ids = self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids
+        return TargetInfo(self.tokenizer, self.max_model_len, eos_token_ids, self.default_sampling)
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Bounds of the lists of a request."""
+        return _ROUTER.limits
+
+    @property
+    def ready(self) -> bool:
+        """True if a request would be served now."""
+        return self._loaded and self._failure is None
+
+    async def run(
+        self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
+    ) -> AsyncGenerator[Chunk | Result, None]:
+        """Yields the chunks of a request, then its result, as ``router.service.GenerationService.run`` does.
+
+        ``owner`` is not used: nobody cancels by id here. Leaving the generator cancels the request.
+
+        Raises:
+            InvalidRequestError: the request can never be served.
+            ResourceExhaustedError: as many requests wait as may.
+            EngineError: the target is gone.
+        """
+        if request.generated_token_ids:
+            raise InvalidRequestError("generated_token_ids is given: only a service with routers continues a stream")
+        if request.request_id in self._running:
+            raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
+        if (num_waiting := len(self._waiting)) >= (limit := _ROUTER.max_queued_requests):
+            num_active = len(self._active)
+            raise ResourceExhaustedError(
+                f"{num_active} requests are running and {num_waiting} are queued: at most {limit} may wait"
+            )
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_change() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(changed.set)
+
+        self._running.add(request.request_id)
+        generation = None
+        try:
+            prompt: str | Sequence[int] = request.prompt
+            if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+                prompt = await asyncio.to_thread(self.encode, prompt, request.sampling)
+            generation = self.submit(prompt, request.sampling, request.speculation, request.stop, on_change)
+            while True:
+                changed.clear()
+                done = generation.done
+                for chunk in generation.take():
+                    assert chunk.usage is not None, "every chunk of a session has it"
+                    on_usage(chunk.usage)
+                    yield chunk
+                if done:
+                    result = generation.result
+                    on_usage(result.usage)
+                    yield result
+                    return
+                await changed.wait()
+        finally:
+            self._running.remove(request.request_id)
+            if generation is not None:
+                generation.cancel()
 
     def cancel(self, generation: LocalGeneration) -> None:
         """Ends a request now and frees it on both engines. A finished one is left as it is."""
@@ -313,9 +404,11 @@ class LocalPipeline:
 class LocalGeneration:
     """A request in progress: iterate over its chunks, then read ``result``. One consumer."""
 
-    def __init__(self, session: Session, cancel: Callable[[LocalGeneration], None]) -> None:
+    def __init__(
+        self, session: Session, cancel: Callable[[LocalGeneration], None], on_change: Callable[[], None] = lambda: None
+    ) -> None:
         self.session = session
-        self._cancel = cancel
+        self._cancel, self._on_change = cancel, on_change
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._done = threading.Event()
         self._error: PacelineError | None = None
@@ -332,6 +425,15 @@ class LocalGeneration:
         if self._error is not None:
             raise self._error
         raise StopIteration
+
+    def take(self) -> list[Chunk]:
+        """The chunks that have come since, without waiting."""
+        chunks: list[Chunk] = []
+        with contextlib.suppress(queue.Empty):
+            while (chunk := self._chunks.get_nowait()) is not None:
+                chunks.append(chunk)
+            self._chunks.put(None)
+        return chunks
 
     @property
     def result(self) -> Result:
@@ -355,6 +457,8 @@ class LocalGeneration:
         """Passes chunks on, and ends the request with the result. Called by the pipeline."""
         for chunk in actions.chunks:
             self._chunks.put(chunk)
+        if actions.chunks:
+            self._on_change()
         if actions.result is not None:
             self._finish()
 
@@ -366,3 +470,4 @@ class LocalGeneration:
     def _finish(self) -> None:
         self._done.set()
         self._chunks.put(None)
+        self._on_change()

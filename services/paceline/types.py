@@ -9,10 +9,10 @@ import enum
 import hashlib
 import math
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -27,6 +27,8 @@ MAX_LOGIT_BIAS = 1e4
 """Largest finite logit bias, either way."""
 MAX_SEED = 2**64 - 1
 """Largest seed: seeds are 64-bit keys."""
+MAX_REQUEST_ID_LEN = 256
+"""Most characters of a request id."""
 
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
 
@@ -135,10 +137,16 @@ class _RequestParams(_Params):
         name = info.field_name or ""
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         wrong = next((item for item in held if isinstance(item, bool)), None)
-        if wrong is None or cls.model_fields[name].annotation is bool:
+        if wrong is None or _takes_bool(cls.model_fields[name].annotation):
             return value
         verb = "is" if wrong is value else "holds"
         raise ValueError(f"{name} {verb} {str(wrong).lower()}: neither true nor false is allowed")
+
+
+def _takes_bool(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return True  # its own fields are checked
+    return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))
 
 
 class SamplingParams(_RequestParams):
@@ -278,6 +286,35 @@ class RequestLimits(_Params, strict=True):
     max_logit_bias: int = Field(default=1024, ge=0)
     """Entries of ``logit_bias``."""
 
+    def check(
+        self,
+        *,
+        stop: Sequence[str],
+        stop_token_ids: Sized,
+        bad_words: Sized,
+        bad_words_sizes: Iterable[int],
+        logit_bias: Sized,
+        where: str = "",
+    ) -> None:
+        """Raises InvalidRequestError for a list that is too long. Nothing is read from the lists before that.
+
+        ``bad_words_sizes``: token ids of each sequence. ``where``: put before the names of the fields.
+        """
+        held = {
+            "stop": (len(stop), "strings", self.max_stop_strings),
+            "stop_token_ids": (len(stop_token_ids), "ids", self.max_stop_token_ids),
+            "bad_words": (len(bad_words), "sequences", self.max_bad_words),
+            "logit_bias": (len(logit_bias), "entries", self.max_logit_bias),
+        }
+        for name, (count, what, limit) in held.items():
+            if count > limit:
+                raise InvalidRequestError(f"{where}{name} has {count} {what}: at most {limit} are allowed")
+        if (count := sum(bad_words_sizes)) > (limit := self.max_bad_words_tokens):
+            raise InvalidRequestError(f"{where}bad_words has {count} token ids: at most {limit} are allowed")
+        for i, text in enumerate(stop):
+            if (count := len(text)) > (limit := self.max_stop_chars):
+                raise InvalidRequestError(f"{where}stop[{i}] has {count} characters: at most {limit} are allowed")
+
 
 class SpeculationParams(_RequestParams):
     """Speculation of one session."""
@@ -292,6 +329,28 @@ class SpeculationParams(_RequestParams):
     """Strategy by which the draft spends its tree budget (``draft/growth.py``)."""
     saguaro: float = Field(default=1.0, gt=0, le=1)
     """Rejection rule only: q of the predicted next tokens is scaled by this before sampling; 1 is off."""
+
+
+def speculation_arguments(fields: Mapping[str, Any], enabled: bool | None) -> dict[str, Any]:
+    """Arguments of SpeculationParams; ``enabled``, the switch of requests, selects the mode.
+
+    Raises InvalidRequestError if both are given and contradict each other.
+    """
+    arguments = dict(fields)
+    mode = arguments.get("mode")
+    if enabled and mode == Mode.PLAIN:
+        raise InvalidRequestError(
+            "speculation.enabled is true and speculation.mode is 'plain': with true the mode must be 'sequential' or"
+            " 'overlapped', or absent"
+        )
+    if enabled is False:
+        if mode not in (None, Mode.PLAIN):
+            raise InvalidRequestError(
+                f"speculation.enabled is false and speculation.mode is {mode!r}: with false the mode must be 'plain' or"
+                " absent"
+            )
+        arguments["mode"] = Mode.PLAIN
+    return arguments
 
 
 def as_prompt(prompt: Any) -> str | tuple[int, ...]:
@@ -325,6 +384,12 @@ def as_stop_strings(stop: Any) -> tuple[str, ...]:
         if not isinstance(string, str) or not string:
             raise InvalidRequestError(f"stop[{i}] is {string!r}: text of at least one character is allowed")
     return strings
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequestError for an id that is too long."""
+    if (size := len(request_id)) > MAX_REQUEST_ID_LEN:
+        raise InvalidRequestError(f"request_id has {size} characters: at most {MAX_REQUEST_ID_LEN} are allowed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import yaml
 
 from paceline.cli.main import main
 from paceline.config import ServiceConfig
-from paceline.refusals import keys_of
+from paceline.errors.refusals import keys_of
 
 
 def printed(capsys, *flags):

@@ -84,7 +84,7 @@ FLAGS = {
     f"{CONNECTION} "
     "--stop --max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
-    "serve": f"{SERVICE} --address --dashboard --print-environment --verbose",
+    "serve": f"{SERVICE} --local --address --dashboard --print-environment --verbose",
     "check": f"{SERVICE} --json --against",
     "config": f"{SERVICE} --markdown",
     "demo": f"{MODEL} --local --verbose --max-tokens --temperature --seed --repeats",

@@ -88,13 +88,13 @@ class Tokenizer:
         _num_bytes(text)
         return tuple(self._tokenizer.encode(text))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids``: special tokens left out, spaces as they are."""
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        """Text of ``token_ids``, spaces as they are; special tokens are left out unless ``special`` is true."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
-            return str(backend.decode(list(token_ids), skip_special_tokens=True))
+            return str(backend.decode(list(token_ids), skip_special_tokens=not special))
         return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
 
     @property

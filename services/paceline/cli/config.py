@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from paceline.cli.exit import EXIT_DONE
 from paceline.cli.serve import add_config_flags, read_config
 from paceline.config import ServiceConfig
-from paceline.refusals import shown
+from paceline.errors.refusals import shown
 
 _WORDS = {
     int: "whole number",

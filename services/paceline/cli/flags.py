@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from paceline.config import ServiceConfig
 from paceline.errors import InvalidRequestError
-from paceline.refusals import explain_parameter
+from paceline.errors.refusals import explain_parameter
 from paceline.types import SamplingParams, SpeculationParams
 
 _ENGINE = "target_config.engine_kwargs"

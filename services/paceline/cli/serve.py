@@ -1,6 +1,6 @@
 """``paceline serve``: the service on this machine, or on a Ray cluster that runs already, until it is told to stop.
 
-    flags, file ─▶ configuration ─▶ checks ─▶ cluster.launch.Service
+    flags, file ─▶ configuration ─▶ checks ─▶ cluster.launch.Service, or with --local cli.local_service
 
 Exit status: 0 stopped by SIGTERM, 130 by Ctrl-C; the others as in ``exit.py``.
 """
@@ -20,7 +20,7 @@ from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, h
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
-from paceline.config import EMBEDDED_DRAFT, ModelDraftConfig, NgramDraftConfig, ServiceConfig
+from paceline.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelDraftConfig, NgramDraftConfig, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.preflight.service import require_service
 from paceline.security import haproxy
@@ -41,6 +41,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``paceline serve``."""
     parser.description = "Runs the service on this machine, or on a Ray cluster, until it is interrupted."
     add_config_flags(parser)
+    parser.add_argument(
+        "--local", action="store_true", help="both engines and the HTTP port alone, without Ray, gRPC and replicas"
+    )
     group = parser.add_argument_group("Ray")
     group.add_argument("--address", metavar="RAY_ADDRESS", help="join this Ray cluster (default: start one here)")
     group.add_argument("--dashboard", action="store_true", help="also start Ray's dashboard")
@@ -139,8 +142,33 @@ def _loading(flag: str, value: str) -> dict[str, str]:
     return {"model_id": folder.resolve().name, "model_source": str(folder)} if folder.is_dir() else {"model_id": value}
 
 
+_NOT_LOCAL = ("config", "set", "targets", "drafts", "routers", "grpc_port", "tls_client_ca", "address", "dashboard")
+
+
+def _run_local(args: argparse.Namespace) -> int:
+    """Runs ``paceline serve --local``. Raises ConfigError for flags of what is not there."""
+    for name in _NOT_LOCAL:
+        if getattr(args, name):
+            raise ConfigError(f"{flag_of(name)} is given with --local, which has neither replicas nor gRPC")
+    if args.print_environment:
+        raise ConfigError("--print-environment is given with --local, which runs no Ray cluster")
+    from paceline.cli.generate import local_config
+    from paceline.cli.local_service import serve_local
+
+    keys = [*_SERVER_KEYS, *_ACCESS_KEYS.values()]
+    names = [*(key.rpartition(".")[2] for key in _SERVER_KEYS), *_ACCESS_KEYS]
+    given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}
+    server = ServiceConfig().with_overrides([_override(key, value) for key, value in given.items()]).server
+    loading = {"model_id": EMBEDDED_TARGET} if args.target is None else _loading("--target", args.target)
+    with_draft = args.drafter != "none"
+    serve_local(local_config(args, with_draft), server, loading["model_id"])
+    return EXIT_DONE
+
+
 def run_serve(args: argparse.Namespace) -> int:
     """Runs ``paceline serve``."""
+    if args.local:
+        return _run_local(args)
     if args.print_environment:
         folder = socket_folder()
         variables = serve_environment(folder)

@@ -39,7 +39,7 @@ from paceline.errors import (
     PacelineError,
     ResourceExhaustedError,
 )
-from paceline.refusals import explain_parameter
+from paceline.errors.refusals import explain_parameter
 from paceline.rpc import generation as api
 from paceline.rpc.status import is_lost
 from paceline.types import Chunk, Request, SamplingParams, SpeculationParams, as_prompt, as_stop_strings

@@ -32,7 +32,7 @@ from paceline.config.options import (
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
 from paceline.config.pools import ModelDraftConfig, NgramDraftConfig, RouterConfig, TargetConfig
 from paceline.config.security import InternalTls, ServerTls
-from paceline.config.service import LogConfig, ServiceConfig
+from paceline.config.service import LogConfig, ServerConfig, ServiceConfig
 
 __all__ = [
     "DOWNSCALE_DELAY_S",
@@ -64,6 +64,7 @@ __all__ = [
     "RouterConfig",
     "RouterPolicy",
     "ScalingPolicy",
+    "ServerConfig",
     "ServerTls",
     "ServiceConfig",
     "TargetAutoscaling",

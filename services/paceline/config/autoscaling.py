@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, TargetPolicy
-from paceline.refusals import Fault, shown
+from paceline.errors.refusals import Fault, shown
 
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 15.0, 300.0
 """Delays of our own policies where nothing is configured."""
@@ -36,7 +36,7 @@ def _names_function(policy: Any) -> bool:
 
 
 def _function_or(ours: str) -> Discriminator:
-    """Tells a policy that names a function from ours by that key; tags are names of classes (``paceline.refusals``)."""
+    """Tells a policy that names a function from ours by that key; tags are names of classes (``errors.refusals``)."""
     return Discriminator(lambda policy: "PolicyFunction" if _names_function(policy) else ours)
 
 

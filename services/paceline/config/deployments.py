@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.autoscaling import AutoscalingConfig, DraftAutoscaling, RouterAutoscaling, TargetAutoscaling
 from paceline.config.base import Strict
-from paceline.refusals import Fault
+from paceline.errors.refusals import Fault
 
 
 class PlacementGroupConfig(Strict):

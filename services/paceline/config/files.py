@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import ConfigError
-from paceline.refusals import shown
+from paceline.errors.refusals import shown
 
 
 def set_key(data: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
-from paceline.refusals import Fault
+from paceline.errors.refusals import Fault
 
 
 class PolicyFunction(Strict):

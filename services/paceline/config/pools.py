@@ -18,7 +18,7 @@ from paceline.config.deployments import (
 )
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
 from paceline.config.options import DraftOptions, ModelOptions, NgramOptions, TargetOptions
-from paceline.refusals import Fault
+from paceline.errors.refusals import Fault
 from paceline.types import RequestLimits
 
 _ENGINE_CPUS, _ROUTER_CPUS = 0.9, 0.2

@@ -19,7 +19,7 @@ from paceline.config.options import DraftSetup, TargetSetup
 from paceline.config.pools import DraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
 from paceline.config.security import InternalTls, ServerTls
 from paceline.errors import ConfigError
-from paceline.refusals import Fault, explain
+from paceline.errors.refusals import Fault, explain
 
 
 class ServerConfig(Strict):

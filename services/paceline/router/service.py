@@ -1,4 +1,4 @@
-"""Implements GenerationService: converts requests and responses, delegates to the Router."""
+"""Requests over one router: for gRPC from message to messages, for HTTP from values to values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from paceline.errors import PacelineError
+from paceline.router.admission import TargetInfo
 from paceline.router.router import Router
 from paceline.rpc.bounds import RequestBounds
-from paceline.rpc.generation import check_request_id, chunk_to_proto, complete_to_proto
-from paceline.types import Chunk, Result, Usage
+from paceline.rpc.generation import chunk_to_proto, complete_to_proto
+from paceline.types import Chunk, Request, RequestLimits, Result, Usage, check_request_id
 from paceline.v1 import generation_pb2
 
 log = logging.getLogger(__name__)
 
 
 class GenerationService:
-    """Generate and Cancel over one router. Its host turns PacelineErrors into statuses (``rpc/status.py``)."""
+    """Requests over one router, for gRPC and HTTP alike. Its host turns PacelineErrors into statuses."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -27,6 +28,21 @@ class GenerationService:
             router.limits, router.info.max_model_len, max_token_bytes=router.info.tokenizer.max_token_bytes
         )
         """Bounds of a request."""
+
+    @property
+    def info(self) -> TargetInfo:
+        """The target model."""
+        return self._router.info
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Bounds of the lists of a request."""
+        return self._router.limits
+
+    @property
+    def ready(self) -> bool:
+        """True if a request would be served now."""
+        return self._router.ready
 
     async def generate(
         self,
@@ -40,6 +56,19 @@ class GenerationService:
         cancel it by its id. ``on_usage`` takes the tokens so far, with each response.
         """
         request, logprobs = self.bounds.read(message)
+        async with contextlib.aclosing(self.run(request, owner, on_usage)) as items:
+            async for item in items:
+                if isinstance(item, Result):
+                    response = generation_pb2.GenerateResponse(complete=complete_to_proto(item))
+                else:
+                    response = generation_pb2.GenerateResponse(chunk=_chunk(item, logprobs))
+                response.request_id = request.request_id
+                yield response
+
+    async def run(
+        self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
+    ) -> AsyncGenerator[Chunk | Result, None]:
+        """Yields the chunks of a request, then its result; the arguments and errors are those of ``generate``."""
         first = request.request_id not in self._owners  # the router refuses a second one of this id
         if first:
             self._owners[request.request_id] = owner
@@ -50,14 +79,9 @@ class GenerationService:
                 async for item in items:
                     if isinstance(item, Result):
                         result = item
-                        on_usage(item.usage)
-                        response = generation_pb2.GenerateResponse(complete=complete_to_proto(item))
-                    else:
-                        assert item.usage is not None, "every chunk of a session has it"
-                        on_usage(item.usage)
-                        response = generation_pb2.GenerateResponse(chunk=_chunk(item, logprobs))
-                    response.request_id = request.request_id
-                    yield response
+                    assert item.usage is not None, "every chunk of a session has it"
+                    on_usage(item.usage)
+                    yield item
         except PacelineError as error:
             log.info("request failed: %s", type(error).__name__, extra=extra)
             raise

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError
-from paceline.refusals import explain_parameter
+from paceline.errors.refusals import explain_parameter
 from paceline.rpc.values import (
     CAUSES,
     read_round,
@@ -30,7 +30,6 @@ from paceline.types import (
     Cause,
     Chunk,
     FinishReason,
-    Mode,
     ModelInfo,
     PoolScaling,
     Request,
@@ -43,11 +42,10 @@ from paceline.types import (
     Startup,
     Timing,
     Usage,
+    check_request_id,
+    speculation_arguments,
 )
 from paceline.v1 import generation_pb2, types_pb2
-
-MAX_REQUEST_ID_LEN = 256
-"""Most characters of a request id."""
 
 _MAX_UINT32 = 2**32 - 1
 
@@ -143,49 +141,21 @@ def request_from_proto(
     )
 
 
-def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequestError for an id that is too long."""
-    if (size := len(request_id)) > MAX_REQUEST_ID_LEN:
-        raise InvalidRequestError(f"request_id has {size} characters: at most {MAX_REQUEST_ID_LEN} are allowed")
-
-
 def _check_limits(proto: types_pb2.SamplingParams, limits: RequestLimits) -> None:
-    """Raises InvalidRequestError for a list that is too long. Nothing is read from the lists before that."""
-    held = {
-        "stop": (len(proto.stop), "strings", limits.max_stop_strings),
-        "stop_token_ids": (len(proto.stop_token_ids), "ids", limits.max_stop_token_ids),
-        "bad_words": (len(proto.bad_words), "sequences", limits.max_bad_words),
-        "logit_bias": (len(proto.logit_bias), "entries", limits.max_logit_bias),
-    }
-    for name, (count, what, limit) in held.items():
-        if count > limit:
-            raise InvalidRequestError(f"sampling_params.{name} has {count} {what}: at most {limit} are allowed")
-    if (count := sum(len(words.token_ids) for words in proto.bad_words)) > (limit := limits.max_bad_words_tokens):
-        raise InvalidRequestError(f"sampling_params.bad_words has {count} token ids: at most {limit} are allowed")
-    for i, stop in enumerate(proto.stop):
-        if (count := len(stop)) > (limit := limits.max_stop_chars):
-            raise InvalidRequestError(f"sampling_params.stop[{i}] has {count} characters: at most {limit} are allowed")
+    """Raises InvalidRequestError for a list that is too long."""
+    limits.check(
+        stop=proto.stop,
+        stop_token_ids=proto.stop_token_ids,
+        bad_words=proto.bad_words,
+        bad_words_sizes=(len(words.token_ids) for words in proto.bad_words),
+        logit_bias=proto.logit_bias,
+        where="sampling_params.",
+    )
 
 
 def _speculation_arguments(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:
     """Returns the arguments of SpeculationParams; ``enabled`` selects the mode. Raises InvalidRequestError."""
-    fields = speculation_fields(proto)
-    if not proto.HasField("enabled"):
-        return fields
-    mode = fields.get("mode")
-    if proto.enabled and mode == Mode.PLAIN:
-        raise InvalidRequestError(
-            "speculation.enabled is true and speculation.mode is 'plain': with true the mode must be 'sequential' or"
-            " 'overlapped', or absent"
-        )
-    if not proto.enabled:
-        if mode not in (None, Mode.PLAIN):
-            raise InvalidRequestError(
-                f"speculation.enabled is false and speculation.mode is {mode!r}: with false the mode must be 'plain' or"
-                " absent"
-            )
-        fields["mode"] = Mode.PLAIN
-    return fields
+    return speculation_arguments(speculation_fields(proto), proto.enabled if proto.HasField("enabled") else None)
 
 
 def _validated(kind: type[_Model], path: str, fields: Mapping[str, Any]) -> _Model:

@@ -1,0 +1,232 @@
+"""The ASGI application: paths, keys, statuses; ``make_app`` over one ``Edge``.
+
+GET  /health /ping /version                      anybody
+GET  /v1/models          POST /v1/completions    who has a key, where there are keys
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from paceline import __version__, logs
+from paceline.errors import InvalidRequestError, NotFoundError, PacelineError
+from paceline.types import Chunk, Result, check_request_id
+from paceline.types import Request as Generation
+from paceline.web.choices import Item, run_all
+from paceline.web.completions import Completion
+from paceline.web.errors import ClientLeftError, body_of, to_http
+from paceline.web.schema import Body, CompletionBody, read
+from paceline.web.service import Edge
+
+log = logging.getLogger(__name__)
+
+_LARGE_BODY = 1 << 16
+"""Bodies of more bytes are parsed in a thread."""
+_REQUEST_ID = "x-request-id"
+_MAY_BE_NAMED = frozenset((*CompletionBody.model_fields, *CompletionBody.INERT))
+
+
+class Answer(Protocol):
+    """The answer to one body."""
+
+    requests: list[Generation]
+    """One for each choice."""
+
+    def take(self, i: int, item: Chunk | Result) -> Iterable[dict[str, Any]]:
+        """Takes what choice ``i`` has yielded; returns the events that tell of it."""
+
+    def finish(self) -> Iterable[dict[str, Any]]:
+        """Returns the last events of a stream."""
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+
+
+class _Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return _dumps(content)
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. What makes them notices itself that the client has left."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(OSError):  # the connection is gone
+                await self.stream_response(send)
+        finally:
+            assert isinstance(self.body_iterator, AsyncGenerator)
+            await self.body_iterator.aclose()
+
+
+def make_app(edge: Edge) -> FastAPI:
+    """The application. It may be mounted where other paths are served, too."""
+    app = FastAPI(title="Paceline", version=__version__, docs_url=None, redoc_url=None)
+    started = int(time.time())
+
+    def caller_of(request: Request) -> str:
+        return edge.access.identify(list(request.headers.items()))
+
+    async def answer(request: Request, kind: Callable[[Edge, Any, str], Answer], body: type[Body]) -> Response:
+        caller = caller_of(request)
+        request_id = _request_id(request)
+        given = read(body, await _json(request, edge.max_body_bytes))
+        if given.model not in (None, edge.model_id):
+            raise _no_model(str(given.model), edge)
+        made = kind(edge, given, request_id)
+        items = run_all(edge, caller, made.requests, request.receive)
+        headers = {_REQUEST_ID: request_id}
+        if not given.stream:
+            async with contextlib.aclosing(items):
+                async for i, item in items:
+                    for _ in made.take(i, item):
+                        pass
+            return _Json(made.body(), headers=headers)
+        try:
+            first = await anext(items)  # what is refused has a status, not an event
+        except BaseException:
+            await items.aclose()
+            raise
+        return _Events(_events(made, first, items), headers=headers | {"cache-control": "no-cache"})
+
+    @app.get("/health", response_class=PlainTextResponse)
+    async def health() -> Response:
+        """Whether a request would be served now."""
+        ready = edge.service.ready
+        return PlainTextResponse("serving\n" if ready else "no target is up\n", 200 if ready else 503)
+
+    @app.api_route("/ping", methods=["GET", "POST"], response_class=PlainTextResponse)
+    async def ping() -> Response:
+        """As ``/health``, by the name that SageMaker asks for."""
+        return await health()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of the service."""
+        return {"version": __version__}
+
+    def model() -> dict[str, Any]:
+        length = edge.service.info.max_model_len
+        return {
+            "id": edge.model_id,
+            "object": "model",
+            "created": started,
+            "owned_by": "paceline",
+            "max_model_len": length,
+        }
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """The model that is served."""
+        caller_of(request)
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{model_id:path}")
+    async def one_model(request: Request, model_id: str) -> dict[str, Any]:
+        """The model of this id."""
+        caller_of(request)
+        if model_id != edge.model_id:
+            raise _no_model(model_id, edge)
+        return model()
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continues prompts."""
+        return await answer(request, Completion, CompletionBody)
+
+    @app.exception_handler(PacelineError)
+    async def refused(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientLeftError):
+            return Response(status_code=499)
+        status, body, headers = to_http(error, _MAY_BE_NAMED)
+        return _Json(body, status, headers=headers | {_REQUEST_ID: getattr(request.state, "request_id", "")})
+
+    @app.exception_handler(HTTPException)
+    async def no_such_path(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path} is not served: the paths are {', '.join(sorted(_paths(app)))}"
+        if error.status_code not in (404, 405):
+            message = str(error.detail)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return _Json(body_of(message, kind), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logs.unexpected(log, error)
+        status, body, _ = to_http(error)
+        return _Json(body, status)
+
+    return app
+
+
+def _paths(app: FastAPI) -> Iterator[str]:
+    return (route.path for route in app.routes if hasattr(route, "path"))
+
+
+def _no_model(name: str, edge: Edge) -> NotFoundError:
+    return NotFoundError(f"model is {name[:200]!r}: {edge.model_id!r} is served")
+
+
+def _request_id(request: Request) -> str:
+    """The id of a request: that of the client if it has sent one. Raises InvalidRequestError for one too long."""
+    request_id = request.headers.get(_REQUEST_ID) or secrets.token_hex(16)
+    check_request_id(request_id)
+    request.state.request_id = request_id
+    return request_id
+
+
+async def _json(request: Request, max_bytes: int) -> Any:
+    """The body of a request. Raises InvalidRequestError for one that is too long or no JSON."""
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            raise HTTPException(413, f"the body has more than {max_bytes} bytes: at most so many are allowed")
+    data = b"".join(parts)
+    try:
+        return await asyncio.to_thread(json.loads, data) if size > _LARGE_BODY else json.loads(data)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at {error.pos}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise InvalidRequestError(f"the body is no JSON: {reason}") from None
+
+
+async def _events(answer: Answer, first: Item, items: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(items):
+        try:
+            for event in answer.take(*first):
+                yield _framed(event)
+            async for i, item in items:
+                for event in answer.take(i, item):
+                    yield _framed(event)
+            for event in answer.finish():
+                yield _framed(event)
+            yield b"data: [DONE]\n\n"
+        except ClientLeftError:
+            return
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                logs.unexpected(log, error)
+            yield _framed(to_http(error)[1])
+
+
+def _framed(event: dict[str, Any]) -> bytes:
+    return b"data: " + _dumps(event) + b"\n\n"
+
+
+def _dumps(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

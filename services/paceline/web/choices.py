@@ -1,0 +1,145 @@
+"""The choices of one request: all run at once, and end together when one fails or the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.errors import RequestCancelledError
+from paceline.types import MAX_SEED, Chunk, FinishReason, Request, Result, SamplingParams, Usage
+from paceline.web.errors import ClientLeftError
+from paceline.web.service import Edge
+
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Item = tuple[int, Chunk | Result]
+"""Index of a choice, and what it yields."""
+
+
+def with_seed(sampling: SamplingParams, i: int) -> SamplingParams:
+    """Parameters of the ``i``-th choice of a prompt: choices have the seeds from the request's on."""
+    if sampling.seed is None or not i:
+        return sampling
+    return sampling.model_copy(update={"seed": (sampling.seed + i) % (MAX_SEED + 1)})
+
+
+async def run_all(edge: Edge, caller: str, requests: Sequence[Request], receive: Receive) -> AsyncGenerator[Item, None]:
+    """Yields what all choices yield, as it comes. Each counts as a request of its caller's.
+
+    Raises PacelineError, and ClientLeftError once ``receive`` says that the client has disconnected; no choice goes on
+    then. Leaving the generator ends them, too.
+    """
+    queue: asyncio.Queue[Item | BaseException] = asyncio.Queue()
+    with contextlib.ExitStack() as stack:
+        charges = [stack.enter_context(edge.access.enter(caller)) for _ in requests]
+
+        async def pump(i: int) -> None:
+            try:
+                async with contextlib.aclosing(edge.service.run(requests[i], caller, charges[i].note)) as items:
+                    async for item in items:
+                        if isinstance(item, Result) and item.finish_reason is FinishReason.ABORT:
+                            raise RequestCancelledError("the request was cancelled")
+                        queue.put_nowait((i, item))
+            except Exception as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(i), name="paceline-choice") for i in range(len(requests))]
+        tasks.append(asyncio.create_task(_watch(receive, queue), name="paceline-client"))
+        try:
+            num_running = len(requests)
+            while num_running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                num_running -= isinstance(item[1], Result)
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watch(receive: Receive, queue: asyncio.Queue[Item | BaseException]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    queue.put_nowait(ClientLeftError("the client has left"))
+
+
+class Totals:
+    """Token counts over all choices; the tokens of a prompt count once, however many choices it has."""
+
+    def __init__(self, per_prompt: int) -> None:
+        """``per_prompt``: choices of each prompt, which stand beside each other."""
+        self._per_prompt = per_prompt
+        self._usage: dict[int, Usage] = {}
+        self._accepted: dict[int, int] = {}
+        self._drafted: dict[int, int] = {}
+
+    def note(self, i: int, item: Chunk | Result) -> None:
+        """Takes what a choice has yielded."""
+        assert item.usage is not None, "every chunk of a session has it"
+        self._usage[i] = item.usage
+        if isinstance(item, Result):
+            self._accepted[i], self._drafted[i] = item.speculation.accepted, item.speculation.drafted
+        elif item.round is not None:
+            self._accepted[i] = self._accepted.get(i, 0) + item.round.num_accepted
+            self._drafted[i] = self._drafted.get(i, 0) + item.round.num_drafted
+
+    def _prompts(self, name: str) -> int:
+        first: dict[int, int] = {}
+        for i, usage in sorted(self._usage.items()):
+            first.setdefault(i // self._per_prompt, getattr(usage, name))
+        return sum(first.values())
+
+    def counts(self, responses: bool = False) -> dict[str, Any]:
+        """Returns OpenAI's ``usage``. ``responses``: by the names of /v1/responses."""
+        prompt, completion = self._prompts("prompt_tokens"), sum(u.completion_tokens for u in self._usage.values())
+        accepted = sum(self._accepted.values())
+        cached = {"cached_tokens": self._prompts("cached_tokens")}
+        details = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(self._drafted.values()) - accepted,
+        }
+        names = ("input", "output") if responses else ("prompt", "completion")
+        if responses:
+            details["reasoning_tokens"] = 0
+        return {
+            f"{names[0]}_tokens": prompt,
+            f"{names[1]}_tokens": completion,
+            "total_tokens": prompt + completion,
+            f"{names[0]}_tokens_details": cached,
+            f"{names[1]}_tokens_details": details,
+        }
+
+
+def speculation_of(result: Result) -> dict[str, Any]:
+    """How a finished choice speculated: the extension field of its last event."""
+    stats, timing = result.speculation, result.timing
+    return {
+        "seed": result.seed,
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "hits": stats.hits,
+        "misses": stats.misses,
+        "causes": {cause.value: count for cause, count in stats.causes.items()},
+        "acceptance_histogram": {str(i): count for i, count in sorted(stats.acceptance_histogram.items())},
+        "lookup_drafted": stats.lookup_drafted,
+        "lookup_accepted": stats.lookup_accepted,
+        "timing": {
+            "queue_s": timing.queue_s,
+            "prefill_s": timing.prefill_s,
+            "decode_s": timing.decode_s,
+            "tokens_per_s": timing.tokens_per_s,
+        },
+    }
+
+
+def round_of(chunk: Chunk) -> dict[str, Any]:
+    """Which text of a chunk was drafted, and how its round went: the extension field of an event."""
+    found: dict[str, Any] = {"segments": [{"text": text, "drafted": drafted} for text, drafted in chunk.segments]}
+    if (one := chunk.round) is not None:
+        counts = {"drafted": one.num_drafted, "accepted": one.num_accepted, "lookup": one.lookup}
+        found["round"] = {"cause": one.cause.value, **counts}
+    return found

@@ -1,0 +1,68 @@
+"""Errors as HTTP statuses with OpenAI's bodies."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from typing import Any
+
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    NotFoundError,
+    PacelineError,
+    PromptTooLongError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+)
+
+_CODES: dict[type[PacelineError], tuple[int, str, str | None]] = {
+    PromptTooLongError: (400, "invalid_request_error", "context_length_exceeded"),
+    InvalidRequestError: (400, "invalid_request_error", None),
+    UnauthenticatedError: (401, "authentication_error", "invalid_api_key"),
+    ConfigError: (403, "permission_error", None),
+    NotFoundError: (404, "not_found_error", "model_not_found"),
+    ResourceExhaustedError: (429, "rate_limit_error", "rate_limit_exceeded"),
+    RequestCancelledError: (499, "request_cancelled", None),
+    EngineError: (503, "server_error", "unavailable"),
+    DeadlineExceededError: (504, "timeout_error", None),
+}
+"""Error -> status, and OpenAI's ``type`` and ``code``."""
+
+_INTERNAL = "internal error; the server's log says more"
+
+
+class ClientLeftError(RequestCancelledError):
+    """The client has closed its connection."""
+
+
+def to_http(error: BaseException, names: Collection[str] = ()) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Returns the status, body and headers of an error.
+
+    ``names``: parameters of the request; ``param`` is the one that the message begins with. An error that is none of
+    ours becomes a 500 whose text shows nothing of it: log it where it is caught.
+    """
+    status, kind, code = next(
+        (_CODES[base] for base in type(error).__mro__ if base in _CODES), (500, "server_error", None)
+    )
+    message = str(error) if isinstance(error, PacelineError) else _INTERNAL
+    found = re.match(r"[a-z_]+", message)
+    param = found.group() if found is not None and found.group() in names else None
+    headers = {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, ResourceExhaustedError) and error.retry_after_s > 0:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    return status, body_of(message, kind, param, code), headers
+
+
+def body_of(
+    message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> Any:
+    """Returns OpenAI's body of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

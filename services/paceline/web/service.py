@@ -1,0 +1,45 @@
+"""Who answers: the one interface that the edge speaks to, and the values that the application is made of."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.router.admission import TargetInfo
+from paceline.security.access import Access
+from paceline.types import Chunk, Request, RequestLimits, Result, Usage
+
+MAX_BODY_BYTES = 16 << 20
+"""Longest body of a request unless the configuration says otherwise."""
+
+
+class Service(Protocol):
+    """Takes requests: ``router.service.GenerationService``, which gRPC asks too, or ``local.LocalPipeline``."""
+
+    @property
+    def info(self) -> TargetInfo:
+        """The target model."""
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Bounds of the lists of a request."""
+
+    @property
+    def ready(self) -> bool:
+        """True if a request would be served now."""
+
+    def run(
+        self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = ...
+    ) -> AsyncGenerator[Chunk | Result, None]:
+        """Yields the chunks of a request, then its result. Raises PacelineError; leaving the generator cancels it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What the application is made of."""
+
+    model_id: str
+    service: Service
+    access: Access
+    max_body_bytes: int = MAX_BODY_BYTES
