@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tests.drafters.head_files import FILES, SIZE, VOCAB, HeadFile, made, write_target
-from torch import Tensor
+from tests.drafters.head_files import DRAFT, FILES, LAYERS, SIZE, VOCAB, HeadFile, made, write_target
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.weights import WeightFiles
 from paceline.core.processors import SamplerState
-from paceline.drafters.heads.load import open_head
+from paceline.drafters.heads import paged
+from paceline.drafters.heads.eagle import Eagle, Eagle3
+from paceline.drafters.heads.load import mtp_layers, open_head
+from paceline.drafters.heads.mtp import Mtp
 from paceline.drafters.protocol import Fed, Leaf
+from paceline.errors import ConfigError
 from paceline.model.kv_cache import KVCache
+from paceline.model.loading import prepare
+from paceline.model.step_plan import SequenceStep
 from paceline.types import SamplingParams
 
 DEPTHS, LENGTH = 3, 13
@@ -99,3 +110,362 @@ def test_every_published_format_loads_and_computes_what_the_oracle_computes(
     wanted[:, file.target_ids] = oracle.log_softmax(-1)
     got = torch.full((DEPTHS, VOCAB), float("-inf")).scatter(1, ids, log_q)
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------- mutants
+
+
+def swapped(weight: Tensor) -> Tensor:
+    """[state; embedding] in place of [embedding; state]."""
+    return torch.cat(weight.chunk(2, 1)[::-1], 1)
+
+
+def swap_inputs(head: Loaded) -> None:
+    module = head.head.module
+    if isinstance(module, Eagle3):
+        attention = module.layers[0].self_attn
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    else:
+        parts = [module.fc if isinstance(module, Eagle) else module.modules_by_depth[0].eh_proj]
+    for part in parts:
+        part.weight.data = swapped(part.weight.data)
+
+
+def without(path: str) -> Callable[[Loaded], None]:
+    """The norm of this name is skipped."""
+    return lambda head: head.head.module.set_submodule(path, nn.Identity())
+
+
+def doubled(path: str) -> Callable[[Loaded], None]:
+    """The norm of this name is applied twice."""
+
+    def mutate(head: Loaded) -> None:
+        norm = head.head.module.get_submodule(path)
+        head.head.module.set_submodule(path, nn.Sequential(norm, norm))
+
+    return mutate
+
+
+def recycle_before_norm(head: Loaded) -> None:
+    module = head.head.module
+    assert isinstance(module, Mtp)
+    norm, logits = module.modules_by_depth[0].norm, module.logits
+    module.modules_by_depth[0].norm = nn.Identity()
+    module.logits = lambda state, depth: logits(norm(state), depth)
+
+
+def recycle_after_norm(head: Loaded) -> None:
+    module = head.head.module
+    assert isinstance(module, Eagle3)
+    step, logits = module.step, module.logits
+    module.step = lambda *args: module.norm(step(*args))
+    module.logits = lambda state, depth: module.lm_head(state)
+    assert logits is not None
+
+
+def recycle_the_raw_state(head: Loaded) -> None:
+    module = head.head.module
+    assert isinstance(module, Eagle3)
+    module.form = replace(module.form, norm_output=False)
+
+
+def norm_before_residual(head: Loaded) -> None:
+    module = head.head.module
+    assert isinstance(module, Eagle3)
+    module.form = replace(module.form, norm_before_residual=not module.form.norm_before_residual)
+
+
+def layer_norm(head: Loaded) -> None:
+    module = head.head.module
+    for index, ln in enumerate(module.ln):
+        other = nn.LayerNorm(len(ln.weight), eps=1e-6)
+        other.weight, other.bias = ln.weight, ln.bias
+        module.ln[index] = other
+
+
+def unscaled(head: Loaded) -> None:
+    head.head.module._scale_input = False
+
+
+def drop_bias(head: Loaded) -> None:
+    head.head.module.fc.bias = None
+
+
+def ignore_embedding(head: Loaded) -> None:
+    table = head.tables["embed"]
+    head.head.module._embed = lambda ids: table[ids]
+
+
+def ignore_lm_head(head: Loaded) -> None:
+    table = head.tables["lm_head"]
+    head.head.module._lm_head = lambda x: x @ table.T
+
+
+def next_row(head: Loaded) -> None:
+    """A head of all depths in one pass whose rows are read one too late."""
+    logits = head.head.module.logits
+    head.head.module.logits = lambda state, depth: logits(state.roll(-1, -2), depth)
+
+
+def next_head(head: Loaded) -> None:
+    logits = head.head.module.logits
+    head.head.module.logits = lambda state, depth: logits(state, depth + 1)
+
+
+MUTANTS = {
+    "eagle: state before embedding": ("eagle_bias", swap_inputs),
+    "eagle: bias dropped": ("eagle_bias", drop_bias),
+    "eagle: own embedding ignored": ("eagle_bias", ignore_embedding),
+    "eagle3: state before embedding": ("eagle3", swap_inputs),
+    "eagle3: last norm skipped": ("eagle3", without("norm")),
+    "eagle3: state not normed": ("eagle3", without("layers.0.hidden_norm")),
+    "eagle3: embedding normed twice": ("eagle3", doubled("layers.0.input_layernorm")),
+    "eagle3: recycled after the norm": ("eagle3", recycle_after_norm),
+    "eagle3: residual of the normed state": ("eagle3", norm_before_residual),
+    "eagle3: residual of the raw state": ("eagle3_norm_before_residual", norm_before_residual),
+    "eagle3: recycled before the norm, where it is after it": ("eagle3_norm_output", recycle_the_raw_state),
+    "eagle3: no norm before fc": ("eagle3_norm_before_fc", without("input_norm")),
+    "eagle3: no norm of one boundary": ("eagle3_fc_norm", without("fc_norm.1")),
+    "eagle3: own embedding ignored": ("eagle3_layers", ignore_embedding),
+    "peagle: rows one too late": ("peagle", next_row),
+    "mtp: state before embedding": ("mtp_deepseek", swap_inputs),
+    "mtp: last norm skipped": ("mtp_deepseek", without("modules_by_depth.0.norm")),
+    "mtp: last norm twice": ("mtp_deepseek", doubled("modules_by_depth.0.norm")),
+    "mtp: state normed twice": ("mtp_deepseek", doubled("modules_by_depth.0.hnorm")),
+    "mtp: recycled before the norm": ("mtp_deepseek", recycle_before_norm),
+    "mtp: own tables ignored: embedding": ("mtp_own_tables", ignore_embedding),
+    "mtp: own tables ignored: LM head": ("mtp_own_tables", ignore_lm_head),
+    "mlp: LayerNorm": ("mlp", layer_norm),
+    "mlp: input not scaled": ("mlp_tied", unscaled),
+    "medusa: heads one too far": ("medusa_v1", next_head),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_known_mistake_is_no_longer_what_the_oracle_computes(name: str, tmp_path: Path, targets: dict) -> None:
+    file, mutate = MUTANTS[name]
+    loaded = Loaded(made(file), tmp_path, targets)
+    assert differs(loaded) < 1e-4
+    mutate(loaded)
+    assert differs(loaded) > 1e-2
+
+
+def test_interleaved_rotation_is_not_what_the_oracle_computes(
+    tmp_path: Path, targets: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = Loaded(made("eagle3"), tmp_path, targets)
+
+    def interleaved(x: Tensor) -> Tensor:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+
+    monkeypatch.setattr(modeling_llama, "rotate_half", interleaved)
+    assert differs(loaded) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp_deepseek"])
+def test_a_chunk_whose_last_row_has_the_targets_guess_and_rows_that_are_not_overwritten_are_noticed(
+    name: str, tmp_path: Path, targets: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = Loaded(made(name), tmp_path, targets)
+    right = loaded.served()
+    feed = loaded.head.feed
+
+    def guessed(fed: list[Fed]) -> None:
+        last = [each.position + len(each.token_ids) == LENGTH - 1 for each in fed]
+        guess = [each.token_ids if end else (*each.token_ids[:-1], 5) for each, end in zip(fed, last, strict=True)]
+        feed([replace(each, token_ids=ids) for each, ids in zip(fed, guess, strict=True)])
+
+    monkeypatch.setattr(loaded.head, "feed", guessed)
+    assert not same(loaded.served(), right)
+    monkeypatch.undo()
+    assert same(loaded.served(), right)
+    placed = paged._placed
+    monkeypatch.setattr(paged, "_placed", lambda part: placed(part)[-1:])
+    assert not same(loaded.served(), right)
+
+
+def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    """True if two sets of candidates have the same probabilities."""
+    rows = [torch.zeros(DEPTHS, VOCAB).scatter(1, ids, log_q.exp()) for ids, log_q in (a, b)]
+    return torch.allclose(*rows, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [0, 1, -1])
+def test_states_of_the_target_are_those_of_the_named_boundaries(shift: int, tmp_path: Path, targets: dict) -> None:
+    """The project's own runner hands the head the states that transformers numbers the same way, and no others."""
+    file = made("eagle3_norm_before_fc")
+    loaded = Loaded(file, tmp_path, targets)
+    model = LlamaForCausalLM.from_pretrained(targets["llama"][0]).eval()
+    seen: list[Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    text = loaded.tokens[: LENGTH - 1]
+    with torch.no_grad():
+        hidden = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        loaded.states = torch.cat([seen[0] if b == LAYERS else hidden[b] for b in file.boundaries], -1)[0]
+        wanted = loaded.oracle()
+    shifted = tuple(min(b + shift, LAYERS) for b in file.boundaries)
+    runner = prepare(model, compile=False, features=replace(loaded.plan.features, boundaries=shifted)).runner(2)
+    step = SequenceStep(text, range(len(text)), range(len(text)), [0], 0)
+    _, loaded.states = runner.forward_with_states([step])
+    found = (loaded.logits() - wanted).abs().max()
+    assert found < 1e-4 if shift == 0 else found > 1e-2
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def renamed(name: str, other: str) -> Callable[[HeadFile], None]:
+    return lambda file: file.tensors.update({other: file.tensors.pop(name)})
+
+
+def dropped(name: str) -> Callable[[HeadFile], None]:
+    return lambda file: file.tensors.__delitem__(name)
+
+
+def cut(name: str) -> Callable[[HeadFile], None]:
+    return lambda file: file.tensors.update({name: file.tensors[name][:-1]})
+
+
+def config(**values: object) -> Callable[[HeadFile], None]:
+    return lambda file: file.config.update(values)
+
+
+REFUSED = {
+    "medusa, unknown tensor": ("medusa_v1", renamed("0.0.linear.bias", "0.0.bias"), "holds '0.0.bias', which its"),
+    "medusa, no head": ("medusa_v1", lambda file: file.tensors.clear(), "no weight file holds '0.0.linear.weight'"),
+    "medusa, missing": ("medusa_v1", dropped("3.0.linear.bias"), "not whole: no weight file holds '3.0.linear.bias'"),
+    "medusa, vocabulary": ("medusa_v1", lambda file: [cut(f"{i}.1.weight")(file) for i in range(5)], "has 60 tokens: "),
+    "medusa, one vocabulary": ("medusa_v1", cut("2.1.weight"), r"'2.1.weight' of .* is \[60, 32\]: .* be \[61, 32\]"),
+    "medusa, key": ("medusa_v1", config(medusa_temperature=1), "config.json of .* has 'medusa_temperature'"),
+    "medusa, width": ("medusa_blocks", config(hidden_size=64), "hidden_size is 64 in .* has 32"),
+    "mlp, vocabulary": ("mlp", config(vocab_size=60), "vocab_size is 60 in .* has 61"),
+    "mlp, missing": ("mlp", dropped("speculator.ln.2.bias"), "no weight file holds 'speculator.ln.2.bias'"),
+    "mlp, unknown": ("mlp", renamed("speculator.ln.2.bias", "speculator.cell.bias"), "'speculator.cell.bias', which"),
+    "mlp, width": ("mlp", config(emb_dim=16), "emb_dim is 16 in .* has 32"),
+    "mlp, shape": ("mlp", config(inner_dim=25), r"is \[61, 24\]: .* be \[61, 25\]"),
+    "mlp, LSTM": ("mlp", config(method="sum_lstm"), "config.json of .* has 'method'"),
+    "mlp, count": ("mlp", config(n_predict="3"), "n_predict is '3' in .*: a whole number is needed"),
+    "eagle, missing": ("eagle", dropped("fc.weight"), "no weight file holds 'fc.weight'"),
+    "eagle, unknown": ("eagle", renamed("fc.weight", "fc.weight_scale"), "'fc.weight_scale', which its format"),
+    "eagle, vocabulary": ("eagle_bias", config(vocab_size=62), "vocab_size is 62 in .* has 61"),
+    "eagle3, boundary": (
+        "eagle3",
+        config(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, LAYERS + 1]}),
+        f"reads boundary {LAYERS + 1}: the target .* has 0 to {LAYERS}",
+    ),
+    "eagle3, boundaries": (
+        "eagle3",
+        config(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4]}),
+        r"'fc.weight' of .* is \[32, 96\]: .* be \[32, 64\]",
+    ),
+    "eagle3, boundaries not numbers": (
+        "eagle3",
+        config(eagle_config={"eagle_aux_hidden_state_layer_ids": "2"}),
+        "is '2' in .*: numbers are needed",
+    ),
+    "eagle3, target": ("eagle3", config(target_hidden_size=64), "target_hidden_size is 64 in .* has 32"),
+    "eagle3, draft vocabulary": ("eagle3", config(draft_vocab_size=24), r"is \[23\]: .* be \[24\]"),
+    "eagle3, d2t missing": ("eagle3", dropped("d2t"), "has 23 tokens and no d2t: the target .* has 61"),
+    "eagle3, LM head missing": ("eagle3", dropped("lm_head.weight"), "no weight file holds 'lm_head.weight'"),
+    "eagle3, norm unknown": ("eagle3_norm_before_fc", config(norm_before_fc=False), "'input_norm.weight', which its"),
+    "eagle3, norm missing": ("eagle3", config(norm_before_fc=True), "no weight file holds 'input_norm.weight'"),
+    "eagle3, key": ("eagle3", config(norm_after_fc=True), "config.json of .* has 'norm_after_fc': what is not known"),
+    "eagle3, nested key": ("eagle3", config(eagle_config={"gate": 1}), "eagle_config of .* has 'gate', which is not"),
+    "eagle3, window": ("eagle3", config(layer_types=["sliding_attention"]), "has 'sliding_attention': heads attend"),
+    "eagle3, family": (
+        "eagle3_speculators",
+        lambda file: file.config["transformer_layer_config"].update(model_type="gemma"),
+        "model_type is 'gemma' in .*: llama, qwen3 are allowed",
+    ),
+    "eagle3, value": ("eagle3", config(num_attention_heads="many"), "config.json of .* is not valid: "),
+    "eagle3 that is parallel": (
+        "eagle3",
+        config(pard_token=5),
+        "all tokens in one pass: its method is 'peagle'",
+    ),
+    "peagle, mask": ("peagle", lambda file: file.config.pop("mask_token_id"), "has no mask_token_id"),
+    "peagle, mask token": (
+        "peagle",
+        config(mask_token_id=VOCAB),
+        "mask_token_id is 61 in .* has 61 tokens",
+    ),
+    "mtp, none": (
+        "mtp_deepseek",
+        lambda file: [file.tensors.pop(n) for n in list(file.tensors) if f"layers.{LAYERS}." in n],
+        f"has no MTP layers: no weight is named model.layers.{LAYERS} or mtp",
+    ),
+    "mtp, missing": ("mtp_qwen", dropped("mtp.norm.weight"), "no weight file holds 'mtp.norm.weight'"),
+    "mtp, unknown": ("mtp_qwen", renamed("mtp.norm.weight", "mtp.gate.weight"), "'mtp.gate.weight', which its format"),
+    "mtp, hole": (
+        "mtp_deepseek",
+        lambda file: file.tensors.update({"model.layers.10.enorm.weight": torch.ones(SIZE)}),
+        r"is not whole: it has MTP layers \[0, 2\]",
+    ),
+    "mtp, quantized": ("mtp_deepseek", config(quantization_config={"quant_method": "fp8"}), "is quantized: MTP layers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_sentence_before_weights_are_read(
+    name: str, tmp_path: Path, targets: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    which, change, message = REFUSED[name]
+    file = made(which)
+    change(file)
+    folder = file.write(tmp_path)
+    monkeypatch.setattr(WeightFiles, "read", lambda *_: pytest.fail("weights were read"))
+    target = Checkpoint.open(str(folder if file.method == "mtp" else targets[file.target][0]))
+    with pytest.raises(ConfigError, match=message) as error:
+        open_head(file.method, None if file.method == "mtp" else str(folder), target)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d2t: d2t + torch.arange(DRAFT), "d2t . index of .* must be distinct ids of the target's 61 tokens"),
+        (lambda d2t: d2t * 0, "d2t and t2d of .* name different tokens"),
+        (lambda d2t: -torch.arange(DRAFT), "must be distinct ids"),
+    ],
+    ids=["absolute ids", "no offsets", "one token"],
+)
+def test_a_draft_vocabulary_that_is_none_is_refused(
+    change: Callable[[Tensor], Tensor], message: str, tmp_path: Path, targets: dict
+) -> None:
+    file = made("eagle3")
+    file.tensors["d2t"] = change(file.tensors["d2t"])
+    with pytest.raises(ConfigError, match=message):
+        Loaded(file, tmp_path, targets)
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path, targets: dict) -> None:
+    target = Checkpoint.open(str(targets["llama"][0]))
+
+    def refused(message: str, source: Path = tmp_path) -> None:
+        with pytest.raises(ConfigError, match=message):
+            open_head("medusa", str(source), target)
+
+    with pytest.raises(ConfigError, match=r"method is 'hydra': medusa, .* are allowed"):
+        open_head("hydra", str(tmp_path), target)
+    refused("does not exist", tmp_path / "none")
+    refused("holds no weights: model, pytorch_model, medusa_lm_head with")
+    path = tmp_path / "medusa_lm_head.pt"
+    torch.save({"0.0.linear.weight": [1]}, path)
+    refused("holds something other than named tensors")
+    torch.save(Path("x"), path)
+    refused("is not a file of tensors that torch.save has written")
+    path.write_bytes(b"no pickle")
+    refused("is not a file of tensors that torch.save has written")
+    path.unlink()
+    made("medusa_v1").write(tmp_path)
+    path = tmp_path / "medusa_lm_head.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    refused("is cut short: it has")
+    path.write_bytes(b"\x09" * 20)
+    refused("is not a safetensors file")
+
+
+def test_the_files_of_a_target_say_how_many_mtp_modules_they_hold(tmp_path: Path, targets: dict) -> None:
+    assert mtp_layers(Checkpoint.open(str(targets["llama"][0]))) == 0
+    for name in ("mtp_deepseek", "mtp_qwen", "mtp_sharded"):
+        assert mtp_layers(Checkpoint.open(str(made(name).write(tmp_path / name)))) == 1

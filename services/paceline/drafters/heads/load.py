@@ -262,10 +262,19 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(map(repr, listed[:_NUM_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def _matched(reading: _Reading, module: HeadModule, rename: Callable[[str], str | None]) -> tuple[dict[str, str], Any]:
+def _matched(
+    reading: _Reading,
+    module: HeadModule,
+    rename: Callable[[str], str | None],
+    publish: Callable[[str], str] = str,
+) -> tuple[dict[str, str], dict[str, tuple[tuple[str, ...], ...]]]:
     """The file's name of each tensor of the module, and the parts of its stacked experts.
 
-    ``rename``: a name in the files -> a name of the module; None: no part of this head.
+    Args:
+        reading: the files.
+        module: the head, without weights.
+        rename: a name in the files -> a name of the module; None: no part of this head.
+        publish: a name of the module -> the name that it would have in the files.
 
     Raises:
         ConfigError: a name of the files is unknown, or one of the module is missing.
@@ -294,7 +303,7 @@ def _matched(reading: _Reading, module: HeadModule, rename: Callable[[str], str 
         if missing or len(by_expert) != count:
             raise ConfigError(f"{reading.what} is not whole: of {count} experts it lacks {_named(missing) or 'none'}")
         experts[name] = tuple(tuple(by_expert[i][part] for part in wanted) for i in range(count))
-    if missing := sorted(own.keys() - names.keys() - experts.keys()):
+    if missing := sorted(map(publish, own.keys() - names.keys() - experts.keys())):
         raise ConfigError(f"{reading.what} is not whole: no weight file holds {_named(missing)}")
     return names, experts
 
@@ -585,7 +594,7 @@ def _mtp(reading: _Reading) -> _Head:
         raise ConfigError(
             f"{reading.what} has MTP layers of a family that they cannot be made of ({type(model).__name__}): {error}"
         ) from error
-    matched, experts = _matched(reading, module, rename)
+    matched, experts = _matched(reading, module, rename, _mtp_publish(facts.num_layers, renamed))
     return _Head(module, (OUT,), matched, experts)
 
 
@@ -621,6 +630,24 @@ def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
         return f"modules_by_depth.{depth}.{inside.get(name) or 'block.' + name}"
 
     return rename
+
+
+def _mtp_publish(num_layers: int, renamed: Mapping[str, str]) -> Callable[[str], str]:
+    """From names of the module to those of the files, by Qwen's names if any of ``renamed`` has them."""
+    qwen = any(key.startswith("mtp.") for key in renamed)
+    own = {"eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden"}
+
+    def publish(name: str) -> str:
+        found = re.fullmatch(r"modules_by_depth\.(\d+)\.(\w+)\.(.+)", name)
+        if found is None:
+            return name
+        part, rest, index = found[2], found[3], int(found[1])
+        if qwen:
+            return f"mtp.layers.{index}.{rest}" if part == "block" else f"{own.get(part, 'mtp.norm')}.{rest}"
+        part = {"block": "", "norm": "shared_head.norm."}.get(part, f"{part}.")
+        return f"model.layers.{num_layers + index}.{part}{rest}"
+
+    return publish
 
 
 _READ: dict[str, Callable[[_Reading], _Head]] = {
