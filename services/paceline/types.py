@@ -420,6 +420,8 @@ class Round:
     """Origin of the round's proposal, or the reason why the draft had none."""
     lookup: bool = False
     """True if the target looked the proposal up in its own text, for lack of a draft's."""
+    head: bool = False
+    """True if a head of the target made the proposal, for lack of a draft's."""
 
 
 BatchInvariant = Literal["yes", "no", "untested", ""]
@@ -589,9 +591,13 @@ class SpeculationStats:
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
     """Rounds with a proposal, by the number of its tokens that were accepted."""
     lookup_drafted: int = 0
-    """The part of ``drafted`` that the target looked up in its own text; the others are the draft's."""
+    """The part of ``drafted`` that the target looked up in its own text."""
     lookup_accepted: int = 0
-    """The part of ``accepted`` that the target looked up in its own text; the others are the draft's."""
+    """The part of ``accepted`` that the target looked up in its own text."""
+    head_drafted: int = 0
+    """The part of ``drafted`` that heads of the target made; what is neither theirs nor looked up is the draft's."""
+    head_accepted: int = 0
+    """The part of ``accepted`` that heads of the target made."""
 
     def add(self, round_: Round) -> None:
         """Counts one round."""
@@ -601,6 +607,9 @@ class SpeculationStats:
         if round_.lookup:
             self.lookup_drafted += round_.num_drafted
             self.lookup_accepted += round_.num_accepted
+        if round_.head:
+            self.head_drafted += round_.num_drafted
+            self.head_accepted += round_.num_accepted
         self.causes[round_.cause] = self.causes.get(round_.cause, 0) + 1
         if round_.num_drafted:
             histogram = self.acceptance_histogram
@@ -625,8 +634,8 @@ class Chunk:
     logprobs: tuple[float, ...]
     """Log probability of each token, by the ``logprobs_mode`` of the request."""
     drafted: tuple[bool, ...]
-    """Flag of each token: True if it was an accepted token of the proposal: the draft's, or with ``round.lookup`` the
-    target's own."""
+    """Flag of each token: True if it was an accepted token of the proposal: the draft's, or with ``round.lookup`` or
+    ``round.head`` the target's own."""
     segments: tuple[tuple[str, bool], ...]
     """Decided text with the flag of the token that decided it; may lag behind the tokens."""
     round: Round | None

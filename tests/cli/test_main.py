@@ -279,6 +279,7 @@ def plain_json():
 def test_json_has_its_documented_form(plain_json):
     assert set(plain_json) == {"text", "token_ids", "finish_reason", "usage", "speculation", "timing"}
     names = {"rounds", "drafted", "accepted", "hits", "misses", "lookup_drafted", "lookup_accepted"}
+    names |= {"head_drafted", "head_accepted"}
     assert set(plain_json["speculation"]) == names
     assert set(plain_json["timing"]) == {"prefill_s", "decode_s", "tokens_per_s"}
     assert len(plain_json["token_ids"]) == plain_json["usage"]["completion_tokens"] == 24

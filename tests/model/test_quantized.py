@@ -214,7 +214,9 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
     with pytest.raises(ConfigError) as caught:
         build.build_target_engine(target, lambda events: None)
     assert "is quantized by 'torchao', and speculation could change its output, for " + said in str(caught.value)
-    assert str(caught.value).endswith("set draft_config to null for plain decoding, or use another checkpoint")
+    assert str(caught.value).endswith(
+        "set draft_config to null and leave heads out for plain decoding, or use another checkpoint"
+    )
     build.build_target_engine(replace(target, tree_budget=0), lambda events: None)
     unquantized = replace(target, options=options.model_copy(update={"quantization": None}))
     build.build_target_engine(unquantized, lambda events: None)

@@ -20,6 +20,7 @@ from paceline.model.loading import LoadedModel
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
+from paceline.target.heads import MountedHead
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 
 
@@ -75,6 +76,7 @@ class Pump:
         drafter: Any = None,
         adaptive: bool = True,
         step_s: Callable[[int], float] | None = None,
+        heads: Sequence[MountedHead] = (),
     ) -> None:
         """``step_s``: seconds of a target forward by the number of its tokens; None: no time passes."""
         self.rng = random.Random(seed)
@@ -100,6 +102,7 @@ class Pump:
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             adaptive=adaptive,
+            heads=heads,
             clock=self.clock,
         )
         if step_s is not None:

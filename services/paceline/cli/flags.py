@@ -14,9 +14,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from paceline.config import ServiceConfig
-from paceline.errors import InvalidRequestError
-from paceline.errors.refusals import explain_parameter
+from paceline.config import HeadOptions, ServiceConfig
+from paceline.errors import ConfigError, InvalidRequestError
+from paceline.errors.refusals import explain, explain_parameter
 from paceline.types import SamplingParams, SpeculationParams
 
 _ENGINE = "target_config.engine_kwargs"
@@ -103,8 +103,35 @@ def add_model_flags(parser: argparse.ArgumentParser, drafters: Sequence[str]) ->
     for role in ("target", "draft"):
         group.add_argument(f"--{role}", metavar="ID_OR_PATH", help=f"{role} model (default: the embedded one)")
     group.add_argument("--drafter", choices=drafters, help="what proposes tokens (default: model)")
+    group.add_argument(
+        "--head",
+        action="append",
+        metavar="METHOD=MODEL[,TOKENS]",
+        help="a drafter inside the target, such as draft_model=DIRECTORY, and the most tokens that it proposes at once "
+        "(repeatable; beside --drafter, or alone with --drafter none)",
+    )
     add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in ("dtype", "compile", "tensor_parallel_size")])
     return group
+
+
+def heads_of(texts: Sequence[str] | None) -> list[HeadOptions]:
+    """The values of ``--head``. Raises ConfigError in one sentence."""
+    heads = []
+    for text in texts or ():
+        body, comma, tokens = text.rpartition(",")
+        if not comma or not tokens.strip().isdigit():
+            body, tokens = text, ""
+        method, _, model = body.partition("=")
+        values: dict[str, Any] = {"method": method.strip()}
+        if model.strip():
+            values["model"] = model.strip()
+        if tokens:
+            values["num_speculative_tokens"] = int(tokens)
+        try:
+            heads.append(HeadOptions(**values))
+        except ValidationError as error:
+            raise ConfigError(f"--head {text}: {explain(error, HeadOptions)}") from None
+    return heads
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -18,20 +18,21 @@ from paceline.cli.flags import (
     connection_of,
     flag_of,
     given,
+    heads_of,
 )
 from paceline.config import wants_color
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.types import Chunk, Generation, Mode, Request, Result, SamplingParams, SpeculationParams
+from paceline.types import Chunk, Generation, Mode, Request, Result, Round, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from paceline.config import LocalConfig
 
-_LOCAL_FLAGS = ("local", "target", "draft", "drafter", "dtype", "compile", "tensor_parallel_size")
+_LOCAL_FLAGS = ("local", "target", "draft", "drafter", "head", "dtype", "compile", "tensor_parallel_size")
 _SERVICE_FLAGS = (
     *("timeout", "request_id", "resume"),
     *("tls", "tls_ca", "tls_certificate", "tls_key", "tls_server_name", "api_key"),
 )
-_GREEN, _CYAN, _PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
+_GREEN, _YELLOW, _CYAN, _PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_flags(parser: argparse.ArgumentParser, local: str) -> None:
     """Adds what ``local_config`` reads. ``local``: the help of ``--local``."""
-    group = add_model_flags(parser, ["model", "ngram"])
+    group = add_model_flags(parser, ["model", "ngram", "none"])
     group.add_argument("--local", action="store_true", default=None, help=local)
     group.add_argument(
         "--verbose", action="store_true", help="report how the engines run and what their self-test found"
@@ -144,12 +145,14 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
         _path_of(flag_of(role), getattr(args, role), str(embedded))
         for role, embedded in zip(("target", "draft"), embedded_paths(), strict=True)
     ]
-    if args.target is not None and args.draft is None and args.drafter != "ngram" and with_draft:
-        raise ConfigError("--target is given without --draft: name one, or use --drafter ngram or --mode plain")
-    if args.drafter == "ngram" and args.draft is not None:
-        raise ConfigError(f"--draft {args.draft} is given with --drafter ngram, which needs no model")
-    target = TargetModel(path=paths[0], **given(args, TargetModel))
-    if not with_draft:
+    heads = heads_of(args.head)
+    if args.target is not None and args.draft is None and args.drafter not in ("ngram", "none") and with_draft:
+        others = "use --drafter ngram, --drafter none or --mode plain"
+        raise ConfigError(f"--target is given without --draft: name one, or {others}")
+    if args.drafter in ("ngram", "none") and args.draft is not None:
+        raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
+    target = TargetModel(path=paths[0], heads=heads if with_draft else [], **given(args, TargetModel))
+    if not with_draft or args.drafter == "none":
         return LocalConfig(target=target)
     if args.drafter == "ngram":
         return LocalConfig(target=target, draft=NgramOptions())
@@ -172,15 +175,22 @@ def _read_stdin() -> str:
 
 
 def write_text(generation: Iterable[Chunk], stream: TextIO) -> None:
-    """Writes the text as it is produced; on a terminal accepted tokens are green, or cyan if they were looked up."""
+    """Writes the text as it is produced; on a terminal accepted tokens have the color of their producer."""
     color = wants_color(stream)
     for chunk in generation:
-        tint = _CYAN if chunk.round is not None and chunk.round.lookup else _GREEN
+        tint = _tint(chunk.round)
         for text, drafted in chunk.segments:
             stream.write(f"{tint}{text}{_PLAIN}" if color and drafted else text)
         stream.flush()
     stream.write("\n")
     stream.flush()
+
+
+def _tint(round_: Round | None) -> str:
+    """The color of a round's accepted tokens: the draft's are green, a head's yellow, looked-up ones cyan."""
+    if round_ is None or not (round_.lookup or round_.head):
+        return _GREEN
+    return _CYAN if round_.lookup else _YELLOW
 
 
 def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
@@ -203,6 +213,8 @@ def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
             "misses": stats.misses,
             "lookup_drafted": stats.lookup_drafted,
             "lookup_accepted": stats.lookup_accepted,
+            "head_drafted": stats.head_drafted,
+            "head_accepted": stats.head_accepted,
         },
         "timing": {
             "prefill_s": round(timing.prefill_s, 6),
@@ -221,6 +233,8 @@ def summary(result: Result) -> str:
         parts.append(f"acceptance {stats.accepted / stats.drafted:.0%}")
     if stats.lookup_drafted:
         parts.append(f"{stats.lookup_accepted} of {stats.lookup_drafted} looked-up tokens accepted")
+    if stats.head_drafted:
+        parts.append(f"{stats.head_accepted} of {stats.head_drafted} tokens of heads accepted")
     if stats.hits + stats.misses:
         parts.append(f"hit rate {stats.hits / (stats.hits + stats.misses):.0%}")
     parts.append(f"prefill {result.timing.prefill_s:.3f} s")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
-from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, help_of
+from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, heads_of, help_of
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
@@ -125,6 +125,8 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     given = {key: value for key, value in values.items() if value is not None}
     given |= _sized("target", args.targets) | _sized("router", args.routers)
     given |= {} if draft is None else _sized("draft", args.drafts)
+    if args.head:
+        given["target_config.engine_kwargs.heads"] = [head.model_dump() for head in heads_of(args.head)]
     if any(key.startswith("draft_config.") for key in given) and "draft_config" not in config.model_fields_set:
         given = {"draft_config.model_loading_config": {"model_id": EMBEDDED_DRAFT}} | given
     return [_override(key, value) for key, value in given.items()]

@@ -176,7 +176,7 @@ class Ingress:
         except PacelineError as error:
             _set_status(grpc_context, error)
             return GetModelInfoResponse()
-        draft = self.config.draft_config
+        draft, speculates = self.config.draft_config, self.config.target_setup().speculates
         info = ModelInfo(
             model_id=self.config.target_config.model_loading_config.model_id,
             draft_model_id=None if draft is None else draft_name(draft),
@@ -185,9 +185,9 @@ class Ingress:
             max_context_length=self._facts.max_model_len,
             eos_token_ids=self._facts.eos_token_ids,
             dtype=await self._served_dtype(),
-            modes=tuple(Mode) if draft is not None else (Mode.PLAIN,),
+            modes=tuple(Mode) if speculates else (Mode.PLAIN,),
             acceptances=tuple(Acceptance),
-            max_draft_tokens=MAX_DRAFT_TOKENS if draft is not None else 0,
+            max_draft_tokens=MAX_DRAFT_TOKENS if speculates else 0,
             batch_invariant=_weakest(self._router.statuses().get("target", ())),
             default_sampling=SamplingParams().with_defaults(self._facts.defaults),
         )

@@ -15,7 +15,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
+from paceline.config.loading import resolve
 from paceline.errors.refusals import Fault
+from paceline.types import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16"]
 """``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""
@@ -53,6 +55,31 @@ class ModelOptions(Strict):
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
 
 
+HeadMethod = Literal["draft_model"]
+"""The kinds of heads, by the names of vLLM's ``speculative_config``."""
+
+
+class HeadOptions(Strict):
+    """A head: a drafter inside each target replica. The keys are those of vLLM's ``speculative_config``. A new option
+    of all heads costs one edit: a field of this class."""
+
+    method: HeadMethod
+    """``draft_model``: a smaller model with the target's tokenizer, in the target's process."""
+    model: str = Field(min_length=1)
+    """Directory of its checkpoint, or an id that transformers resolves."""
+    num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
+    """The most tokens that it proposes in a round. With ``adaptive`` it makes as many of them as are expected to
+    pay."""
+
+    @property
+    def source(self) -> str:
+        """Directory or id of the checkpoint."""
+        return resolve(self.model)
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.model}"
+
+
 class TargetOptions(ModelOptions):
     """Options of a target engine. A new option costs one edit: a field of this class."""
 
@@ -73,6 +100,9 @@ class TargetOptions(ModelOptions):
     max_model_len."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
     """Instead of kv_pages: the share of the memory that weights and workspace leave free which becomes KV pages."""
+    heads: list[HeadOptions] = Field(default=[], max_length=8)
+    """Drafters inside the target replica. A session whose draft has nothing, or that has no draft, is given the tokens
+    of the first one that is ready for it."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -128,6 +158,11 @@ class TargetSetup:
     options: TargetOptions = field(default_factory=TargetOptions)
     tree_budget: int = 0
     """Nodes per session that its drafts may send. 0: there is no draft."""
+
+    @property
+    def speculates(self) -> bool:
+        """True if sessions may be given draft tokens, from a draft or from a head."""
+        return self.tree_budget > 0 or bool(self.options.heads)
 
 
 @dataclass(frozen=True, slots=True)

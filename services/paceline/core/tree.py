@@ -138,6 +138,8 @@ class Proposal:
     """Index of each token's parent, -1 for the context; (): a chain. Siblings differ in their tokens."""
     claims: tuple[Claims, ...] = ()
     """What each node's producers claim for it; () if the tokens do not come from the tree."""
+    producer: Producer = Producer.DRAFT
+    """The maker of tokens that do not come from the tree."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -155,7 +157,8 @@ class Proposal:
         parents = self.parents[:n]
         if all(parent == i - 1 for i, parent in enumerate(parents)):
             parents = ()
-        return Proposal(self.token_ids[:n], self.qs[:n], self.probs[:n], self.node_ids[:n], parents, self.claims[:n])
+        nodes, claims = self.node_ids[:n], self.claims[:n]
+        return Proposal(self.token_ids[:n], self.qs[:n], self.probs[:n], nodes, parents, claims, self.producer)
 
     def parent(self, index: int) -> int:
         """Index of the token that a token follows; -1: it follows the context."""

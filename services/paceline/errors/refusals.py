@@ -127,6 +127,7 @@ def _locate(model: type[BaseModel], detail: ErrorDetails) -> tuple[list[str], ty
     for part in detail["loc"]:
         if isinstance(part, int):
             path[-1] += f"[{part}]"
+            within = [] if field is None else _elements(field.annotation)
         elif len(within) > 1:  # the tag of a discriminated union
             within = [m for m in within if part in _tags(m)] or within[:1]
         elif within:
@@ -149,6 +150,11 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
         return [annotation]
     if get_origin(annotation) in (list, dict):
         return []
+    return [model for inner in get_args(annotation) for model in _models(inner)]
+
+
+def _elements(annotation: Any) -> list[type[BaseModel]]:
+    """The models that the list of a field may hold."""
     return [model for inner in get_args(annotation) for model in _models(inner)]
 
 

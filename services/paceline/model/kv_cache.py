@@ -52,19 +52,43 @@ class KVCache:
     ) -> None:
         """``num_pages`` can be allocated; one scratch page comes on top."""
         self.num_pages = num_pages
-        shape = (num_pages + 1, PAGE_SIZE)
-        # Written to here and now: zeros that are only promised would let a process grow for as long as it serves.
-        self.keys = [
-            torch.empty(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device).zero_() for la in layers
-        ]
-        self.values = [
-            torch.empty(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device).zero_() for la in layers
-        ]
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.num_layers = 0
+        """Layers of the model itself, the first ones; those of heads come behind them."""
+        self._allocate(layers, dtype, device)
+        self.num_layers = len(layers)
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # hashed and unreferenced, oldest first
+
+    def _allocate(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device | str) -> None:
+        shape = (self.num_pages + 1, PAGE_SIZE)
+        # Written to here and now: zeros that are only promised would let a process grow for as long as it serves.
+        for la in layers:
+            self.keys.append(torch.empty(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device).zero_())
+            self.values.append(torch.empty(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device).zero_())
+
+    def add_layers(self, layers: Sequence[LayerSpec]) -> int:
+        """Gives every page room for further layers, which are a head's; returns the index of the first one.
+
+        The model's own steps do not see them: they are given ``model_keys`` and ``model_values``.
+        """
+        first = len(self.keys)
+        self._allocate(layers, self.keys[0].dtype, self.keys[0].device)
+        return first
+
+    @property
+    def model_keys(self) -> list[torch.Tensor]:
+        """Keys of the model's own layers."""
+        return self.keys[: self.num_layers]
+
+    @property
+    def model_values(self) -> list[torch.Tensor]:
+        """Values of the model's own layers."""
+        return self.values[: self.num_layers]
 
     @property
     def scratch_row(self) -> int:

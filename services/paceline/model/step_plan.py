@@ -293,8 +293,8 @@ class StepPlan:
             self.gather.to(device),
             self.scatter.to(device),
             [mask.to(device) for mask in self.masks(dtype, window)],
-            cache.keys,
-            cache.values,
+            cache.model_keys,
+            cache.model_values,
         )
 
     def encode(self) -> bytes:

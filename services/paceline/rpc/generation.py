@@ -245,6 +245,8 @@ def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:
             acceptance_histogram=[histogram.get(i, 0) for i in range(max(histogram, default=-1) + 1)],
             lookup_drafted=stats.lookup_drafted,
             lookup_accepted=stats.lookup_accepted,
+            head_drafted=stats.head_drafted,
+            head_accepted=stats.head_accepted,
         ),
         timing=generation_pb2.Timing(
             queue_s=timing.queue_s,
@@ -291,6 +293,8 @@ def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence
             acceptance_histogram={i: count for i, count in enumerate(stats.acceptance_histogram) if count},
             lookup_drafted=stats.lookup_drafted,
             lookup_accepted=stats.lookup_accepted,
+            head_drafted=stats.head_drafted,
+            head_accepted=stats.head_accepted,
         ),
         timing=Timing(
             prefill_s=timing.prefill_s,

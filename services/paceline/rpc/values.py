@@ -63,13 +63,15 @@ _STATUS_SCALARS = (
 def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
     """Writes a round into ``proto``."""
     proto.drafted, proto.accepted = round_.num_drafted, round_.num_accepted
-    proto.cause, proto.lookup = _CAUSES_TO_PROTO[round_.cause], round_.lookup
+    proto.cause, proto.lookup, proto.head = _CAUSES_TO_PROTO[round_.cause], round_.lookup, round_.head
 
 
 def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
     """The round of a message; None if it is not a valid one."""
     drafted, accepted, cause = proto.drafted, proto.accepted, CAUSES.get(proto.cause)
-    return Round(drafted, accepted, cause, proto.lookup) if cause is not None and accepted <= drafted else None
+    if cause is None or accepted > drafted:
+        return None
+    return Round(drafted, accepted, cause, proto.lookup, proto.head)
 
 
 def status_to_proto(status: ReplicaStatus) -> types_pb2.ReplicaStatus:

@@ -25,6 +25,8 @@ from paceline.preflight.device import left_bytes, require_target
 from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
 from paceline.target.engine import TargetEngine
+from paceline.target.heads import MountedHead
+from paceline.target.mount import bind_heads, load_heads
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
@@ -42,19 +44,19 @@ def build_target_engine(
         EngineError: another rank has failed.
     """
     with ranked(setup.source, setup.options, rendezvous) as group:
-        model, runner, max_len = _runner(setup, group)
-        return _engine(setup, emit, model, runner, max_len)
+        model, runner, max_len, heads = _runner(setup, group)
+        return _engine(setup, emit, model, runner, max_len, heads)
 
 
 def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Follower:
     """Builds another rank of a target. Raises as ``build_target_engine``."""
     with ranked(setup.source, setup.options, rendezvous) as group:
-        _, runner, _ = _runner(setup, group)
+        _, runner, _, _ = _runner(setup, group)
         return Follower(runner)
 
 
-def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
-    """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
+def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int, list[MountedHead]]:
+    """The model, a runner with all of its KV pages, the longest context, and of the first rank the heads."""
     options = setup.options
     torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
     checkpoint, placement = (
@@ -68,6 +70,7 @@ def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel,
         raise ConfigError(
             f"max_model_len is {max_len}: the target {setup.source!r} was made for at most {model.max_len}"
         )
+    heads = load_heads(setup, checkpoint, placement) if group is None or group.rank == 0 else []
     if options.kv_fraction is None:
         num_pages = target_pages(options, max_len)
     else:
@@ -77,7 +80,9 @@ def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel,
         free = left_bytes(model.device, group) - estimate.reserved_bytes
         num_pages = fraction_pages(options.kv_fraction, max_len, model.size.page_bytes, free)
         log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
-    return model, model.runner(num_pages), max_len
+    runner = model.runner(num_pages)
+    bind_heads(heads, runner.cache)
+    return model, runner, max_len, heads
 
 
 def _engine(
@@ -86,6 +91,7 @@ def _engine(
     model: LoadedModel,
     runner: ModelRunner,
     max_len: int,
+    heads: Sequence[MountedHead],
 ) -> TargetEngine:
     options = setup.options
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
@@ -99,6 +105,7 @@ def _engine(
         max_model_len=max_len,
         adaptive=options.adaptive,
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
+        heads=heads,
     )
     engine.calibrate()
     return engine
@@ -111,7 +118,7 @@ def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_
         ConfigError: the bits differ where they must not, or are not to be compared where they must be.
     """
     options, path = setup.options, setup.source
-    speculates_quantized = setup.tree_budget > 0 and model.quantization is not None
+    speculates_quantized = setup.speculates and model.quantization is not None
     report = None
     if options.batch_invariant != "off":
         started = time.perf_counter()
@@ -120,8 +127,8 @@ def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_
         log.log(level, "target %s: %s, in %.1f s", path, report, time.perf_counter() - started)
     elif speculates_quantized:
         raise ConfigError(
-            f"batch_invariant is 'off': the target {path!r} is quantized by {model.quantization!r} and has a draft, "
-            "which needs the test, so it must be 'auto' or 'require'"
+            f"batch_invariant is 'off': the target {path!r} is quantized by {model.quantization!r} and has a draft "
+            "or a head, which needs the test, so it must be 'auto' or 'require'"
         )
     else:
         log.warning("target %s: not tested for batch invariance (batch_invariant is 'off')", path)
@@ -129,7 +136,7 @@ def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_
     if speculates_quantized and (reason := model.batch_dependence or reason):
         raise ConfigError(
             f"the target {path!r} is quantized by {model.quantization!r}, and speculation could change its output, for "
-            f"{reason}: set draft_config to null for plain decoding, or use another checkpoint"
+            f"{reason}: set draft_config to null and leave heads out for plain decoding, or use another checkpoint"
         )
     if options.batch_invariant == "require" and reason:
         raise ConfigError(

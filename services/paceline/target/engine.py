@@ -34,6 +34,7 @@ from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.step_meter import MeasuredStep, StepMeter
 from paceline.target.control.waiting import WaitPolicy
+from paceline.target.heads import Computed, Heads, MountedHead
 from paceline.target.lookup import new_shares
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
@@ -50,6 +51,8 @@ class _Forwarded(NamedTuple):
     """[rows, vocab]: one row per draft token of each verifying part, and one more."""
     token_ids: Sequence[int] | None = None
     logprobs: Sequence[float] = ()
+    states: Tensor | None = None
+    """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head wants any."""
 
 
 class TargetEngine:
@@ -65,6 +68,7 @@ class TargetEngine:
         max_model_len: int,
         adaptive: bool = True,
         batch_invariant: BatchInvariant = "untested",
+        heads: Sequence[MountedHead] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Creates an engine without sessions.
@@ -76,6 +80,7 @@ class TargetEngine:
             max_model_len: tokens of a session's context, prompt and output together.
             adaptive: verify as many draft tokens per step as pay, and pause drafting where none do; False: always K.
             batch_invariant: whether the model gave the same bits however its tokens were batched.
+            heads: what proposes tokens where a session's draft has none; the first that is ready is asked.
             clock: seconds.
         """
         self.runner = runner
@@ -84,6 +89,14 @@ class TargetEngine:
         self.allocation = Allocation(adaptive)
         self._lookups = new_shares() if adaptive else None
         self.gate = SessionGate(self.allocation)
+        self.heads = Heads(
+            heads,
+            runner.cache,
+            vocab_size=runner.vocab_size,
+            allocation=self.allocation,
+            clock=clock,
+            states=runner.features,
+        )
         self._meter = StepMeter(clock, self.allocation, self.wait_policy, self.gate)
         self.stats = self._meter.stats
         self._emit = emit
@@ -96,6 +109,7 @@ class TargetEngine:
             max_step_tokens=max_step_tokens,
             allocation=self.allocation,
             trial_rows=self.gate.trial_rows,
+            heads=self.heads,
         )
         self._sessions: dict[str, TargetSession] = {}
         self._max_step_tokens = max_step_tokens
@@ -144,10 +158,13 @@ class TargetEngine:
             self._meter.idle(waiting=bool(self._scheduler.running))
             return False
         self._announce(parts)
-        self._meter.begin(parts, started)
-        verdicts = self._verify(parts, self._forward(parts))
+        self._meter.begin(parts, started, self.heads.take_s())
+        forwarded = self._forward(parts)
+        verdicts = self._verify(parts, forwarded)
         step = self._meter.decided(parts)
         self._send(self._commit(step, verdicts))
+        if self.heads:
+            self._feed_heads(step, forwarded.states)
         self._adapt(step)
         self._meter.end(step)
         return True
@@ -183,6 +200,7 @@ class TargetEngine:
 
     def close(self) -> None:
         """Releases the other ranks of the model, if there are any. Idempotent."""
+        self.heads.shutdown()
         self.runner.close()
 
     def check_integrity(self) -> None:
@@ -190,6 +208,7 @@ class TargetEngine:
         self._scheduler.check_integrity(list(self._sessions.values()))
         for session in self._sessions.values():
             session.check_integrity()
+        self.heads.check_integrity(list(self._sessions.values()))
 
     def _open(self, message: OpenSession) -> None:
         old = self._sessions.get(message.session_id)
@@ -212,6 +231,7 @@ class TargetEngine:
             return
         self._sessions[message.session_id] = session
         self._scheduler.add(session)
+        self.heads.open(session)
         if self.allocation.adaptive:
             self.gate.begin(session, self._clock(), len(self._sessions))
             self._send_wishes()
@@ -236,6 +256,7 @@ class TargetEngine:
 
     def _close(self, session: TargetSession) -> None:
         del self._sessions[session.session_id]
+        self.heads.close(session.session_id)
         self._scheduler.remove(session)
         self.gate.forget(session, self._clock(), len(self._sessions))
 
@@ -305,10 +326,16 @@ class TargetEngine:
     def _forward(self, parts: Sequence[Scheduled]) -> _Forwarded:
         """Runs the model. One of several ranks draws tokens where its logits are, for sessions that allow it."""
         steps, runner = [part.sequence_step() for part in parts], self.runner
+        wants_states = bool(self.heads) and self.heads.wants_states(len(parts))
         if isinstance(runner, LeadingRunner):
             rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
             if any(row is not None for row in rows):
+                if wants_states:
+                    return _Forwarded(*runner.forward_and_pick_with_states(steps, rows))
                 return _Forwarded(*runner.forward_and_pick(steps, rows))
+        if wants_states:
+            logits, states = runner.forward_with_states(steps)
+            return _Forwarded(logits, states=states)
         return _Forwarded(runner.forward(steps))
 
     def _verify(self, parts: Sequence[Scheduled], forwarded: _Forwarded) -> list[Verdict | PacelineError]:
@@ -359,17 +386,35 @@ class TargetEngine:
             session.num_tokens,
             token_ids,
             verdict.logprobs[:num_emitted],
-            Round(len(part.proposal), num_accepted, session.cause, lookup=part.looked_up),
+            Round(len(part.proposal), num_accepted, session.cause, lookup=part.looked_up, head=part.headed),
             finish_reason,
             cached_tokens=session.cached_tokens if session.cause is Cause.START else 0,
         )
         self._meter.round(step, part, verdict, num_accepted, num_emitted)
         session.waiting_since = None
+        if self.heads:
+            row_s = step.row_s * len(part.proposal) / max(1, len(step.verifying))
+            self.heads.observe(session, part.proposal, verdict.num_accepted, row_s)
         session.commit_outcome(token_ids, step.decided_at)
         session.commit_rows(self.runner.cache, part.stop + num_accepted)  # to its end: others may share the prefix
         if finish_reason is not None:
             self._close(session)
+        elif self.heads:
+            self.heads.advance(session, token_ids)
         return outcome
+
+    def _feed_heads(self, step: MeasuredStep, states: Tensor | None) -> None:
+        """Feeds the heads with what the step has computed of the sessions that go on."""
+        computed, row, logits_row = [], 0, 0
+        for part in step.parts:
+            session, verifies = part.session, part in step.verifying
+            if self._sessions.get(session.session_id) is session:
+                num_accepted = session.num_computed - part.stop
+                computed.append(Computed(session, part.start, row, logits_row if verifies else -1, num_accepted))
+            row += part.num_tokens
+            logits_row += len(part.proposal) + 1 if verifies else 0
+        self.heads.feed(computed, states, len(step.parts))
+        self.heads.book(len(step.verifying))
 
     def _adapt(self, step: MeasuredStep) -> None:
         """Pauses drafting where it does not pay, and resumes it where it may."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.statistics import DecayingRatio
-from paceline.core.tree import Proposal
+from paceline.core.tree import Producer, Proposal
 from paceline.drafters.ngram import NgramIndex
 
 SHORTEST, LONGEST = 2, 8
@@ -99,4 +99,4 @@ class Lookup:
                 break
             token_ids.append(self._tokens[self._at + i % period])
             probs.append(prob)
-        return Proposal(tuple(token_ids), (None,) * len(probs), tuple(probs))
+        return Proposal(tuple(token_ids), (None,) * len(probs), tuple(probs), producer=Producer.LOOKUP)

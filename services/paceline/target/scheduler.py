@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.processors import Row
-from paceline.core.tree import Proposal
+from paceline.core.tree import Producer, Proposal
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import SequenceStep
-from paceline.target.control.allocation import Allocation, blind_offer, offer
+from paceline.target.control.allocation import Allocation, blind_offer, expected_tokens, offer
 from paceline.target.control.waiting import WaitPolicy
+from paceline.target.heads import Heads
 from paceline.target.session import TargetSession
 from paceline.types import pages_for
 
@@ -42,7 +43,12 @@ class Scheduled:
     @property
     def looked_up(self) -> bool:
         """True if the proposal was looked up in the session's own text."""
-        return len(self.proposal) > 0 and not self.proposal.node_ids
+        return len(self.proposal) > 0 and self.proposal.producer is Producer.LOOKUP
+
+    @property
+    def headed(self) -> bool:
+        """True if a head of the target made the proposal."""
+        return len(self.proposal) > 0 and self.proposal.producer is Producer.HEAD
 
     @property
     def verifies(self) -> bool:
@@ -74,12 +80,15 @@ class Scheduler:
         max_step_tokens: int,
         allocation: Allocation | None = None,
         trial_rows: Callable[[TargetSession], int] = lambda session: 0,
+        heads: Heads | None = None,
     ) -> None:
-        """``trial_rows``: draft tokens of a session that are verified whatever ``allocation`` decides."""
+        """``trial_rows``: draft tokens of a session that are verified whatever ``allocation`` decides. ``heads``: what
+        is asked for sessions whose draft has nothing."""
         self._cache = cache
         self._policy = policy
         self._allocation = allocation or Allocation(adaptive=False)
         self._trial_rows = trial_rows
+        self._heads = heads
         self._max_sessions = max_sessions
         self._max_step_tokens = max_step_tokens
         self.waiting: deque[TargetSession] = deque()
@@ -106,6 +115,8 @@ class Scheduler:
         self._admit()
         decoding = [s for s in self.running if s.decoding]
         ready = self._not_waiting(decoding, now)
+        if self._heads:
+            self._heads.propose(ready)
         budget = self._max_step_tokens
         prefilling = [s for s in self.running if not s.decoding]
         wanted = self._allocate(ready, prefilling) if self._allocation.adaptive else {}
@@ -137,9 +148,17 @@ class Scheduler:
             row_s = len(decoding) * (self._allocation.cost.seconds(at + 1) - self._allocation.cost.seconds(at))
 
         def until_of(session: TargetSession, *, others_ready: bool) -> float | None:
-            k, fallback = wanted.get(id(session)), session.looked_up(session.k).probs
-            return policy.wait_until(session, now, others_ready=others_ready, wanted=k, row_s=row_s, fallback=fallback)
+            return policy.wait_until(
+                session,
+                now,
+                others_ready=others_ready,
+                wanted=wanted.get(id(session)),
+                row_s=row_s,
+                fallback=fallbacks[id(session)][0],
+                fallback_s=fallbacks[id(session)][1],
+            )
 
+        fallbacks = {id(s): self._expected_fallback(s, len(decoding)) for s in may_wait}
         waits = {id(s): until_of(s, others_ready=others_ready) for s in may_wait}
         others_ready = others_ready or any(until is None for until in waits.values())
         ready = []
@@ -154,6 +173,12 @@ class Scheduler:
             if session.waiting_since is None:
                 session.waiting_since = now
         return ready
+
+    def _expected_fallback(self, session: TargetSession, num_sessions: int) -> tuple[Sequence[float], float]:
+        """Probabilities of the tokens that a session would propose without its draft, and the seconds to make them."""
+        looked_up = session.looked_up(session.k).probs
+        headed, seconds = self._heads.expected(session, num_sessions) if self._heads else ([], 0.0)
+        return (headed, seconds) if expected_tokens(headed) > expected_tokens(looked_up) else (looked_up, 0.0)
 
     def _allocate(self, ready: list[TargetSession], prefilling: list[TargetSession]) -> dict[int, int]:
         """Draft tokens for a step of these sessions, by ``id`` of the session."""
@@ -172,6 +197,7 @@ class Scheduler:
             num_sessions=len(sessions),
             num_context=num_context,
             limit=self._max_step_tokens - len(ready),
+            spent_s=self._heads.took_s if self._heads else 0.0,
         )
         return {id(s): max(count, self._trial_rows(s)) for s, count in zip(sessions, counts, strict=True)}
 
@@ -202,6 +228,7 @@ class Scheduler:
         """
         num_context = stop - session.num_computed
         proposal, num_trimmed, num_reserved = Proposal(), 0, 0
+        spare = self._heads.reserves if self._heads else 0
         if stop == session.num_tokens:
             limit = min(budget - num_context, wanted.get(id(session), session.k))
             available = session.proposal(session.k)
@@ -212,7 +239,7 @@ class Scheduler:
             num_reserved = min(limit, session.max_draft()) if session.rejection and len(proposal) else len(proposal)
         while True:
             try:
-                session.reserve(self._cache, stop + num_reserved)
+                session.reserve(self._cache, stop + num_reserved + spare)
                 break
             except ResourceExhaustedError:
                 if num_reserved:
@@ -262,9 +289,19 @@ def offer_of(session: TargetSession, *, sent: bool = False) -> Sequence[float]:
     if not session.k:
         return ()
     proposal = session.drafted(session.k)
-    if not len(proposal) and not sent and session.lookup is not None:
-        return session.looked_up(session.k).probs
+    if not len(proposal) and not sent:
+        return _offer_of_fallback(session)
     if not session.rejection:
         return offer(proposal, session.max_draft(), session.hits, extend=sent)
     # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.
     return blind_offer(session.max_draft(), session.hits) if len(proposal) or sent else ()
+
+
+def _offer_of_fallback(session: TargetSession) -> Sequence[float]:
+    """``offer_of`` a session whose draft has nothing: what the target has itself."""
+    proposal = session.fallback(session.k)
+    if proposal.producer is not Producer.HEAD or session.head_hits is None:
+        return proposal.probs
+    if session.rejection:
+        return blind_offer(min(session.head_depth, session.max_draft()), session.head_hits)
+    return offer(proposal, session.max_draft(), session.head_hits)

@@ -10,7 +10,7 @@ from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import Proposal, SpeculationTree
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash
-from paceline.target.control.allocation import AcceptanceHistory
+from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
 
@@ -99,6 +99,10 @@ class TargetSession:
         self.pages: list[int] = []
         self.num_computed = 0
         self.cached_tokens = 0
+        self.attachment = 0
+        """Times that it was given pages from nothing: once, and again after each preemption."""
+        self.num_attached = 0
+        """Tokens whose pages it shared when it was last given pages."""
         self._hashes: list[bytes] = []
         # The state of the draft, as far as the target knows it.
         self.draft_available = self.k > 0
@@ -108,6 +112,12 @@ class TargetSession:
         """Length of the context for which the draft has announced to send nothing more."""
         self.nodes_context_len = -1
         """Length of the context at the draft when it sent its last nodes."""
+        # What a head of the target offers for the coming round (``heads.py``).
+        self.headed = Proposal()
+        self.head_hits: AcceptanceHistory | None = None
+        """The acceptance of that head's tokens in this session."""
+        self.head_depth = 0
+        """Rejection rule: the length that ``headed`` was meant to have, whatever was drawn."""
         self._outcome: tuple[int, ...] = ()
         """Committed tokens that the tree has not been walked along yet."""
         self.cause = Cause.START
@@ -174,9 +184,18 @@ class TargetSession:
         return not self._outcome
 
     def proposal(self, limit: int) -> Proposal:
-        """At most ``limit`` tokens to verify now: the draft's, or else the prompt-lookup continuation."""
+        """At most ``limit`` tokens to verify now: the draft's, or else what the target has itself."""
         drafted = self.drafted(limit)
-        return drafted if len(drafted) else self.looked_up(limit)
+        return drafted if len(drafted) else self.fallback(limit)
+
+    def fallback(self, limit: int) -> Proposal:
+        """At most ``limit`` tokens of a head or of prompt lookup, from whichever more are expected to be accepted."""
+        headed, looked_up = self.headed.first(min(self.max_draft(), limit)), self.looked_up(limit)
+        if not (len(headed) and len(looked_up)):
+            return headed if len(headed) else looked_up
+        scale = self.head_hits.correction() if self.head_hits else 1.0
+        probs = [min(1.0, scale * prob) for prob in headed.probs]
+        return headed if expected_tokens(probs) >= expected_tokens(looked_up.probs) else looked_up
 
     def drafted(self, limit: int) -> Proposal:
         """At most ``limit`` tokens of the draft."""
@@ -231,7 +250,8 @@ class TargetSession:
         assert not self.pages
         assert self.num_computed == 0
         self.pages, self._hashes = cache.match_prefix(self.tokens)
-        self.num_computed = len(self.pages) * PAGE_SIZE
+        self.num_computed = self.num_attached = len(self.pages) * PAGE_SIZE
+        self.attachment += 1
 
     def release(self, cache: KVCache) -> None:
         """Gives all pages back; the context stays and can be recomputed."""

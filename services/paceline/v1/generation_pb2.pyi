@@ -189,7 +189,9 @@ class GenerateStreamChunk(_message.Message):
 
     @_builtins.property
     def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Of each token: whether it was an accepted token of the proposal: the draft's, or with round.lookup the target's own."""
+        """Of each token: whether it was an accepted token of the proposal: the draft's, or with round.lookup or
+        round.head the target's own.
+        """
 
     @_builtins.property
     def round(self) -> _types_pb2.SpeculationRound:
@@ -253,6 +255,8 @@ class SpeculationStats(_message.Message):
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     LOOKUP_DRAFTED_FIELD_NUMBER: _builtins.int
     LOOKUP_ACCEPTED_FIELD_NUMBER: _builtins.int
+    HEAD_DRAFTED_FIELD_NUMBER: _builtins.int
+    HEAD_ACCEPTED_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     drafted: _builtins.int
     accepted: _builtins.int
@@ -261,8 +265,11 @@ class SpeculationStats(_message.Message):
     misses: _builtins.int
     """Rounds that found no continuation of the previous outcome."""
     lookup_drafted: _builtins.int
-    """Of drafted and accepted, those of proposals that the target looked up in its own text; the rest is the draft's."""
+    """Of drafted and accepted, those of proposals that the target looked up in its own text."""
     lookup_accepted: _builtins.int
+    head_drafted: _builtins.int
+    """Of drafted and accepted, those of proposals that heads of the target made. The rest is the draft's."""
+    head_accepted: _builtins.int
     @_builtins.property
     def causes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Rounds by where their proposal came from: "hit", "token", "k", "late", "draft_down", "disabled", "sequential",
@@ -285,10 +292,12 @@ class SpeculationStats(_message.Message):
         acceptance_histogram: _abc.Iterable[_builtins.int] | None = ...,
         lookup_drafted: _builtins.int = ...,
         lookup_accepted: _builtins.int = ...,
+        head_drafted: _builtins.int = ...,
+        head_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted", b"accepted", "causes", b"causes", "drafted", b"drafted", "hits", b"hits", "lookup_accepted", b"lookup_accepted", "lookup_drafted", b"lookup_drafted", "misses", b"misses", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted", b"accepted", "causes", b"causes", "drafted", b"drafted", "head_accepted", b"head_accepted", "head_drafted", b"head_drafted", "hits", b"hits", "lookup_accepted", b"lookup_accepted", "lookup_drafted", b"lookup_drafted", "misses", b"misses", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -381,6 +381,7 @@ class SpeculationRound(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     LOOKUP_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     drafted: _builtins.int
     """Tokens of the proposal; 0 is plain decoding."""
     accepted: _builtins.int
@@ -390,6 +391,8 @@ class SpeculationRound(_message.Message):
     """The proposal was the target's own: the continuation of an earlier place of the text that reads alike (prompt
     lookup), for lack of a draft's. Whatever the cause is, its accepted tokens are then not the draft's.
     """
+    head: _builtins.bool
+    """The proposal was made by a head, a drafter inside the target replica, for lack of a draft's."""
     def __init__(
         self,
         *,
@@ -397,10 +400,11 @@ class SpeculationRound(_message.Message):
         accepted: _builtins.int = ...,
         cause: Global___Cause.ValueType = ...,
         lookup: _builtins.bool = ...,
+        head: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cause", b"cause", "drafted", b"drafted", "lookup", b"lookup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cause", b"cause", "drafted", b"drafted", "head", b"head", "lookup", b"lookup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

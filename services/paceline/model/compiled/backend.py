@@ -210,7 +210,7 @@ class DeviceBackend:
             it.gather,
             it.scatter,
             masks,
-            cache.keys,
-            cache.values,
+            cache.model_keys,
+            cache.model_values,
         )
         return _outputs(result)

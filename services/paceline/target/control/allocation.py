@@ -97,6 +97,15 @@ class AcceptanceHistory:
         return self._of_predicted.value(1.0)
 
 
+def expected_tokens(probs: Sequence[float]) -> float:
+    """Tokens expected to be accepted of a proposal: the sum of its path probabilities."""
+    total, path = 0.0, 1.0
+    for prob in probs:
+        path *= prob
+        total += path
+    return total
+
+
 def offer(proposal: Proposal, num_wanted: int, hits: AcceptanceHistory, *, extend: bool = False) -> list[float]:
     """Coupled rule: acceptance probabilities of at most ``num_wanted`` draft tokens, each given those before it.
 
@@ -230,14 +239,23 @@ class Allocation:
         return ideal_gain(self.cost, num_sessions, acceptance, k, self.overhead_s.get(0.0))
 
     def allocate_draft_tokens(
-        self, offers: Sequence[Sequence[float]], *, num_sessions: int, num_context: int, limit: int
+        self,
+        offers: Sequence[Sequence[float]],
+        *,
+        num_sessions: int,
+        num_context: int,
+        limit: int,
+        spent_s: float = 0.0,
     ) -> list[int]:
-        """Number of draft tokens of each session by the measured cost of steps, see ``allocate_draft_tokens``."""
+        """Number of draft tokens of each session by the measured cost of steps, see ``allocate_draft_tokens``.
+
+        ``spent_s``: seconds that were spent on the offers of this step, whatever becomes of them.
+        """
         return allocate_draft_tokens(
             offers,
             self.cost,
             num_sessions=num_sessions,
             num_context=num_context,
             limit=limit,
-            overhead_s=self.overhead_s.get(0.0),
+            overhead_s=self.overhead_s.get(0.0) + spent_s,
         )

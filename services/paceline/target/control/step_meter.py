@@ -60,6 +60,14 @@ class TargetStats:
     """Tokens of these proposals."""
     lookup_rows_used: int = 0
     """Tokens of these proposals that were accepted."""
+    head_rounds: int = 0
+    """Rounds with a proposal of a head of the target."""
+    head_rows: int = 0
+    """Tokens of these proposals."""
+    head_rows_used: int = 0
+    """Tokens of these proposals that were accepted."""
+    head_s: float = 0.0
+    """Seconds that heads were asked for, before the forwards that verify their tokens."""
     drafts_paused: int = 0
     """Times that drafting was paused for a session."""
     drafts_resumed: int = 0
@@ -107,13 +115,18 @@ class StepMeter:
         if not waiting:
             self._ended_at = None
 
-    def begin(self, parts: Sequence[Scheduled], started: float) -> None:
-        """Takes the start of a forward, and accounts for the time since the last step."""
-        self._started, self._forward_at = started, self._clock()
+    def begin(self, parts: Sequence[Scheduled], started: float, head_s: float = 0.0) -> None:
+        """Takes the start of a forward, and accounts for the time since the last step.
+
+        ``head_s``: seconds of it that heads were asked for: neither a gap nor a part of the step, whose times are
+        those of plain decoding.
+        """
+        self._started, self._forward_at = started + head_s, self._clock()
+        self.stats.head_s += head_s
         self._emitted_before = self.stats.tokens_emitted
         if self._ended_at is None:
             return
-        gap_s, stats = self._forward_at - self._ended_at, self.stats
+        gap_s, stats = max(0.0, self._forward_at - self._ended_at - head_s), self.stats
         if self._all_waited:
             stats.wait_s += gap_s
             stats.waits += 1
@@ -166,6 +179,10 @@ class StepMeter:
             stats.lookup_rounds += 1
             stats.lookup_rows += len(proposal)
             stats.lookup_rows_used += num_accepted
+        if part.headed:
+            stats.head_rounds += 1
+            stats.head_rows += len(proposal)
+            stats.head_rows_used += num_accepted
         if session.k:
             self._allocation.lengths.add(len(proposal))
         if session.cause is Cause.START:

@@ -110,6 +110,7 @@ class WaitPolicy:
         wanted: int | None = None,
         row_s: float = 0.0,
         fallback: Sequence[float] = (),
+        fallback_s: float = 0.0,
     ) -> float | None:
         """Time until which ``session`` should wait for its draft; None: step now. May be asked again on every message.
 
@@ -119,7 +120,8 @@ class WaitPolicy:
             wanted: draft tokens that would be verified if they were there (``allocation.py``), and so the most that
                 are waited for; None: all that the session may have.
             row_s: seconds that one more draft token makes the step longer.
-            fallback: probabilities of the tokens that can be proposed without waiting (``lookup.py``).
+            fallback: probabilities of the tokens that can be proposed without waiting (``lookup.py``, ``heads.py``).
+            fallback_s: seconds that making those takes.
         """
         if not self.may_wait(session, others_ready=others_ready):
             return None
@@ -148,7 +150,7 @@ class WaitPolicy:
             return None
         cost, rate = max(expected - elapsed, expected / 4) + row_s, self._rate()
         if not len(proposal):
-            gain -= worth_now(fallback, row_s, rate)
+            gain -= max(0.0, worth_now(fallback, row_s, rate) - rate * fallback_s)
         return since + limit_s if worth_waiting(gain, cost, rate) else None
 
     def _next_s(self) -> float:

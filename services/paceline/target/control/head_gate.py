@@ -1,0 +1,134 @@
+"""When a head is asked for tokens: only where that is expected to make tokens faster, from measured times.
+
+Asking a head for n of the N sessions of a step, to depth D, delays the step by T(n, D). With a the acceptance of its
+tokens so far and b the tokens expected without it (prompt lookup), it is asked while (Dinkelbach's criterion)
+
+    sum over the n sessions of (a + a^2 + .. + a^D - b)  >  N / plain_s * T(n, D),
+
+which is asked again before each further depth, with the path probabilities that are then known. What that leaves out,
+feeding the head with every step, is in its *account*: at each load its accepted tokens are set against those that plain
+decoding would have made in all the time that it took. A head whose account falls short is paused there: neither asked
+nor fed, for 2, 4, 8, .. 64 s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.statistics import Ewma
+from paceline.target.control.allocation import load_class
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 64.0
+_WINDOW_STEPS, _TRIAL_STEPS, _SHORT_STEPS = 64, 16, 8
+_COSTLY = -4.0
+"""Tokens that a head may have lost before its window is full."""
+_TRIAL_SHARE = 0.005
+"""Share of a load's time that trials may lose."""
+_ASKED_IN_TRIAL = 4
+
+
+@dataclass(slots=True)
+class _Account:
+    """Gain and cost of a head at one load since it was last judged."""
+
+    steps: int = 0
+    net: float = 0.0
+    """Accepted tokens, less those that plain decoding would have made in the time that the head took."""
+    lost_s: float = 0.0
+    failures: int = 0
+    on_trial: bool = False
+    paused_until: float = 0.0
+
+
+@dataclass(slots=True)
+class HeadGate:
+    """Decides for one head; all times are in seconds."""
+
+    adaptive: bool = True
+    """False: it is always asked, to its full depth."""
+    num_pauses: int = 0
+    level_s: dict[tuple[int, bool], Ewma] = field(default_factory=dict)
+    """Seconds of one depth by the load class of its leaves, of the first depth (True) and of a further one."""
+    _loads: dict[int, _Account] = field(default_factory=dict)
+    _asks: int = 0
+    """Times left that the head is asked whatever is expected."""
+    _declined: int = 0
+    """Times in a row that such a trial was made in vain."""
+    _next_trial_at: float = 0.0
+
+    def wanted(self, num_sessions: int, now: float) -> bool:
+        """True if the head is fed and may be asked at this concurrency."""
+        if not self.adaptive:
+            return True
+        account = self._loads.get(load_class(num_sessions))
+        return account is None or now >= account.paused_until
+
+    def depth_s(self, num_leaves: int, *, first: bool) -> float | None:
+        """Seconds of one depth for so many leaves; None before any was measured."""
+        at = load_class(num_leaves)
+        near = self.level_s.get((at, first)) or self.level_s.get((at, not first))
+        if near is None:  # the nearest load that is known
+            known = sorted(self.level_s, key=lambda key: (abs(key[0] - at), key[1] is not first))
+            near = self.level_s[known[0]] if known else None
+        return None if near is None else near.get(0.0)
+
+    def observe_depth(self, num_leaves: int, seconds: float, *, first: bool) -> None:
+        """Takes the time of one depth."""
+        self.level_s.setdefault((load_class(num_leaves), first), Ewma(0.1)).add(seconds)
+
+    def pays(self, gain: float, num_leaves: int, tokens_per_s: float, *, first: bool) -> bool:
+        """True if a depth is expected to add more tokens than plain decoding makes in its time.
+
+        Args:
+            gain: tokens that the depth is expected to add, in all its sessions.
+            num_leaves: its leaves, one for each session.
+            tokens_per_s: of plain decoding, all sessions of the step together.
+            first: it is the first depth.
+        """
+        seconds = self.depth_s(num_leaves, first=first)
+        return not self.adaptive or seconds is None or gain > tokens_per_s * seconds
+
+    def try_anyway(self, now: float) -> bool:
+        """True if the head is asked although it is not expected to pay: a few times, ever more rarely."""
+        if self._asks == 0 and now >= self._next_trial_at:
+            self._asks = _ASKED_IN_TRIAL
+        if self._asks == 0:
+            return False
+        self._asks -= 1
+        if self._asks == 0:
+            self._next_trial_at = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._declined)
+            self._declined += 1
+        return True
+
+    def paid(self) -> None:
+        """Takes that the head was asked because it was expected to pay."""
+        self._declined = 0
+
+    def observe_step(self, num_sessions: int, accepted: int, seconds: float, tokens_per_s: float, now: float) -> bool:
+        """Books a step. True if the head is paused from now on at this load.
+
+        Args:
+            num_sessions: sessions of the step.
+            accepted: tokens of the head that were accepted.
+            seconds: that it took: to be fed, to be asked, and to have its tokens verified.
+            tokens_per_s: of plain decoding.
+            now: the time.
+        """
+        account = self._loads.setdefault(load_class(num_sessions), _Account())
+        account.on_trial = account.on_trial or (account.failures > 0 and account.steps == 0)
+        account.steps += 1
+        account.net += accepted - tokens_per_s * seconds
+        account.lost_s += seconds
+        costly = account.steps >= _SHORT_STEPS and account.net < _COSTLY
+        if not self.adaptive or (account.steps < (_TRIAL_STEPS if account.on_trial else _WINDOW_STEPS) and not costly):
+            return False
+        worthless = account.net < 0.0
+        if worthless:
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**account.failures)
+            account.paused_until = now + max(pause_s, -account.net / max(tokens_per_s, 1e-9) / _TRIAL_SHARE)
+            account.failures += 1
+            self.num_pauses += 1
+        else:
+            account.failures = 0
+        account.steps, account.net, account.lost_s, account.on_trial = 0, 0.0, 0.0, False
+        return worthless
