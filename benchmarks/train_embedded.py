@@ -165,7 +165,10 @@ def extra_files(options: Options, held_out: list[str]) -> list[str]:
 
 
 def corpus(options: Options) -> None:
-    """Write `corpus.json`: `train` and `held_out`, relative paths under `stdlib`, and `extra`, absolute ones."""
+    """Write `corpus.json`: `train` and `held_out`, relative paths under `stdlib`, and `extra`, absolute ones.
+
+    The texts of the first two are in `train.jsonl` and `held_out.jsonl` besides, as `paceline train-head` reads them.
+    """
     names = library_files(options.stdlib)
     order = random.Random(SEED).sample(names, len(names))
     num_held_out = round(HELD_OUT_FRACTION * len(names))
@@ -178,6 +181,9 @@ def corpus(options: Options) -> None:
         "extra": extra_files(options, held_out),
     }
     (options.work / "corpus.json").write_text(json.dumps(record, indent=1))
+    for part in ("train", "held_out"):  # for `paceline train-head`
+        lines = [json.dumps({"text": text}) + "\n" for text in read_texts(options, part)]
+        (options.work / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
     print(f"{len(train)} training files, {len(held_out)} held out, {len(record['extra'])} further ones")
 
 

@@ -74,6 +74,7 @@ MAY = {
         "client",
         "preflight",
         "plan",
+        "drafters",
         "checkpoint",
         "config",
         "logs",

@@ -68,7 +68,7 @@ def test_help_needs_no_more_than_a_client(arguments):
     assert done.stdout
 
 
-@pytest.mark.parametrize("command", ["generate", "serve", "status", "check", "config", "plan", "demo"])
+@pytest.mark.parametrize("command", ["generate", "serve", "status", "check", "config", "plan", "demo", "train-head"])
 def test_parsing_a_command_loads_nothing_heavy(command):
     script = (
         "import json, sys; from paceline.cli.main import build_parser; build_parser(sys.argv[1]); "

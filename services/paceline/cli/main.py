@@ -31,6 +31,7 @@ COMMANDS = {
     "config": "print the configuration, or its reference",
     "plan": "how many targets and drafts, of which K, at what cost",
     "demo": "overlapped against plain decoding",
+    "train-head": "train a drafting head for a target",
 }
 """Module of this package -> its line in ``paceline --help``. ``add_flags(parser)`` there adds its flags and sets
 ``run``."""
@@ -52,7 +53,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         one = commands.add_parser(name, help=text)
         if command in (None, name):
-            import_module(f"paceline.cli.{name}").add_flags(one)
+            import_module(f"paceline.cli.{name.replace('-', '_')}").add_flags(one)
     for entry in entry_points(group="paceline.commands"):
         if command in (None, entry.name):
             entry.load()(commands)

@@ -1,0 +1,188 @@
+"""``paceline train-head``: a drafting head for any target, trained on the target's own continuations of some text."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, get_args
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from paceline.cli.exit import EXIT_DONE
+from paceline.cli.flags import field_at
+from paceline.cli.table import table
+from paceline.config import ServiceConfig
+from paceline.drafters.training.options import KINDS, HeadForm, Schedule, TrainingOptions
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.drafters.training.run import Report
+
+_MEANING = """\
+depth d      how often the head drafts the target's token at depth d, where all shallower ones were right
+accepted     drafted tokens that the target takes, per round of {depths}
+T=1          drawn at temperature 1; the head draws with the target's noise, as in the service"""
+_AS_IS = "as-is"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline train-head``."""
+    parser.description = (
+        "Trains a drafting head for a target on the target's own continuations of the data. An interrupted run "
+        "continues where it was when the command is repeated. The head, its checkpoint and its report are in --out."
+    )
+    parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="text files, .jsonl files of objects with text or prompt, or folders of such files",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="data for the report, left out of the training (default: a random twentieth of the documents)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the head")
+    group = parser.add_argument_group("features")
+    group.add_argument("--cache", type=Path, metavar="DIR", help="folder of the features (default: features in --out)")
+    group.add_argument("--tokens", type=int, default=262_144, metavar="N", help="tokens to train on (default 262144)")
+    group.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row (default 256)")
+    group.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of a document that the target continues; a shorter document is taken whole (default 64)",
+    )
+    group.add_argument(
+        "--temperatures",
+        default="0,0.7,1",
+        metavar="X,X",
+        help=f"of the continuations, in turn; {_AS_IS}: the data are the target's own text (default 0,0.7,1)",
+    )
+    group.add_argument("--held-out-rows", type=int, default=128, metavar="N", help="rows of the report (default 128)")
+    group = parser.add_argument_group("head")
+    group.add_argument("--depths", type=int, default=4, metavar="N", help="tokens drafted in a row (default 4)")
+    group.add_argument(
+        "--boundaries", type=int, nargs="+", default=[], metavar="N", help="eagle3, peagle: layers whose input it reads"
+    )
+    group.add_argument(
+        "--draft-vocab-size", type=int, metavar="N", help="eagle3, peagle: the most frequent tokens (default: all)"
+    )
+    group.add_argument("--own-lm-head", action="store_true", help="medusa: an LM head for each depth")
+    group.add_argument("--inner-dim", type=int, default=0, metavar="N", help="mlp_speculator: width of its state")
+    group = parser.add_argument_group("training")
+    group.add_argument("--steps", type=int, default=4000, metavar="N", help="updates (default 4000)")
+    group.add_argument("--batch-rows", type=int, default=1, metavar="N", help="rows of an update (default 1)")
+    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default 0.001)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of text and order (default 0)")
+    for name, default in (("device", "auto"), ("dtype", "auto")):
+        field = field_at(ServiceConfig, f"target_config.engine_kwargs.{name}")
+        group.add_argument(f"--{name}", choices=get_args(field.annotation), default=default, help=f"default {default}")
+    parser.add_argument("--compare", metavar="ID_OR_PATH", help="a draft model whose figures are reported, too")
+    parser.set_defaults(run=run_train_head)
+
+
+def run_train_head(args: argparse.Namespace) -> int:
+    """Runs ``paceline train-head``."""
+    from paceline.drafters.training.run import train_head  # with torch
+
+    options = options_of(args)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # saves a checkpoint as Ctrl-C does
+    try:
+        with _Bars() as progress:
+            report = train_head(options, progress)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("\n".join(as_table(report)))
+    print(f"\nthe head is in {options.out}")
+    return EXIT_DONE
+
+
+def options_of(args: argparse.Namespace) -> TrainingOptions:
+    """The options that the flags stand for. Raises ConfigError."""
+    if args.kind not in KINDS:
+        raise ConfigError(f"KIND is {args.kind!r}: it must be one of {', '.join(KINDS)}")
+    if args.target is None:
+        from paceline.checkpoint.files import embedded_paths
+
+        args.target = str(embedded_paths()[0])
+    return TrainingOptions(
+        form=HeadForm(
+            kind=args.kind,
+            depths=args.depths,
+            boundaries=tuple(args.boundaries),
+            draft_vocab_size=args.draft_vocab_size,
+            own_lm_head=args.own_lm_head,
+            inner_dim=args.inner_dim,
+        ),
+        target=args.target,
+        data=args.data,
+        held_out=args.held_out,
+        out=args.out,
+        cache=args.cache,
+        num_tokens=args.tokens,
+        length=args.length,
+        prompt_tokens=args.prompt_tokens,
+        temperatures=_temperatures(args.temperatures),
+        held_out_rows=args.held_out_rows,
+        schedule=Schedule(args.steps, args.batch_rows, args.learning_rate, args.seed),
+        device=args.device,
+        dtype=args.dtype,
+        compare=args.compare,
+    )
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    if text == _AS_IS:
+        return ()
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--temperatures is {text!r}: numbers with commas between them, or {_AS_IS}") from None
+
+
+def as_table(report: Report) -> list[str]:
+    """The lines of the report."""
+    depths = [f"depth {depth + 1}" for depth in range(report.depths)]
+    rows = [["held out", *depths, "accepted", "+-"]]
+    for each in report.figures:
+        for name, found in (("greedy", each.greedy), ("T=1", each.sampled)):
+            shares = [f"{share:.3f}" for share in found.given_prefix()]
+            ends = [f"{found.accepted_per_round(report.depths):.3f}", f"{found.standard_error(report.depths):.3f}"]
+            rows.append([f"{each.name}, {name}", *shares, *ends])
+    rows.append(["most frequent token, greedy", f"{report.unigram:.3f}", *[""] * (report.depths + 1)])
+    return [*table(rows, sys.stdout), "", _MEANING.format(depths=report.depths)]
+
+
+class _Bars:
+    """One bar for each stage, on standard error."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True))
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._tasks:
+            self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
+        if not self._tasks:
+            self._bars.start()
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total, note="")
+        self._bars.update(self._tasks[stage], completed=done, note=note)

@@ -1,0 +1,120 @@
+"""Checkpoints of trained heads, in the formats that are published for each kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.drafters.heads.eagle import PEagle
+from paceline.drafters.training.kinds import TrainableHead, eagle_values
+
+
+def write_head(head: TrainableHead, folder: Path, source: str) -> None:
+    """Writes config.json and the weights in bfloat16, and rounds the module to what it has written.
+
+    ``source``: path or id of the target, named in the configuration.
+    """
+    head.module.bfloat16().float()
+    config, tensors, name = _WRITE[head.form.kind](head, source)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {
+        key: (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous().cpu()
+        for key, value in tensors.items()
+    }
+    save_file(kept, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+_Written = tuple[dict[str, Any], dict[str, Tensor], str]
+
+
+def _medusa(head: TrainableHead, source: str) -> _Written:
+    """Medusa 1 with LM heads of their own, else Medusa 2."""
+    config = {
+        "model_type": "medusa",
+        "base_model_name_or_path": source,
+        "medusa_num_heads": head.form.depths,
+        "medusa_num_layers": 1,
+    }
+    return config, head.module.state_dict(), "medusa_lm_head"
+
+
+def _mlp(head: TrainableHead, source: str) -> _Written:
+    """The file of fms-extras, tied tensors once."""
+    size, vocab_size = _sizes(head.target)
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": vocab_size,
+        "emb_dim": size,
+        "inner_dim": head.form.inner_dim,
+        "n_predict": head.form.depths,
+        "top_k_tokens_per_head": [5, *[3] * (head.form.depths - 1)],
+        "n_candidates": 5,
+        "tie_weights": True,
+        "scale_input": True,
+    }
+    tensors = {f"speculator.{name}": value.detach() for name, value in head.module.named_parameters()}
+    return config, tensors, "model"
+
+
+def _mtp(head: TrainableHead, source: str) -> _Written:
+    """The keys of DeepSeek-V3: the module is layer N of a target of N layers."""
+    config = head.target.config.get_text_config()
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    names = {"block.": "", "norm.": "shared_head.norm."}
+    tensors = {}
+    for key, value in head.module.state_dict().items():
+        inner = key.removeprefix("modules_by_depth.0.")
+        for own, published in names.items():
+            if inner.startswith(own):
+                inner = published + inner.removeprefix(own)
+        tensors[prefix + inner] = value
+    return {**config.to_diff_dict(), "model_type": config.model_type, "num_nextn_predict_layers": 1}, tensors, "model"
+
+
+def _eagle(head: TrainableHead, source: str) -> _Written:
+    config = {**eagle_values(head.target), "architectures": ["LlamaForCausalLMEagle"], "bias": True}
+    return config, head.module.state_dict(), "model"
+
+
+def _eagle3(head: TrainableHead, source: str) -> _Written:
+    """The keys of SafeAILab; of P-EAGLE those of the speculators library, whose layers are numbered."""
+    module, (_, vocab_size) = head.module, _sizes(head.target)
+    tensors = {key.replace("layers.0.", "midlayer."): value for key, value in module.state_dict().items()}
+    config = {
+        **eagle_values(head.target),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": head.form.draft_vocab_size or vocab_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [*head.boundaries], "use_aux_hidden_state": True},
+    }
+    if (target_ids := module.target_ids) is not None:
+        t2d = torch.zeros(vocab_size, dtype=torch.bool)
+        t2d[target_ids] = True
+        tensors["t2d"] = t2d
+    if isinstance(module, PEagle):
+        tensors = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
+        config |= {"architectures": ["PEagleForCausalLM"], "pard_token": module.mask_token_id}
+    return config, tensors, "model"
+
+
+_WRITE = {
+    "medusa": _medusa,
+    "mlp_speculator": _mlp,
+    "mtp": _mtp,
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "peagle": _eagle3,
+}
+
+
+def _sizes(target: PreTrainedModel) -> tuple[int, int]:
+    """Width and vocabulary of a target."""
+    lm_head = target.get_output_embeddings()
+    return lm_head.in_features, lm_head.out_features

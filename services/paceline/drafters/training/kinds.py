@@ -1,0 +1,275 @@
+"""The heads that can be trained: their modules, their first weights, and their checkpoints in the published formats.
+
+A head begins as close to the target as its form allows. Where its layer is a copy of the target's last one, the
+projection in front is fitted by least squares to that layer's true input, one position further on: a closed form that
+takes one pass over a few thousand tokens and saves the first thousand steps of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
+from paceline.drafters.heads.layers import eagle_config
+from paceline.drafters.heads.medusa import Medusa
+from paceline.drafters.heads.mlp import MLPSpeculator
+from paceline.drafters.heads.module import HeadModule
+from paceline.drafters.heads.mtp import Mtp
+from paceline.drafters.training.features import OUT, FeatureCache, Row, states
+from paceline.drafters.training.options import HeadForm
+from paceline.errors import ConfigError
+
+_FIT_TOKENS = 16_384
+_DECAY = 0.02
+"""Of the least squares, of the mean square of a feature."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableHead:
+    """A module, and what it is trained on."""
+
+    form: HeadForm
+    module: HeadModule
+    boundaries: tuple[int, ...]
+    target: PreTrainedModel
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained parameters."""
+        return sum(p.numel() for p in self.parameters)
+
+
+def boundaries_of(form: HeadForm, num_layers: int) -> tuple[int, ...]:
+    """The boundaries that a head reads.
+
+    Raises:
+        ConfigError: one is outside the model, or the head reads the last state alone.
+    """
+    if form.kind not in ("eagle3", "peagle"):
+        if form.boundaries:
+            raise ConfigError(f"--boundaries is for eagle3 and peagle: {form.kind} reads the last state alone")
+        return (OUT,)
+    chosen = form.boundaries or tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)}))
+    if outside := [b for b in chosen if not 0 <= b < num_layers]:
+        raise ConfigError(f"--boundaries is {outside[0]}: it must be from 0 to {num_layers - 1}, the target's layers")
+    return chosen
+
+
+def make_head(form: HeadForm, target: PreTrainedModel, cache: FeatureCache) -> TrainableHead:
+    """A head with its first weights, float32 on the target's device."""
+    config = target.config.get_text_config()
+    boundaries = boundaries_of(form, config.num_hidden_layers)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        module = _MAKE[form.kind](form, target, _Fit(target, cache, boundaries))
+    return TrainableHead(form, module.float().to(target.device).train(), boundaries, target)
+
+
+class _Fit:
+    """Least squares on the first rows of the features."""
+
+    def __init__(self, target: PreTrainedModel, cache: FeatureCache, boundaries: Sequence[int]) -> None:
+        self.target, self.cache, self.boundaries = target, cache, boundaries
+
+    def _rows(self) -> list[Row]:
+        count = min(self.cache.rows.num_rows, max(1, _FIT_TOKENS // self.cache.rows.length))
+        return [self.cache.read(row, self.boundaries) for row in range(count)]
+
+    def frequent_tokens(self, count: int) -> Tensor:
+        """[count] int64: the most frequent tokens of the rows, by id."""
+        counts = self.cache.counts(self.target.get_output_embeddings().out_features)
+        return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+    def mean_state(self) -> Tensor:
+        """[width]: the mean of what the head reads."""
+        return torch.cat([row.states[: row.num_tokens] for row in self._rows()]).float().mean(0)
+
+    def to_boundary(self, features: Callable[[Tensor, Tensor], Tensor], boundary: int) -> Tensor:
+        """The linear map ``[hidden, width]`` from features to the state of the next position at a boundary.
+
+        ``features``: (tokens at P + 1 [n, length], states of P [n, length, .]) -> [n, length, width].
+        """
+        rows, device = self._rows(), self.target.device
+        token_ids = torch.stack([row.token_ids for row in rows])
+        wanted = states(self.target, token_ids, (boundary,))[0][:, 1:]
+        own = torch.stack([row.states for row in rows])[:, :-1].to(device).float()
+        ends = torch.tensor([row.num_tokens for row in rows])
+        inside = torch.arange(1, token_ids.shape[1]) < ends[:, None]
+        x = features(token_ids[:, 1:].to(device), own)[inside.to(device)].double()
+        y = wanted[inside].to(device).double()
+        gram = x.T @ x
+        gram += _DECAY * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=device)
+        found: Tensor = torch.linalg.solve(gram, x.T @ y).T.float()
+        return found
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _shared(target: PreTrainedModel) -> tuple[Function, Function]:
+    """The target's embedding and LM head as functions: they are no parameters of the head."""
+    embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    return lambda ids: embedding(ids), lambda x: lm_head(x.to(lm_head.weight.dtype))
+
+
+def _last_layer(target: PreTrainedModel) -> tuple[Any, Any]:
+    """The target's last layer and its final norm."""
+    decoder = target.get_decoder()
+    return decoder.layers[-1], decoder.norm
+
+
+def _copy(to: nn.Module, source: nn.Module) -> None:
+    """Copies the parameters that both have under one name and in one shape."""
+    theirs = source.state_dict()
+    own = to.state_dict()
+    to.load_state_dict(
+        own | {name: value for name, value in theirs.items() if name in own and own[name].shape == value.shape}
+    )
+
+
+def _medusa(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+    lm_head = target.get_output_embeddings()
+    size, vocab_size = lm_head.in_features, lm_head.out_features
+    if not form.own_lm_head:
+        return Medusa(size, form.depths, lm_head=_shared(target)[1])
+    module = Medusa(size, form.depths, vocab_size=vocab_size)
+    for depth in range(form.depths):
+        own: Any = module.get_submodule(f"{depth}.1")
+        own.weight.copy_(lm_head.weight)
+    return module
+
+
+def _mlp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+    lm_head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
+    size, vocab_size = lm_head.in_features, lm_head.out_features
+    inner = form.inner_dim or size
+    module: Any = MLPSpeculator(vocab_size, size, form.depths, form.inner_dim, tie_weights=True, scale_input=True)
+    if inner == size:
+        module.head[0].weight.copy_(lm_head.weight)
+        module.emb[0].weight.copy_(embedding.weight / embedding.weight.float().std() / inner**0.5)
+        for projection in module.proj:
+            projection.weight.copy_(torch.eye(size))
+    made: HeadModule = module
+    return made
+
+
+def _mtp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+    """The target's last layer behind a projection that guesses its input, and the target's final norm."""
+    config = target.config.get_text_config()
+    (embed, lm_head), (layer, norm) = _shared(target), _last_layer(target)
+    module = Mtp(config, target.get_decoder(), 1, embed=embed, lm_head=lm_head)
+    first: Any = module.modules_by_depth[0]
+    _copy(first.block, layer)
+    _copy(first.norm, norm)
+
+    def features(token_ids: Tensor, own: Tensor) -> Tensor:
+        return torch.cat([first.enorm(embed(token_ids).float()), first.hnorm(own)], -1)
+
+    first.to(target.device)
+    first.eh_proj.weight.copy_(fit.to_boundary(features, config.num_hidden_layers - 1))
+    return module
+
+
+def _eagle(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+    """A projection that guesses the target's next state, and a layer that adds nothing yet."""
+    (embed, lm_head), (layer, _) = _shared(target), _last_layer(target)
+    module = Eagle(eagle_config(eagle_values(target)), embed=embed, lm_head=lm_head)
+    first: Any = module.layers[0]
+    _copy(first, layer)
+    first.self_attn.o_proj.weight.zero_()
+    first.mlp.down_proj.weight.zero_()
+
+    def features(token_ids: Tensor, own: Tensor) -> Tensor:
+        return torch.cat([embed(token_ids).float(), own], -1)
+
+    module.fc.weight.copy_(fit.to_boundary(features, OUT))
+    module.fc.bias.zero_()
+    return module
+
+
+def _eagle3(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+    """The target's last layer behind a projection that guesses its input; the attention also sees the next token."""
+    config, lm_head = target.config.get_text_config(), target.get_output_embeddings()
+    (embed, _), (layer, norm) = _shared(target), _last_layer(target)
+    size = config.hidden_size
+    target_ids = fit.frequent_tokens(form.draft_vocab_size) if form.draft_vocab_size else None
+    options: dict[str, Any] = {
+        "form": Eagle3Form(num_boundaries=len(fit.boundaries)),
+        "draft_vocab_size": form.draft_vocab_size or lm_head.out_features,
+        "embed": embed,
+        "target_ids": target_ids,
+    }
+    made = eagle_config(eagle_values(target))
+    module: Eagle3
+    if form.kind == "peagle":
+        module = PEagle(made, mask_token_id=mask_token(target), depths=form.depths, **options)
+        module.mask_hidden.copy_(fit.mean_state().view(1, 1, -1))
+    else:
+        module = Eagle3(made, **options)
+    first: Any = module.layers[0]
+    _copy(first, layer)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        wide, narrow = getattr(first.self_attn, name), getattr(getattr(layer, "self_attn", None), name, None)
+        if narrow is not None and narrow.weight.shape == (wide.out_features, size):
+            wide.weight[:, size:] = narrow.weight
+    if hasattr(layer, "input_layernorm"):
+        _copy(first.hidden_norm, layer.input_layernorm)
+    _copy(module.norm, norm)
+    module.lm_head.weight.copy_(lm_head.weight if target_ids is None else lm_head.weight[target_ids])
+    module.fc.weight.copy_(fit.to_boundary(lambda _, own: own, config.num_hidden_layers - 1))
+    return module
+
+
+_MAKE: dict[str, Callable[[HeadForm, PreTrainedModel, _Fit], HeadModule]] = {
+    "medusa": _medusa,
+    "mlp_speculator": _mlp,
+    "mtp": _mtp,
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "peagle": _eagle3,
+}
+
+
+def mask_token(target: PreTrainedModel) -> int:
+    """The token that stands for unknown ones in P-EAGLE: padding, else the end of text, else the last token."""
+    config = target.config.get_text_config()
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value >= 0:
+            return value
+    return int(config.vocab_size) - 1
+
+
+def eagle_values(target: PreTrainedModel) -> dict[str, Any]:
+    """The layer of an EAGLE head in its config.json: of the Llama family, as wide as the target's."""
+    config = target.config.get_text_config()
+    heads = config.num_attention_heads
+    values = {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_act": getattr(config, "hidden_act", None) or "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "vocab_size": target.get_output_embeddings().out_features,
+        "attention_bias": bool(getattr(config, "attention_bias", False)),
+        "tie_word_embeddings": False,
+    }
+    if (rope := getattr(config, "rope_parameters", None)) is not None:
+        values["rope_parameters"] = dict(rope)
+    return values

@@ -1,0 +1,120 @@
+"""What ``paceline train-head`` is asked for: values that know what is allowed, and need no tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paceline.errors import ConfigError
+
+Kind = Literal["medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle"]
+KINDS: tuple[Kind, ...] = ("medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle")
+
+_WARM_UP = 0.03
+_LEAST_PROMPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """What is free in a head's form."""
+
+    kind: Kind
+    depths: int = 4
+    """Tokens that it learns to draft in a row; of Medusa, MLP and P-EAGLE the most that it can."""
+    boundaries: tuple[int, ...] = ()
+    """Of EAGLE-3 and P-EAGLE; (): 2, L // 2 and L - 3 of L layers."""
+    draft_vocab_size: int | None = None
+    """Of EAGLE-3 and P-EAGLE: the most frequent tokens; None: all."""
+    own_lm_head: bool = False
+    """Of Medusa: an LM head for each depth, not the target's."""
+    inner_dim: int = 0
+    """Width of the MLP speculator's state; 0: the target's."""
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ConfigError for options that the kind does not have, or that do not fit the target."""
+        size = self.draft_vocab_size
+        if size is not None:
+            if self.kind not in ("eagle3", "peagle"):
+                raise ConfigError(
+                    f"--draft-vocab-size is for eagle3 and peagle: {self.kind} has the target's vocabulary"
+                )
+            if not 0 < size <= vocab_size:
+                raise ConfigError(
+                    f"--draft-vocab-size is {size}: it must be from 1 to {vocab_size}, the target's tokens"
+                )
+        if self.own_lm_head and self.kind != "medusa":
+            raise ConfigError(f"--own-lm-head is for medusa, not for {self.kind}")
+        if self.inner_dim and self.kind != "mlp_speculator":
+            raise ConfigError(f"--inner-dim is for mlp_speculator, not for {self.kind}")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What makes a training what it is: an interrupted one continues with the same, or not at all."""
+
+    steps: int
+    batch_rows: int = 1
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def scale(self, step: int) -> float:
+        """Part of the learning rate at a step: a warm-up over the first 3 %, then a cosine to zero."""
+        progress = step / max(1, self.steps)
+        if progress < _WARM_UP:
+            return (progress + 1 / max(1, self.steps)) / (_WARM_UP + 1 / max(1, self.steps))
+        return 0.5 * (1.0 + math.cos(math.pi * (progress - _WARM_UP) / (1.0 - _WARM_UP)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """What ``paceline train-head`` is asked for."""
+
+    form: HeadForm
+    target: str
+    data: Sequence[Path]
+    out: Path
+    schedule: Schedule
+    held_out: Sequence[Path] = ()
+    """Files or folders of held-out documents; (): a random twentieth of the data."""
+    cache: Path | None = None
+    """Folder of the features; None: ``features`` in ``out``."""
+    num_tokens: int = 262_144
+    length: int = 256
+    """Tokens of a row."""
+    prompt_tokens: int = 64
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    """The target continues the data at these; (): the data are its own text already."""
+    held_out_rows: int = 128
+    device: str = "auto"
+    dtype: str = "auto"
+    compare: str | None = None
+    """A draft model whose figures are reported beside the head's."""
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError for values that no training can have."""
+        positive = {
+            "--depths": self.form.depths,
+            "--steps": self.schedule.steps,
+            "--batch-rows": self.schedule.batch_rows,
+            "--tokens": self.num_tokens,
+            "--held-out-rows": self.held_out_rows,
+            "--learning-rate": self.schedule.learning_rate,
+        }
+        for flag, value in positive.items():
+            if not value > 0:
+                raise ConfigError(f"{flag} is {value:g}: it must be more than 0")
+        if self.prompt_tokens < _LEAST_PROMPT:
+            raise ConfigError(f"--prompt-tokens is {self.prompt_tokens}: it must be at least {_LEAST_PROMPT}")
+        least = self.prompt_tokens + self.form.depths + 1
+        if self.length <= least:
+            raise ConfigError(
+                f"--length is {self.length}: it must be more than {least}, the prompt, the depths and one token"
+            )
+        if any(not temperature >= 0 for temperature in self.temperatures):
+            raise ConfigError(f"--temperatures is {min(self.temperatures):g}: a temperature must be at least 0")
+        if not self.data:
+            raise ConfigError("--data is missing: name files or folders with text for the target to continue")

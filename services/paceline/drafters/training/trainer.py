@@ -1,0 +1,157 @@
+"""The training of a head: random rows of cached features, all depths at once, to the target's own distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.drafters.training.features import OUT, FeatureCache
+from paceline.drafters.training.kinds import TrainableHead
+from paceline.drafters.training.options import Schedule
+from paceline.errors import ConfigError
+
+_DEPTH_DECAY = 0.8
+"""Weight of a depth's loss over that of the one before (EAGLE-3)."""
+_SAVE_STEPS = 200
+
+
+class Trainer:
+    """Trains a head in place; resumes from ``checkpoint.pt`` of its folder, if there is one.
+
+    Raises:
+        ConfigError: the folder holds a training of another head, other features or another schedule.
+    """
+
+    def __init__(
+        self,
+        head: TrainableHead,
+        teacher: Callable[[Tensor], Tensor],
+        cache: FeatureCache,
+        schedule: Schedule,
+        folder: Path,
+        *,
+        bfloat16: bool = False,
+    ) -> None:
+        """Prepares a training.
+
+        Args:
+            head: a head with its first weights.
+            teacher: [..., hidden] states after the final norm -> [..., vocabulary] logits of the target.
+            cache: the features, with the head's boundaries and ``OUT``.
+            schedule: steps and rates.
+            folder: of its checkpoint.
+            bfloat16: products in bfloat16 (autocast); weights stay float32.
+        """
+        self.head, self.teacher, self.cache, self.schedule, self.folder = head, teacher, cache, schedule, folder
+        self.bfloat16 = bfloat16
+        self.device = head.target.device
+        self.optimizer = torch.optim.AdamW(
+            head.parameters, lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True
+        )
+        self.step, self._whole = 0, True
+        self._identity = {
+            "head": asdict(head.form),
+            "schedule": asdict(schedule),
+            "features": asdict(cache.rows),
+        }
+        self._resume()
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's file."""
+        return self.folder / "checkpoint.pt"
+
+    def _resume(self) -> None:
+        if not self.path.exists():
+            return
+        found: dict[str, Any] = torch.load(self.path, map_location=self.device, weights_only=True)
+        for part, wanted in self._identity.items():
+            for key, value in wanted.items():
+                if _plain(found["identity"][part].get(key)) != _plain(value):
+                    raise ConfigError(
+                        f"{self.folder} holds a training with {key} {found['identity'][part].get(key)}, not {value}: "
+                        "name another directory, or delete its checkpoint.pt"
+                    )
+        self.head.module.load_state_dict(found["module"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.step = found["step"]
+
+    def save(self) -> None:
+        """Writes the checkpoint; an interrupted write leaves the old one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "identity": self._identity,
+            "module": self.head.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
+        torch.save(state, self.path.with_suffix(".part"))
+        self.path.with_suffix(".part").replace(self.path)
+
+    def run(self, progress: Callable[[int, float], None] = lambda step, loss: None) -> None:
+        """Trains to the last step; ``progress(steps done, loss)`` after each. Saves whatever ends it."""
+        try:
+            while self.step < self.schedule.steps:
+                loss = self._gradients()
+                self._whole = False
+                self.optimizer.step()
+                self.step += 1
+                self._whole = True
+                progress(self.step, loss)
+                if self.step % _SAVE_STEPS == 0:
+                    self.save()
+        finally:
+            if self._whole:  # interrupted within an update, it continues from the last checkpoint
+                self.save()
+
+    def _gradients(self) -> float:
+        """Those of the next update, clipped; returns the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.learning_rate * self.schedule.scale(self.step)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+            loss = self.loss(self._batch())
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.head.parameters, 1.0)
+        return float(loss.detach())
+
+    def _batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows that depend on the seed and the step alone, so that a resumed training sees what it would have seen."""
+        generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + self.step)
+        chosen = torch.randint(self.cache.rows.num_rows, (self.schedule.batch_rows,), generator=generator).tolist()
+        rows = [self.cache.read(row, (*self.head.boundaries, OUT)) for row in chosen]
+        token_ids = torch.stack([row.token_ids for row in rows]).to(self.device)
+        both = torch.stack([row.states for row in rows]).to(self.device).float()
+        size = both.shape[-1] // (len(self.head.boundaries) + 1)
+        num_tokens = torch.tensor([row.num_tokens for row in rows], device=self.device)
+        return token_ids, both[..., :-size], both[..., -size:], num_tokens
+
+    def loss(self, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        """Soft cross-entropy in nats, averaged over the positions and weighted by depth.
+
+        Of a draft vocabulary the target's probabilities are taken as they are, so that a position whose next token is
+        unlikely to be in it weighs little.
+        """
+        token_ids, own, out, num_tokens = batch
+        depths = self.head.form.depths
+        num_rows = token_ids.shape[1] - depths
+        with torch.no_grad():
+            p = self.teacher(out).float().softmax(-1)
+            if self.head.module.target_ids is not None:
+                p = p[..., self.head.module.target_ids]
+        position = torch.arange(num_rows, device=self.device)
+        total = torch.zeros((), device=self.device)
+        for depth, logits in enumerate(self.head.module.unroll(own[:, :num_rows], token_ids, depths)):
+            each = -(p[:, 1 + depth : 1 + depth + num_rows] * logits.float().log_softmax(-1)).sum(-1)
+            inside = (position + 1 + depth < num_tokens[:, None]).float()
+            total = total + _DEPTH_DECAY**depth * (each * inside).sum() / inside.sum().clamp(min=1.0)
+        return total
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

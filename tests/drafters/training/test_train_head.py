@@ -1,0 +1,164 @@
+"""``paceline train-head`` on a tiny target: every kind trains, resumes to the same weights, and is measured."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.models import letters_tokenizer, random_model
+
+from paceline.cli.main import main
+from paceline.drafters.training.options import KINDS, HeadForm, Schedule, TrainingOptions
+from paceline.drafters.training.run import train_head
+from paceline.errors import ConfigError
+
+DEPTHS, STEPS = 2, 6
+
+
+class Stopped(Exception):
+    """Stands for Ctrl-C."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    random_model("llama").save_pretrained(folder)
+    letters_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    texts = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(30, 90))) for _ in range(30)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+Make = Callable[..., TrainingOptions]
+
+
+@pytest.fixture(scope="module")
+def options(target: Path, data: Path, cache: Path) -> Make:
+    """Options of a training of seconds; all share their features."""
+
+    def make(kind: str, out: Path, **changes: object) -> TrainingOptions:
+        form = {"depths": DEPTHS, "draft_vocab_size": 40 if kind in ("eagle3", "peagle") else None}
+        form |= {"boundaries": (0, 1)} if kind in ("eagle3", "peagle") else {}
+        values = {
+            "form": HeadForm(kind, **form),
+            "target": str(target),
+            "data": [data],
+            "out": out,
+            "schedule": Schedule(STEPS, batch_rows=2),
+            "cache": cache,
+            "num_tokens": 20 * 24,
+            "length": 24,
+            "prompt_tokens": 8,
+            "held_out_rows": 6,
+            "device": "cpu",
+        }
+        return TrainingOptions(**(values | changes))
+
+    return make
+
+
+def silent(stage: str, done: int, total: int, note: str = "") -> None:
+    assert 0 <= done <= total
+
+
+def stop_after(steps: int) -> Callable[..., None]:
+    def progress(stage: str, done: int, total: int, note: str = "") -> None:
+        if stage == "training" and done == steps:
+            raise Stopped
+
+    return progress
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_training_ends_with_the_same_weights(kind: str, options: Make, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    report = train_head(options(kind, whole), silent)
+    with pytest.raises(Stopped):
+        train_head(options(kind, parts), stop_after(STEPS // 2))
+    train_head(options(kind, parts), silent)
+    (file,) = whole.glob("*.safetensors")
+    ours, theirs = load_file(file), load_file(parts / file.name)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert (whole / "config.json").read_text() == (parts / "config.json").read_text()
+    assert (whole / "report.json").read_text() == (parts / "report.json").read_text()
+    assert report.num_steps == STEPS
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one sentence that a command ends with."""
+    assert main(["train-head", *map(str, arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("paceline: ")
+
+
+def test_bad_input_is_one_sentence(capsys, target: Path, data: Path, tmp_path: Path) -> None:
+    out = ("--target", target, "--out", tmp_path / "out")
+    assert refused(capsys, "medusae", *out) == (
+        "KIND is 'medusae': it must be one of medusa, mlp_speculator, mtp, eagle, eagle3, peagle"
+    )
+    assert refused(capsys, "mtp", *out).startswith("--data is missing")
+    assert "cannot be read" in refused(capsys, "mtp", *out, "--data", tmp_path / "nowhere")
+    whole = (*out, "--data", data)
+    assert "must be from 1 to 300" in refused(capsys, "eagle3", *whole, "--draft-vocab-size", 301)
+    assert "is for eagle3 and peagle" in refused(capsys, "mtp", *whole, "--draft-vocab-size", 30)
+    assert "must be from 0 to 1" in refused(capsys, "eagle3", *whole, "--boundaries", 0, 2, "--device", "cpu")
+    assert "is for medusa" in refused(capsys, "mtp", *whole, "--own-lm-head")
+    assert "--steps is 0" in refused(capsys, "mtp", *whole, "--steps", 0)
+    assert "--length is 60" in refused(capsys, "mtp", *whole, "--length", 60)
+    assert "numbers with commas" in refused(capsys, "mtp", *whole, "--temperatures", "hot")
+    (tmp_path / "bad.jsonl").write_text('{"words": 1}\n', encoding="utf-8")
+    assert "bad.jsonl:1 is no object" in refused(capsys, "mtp", *out, "--data", tmp_path / "bad.jsonl")
+    (tmp_path / "one.txt").write_text("abc", encoding="utf-8")
+    assert "holds one document" in refused(capsys, "mtp", *out, "--data", tmp_path / "one.txt")
+
+
+def test_a_folder_of_another_training_or_other_features_is_refused(options: Make, tmp_path: Path) -> None:
+    train_head(options("medusa", tmp_path), silent)
+    with pytest.raises(ConfigError, match=r"holds a training with learning_rate 0\.001, not 0\.01"):
+        train_head(options("medusa", tmp_path, schedule=Schedule(STEPS, 2, 1e-2)), silent)
+    with pytest.raises(ConfigError, match="were made with prompt_tokens 8, not 9"):
+        train_head(options("medusa", tmp_path / "other", prompt_tokens=9), silent)
+
+
+def test_the_command_prints_its_report(capsys, target: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    sizes = ("--tokens", 240, "--length", 24, "--prompt-tokens", 8, "--held-out-rows", 4, "--depths", 2, "--steps", 2)
+    arguments = ("medusa", "--target", target, "--data", data, "--out", out, "--device", "cpu", "--compare", target)
+    assert main(["train-head", *map(str, (*arguments, *sizes))]) == 0
+    printed = capsys.readouterr().out
+    assert "medusa, greedy" in printed
+    figures = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    draft = figures[f"draft {target}"]
+    assert draft["greedy"]["accepted_per_round_of_2"] == 2.0, "the target agrees with itself"
+    assert draft["temperature_1"]["accepted_per_round_of_2"] == pytest.approx(2.0, abs=0.02)  # states are bfloat16
+    assert figures["parameters"] == 2 * (64 * 64 + 64)
+
+
+def test_what_was_trained_is_better_than_what_was_not(options: Make, tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    def progress(stage: str, done: int, total: int, note: str = "") -> None:
+        if note:
+            losses.append(float(note.removeprefix("loss ")))
+
+    train_head(options("mlp_speculator", tmp_path, schedule=Schedule(60, 4, 1e-2)), progress)
+    assert sum(losses[-5:]) < sum(losses[:5]) - 2.0
