@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +30,7 @@ from paceline.model.local_config import BUILDING
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import Progress
 from paceline.model.parallel.model import Share, load_shard, share_of
-from paceline.model.parallel.runner import LeadersCache, LeadingRunner, RankRunner, agreed
+from paceline.model.parallel.runner import LeadersCache, LeadingRunner, RankRunner, agreed, lead
 from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
 from paceline.model.runner import ModelRunner
 from paceline.model.states import StateTaps, require_boundaries
@@ -102,17 +102,31 @@ class LoadedModel:
         return (LeadingRunner if leads else RankRunner)(self.step, cache, share=self.share, **options)
 
 
+class Examination(Protocol):
+    """Steps that a model takes while it is loaded, eagerly and with states of its own; called on the first rank."""
+
+    features: Features
+    """The states that it needs."""
+    num_pages: int
+    """Pages of the KV cache that it is given."""
+
+    def __call__(self, runner: ModelRunner) -> None:
+        """Takes the steps. What it raises, ``load_model`` raises."""
+        ...
+
+
 def load_model(
     checkpoint: Checkpoint,
     options: ModelOptions,
     group: Collectives | None = None,
     placement: Placement | None = None,
     features: Features | None = None,
+    examination: Examination | None = None,
 ) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     ``placement``: what the options resolve to on this machine; None: it is resolved here. ``features``: the hidden
-    states that its steps are to return.
+    states that its steps are to return. ``examination``: called before the model is compiled.
 
     Raises:
         ConfigError: the checkpoint cannot be loaded, unsupported attention, CUDA graphs demanded where there are none,
@@ -129,6 +143,9 @@ def load_model(
     else:
         require_whole(checkpoint, options.quantization, group.degree)
         model = load_shard(checkpoint, dtype, group, progress=_progress(group))
+    if examination is not None:
+        eager = prepare(model, compile=False, attention=options.attention, features=examination.features)
+        lead(eager.runner(examination.num_pages), examination)
     compile = can_compile if options.compile == "auto" else options.compile
     if options.compile == "auto" and compile and (reason := why_eager(model)):
         log.info("model %r is not compiled: %s", checkpoint.path, reason)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -249,6 +249,22 @@ class Follower:
     def close(self) -> None:
         """Leaves the other ranks. Idempotent."""
         self._runner.close()
+
+
+def lead(runner: ModelRunner, use: Callable[[ModelRunner], None]) -> None:
+    """Calls ``use`` for a whole model or on the first rank, while the other ranks take the same steps."""
+    if isinstance(runner, LeadingRunner):
+        try:
+            use(runner)
+        finally:
+            if not runner.lost:
+                runner.end()
+    elif isinstance(runner, RankRunner):
+        follower = Follower(runner)
+        while follower.step():
+            pass
+    else:
+        use(runner)
 
 
 @contextlib.contextmanager

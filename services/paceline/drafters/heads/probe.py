@@ -1,0 +1,301 @@
+"""The probe of start-up: does a head predict what its target writes, and would it do better if it were wired otherwise?
+
+A head that reads the wrong layer, or a state before the norm in place of the one after it, leaves the output as it is
+and is accepted hardly ever; nothing else tells. So the target writes some text greedily, and the head is asked for
+every token of it, given the true ones before (``HeadModule.unroll``): with its own settings, and with those that are
+easily confused with them. All of it is a few steps of the target and one pass of the head for each setting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.tokenizer import Tokenizer
+from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.heads.eagle import Eagle, Eagle3
+from paceline.drafters.heads.module import HeadModule
+from paceline.drafters.heads.mtp import Mtp
+from paceline.errors import ConfigError
+from paceline.model.features import OUT, Features
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
+from paceline.types import pages_for
+
+TEXTS = (
+    "The lighthouse had stood on the rocks for two hundred years, and in all that time nobody had thought to ask",
+    'def merge(left, right):\n    """Merge two sorted lists into one."""\n    result = []\n    i = j = 0\n    while',
+    "Question: Why does the moon seem to follow a car that drives along a road at night?\nAnswer:",
+    "Water boils at a lower temperature on high mountains, because the air there is thinner. This means that",
+)
+"""What the target goes on from, if no file is named."""
+NUM_TOKENS = 64
+"""Tokens that the target writes after each text."""
+_PROMPT_TOKENS = 32
+_DEPTHS = 3
+_REFUSED = 1.5
+"""A head must be right this many times as often as the guess that is always the most frequent token."""
+_ENOUGH = 0.5
+"""And a head that is right this often is taken, however monotonous the text is."""
+_BETTER = 1.1
+"""Another setting is named if it is right this many times as often,"""
+_DEVIATIONS = 3.0
+"""and by more than so many standard deviations of the tokens that only one of the two predicts (McNemar)."""
+log = logging.getLogger(__name__)
+
+
+def texts_of(path: str | None) -> tuple[str, ...]:
+    """The texts to go on from: paragraphs of a file, the first four; None: our own.
+
+    Raises:
+        ConfigError: the file cannot be read or is empty.
+    """
+    if path is None:
+        return TEXTS
+    try:
+        content = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"probe_file is {path!r}: it cannot be read ({error})") from error
+    paragraphs = [part.strip() for part in content.split("\n\n") if part.strip()]
+    if not paragraphs:
+        raise ConfigError(f"probe_file is {path!r}: it holds no text")
+    return tuple(paragraphs[: len(TEXTS)])
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A text that the target has gone on from, and its states."""
+
+    token_ids: list[int]
+    num_prompt: int
+    """Tokens that the target has not written itself."""
+    states: dict[int, Tensor]
+    """Boundary -> [len(token_ids) - 1, hidden], of all positions but the last."""
+
+
+def write(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS) -> list[Sample]:
+    """Has the target go on from ``prompts``, greedily, all in the same steps.
+
+    Args:
+        runner: with features of every position, whose boundaries become those of the samples.
+        prompts: none is empty.
+        num_tokens: written after each.
+    """
+    assert runner.features is not None
+    assert runner.features.every_position
+    texts = [list(prompt) for prompt in prompts]
+    pages = [runner.cache.allocate(pages_for(len(text) + num_tokens)) for text in texts]
+    states: list[list[Tensor]] = [[] for _ in texts]
+    starts = [0] * len(texts)
+    try:
+        for _ in range(num_tokens):
+            steps = []
+            for text, start, own in zip(texts, starts, pages, strict=True):
+                span = range(start, len(text))
+                steps.append(SequenceStep(text[start:], span, span, own, num_logits=1))
+            logits, found = runner.forward_with_states(steps)
+            parts = torch.split(found, [len(step.token_ids) for step in steps])
+            for i, (token, part) in enumerate(zip(logits.argmax(-1).tolist(), parts, strict=True)):
+                starts[i] = len(texts[i])
+                texts[i].append(token)
+                states[i].append(part)
+    finally:
+        for own in pages:
+            runner.cache.release(own)
+    boundaries, samples = runner.features.boundaries, []
+    for text, prompt, rows in zip(texts, prompts, states, strict=True):
+        chunks = torch.cat(rows).chunk(len(boundaries), dim=-1)
+        samples.append(Sample(text, len(prompt), dict(zip(boundaries, chunks, strict=True))))
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to wire a head."""
+
+    boundaries: tuple[int, ...]
+    advice: str
+    """What to change for it; "" of the head's own setting."""
+    applied: Callable[[HeadModule], AbstractContextManager[object]] = contextlib.nullcontext
+    """Changes a module while it is entered."""
+
+    def __str__(self) -> str:
+        return f"boundaries {self.boundaries}"
+
+
+def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
+    """The head's own setting, and those that are confused with it: neighboring layers, the layers that EAGLE-3 takes
+    where nothing is said, the state before and after the final norm, the head's own norms, and the order of what it
+    concatenates."""
+    own, module = head.features.boundaries, head.module
+    layers = [b for b in own if b != OUT]
+    others = [
+        tuple(b if b == OUT else b + shift for b in own)
+        for shift in (-1, 1)
+        if all(0 <= b + shift <= num_layers for b in layers)
+    ]
+    others.append(tuple({OUT: num_layers, num_layers: OUT}.get(b, b) for b in own))
+    usual = (2, num_layers // 2, num_layers - 3)
+    if len(own) == len(usual) and all(0 <= b <= num_layers for b in usual):
+        others.append(usual)
+    found = [Setting(own, "")]
+    for boundaries in dict.fromkeys(others):
+        if boundaries != own:
+            found.append(Setting(boundaries, f"let it read boundaries {list(boundaries)}"))
+    if isinstance(module, Eagle3):
+        for flag in ("norm_before_residual", "norm_output"):
+            value = not getattr(module.form, flag)
+            advice = f"set {flag} to {str(value).lower()} in its config.json"
+            found.append(Setting(own, advice, partial(_form, flag, value)))
+    if isinstance(module, Eagle | Mtp):
+        found.append(
+            Setting(own, "its weights are for the hidden state before the embedding: swap their halves", _swapped)
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _form(flag: str, value: bool, module: HeadModule) -> Iterator[None]:
+    """An EAGLE-3 head of another form."""
+    assert isinstance(module, Eagle3)
+    form = module.form
+    module.form = replace(form, **{flag: value})
+    try:
+        yield
+    finally:
+        module.form = form
+
+
+@contextlib.contextmanager
+def _swapped(module: HeadModule) -> Iterator[None]:
+    """The projection of [embedding; state] as one of [state; embedding]."""
+    assert isinstance(module, Eagle | Mtp)
+    layers: list[Any] = [part.eh_proj for part in module.modules_by_depth] if isinstance(module, Mtp) else [module.fc]
+    before = [layer.weight.data for layer in layers]
+    for layer in layers:
+        layer.weight.data = layer.weight.data.roll(layer.weight.shape[1] // 2, dims=1)
+    try:
+        yield
+    finally:
+        for layer, weight in zip(layers, before, strict=True):
+            layer.weight.data = weight
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a head predicts with one setting."""
+
+    setting: Setting
+    hits: Tensor
+    """bool [tokens, depths]: it predicts the token, given those before, from its own states at depths beyond 0."""
+
+    @property
+    def top1(self) -> list[float]:
+        """Share of the tokens that it predicts, by depth."""
+        return [float(share) for share in self.hits.double().mean(0)]
+
+    def beats(self, other: Score) -> bool:
+        """True if it is better by so much that chance is no explanation."""
+        gained, lost = int((self.hits & ~other.hits).sum()), int((other.hits & ~self.hits).sum())
+        certain = gained - lost > _DEVIATIONS * (gained + lost) ** 0.5
+        return certain and int(self.hits.sum()) > _BETTER * int(other.hits.sum())
+
+
+def score(head: HeadDrafter, setting: Setting, samples: Sequence[Sample]) -> Score:
+    """Asks the head for the tokens that the target has written."""
+    module, hits = head.module, []
+    depths = min(_DEPTHS, module.max_depth or _DEPTHS)
+    with torch.no_grad(), setting.applied(module):
+        for sample in samples:
+            # Row P at depth d predicts the token at P + 2 + d, which must be one of the target's own.
+            num_rows, first = len(sample.token_ids) - depths - 1, max(0, sample.num_prompt - 2)
+            states = torch.cat([sample.states[b] for b in setting.boundaries], dim=-1)[:num_rows]
+            tokens = torch.tensor([sample.token_ids], device=states.device)
+            rows = []
+            for depth, logits in enumerate(module.unroll(states[None], tokens, depths)):
+                likeliest = logits[0].argmax(-1)
+                if module.target_ids is not None:
+                    likeliest = module.target_ids[likeliest]
+                rows.append(likeliest == tokens[0, 2 + depth : 2 + depth + num_rows])
+            hits.append(torch.stack(rows, dim=-1)[first:])
+    return Score(setting, torch.cat(hits).cpu())
+
+
+def chance(samples: Sequence[Sample]) -> float:
+    """How often the guess that is always the same token would be right."""
+    written = [token for sample in samples for token in sample.token_ids[sample.num_prompt :]]
+    return Counter(written).most_common(1)[0][1] / len(written)
+
+
+def judge(name: str, scores: Sequence[Score], by_chance: float) -> str | None:
+    """Logs what a head predicts; ``scores[0]`` is of its own setting.
+
+    Returns:
+        A warning that names a better setting; None if there is none.
+
+    Raises:
+        ConfigError: it predicts next to nothing.
+    """
+    own = scores[0]
+    best = max(scores, key=lambda each: int(each.hits.sum()))
+    top1 = ", ".join(f"{share:.2f}" for share in own.top1)
+    said = (
+        f"head {name} predicts {top1} of the target's tokens (by depth) with {own.setting}, where the most frequent "
+        f"token alone is {by_chance:.2f} of them"
+    )
+    better = None
+    if best.beats(own):
+        better = f"{', '.join(f'{share:.2f}' for share in best.top1)} if wired otherwise: {best.setting.advice}"
+    if own.top1[0] < min(_REFUSED * by_chance, _ENOUGH):
+        reason = better or "no other setting is better: it is no head of this target, or set probe to false"
+        raise ConfigError(f"{said}; {reason}")
+    if better is None:
+        log.info("%s", said)
+        return None
+    log.warning("%s; %s", said, better)
+    return f"{said}; {better}"
+
+
+class HeadProbe:
+    """Examines heads at the steps of their target: see ``load_model``."""
+
+    def __init__(
+        self, heads: Sequence[tuple[str, HeadDrafter]], num_layers: int, tokenizer: Tokenizer, texts: Sequence[str]
+    ) -> None:
+        """Chooses what is asked.
+
+        Args:
+            heads: and what messages call them; at least one.
+            num_layers: of the target.
+            tokenizer: of the target.
+            texts: what it goes on from.
+        """
+        self._heads = [(name, head, settings_of(head, num_layers)) for name, head in heads]
+        self.prompts = [tokenizer.encode(text)[:_PROMPT_TOKENS] or [0] for text in texts]
+        wanted = {b for _, _, settings in self._heads for setting in settings for b in setting.boundaries}
+        self.features = Features(tuple(sorted(wanted)), every_position=True)
+        self.num_pages = sum(pages_for(len(prompt) + NUM_TOKENS) for prompt in self.prompts)
+        self.warnings: list[str] = []
+        """What is wrong with heads that are taken."""
+
+    def __call__(self, runner: ModelRunner) -> None:
+        """Has the target write, and asks each head with each setting.
+
+        Raises:
+            ConfigError: a head predicts next to nothing; the sentence names a setting with which it would.
+        """
+        samples = write(runner, self.prompts)
+        for name, head, settings in self._heads:
+            scores = [score(head, setting, samples) for setting in settings]
+            if warning := judge(name, scores, chance(samples)):
+                self.warnings.append(warning)
