@@ -55,7 +55,7 @@ class ModelOptions(Strict):
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
 
 
-HeadMethod = Literal["draft_model"]
+HeadMethod = Literal["medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle", "draft_model"]
 """The kinds of heads, by the names of vLLM's ``speculative_config``."""
 
 
@@ -64,20 +64,38 @@ class HeadOptions(Strict):
     of all heads costs one edit: a field of this class."""
 
     method: HeadMethod
-    """``draft_model``: a smaller model with the target's tokenizer, in the target's process."""
-    model: str = Field(min_length=1)
-    """Directory of its checkpoint, or an id that transformers resolves."""
+    """``draft_model``: a smaller model with the target's tokenizer, in the target's process. The others read the
+    target's hidden states; ``mtp`` comes with the target's own checkpoint."""
+    model: str | None = Field(default=None, min_length=1)
+    """Directory of the head's checkpoint, or an id that transformers resolves. None: for ``mtp`` only."""
+    boundaries: list[int] | None = Field(default=None, min_length=1)
+    """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``): b for the residual
+    stream before layer b, the number of layers for that after the last one."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     """The most tokens that it proposes in a round. With ``adaptive`` it makes as many of them as are expected to
     pay."""
 
     @property
-    def source(self) -> str:
-        """Directory or id of the checkpoint."""
-        return resolve(self.model)
+    def source(self) -> str | None:
+        """Directory or id of the checkpoint. None: it comes with the target's."""
+        return None if self.model is None else resolve(self.model)
 
     def __str__(self) -> str:
-        return f"{self.method} {self.model}"
+        return self.method if self.model is None else f"{self.method} {self.model}"
+
+    @model_validator(mode="after")
+    def _of_method(self) -> Self:
+        if self.method == "mtp" and self.model is not None:
+            raise Fault("model", f"is {self.model!r} beside method 'mtp', which comes with the target: leave it out")
+        if self.method != "mtp" and self.model is None:
+            raise Fault("model", f"is null: method {self.method!r} needs the directory or id of its checkpoint")
+        if self.boundaries is not None and self.method not in ("eagle3", "peagle"):
+            raise Fault(
+                "boundaries",
+                f"is {self.boundaries} beside method {self.method!r}: only eagle3 and peagle read "
+                "more than the last state",
+            )
+        return self
 
 
 class TargetOptions(ModelOptions):

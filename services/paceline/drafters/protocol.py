@@ -212,10 +212,16 @@ class Head(Drafter, Protocol):
     is kept.
     """
 
-    features: Features | None
-    """The states that ``feed`` takes; None: none, and ``feed`` is never called (a co-located draft model)."""
-    layers: tuple[LayerSpec, ...]
-    """Keys and values per token that it keeps on the target's pages, by layer; () for Medusa, MLP, a draft model."""
+    @property
+    def features(self) -> Features | None:
+        """The states that ``feed`` takes; None: none, and ``feed`` is never called (a co-located draft model)."""
+        ...
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Keys and values per token that it keeps on the target's pages, by layer; () for Medusa, MLP, a draft
+        model."""
+        ...
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
         """Gives the head its layers: ``cache.keys[first_layer:][: len(layers)]``, and the values alike. Called once,

@@ -26,7 +26,7 @@ from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
 from paceline.target.engine import TargetEngine
 from paceline.target.heads import MountedHead
-from paceline.target.mount import bind_heads, load_heads
+from paceline.target.mount import bind_heads, features_of, load_heads, open_heads
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
@@ -63,14 +63,15 @@ def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel,
         Checkpoint.open(setup.source, options.trust_remote_code),
         resolve(options, None if group is None else group.device),
     )
+    opened = open_heads(setup, checkpoint)
     require_target(setup, checkpoint, placement, group)
-    model = load_model(checkpoint, options, group, placement)
+    model = load_model(checkpoint, options, group, placement, features_of(opened))
     max_len = options.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
             f"max_model_len is {max_len}: the target {setup.source!r} was made for at most {model.max_len}"
         )
-    heads = load_heads(setup, checkpoint, placement) if group is None or group.rank == 0 else []
+    heads = load_heads(setup, opened, checkpoint, model) if group is None or group.rank == 0 else []
     if options.kv_fraction is None:
         num_pages = target_pages(options, max_len)
     else:
@@ -78,7 +79,8 @@ def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel,
         # The loaded model's size is that of this rank already.
         estimate = target_estimate(setup, model.size, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
         free = left_bytes(model.device, group) - estimate.reserved_bytes
-        num_pages = fraction_pages(options.kv_fraction, max_len, model.size.page_bytes, free)
+        page_bytes = model.size.page_bytes + sum(head.page_bytes(model) for head in opened)
+        num_pages = fraction_pages(options.kv_fraction, max_len, page_bytes, free)
         log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
     runner = model.runner(num_pages)
     bind_heads(heads, runner.cache)

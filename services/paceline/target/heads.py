@@ -227,9 +227,9 @@ def _full_pages(computed: Computed) -> list[int]:
     return session.pages[computed.start // PAGE_SIZE : session.num_computed // PAGE_SIZE]
 
 
-def union(heads: Iterable[Head]) -> Features | None:
-    """The states that all of these heads together read; None: none."""
-    wanted = [head.features for head in heads if head.features is not None]
+def union(several: Iterable[Features | None]) -> Features | None:
+    """The states that several heads read together; None: none."""
+    wanted = [features for features in several if features is not None]
     if not wanted:
         return None
     boundaries = tuple(sorted({b for features in wanted for b in features.boundaries}))

@@ -4,38 +4,99 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
-from paceline.config import DraftOptions, DraftSetup, HeadOptions, ModelOptions, TargetSetup
+from paceline.config import HeadOptions, TargetSetup
 from paceline.drafters.colocated import DraftModelHead
+from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head
+from paceline.drafters.protocol import Features, Head
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
 from paceline.model.device import Placement
 from paceline.model.kv_cache import KVCache
-from paceline.model.loading import load_model
+from paceline.model.loading import LoadedModel, load_model
+from paceline.model.step import Step
 from paceline.preflight.device import require_draft
+from paceline.preflight.heads import TREE_BUDGET, draft_setup_of
 from paceline.preflight.host_memory import draft_pages
-from paceline.target.heads import MountedHead
+from paceline.target.heads import MountedHead, union
 from paceline.types import PAGE_SIZE, pages_for
 
 log = logging.getLogger(__name__)
 
 _TOP_M = 64
-TREE_BUDGET = 64
-"""Rows of a session's nodes that the KV pages of a draft model in the target have room for."""
 
 
-def load_heads(setup: TargetSetup, target: Checkpoint, placement: Placement) -> list[MountedHead]:
+@dataclass(frozen=True, slots=True)
+class OpenedHead:
+    """A head of the configuration whose checkpoint fits the target."""
+
+    options: HeadOptions
+    plan: HeadPlan | None
+    """None: a draft model."""
+
+    @property
+    def features(self) -> Features | None:
+        """The states that it reads."""
+        return None if self.plan is None else self.plan.features
+
+    def page_bytes(self, model: LoadedModel) -> int:
+        """Bytes that it adds to a KV page of the target: its own layers, and one state."""
+        if self.plan is None:
+            return 0
+        kv_bytes = PAGE_SIZE * sum(layer.kv_bytes(model.dtype) for layer in self.plan.layers)
+        width = len(self.plan.features.boundaries) * model.size.hidden_size
+        return kv_bytes + (width * model.dtype.itemsize if self.plan.features.every_position else 0)
+
+
+def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
+    """Examines the checkpoints of the heads, without reading a weight.
+
+    Raises:
+        ConfigError: one of them cannot be read, or does not fit the target.
+    """
+    opened = []
+    for options in setup.options.heads:
+        plan = None
+        if options.method != "draft_model":
+            boundaries = None if options.boundaries is None else tuple(options.boundaries)
+            plan = open_head(
+                options.method,
+                options.source,
+                target,
+                num_tokens=options.num_speculative_tokens,
+                boundaries=boundaries,
+            )
+        opened.append(OpenedHead(options, plan))
+    if not any(options.method == "mtp" for options in setup.options.heads) and (count := mtp_layers(target)):
+        log.info("the target %r comes with %d MTP modules, which draft if heads has {method: mtp}", target.path, count)
+    return opened
+
+
+def features_of(opened: Sequence[OpenedHead]) -> Features | None:
+    """The states of the target that its heads read, all together; None: none."""
+    return union(head.features for head in opened)
+
+
+def load_heads(
+    setup: TargetSetup, opened: Sequence[OpenedHead], target: Checkpoint, model: LoadedModel
+) -> list[MountedHead]:
     """Loads the heads of a target, which is loaded already; ``bind_heads`` follows.
 
     Raises:
-        ConfigError: one cannot be loaded, does not fit the target, or the device has no room for it.
+        ConfigError: one cannot be loaded, or the device has no room for it.
     """
     heads = []
-    for options in setup.options.heads:
-        heads.append(_draft_model(setup, options, target, placement))
-        log.info("target: head %s is loaded", options)
+    for head in opened:
+        if head.plan is None:
+            mounted = _draft_model(setup, head.options, target, Placement(model.device, model.dtype))
+        else:
+            drafter: Head = _load(setup, head.plan, model)
+            mounted = MountedHead(str(head.options), drafter, num_tokens=head.options.num_speculative_tokens)
+        heads.append(mounted)
+        log.info("target: head %s is loaded", head.options)
     return heads
 
 
@@ -45,12 +106,12 @@ def bind_heads(heads: Sequence[MountedHead], cache: KVCache) -> None:
         mounted.head.bind(cache, cache.add_layers(mounted.head.layers))
 
 
-def draft_setup_of(setup: TargetSetup, head: HeadOptions) -> DraftSetup:
-    """A draft model in the target's process as the setup of a draft: it runs as the target does, on one rank."""
-    options, own = setup.options, DraftOptions.model_fields
-    same = options.model_dump(include=ModelOptions.model_fields.keys() & own.keys())
-    changed = same | {"tensor_parallel_size": 1, "tree_budget": TREE_BUDGET, "quantization": None}
-    return DraftSetup.for_target(setup, head.source, DraftOptions(**changed))
+def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> Head:
+    """A head that reads states. It borrows the target's tables where those are whole modules of this process."""
+    embed = lm_head = None
+    if isinstance(model.step, Step) and model.share is None and model.quantization is None:
+        embed, lm_head = model.step.model.get_input_embeddings(), model.step.model.get_output_embeddings()
+    return plan.load(model.dtype, model.device, embed=embed, lm_head=lm_head, max_leaves=setup.options.max_sessions)
 
 
 def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, placement: Placement) -> MountedHead:

@@ -1,0 +1,81 @@
+"""The memory that the heads of a target take, from their files: plain numbers, without torch.
+
+Only the first rank holds them. A head that reads hidden states keeps its layers on the target's KV pages; a draft model
+has a KV cache of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.folder import local_folder, read_json
+from paceline.checkpoint.size import ModelSize, count_weights, size_of
+from paceline.config import DraftOptions, DraftSetup, HeadOptions, ModelOptions, TargetSetup
+from paceline.errors import ConfigError
+
+TREE_BUDGET = 64
+"""Rows of a session's nodes that the KV pages of a draft model in the target have room for."""
+
+_STATES = {"medusa": 0, "mlp_speculator": 0, "mtp": 1, "eagle": 1, "eagle3": 3, "peagle": 3}
+"""Hidden states per position that a method reads of all positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsSize:
+    """Bytes of all heads of a target."""
+
+    weights_bytes: int = 0
+    """Weights, and of a draft model everything that it takes."""
+    kv_values: int = 0
+    """Numbers that they keep on the target's pages per token."""
+    page_values: int = 0
+    """Numbers that are kept per page beside them: the states of its last position."""
+
+
+def draft_setup_of(setup: TargetSetup, head: HeadOptions) -> DraftSetup:
+    """A draft model in the target's process as the setup of a draft: it runs as the target does, on one rank."""
+    same = setup.options.model_dump(include=set(ModelOptions.model_fields))
+    changed = same | {"tensor_parallel_size": 1, "tree_budget": TREE_BUDGET, "quantization": None}
+    return DraftSetup.for_target(setup, head.source, DraftOptions(**changed))
+
+
+def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: bool = False) -> HeadsSize:
+    """The size of the heads of a target, as far as their files are on this machine.
+
+    Raises:
+        ConfigError: a checkpoint cannot be read.
+    """
+    total = HeadsSize()
+    for head in setup.options.heads:
+        one = _size_of(setup, head, target, max_len, on_gpu)
+        total = HeadsSize(
+            total.weights_bytes + one.weights_bytes,
+            total.kv_values + one.kv_values,
+            total.page_values + one.page_values,
+        )
+    return total
+
+
+def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: int, on_gpu: bool) -> HeadsSize:
+    if head.method == "draft_model":
+        from paceline.preflight.estimate import draft_estimate  # which reads this module's sizes
+
+        checkpoint = Checkpoint.find(str(head.source), setup.options.trust_remote_code)
+        size = None if checkpoint is None else checkpoint.size(setup.options.dtype, None)
+        if checkpoint is None or size is None:
+            return HeadsSize()
+        longest = min(max_len, checkpoint.max_model_len)
+        return HeadsSize(draft_estimate(draft_setup_of(setup, head), size, longest, on_gpu=on_gpu).device_bytes)
+    tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # its own copy of embedding and LM head
+    page_values = _STATES[head.method] * target.hidden_size
+    if head.method == "mtp":  # its weights are among those of the target's files
+        return HeadsSize(tables, (target.kv_values or 0) // max(1, target.num_layers), page_values)
+    folder = local_folder(str(head.source))
+    if folder is None:
+        raise ConfigError(f"head {head.source!r} is not on this machine: fetch it, and name its directory")
+    weights = count_weights(folder).numbers * target.item_bytes
+    if head.method in ("medusa", "mlp_speculator"):
+        return HeadsSize(weights)
+    own = size_of(read_json(folder, "config.json"), 0, target.item_bytes)
+    return HeadsSize(weights + tables, own.kv_values or 0, page_values)

@@ -1,0 +1,168 @@
+"""Published heads in a target that is built from its configuration: what they draft is what their module says of the
+target's own states, through prompts in chunks, cached prefixes, batches and preemption, and no text changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.drafters.head_files import VOCAB, made, write_target
+from tests.support.models import save_pair
+from tests.support.rings import slow
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.protocol import Leaf
+from paceline.errors import ConfigError
+from paceline.messages import DraftState, OpenSession, Outcome, SessionFailed
+from paceline.model.loading import load_model
+from paceline.model.step_plan import SequenceStep
+from paceline.target.build import build_target_engine
+from paceline.target.engine import TargetEngine
+from paceline.types import Mode, SamplingParams, SpeculationParams, pages_for
+
+OPTIONS = {"dtype": "float32", "device": "cpu", "compile": False, "batch_invariant": "off", "max_step_tokens": 40}
+
+
+def built(source: Path, heads: list[HeadOptions], **options) -> TargetEngine:
+    sent: list = []
+    fields = OPTIONS | {"adaptive": False, "kv_pages": 7, "max_model_len": 256, "heads": heads} | options
+    engine = build_target_engine(TargetSetup(str(source), TargetOptions(**fields)), sent.extend)
+    engine.sent = sent  # type: ignore[attr-defined]
+    return engine
+
+
+def texts(engine: TargetEngine, prompts: list[list[int]], mode: Mode, temperature: float = 0.0) -> list[list[int]]:
+    """The texts of a few sessions, opened one after the other while earlier ones run."""
+    engine.sent.clear()
+    waiting = list(enumerate(prompts))
+    for step in range(2000):
+        if waiting and step % 4 == 0:
+            i, tokens = waiting.pop(0)
+            sampling = SamplingParams(temperature=temperature, max_tokens=20, seed=i)
+            params = SpeculationParams(mode=mode, max_draft_tokens=4)
+            name = f"{mode}{i}"
+            engine.receive([OpenSession(name, 1, tuple(tokens), len(tokens), i, sampling, params)])
+            engine.receive([DraftState(name, 1, available=False)])
+        engine.step()
+        engine.check_integrity()
+        if not waiting and not engine.num_sessions:
+            break
+    found = [list(p) for p in prompts]
+    for message in engine.sent:
+        assert not isinstance(message, SessionFailed), message
+        if isinstance(message, Outcome):
+            found[int(message.session_id.removeprefix(mode))].extend(message.token_ids)
+    return found
+
+
+def prompts_of(vocab: int) -> list[list[int]]:
+    torch.manual_seed(1)
+    shared = torch.randint(10, vocab, (70,)).tolist()
+    lengths = (3, 40, 64, 65, 90)
+    own = [torch.randint(10, vocab, (n,)).tolist() for n in lengths]
+    return [*own, [*shared, 11], [*shared, 12, 13]]
+
+
+class Record:
+    """What a head was asked, and the likeliest token that it answered with."""
+
+    def __init__(self, head: HeadDrafter, engine: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[list[int], tuple[int, ...], int]] = []
+        expand = head.expand
+
+        def recording(leaves: list[Leaf]):
+            candidates = expand(leaves)
+            for i, leaf in enumerate(leaves):
+                if candidates.log_q[i, 0] > -1e30:
+                    tokens = list(engine._sessions[leaf.session_id].tokens)
+                    self.asked.append((tokens, leaf.path, int(candidates.token_ids[i, 0])))
+            return candidates
+
+        monkeypatch.setattr(head, "expand", recording)
+
+
+KINDS = [
+    "medusa_v1",
+    "mlp_tied",
+    "eagle3",
+    "mtp_deepseek",
+    *slow(["eagle_bias", "medusa_v2", "peagle", "eagle3_fc_norm"]),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_published_head_drafts_what_its_module_says(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = made(kind)
+    folder = file.write(tmp_path / "head")
+    target = folder if file.method == "mtp" else tmp_path / "target"
+    if file.method != "mtp":
+        write_target(target, file.target)
+    head = HeadOptions(
+        method=file.method, model=None if file.method == "mtp" else str(folder), num_speculative_tokens=3
+    )
+    engine = built(target, [head])
+    (mounted,) = engine.heads.mounted
+    assert isinstance(mounted.head, HeadDrafter)
+    record = Record(mounted.head, engine, monkeypatch)
+    prompts = prompts_of(VOCAB)
+    found = texts(engine, prompts, Mode.OVERLAPPED)
+    assert found == texts(engine, prompts, Mode.PLAIN)
+    sampled = texts(engine, prompts, Mode.OVERLAPPED, 0.7)
+    assert sampled == texts(engine, prompts, Mode.PLAIN, 0.7)
+    assert not mounted.failure
+    assert mounted.stats.rows > 100
+    assert engine.stats.preemptions > 0
+    assert engine.stats.cached_tokens > 0
+    assert engine.runner.cache.num_used == 0
+
+    features = mounted.head.features
+    options = TargetOptions(**OPTIONS)
+    runner = load_model(Checkpoint.open(str(target)), options, features=features).runner(8)
+    pages, right, compared = runner.cache.allocate(4), 0, 0
+    for tokens, path, answer in record.asked[::7]:
+        if file.method == "peagle" and path:
+            continue  # its deeper rows do not take the path's tokens
+        span = range(len(tokens) - 1)
+        _, states = runner.forward_with_states(
+            [SequenceStep(tokens[:-1], span, span, pages[: pages_for(len(tokens))], len(span))]
+        )
+        ids = torch.tensor([[*tokens, *path]])
+        with torch.no_grad():
+            *_, logits = mounted.head.module.unroll(states[None], ids, len(path) + 1)
+        best = mounted.head.module.to_target_ids(logits[0, -1:], VOCAB).argmax()
+        right += int(best) == answer
+        compared += 1
+    assert compared > 20
+    assert right >= 0.95 * compared, "but for ties"
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Before weights are read: a head of another target, no MTP, another vocabulary, a draft model without a place."""
+    write_target(tmp_path / "target")
+    other = made("medusa_v1").write(tmp_path / "head")
+    pair = save_pair(tmp_path / "pair")
+    for head, target, said in (
+        (HeadOptions(method="medusa", model=str(other)), pair / "target", "medusa head"),
+        (HeadOptions(method="mtp"), tmp_path / "target", "mtp"),
+        (HeadOptions(method="eagle", model=str(tmp_path / "nowhere")), tmp_path / "target", "nowhere"),
+        (HeadOptions(method="draft_model", model=str(tmp_path / "nowhere")), pair / "target", "nowhere"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            built(target, [head])
+
+
+def test_a_draft_model_beside_the_target(tmp_path: Path) -> None:
+    """Built from the configuration, in one process: the text is plain's and every page is free again."""
+    folder = save_pair(tmp_path)
+    engine = built(folder / "target", [HeadOptions(method="draft_model", model=str(folder / "draft"))])
+    (mounted,) = engine.heads.mounted
+    prompts = prompts_of(200)
+    for temperature in (0.0, 1.0):
+        assert texts(engine, prompts, Mode.OVERLAPPED, temperature) == texts(engine, prompts, Mode.PLAIN, temperature)
+    assert mounted.stats.rows_used > 20
+    assert mounted.head._runner.cache.num_used == 0
