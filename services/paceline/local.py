@@ -180,11 +180,15 @@ class LocalPipeline:
         speculation: SpeculationParams | None = None,
         stop: str | Sequence[str] = (),
         on_change: Callable[[], None] = lambda: None,
+        *,
+        cache_salt: str = "",
     ) -> LocalGeneration:
         """Starts a request; it waits its turn if ``max_sessions`` are in progress.
 
         ``prompt``: text, or token ids of the target's tokenizer. ``stop``: the text ends before the first of these;
         one text is one stop string. ``on_change`` is called, by any thread, whenever there is more for the consumer.
+        ``cache_salt``: cached prompts and texts that the draft learns from are shared with requests of the same salt
+        only.
 
         Raises InvalidRequestError for a prompt that is empty or too long, or for parameters that cannot be served,
         EngineError if the target is gone.
@@ -206,6 +210,7 @@ class LocalPipeline:
                 decode=self.tokenizer.decode,
                 stop=stops,
                 eos_token_ids=eos_token_ids,
+                cache_salt=cache_salt,
                 clock=self._clock,
             )
             self._num_submitted += 1

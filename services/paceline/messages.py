@@ -57,6 +57,8 @@ class OpenSession:
     sampling: SamplingParams
     speculation: SpeculationParams
     eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str = field(default="", repr=False)
+    """Sessions of different salts share nothing."""
 
 
 @dataclass(frozen=True, slots=True)

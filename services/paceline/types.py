@@ -406,6 +406,8 @@ class Request:
     """Stop strings: the text ends before the first of these."""
     generated_token_ids: tuple[int, ...] = field(default=(), repr=False)
     """Output tokens of a stream of this request that broke: the answer goes on after them. Needs a seed."""
+    cache_salt: str = field(default="", repr=False)
+    """Cached prompts and texts that drafts learn from are shared with requests of the same salt only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from paceline.config import (
     DraftSetup,
     LocalConfig,
     NgramOptions,
+    PluginOptions,
     ServiceConfig,
+    SuffixOptions,
     TargetModel,
     TargetOptions,
     TargetSetup,
@@ -69,23 +71,35 @@ MODEL_VALUES = {name: TARGET_VALUES[name] for name in DraftOptions.model_fields 
 GROWING_VALUES = {"tree_budget": 32, "tree_step_tokens": 4, "fan_out": 2}
 DRAFT_VALUES = MODEL_VALUES | GROWING_VALUES | {"max_sessions": 6, "draft_top_m": 16}
 NGRAM_VALUES = GROWING_VALUES | {"min_match": 2, "max_match": 6}
+SUFFIX_VALUES = GROWING_VALUES | {
+    "max_tree_depth": 9, "min_match": 2, "max_spec_factor": 1.5, "min_token_prob": 0.2, "shared_tokens": 50,
+    "corpus": ["a.txt"],
+}  # fmt: skip
+PLUGIN_VALUES = GROWING_VALUES | {"drafter": "mine", "options": {"width": 3}}
+MODELLESS = {NgramOptions: "ngram", SuffixOptions: "suffix", PluginOptions: "plugin"}
 
 
 @pytest.mark.parametrize(
     ("options", "values"),
-    [(TargetOptions, TARGET_VALUES), (DraftOptions, DRAFT_VALUES), (NgramOptions, NGRAM_VALUES)],
+    [
+        (TargetOptions, TARGET_VALUES),
+        (DraftOptions, DRAFT_VALUES),
+        (NgramOptions, NGRAM_VALUES),
+        (SuffixOptions, SUFFIX_VALUES),
+        (PluginOptions, PLUGIN_VALUES),
+    ],
 )
 def test_every_option_goes_from_yaml_and_from_a_local_config_to_the_builder(options, values, tmp_path):
     """By one declaration: a field that is added to the class must be reachable everywhere without another edit."""
     assert values.keys() == options.model_fields.keys(), "each option has a value here that is not its default"
     changed = {name: value for name, value in values.items() if value is not None}
     assert all(value != options.model_fields[name].default for name, value in changed.items())
-    part = {TargetOptions: "target_config", DraftOptions: "draft_config", NgramOptions: "draft_config"}[options]
-    kind = {"kind": "ngram"} if options is NgramOptions else {}
+    part = "target_config" if options is TargetOptions else "draft_config"
+    kind = {"kind": MODELLESS[options]} if options in MODELLESS else {}
     file = tmp_path / "service.yaml"
     file.write_text(yaml.safe_dump({part: {**kind, "engine_kwargs": changed}}))
     target = TargetModel(path="t", **(changed if options is TargetOptions else {}))
-    draft = {DraftOptions: DraftModel, NgramOptions: NgramOptions}.get(options)
+    draft = None if options is TargetOptions else DraftModel if options is DraftOptions else options
     path = {"path": "d"} if options is DraftOptions else {}
     for config in (
         ServiceConfig.from_file(file),

@@ -66,7 +66,7 @@ class TableDrafter:
         self._rows: dict[str, set[int]] = {}
         self._anchors: dict[str, int] = {}
 
-    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         assert session_id not in self._texts
         self._texts[session_id] = list(token_ids)
         self._cached[session_id] = 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,13 @@ from hypothesis import strategies as st
 from tests.support.models import pair
 from tests.support.rings import pairs_first
 
-from paceline.config import DraftOptions, DraftSetup, NgramOptions, TargetOptions, TargetSetup
+from paceline.config import DraftOptions, DraftSetup, NgramOptions, SuffixOptions, TargetOptions, TargetSetup
 from paceline.draft import build
 from paceline.draft import engine as engine_module
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.ngram import NgramDrafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.errors import ConfigError
 from paceline.messages import CloseSession, Commit, Nodes, SessionFailed
 from paceline.types import Cause, SamplingParams
 
@@ -345,11 +348,12 @@ def test_a_context_longer_than_the_draft_holds_ends_its_session_at_once() -> Non
     [
         (NgramOptions(tree_step_tokens=8), {"max_model_len": 300}, 300),
         (NgramOptions(tree_step_tokens=8), {"max_model_len": 1 << 18}, 1024),
+        (SuffixOptions(tree_step_tokens=8), {"max_model_len": 300}, 300),
         (DraftOptions(tree_step_tokens=8), {"max_model_len": 300}, 300),
         (DraftOptions(tree_step_tokens=8), {"max_model_len": 1 << 18}, 2048),
         (DraftOptions(tree_step_tokens=8, tree_budget=1), {"max_sessions": 1}, 18 * 64),
     ],
-    ids=["n-gram", "n-gram: the target", "model", "model: its positions", "model: its cache"],
+    ids=["n-gram", "n-gram: the target", "suffix", "model", "model: its positions", "model: its cache"],
 )
 def test_what_is_built_holds_the_longest_context_that_it_can(
     draft: Any, options: dict[str, int], longest: int, monkeypatch: pytest.MonkeyPatch
@@ -554,3 +558,43 @@ def test_an_ngram_drafter_serves_repetitive_text() -> None:
     assert isinstance(last, Nodes)
     assert last.idle
     assert [(n.token_id, n.sampled) for n in last.nodes] == [(7, False), (8, False)]
+
+
+def test_a_draft_of_suffixes_shares_within_a_salt_and_knows_its_corpus(tmp_path: Path) -> None:
+    """Built from options as a service builds it: what one session wrote is proposed to the next of its salt."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('[40, 41, 42, 43]\n"def f(x):"\n')
+    options = SuffixOptions(shared_tokens=1000, corpus=[str(texts)])
+    sent: list[Nodes | SessionFailed] = []
+    setup = DraftSetup.for_target(TargetSetup(str(TARGET_DIR)), None, options)
+    engine = build.build_draft_engine(setup, sent.extend)
+
+    def proposed(name: str, text: Sequence[int], salt: str) -> list[int]:
+        sent.clear()
+        engine.receive([replace(open_session(name, text=text), num_prompt_tokens=len(text), cache_salt=salt)])
+        while engine.step():
+            engine.check_integrity()
+        told = [message for message in sent if isinstance(message, Nodes) and message.session_id == name]
+        return [node.token_id for message in told for node in message.nodes]
+
+    assert proposed("a", [1, 2, 3], "x") == []
+    engine.receive([Commit("a", 0, 3, (4, 5, 6, 7))])
+    assert proposed("b", [9, 4, 5], "x")[:2] == [6, 7]
+    assert proposed("c", [9, 4, 5], "y") == []
+    assert proposed("d", [9, 40, 41], "y")[:2] == [42, 43]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.txt", None, "which cannot be read"),
+        ("a.jsonl", "[1, 2]\n{}\n", "line 2 is neither"),
+        ("a.jsonl", "[5000000]", "line 1 is neither"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used_is_refused(name: str, text: str | None, told: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    setup = DraftSetup.for_target(TargetSetup(str(TARGET_DIR)), None, SuffixOptions(corpus=[str(tmp_path / name)]))
+    with pytest.raises(ConfigError, match=told):
+        build.build_draft_engine(setup, print)

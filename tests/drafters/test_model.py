@@ -44,11 +44,11 @@ class Twin:
 
         self.runner.forward = counted
 
-    def open(self, name: str, tokens: list[int]) -> None:
+    def open(self, name: str, tokens: list[int], salt: str = "") -> None:
         sampler = SamplerState(self.sampling, 3, tokens, vocab_size=VOCAB)
         self.texts[name], self.samplers[name] = list(tokens), sampler
         self.anchors[name], self.paths[name], self.expanded[name] = 0, {}, set()
-        self.drafter.open(name, tokens, sampler)
+        self.drafter.open(name, tokens, sampler, salt)
         self.drafter.check_integrity()
 
     def prefill(self) -> None:
@@ -193,6 +193,16 @@ def test_prefixes_are_shared() -> None:
     twin.expand(("b", twin.child("b", 0, 11)), ("a", twin.child("a", 0, 11)))
     twin.drafter.close("a")
     twin.expand(("b", twin.child("b", 0, 12)))
+
+
+def test_sessions_of_different_salts_share_no_prefix() -> None:
+    twin, text, forwarded = Twin(), prompt(1, PAGE_SIZE + 10), []
+    for name, salt in [("a", "x"), ("b", "y"), ("c", ""), ("d", "x")]:
+        before = twin.forwarded
+        twin.open(name, text, salt)
+        twin.prefill()
+        forwarded.append(twin.forwarded - before)
+    assert forwarded == [len(text) - 1] * 3 + [9]
 
 
 def test_without_room_there_are_no_candidates_and_later_there_are() -> None:

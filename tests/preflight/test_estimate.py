@@ -34,7 +34,7 @@ from paceline.preflight.estimate import (
     PROCESS_BYTES,
     REPLICA_RAY_BYTES,
     draft_estimate,
-    ngram_estimate,
+    modelless_estimate,
     target_estimate,
 )
 from paceline.preflight.host_memory import draft_pages, session_pages, target_pages
@@ -137,7 +137,7 @@ def test_the_parts_of_a_draft():
     assert (estimate.num_longest, estimate.num_typical) == (3 * 21 // 37, 3)
     wider = draft_estimate(draft(max_sessions=3), facts, 2048)
     assert wider.workspace_bytes - estimate.workspace_bytes == 16 * 500_000 * (2 + 4), "up to 32 rows when measured"
-    without = ngram_estimate(DraftSetup.for_target(target(max_sessions=3), None, NgramOptions()))
+    without = modelless_estimate(DraftSetup.for_target(target(max_sessions=3), None, NgramOptions()))
     assert without.total_bytes == ENGINE_PROCESS_BYTES + estimate.tree_bytes
 
 

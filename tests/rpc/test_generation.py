@@ -59,6 +59,7 @@ requests = st.builds(
     speculation=speculation_params,
     stop=tuples(st.text(min_size=1, max_size=5), 3),
     generated_token_ids=tokens,
+    cache_salt=st.text(max_size=9),
 ).map(lambda request: request if request.sampling.seed is not None else replace(request, generated_token_ids=()))
 
 
@@ -148,6 +149,7 @@ FAULTS = [
     ({"tokenized": generation_pb2.TokenizedInput()}, ("tokenized.input_ids is empty", "at least one token id")),
     ({"text": "Hi", "generated_token_ids": [3]}, ("sampling_params.seed is absent", "seed of the broken stream")),
     ({"text": "Hi", "request_id": "r" * 257}, ("request_id has 257 characters", "at most 256")),
+    ({"text": "Hi", "cache_salt": "s" * 257}, ("cache_salt has 257 characters", "at most 256")),
 ]
 
 

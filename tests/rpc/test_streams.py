@@ -80,6 +80,7 @@ def opens(draw):
         draw(sampling_params()),
         draw(speculation_params),
         draw(tokens),
+        draw(st.text(max_size=9)),
     )
 
 

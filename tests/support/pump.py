@@ -36,6 +36,7 @@ class Request:
     """Stop strings; the text of token i is the one character 0x4E00 + i."""
     generated: tuple[int, ...] = ()
     """Output of a broken stream, which the session continues."""
+    cache_salt: str = ""
 
 
 class Clock:
@@ -162,6 +163,7 @@ class Pump:
             stop=request.stop,
             eos_token_ids=request.eos_token_ids,
             generated_token_ids=request.generated,
+            cache_salt=request.cache_salt,
             clock=self.clock,
         )
         self.sessions[name] = session

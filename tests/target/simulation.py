@@ -106,7 +106,7 @@ class SyntheticDrafter:
         row = torch.tensor([0.7, 0.12, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01])
         self._log_q = row.log()
 
-    def open(self, session_id: str, token_ids: Sequence[int], sampler: Any) -> None:
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: Any, salt: str = "") -> None:
         self._contexts[session_id] = list(token_ids)
 
     def prefill(self) -> bool:

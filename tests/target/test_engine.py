@@ -157,6 +157,16 @@ def test_prefix_sharing_gives_the_same_tokens_for_less_work() -> None:
     assert pump.target.stats.tokens_computed == 150 + 2 * 22 + 3 * 11
 
 
+def test_sessions_of_different_salts_share_no_prefix() -> None:
+    target, _ = pair("llama")
+    pump, cached = Pump(target, None), []
+    for i, salt in enumerate(["", "a", "b", "a", ""]):
+        request = Request(prompt(0, 140), SamplingParams(max_tokens=5), cache_salt=salt)
+        pump.run(in_mode({f"s{i}": request}, Mode.PLAIN))
+        cached.append(pump.results[f"s{i}"].usage.cached_tokens)
+    assert cached == [0, 0, 0, 128, 128]
+
+
 def test_a_session_of_one_step_leaves_its_prefix_to_others() -> None:
     """It ends with the step that computes its prompt."""
     target, _ = pair("llama")

@@ -15,11 +15,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from paceline.config import HeadOptions, ServiceConfig
+from paceline.config.plugins import plugin_names
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.errors.refusals import explain, explain_parameter
 from paceline.types import SamplingParams, SpeculationParams
 
 _ENGINE = "target_config.engine_kwargs"
+MODELLESS = ("ngram", "suffix")
+"""Kinds of drafters that need neither a model nor options."""
+
 _NAMES = {"max_draft_tokens": "--draft-tokens", "path": "--target"}
 """Fields whose flag has another name."""
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -97,8 +101,9 @@ def describe(error: ValidationError) -> str:
 # -- groups --------------------------------------------------------------------------------------------------------
 
 
-def add_model_flags(parser: argparse.ArgumentParser, drafters: Sequence[str]) -> Any:
+def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str] = ()) -> Any:
     """Adds the models and how they run; returns the group."""
+    drafters = ["model", *MODELLESS, *plugin_names(), *more_drafters]
     group = parser.add_argument_group("models")
     for role in ("target", "draft"):
         group.add_argument(f"--{role}", metavar="ID_OR_PATH", help=f"{role} model (default: the embedded one)")
@@ -132,6 +137,13 @@ def heads_of(texts: Sequence[str] | None) -> list[HeadOptions]:
         except ValidationError as error:
             raise ConfigError(f"--head {text}: {explain(error, HeadOptions)}") from None
     return heads
+
+
+def modelless_kind(name: str | None) -> dict[str, Any] | None:
+    """``draft_config`` for what ``--drafter`` names; None: a model, or nothing."""
+    if name in MODELLESS:
+        return {"kind": name}
+    return None if name in (None, "model", "none") else {"kind": "plugin", "engine_kwargs": {"drafter": name}}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from paceline.cli.flags import (
     flag_of,
     given,
     heads_of,
+    modelless_kind,
 )
 from paceline.config import wants_color
 from paceline.errors import ConfigError, InvalidRequestError
@@ -59,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_flags(parser: argparse.ArgumentParser, local: str) -> None:
     """Adds what ``local_config`` reads. ``local``: the help of ``--local``."""
-    group = add_model_flags(parser, ["model", "ngram", "none"])
+    group = add_model_flags(parser, ["none"])
     group.add_argument("--local", action="store_true", default=None, help=local)
     group.add_argument(
         "--verbose", action="store_true", help="report how the engines run and what their self-test found"
@@ -139,23 +140,34 @@ def _run_remote(args: argparse.Namespace, request: Request) -> Iterator[Generati
 def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConfig:
     """The pipeline that the model flags describe. Raises ConfigError."""
     from paceline.checkpoint.files import embedded_paths
-    from paceline.config import DraftModel, LocalConfig, NgramOptions, TargetModel
+    from paceline.config import (
+        DraftModel,
+        LocalConfig,
+        NgramDraftConfig,
+        PluginDraftConfig,
+        ServiceConfig,
+        SuffixDraftConfig,
+        TargetModel,
+    )
 
     paths = [
         _path_of(flag_of(role), getattr(args, role), str(embedded))
         for role, embedded in zip(("target", "draft"), embedded_paths(), strict=True)
     ]
-    heads = heads_of(args.head)
-    if args.target is not None and args.draft is None and args.drafter not in ("ngram", "none") and with_draft:
-        others = "use --drafter ngram, --drafter none or --mode plain"
+    heads, modelless = heads_of(args.head), modelless_kind(args.drafter)
+    without_model = args.drafter == "none" or modelless is not None
+    if args.target is not None and args.draft is None and not without_model and with_draft:
+        others = "use --drafter ngram, --drafter suffix, --drafter none or --mode plain"
         raise ConfigError(f"--target is given without --draft: name one, or {others}")
-    if args.drafter in ("ngram", "none") and args.draft is not None:
+    if without_model and args.draft is not None:
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
     target = TargetModel(path=paths[0], heads=heads if with_draft else [], **given(args, TargetModel))
     if not with_draft or args.drafter == "none":
         return LocalConfig(target=target)
-    if args.drafter == "ngram":
-        return LocalConfig(target=target, draft=NgramOptions())
+    if modelless is not None:
+        draft = ServiceConfig.parse({"draft_config": modelless}).draft_config
+        assert isinstance(draft, NgramDraftConfig | SuffixDraftConfig | PluginDraftConfig)
+        return LocalConfig(target=target, draft=draft.engine_kwargs)
     options = given(args, DraftModel)
     options.pop("tensor_parallel_size", None)  # the ranks are the target's
     return LocalConfig(target=target, draft=DraftModel(path=paths[1], **options))

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
-from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, heads_of, help_of
+from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, heads_of, help_of, modelless_kind
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
-from paceline.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelDraftConfig, NgramDraftConfig, ServiceConfig
+from paceline.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelDraftConfig, ServiceConfig
+from paceline.config.pools import draft_name
 from paceline.errors import ConfigError
 from paceline.preflight.service import require_service
 from paceline.security import haproxy
@@ -62,7 +63,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of it (repeatable)"
     )
-    add_model_flags(parser, ["model", "ngram", "none"])
+    add_model_flags(parser, ["none"])
     group = parser.add_argument_group("replicas")
     for pool in ("target", "draft", "router"):
         text = f"{pool} replicas, or bounds within which their number follows the load (default 1)"
@@ -101,8 +102,9 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     if args.draft is not None and args.drafter not in (None, "model"):
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
     overrides, draft = list(args.set), config.draft_config
-    if args.drafter == "ngram" and not isinstance(draft, NgramDraftConfig):
-        overrides.insert(0, _override("draft_config", {"kind": "ngram"}))
+    modelless = modelless_kind(args.drafter)
+    if modelless is not None and (draft is None or draft_name(draft) != args.drafter):
+        overrides.insert(0, _override("draft_config", modelless))
     elif args.draft is not None and not isinstance(draft, ModelDraftConfig):
         overrides.insert(0, _override("draft_config", {"kind": "model"}))
     if args.target is not None:

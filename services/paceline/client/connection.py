@@ -120,6 +120,7 @@ def _request(
     speculation: SpeculationParams | None,
     stop: str | Sequence[str],
     request_id: str | None,
+    cache_salt: str,
     fields: dict[str, Any],
 ) -> Request:
     """The request with an id and a seed. Raises InvalidRequestError."""
@@ -137,6 +138,7 @@ def _request(
         sampling=sampling,
         speculation=speculation or SpeculationParams(),
         stop=as_stop_strings(stop),
+        cache_salt=cache_salt,
     )
 
 
@@ -332,6 +334,7 @@ class ClientBase(Generic[StreamT]):
         request_id: str | None = None,
         logprobs: bool = False,
         resume: bool = True,
+        cache_salt: str = "",
         **sampling_fields: Any,
     ) -> StreamT:
         """Starts a request and returns its stream of chunks.
@@ -341,12 +344,13 @@ class ClientBase(Generic[StreamT]):
         stream; None: no limit. ``request_id``: unique among the requests in progress; drawn if absent, as is the
         seed. ``logprobs``: asks for the log probability of every token; without it, ``logprobs`` is empty.
         ``resume``: a stream whose router or connection is lost continues by itself, no token lost or twice; False:
-        it raises EngineError.
+        it raises EngineError. ``cache_salt``: cached prompts and texts that drafts learn from are shared with requests
+        of the same salt only.
 
         Raises InvalidRequestError for a request that cannot be sent; errors of the service are raised by the stream.
         """
         self._require_open()
-        request = _request(prompt, sampling, speculation, stop, request_id, sampling_fields)
+        request = _request(prompt, sampling, speculation, stop, request_id, cache_salt, sampling_fields)
         message = api.request_to_proto(request, logprobs)
         timeout_s = checked_timeout(timeout_s)
         stream = self._open(Transcript(request, message, self.address, timeout_s, Retries(resume)))

@@ -22,8 +22,9 @@ from ray.serve import Application
 
 from paceline import __version__
 from paceline.cluster.ingress import Ingress
-from paceline.cluster.replicas import Draft, MonitorReplica, Target, draft_name
+from paceline.cluster.replicas import Draft, MonitorReplica, Target
 from paceline.config import MONITOR_SCALING, ModelDraftConfig, ServiceConfig
+from paceline.config.pools import draft_name
 from paceline.errors import ConfigError
 
 APPLICATION = "paceline"

@@ -22,13 +22,13 @@ from paceline.cluster.encryption import encrypt_ingress
 from paceline.cluster.replicas import (
     CONTROL_TIMEOUT_S,
     Pusher,
-    draft_name,
     internal_certificates,
     internal_token,
     loop_runs,
     replica_id,
 )
 from paceline.config import ServiceConfig
+from paceline.config.pools import draft_name
 from paceline.errors import EngineError, NotFoundError, PacelineError
 from paceline.fleet.public import public
 from paceline.fleet.report import Reporter

@@ -27,8 +27,6 @@ from paceline.config import (
     DraftSetup,
     InternalTls,
     LogConfig,
-    ModelDraftConfig,
-    NgramDraftConfig,
     TargetSetup,
     apply_worker_environment,
 )
@@ -300,11 +298,6 @@ class Draft(EngineDeployment):
 
     def _runs_on_cpu(self) -> bool:
         return self._setup.source is not None and super()._runs_on_cpu()
-
-
-def draft_name(config: ModelDraftConfig | NgramDraftConfig) -> str:
-    """Returns the name of the drafter: a model's name, or ``ngram``."""
-    return config.model_loading_config.model_id if isinstance(config, ModelDraftConfig) else config.kind
 
 
 def replica_id() -> str:

@@ -24,14 +24,24 @@ from paceline.config.options import (
     DType,
     Growing,
     HeadOptions,
+    ModellessOptions,
     ModelOptions,
     NgramOptions,
+    PluginOptions,
     Quantization,
+    SuffixOptions,
     TargetOptions,
     TargetSetup,
 )
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
-from paceline.config.pools import ModelDraftConfig, NgramDraftConfig, RouterConfig, TargetConfig
+from paceline.config.pools import (
+    ModelDraftConfig,
+    NgramDraftConfig,
+    PluginDraftConfig,
+    RouterConfig,
+    SuffixDraftConfig,
+    TargetConfig,
+)
 from paceline.config.security import InternalTls, ServerTls
 from paceline.config.service import LogConfig, ServerConfig, ServiceConfig
 
@@ -57,8 +67,11 @@ __all__ = [
     "ModelDraftConfig",
     "ModelLoadingConfig",
     "ModelOptions",
+    "ModellessOptions",
     "NgramDraftConfig",
     "NgramOptions",
+    "PluginDraftConfig",
+    "PluginOptions",
     "PolicyFunction",
     "Quantization",
     "RayActorOptions",
@@ -69,6 +82,8 @@ __all__ = [
     "ServerConfig",
     "ServerTls",
     "ServiceConfig",
+    "SuffixDraftConfig",
+    "SuffixOptions",
     "TargetAutoscaling",
     "TargetConfig",
     "TargetModel",

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config.base import Strict
-from paceline.config.options import DraftOptions, DraftSetup, NgramOptions, TargetOptions, TargetSetup
+from paceline.config.options import DraftOptions, DraftSetup, ModellessOptions, TargetOptions, TargetSetup
 
 
 class TargetModel(TargetOptions):
@@ -28,7 +28,7 @@ class LocalConfig(Strict):
     """A pair on one machine."""
 
     target: TargetModel
-    draft: DraftModel | NgramOptions | None = None
+    draft: DraftModel | ModellessOptions | None = None
     """None: plain decoding only."""
     generation_config: Literal["auto", "none"] = "auto"
     """Where the sampling parameters come from that a request leaves out. ``auto``: the target's generation_config.json,

@@ -1,7 +1,7 @@
 """Options of the engines, each declared here and nowhere else. Knows nothing of Ray Serve and of files.
 
     ModelOptions ──▶ TargetOptions
-         └─────────▶ DraftOptions ◀── Growing ──▶ NgramOptions
+         └─────────▶ DraftOptions ◀── Growing ──▶ NgramOptions, SuffixOptions, PluginOptions
 
 YAML holds them as ``engine_kwargs``, ``LocalConfig`` with a path, and the builders take them inside a TargetSetup or
 DraftSetup, which are what one engine is built from.
@@ -10,7 +10,7 @@ DraftSetup, which are what one engine is built from.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -167,6 +167,47 @@ class NgramOptions(Growing):
         return self
 
 
+class SuffixOptions(Growing):
+    """Options of the suffix drafter, which continues the longest end of the text that has occurred before, in the
+    session's own context, in outputs of other sessions, or in a corpus. A new option costs one edit: a field of this
+    class."""
+
+    max_tree_depth: int = Field(default=24, ge=1, le=256)
+    """The longest match, in tokens."""
+    min_match: int = Field(default=1, ge=1, le=256)
+    """The shortest match, in tokens."""
+    max_spec_factor: float = Field(default=4.0, gt=0, le=64)
+    """Tokens that are proposed for each token of the context that matches."""
+    min_token_prob: float = Field(default=0.1, ge=0, le=1)
+    """The least frequency of a candidate among all that have followed the match."""
+    shared_tokens: int = Field(default=0, ge=0, le=1 << 24)
+    """Tokens of outputs that are kept for other sessions of the same ``cache_salt``, about 0.4 KB each. 0: none, as
+    sessions then learn nothing of one another."""
+    corpus: list[str] = Field(default_factory=list)
+    """Text files (``.jsonl``: one text or one list of token ids per line), read at start-up, that all sessions may be
+    continued from, whatever their salt."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_match > self.max_tree_depth:
+            depth = self.max_tree_depth
+            raise Fault("min_match", f"is {self.min_match}: it must be at most max_tree_depth, which is {depth}")
+        return self
+
+
+class PluginOptions(Growing):
+    """Options of a drafter that an installed package offers as an entry point of the group ``paceline.drafters``."""
+
+    drafter: str = Field(min_length=1)
+    """Name of the entry point."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for it."""
+
+
+ModellessOptions = NgramOptions | SuffixOptions | PluginOptions
+"""Options of a drafter that needs no draft model."""
+
+
 @dataclass(frozen=True, slots=True)
 class TargetSetup:
     """Everything that a target engine is built from: its slice of the configuration, validated."""
@@ -189,8 +230,8 @@ class DraftSetup:
     its target that it follows."""
 
     source: str | None
-    """Directory or id of the draft model's checkpoint. None: the options are those of the n-gram drafter."""
-    options: DraftOptions | NgramOptions
+    """Directory or id of the draft model's checkpoint. None: the options are those of a drafter without a model."""
+    options: DraftOptions | ModellessOptions
     target_source: str
     """Directory or id of the target's checkpoint, whose vocabulary and context length are those of the drafts."""
     num_sessions: int
@@ -203,7 +244,7 @@ class DraftSetup:
     """True if code that comes with the target's checkpoint may run."""
 
     @classmethod
-    def for_target(cls, target: TargetSetup, source: str | None, options: DraftOptions | NgramOptions) -> Self:
+    def for_target(cls, target: TargetSetup, source: str | None, options: DraftOptions | ModellessOptions) -> Self:
         """The setup of a draft for this target."""
         num_sessions = options.max_sessions if isinstance(options, DraftOptions) else None
         return cls(
@@ -218,7 +259,7 @@ class DraftSetup:
 
     @property
     def model(self) -> tuple[str, DraftOptions]:
-        """Source and options of the draft model. Must not be asked of the n-gram drafter."""
+        """Source and options of the draft model. Must not be asked of a drafter without one."""
         assert self.source is not None
         assert isinstance(self.options, DraftOptions)
         return self.source, self.options

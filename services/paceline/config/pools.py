@@ -1,5 +1,5 @@
-"""The three pools: targets, drafts (a model or n-grams) and routers. Each joins a model, its engine's arguments and
-its deployment, and says what ``serve.deployment`` is given, bundles of ranks and kinds of GPU included.
+"""The three pools: targets, drafts (a model, or a drafter without one) and routers. Each joins a model, its engine's
+arguments and its deployment, and says what ``serve.deployment`` is given, bundles of ranks and kinds of GPU included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from paceline.config.deployments import (
     TargetDeployment,
 )
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
-from paceline.config.options import DraftOptions, ModelOptions, NgramOptions, TargetOptions
+from paceline.config.options import (
+    DraftOptions,
+    ModelOptions,
+    NgramOptions,
+    PluginOptions,
+    SuffixOptions,
+    TargetOptions,
+)
 from paceline.errors.refusals import Fault
 from paceline.types import RequestLimits
 
@@ -164,6 +171,22 @@ class NgramDraftConfig(_Replicas):
     deployment_config: DraftDeployment = DraftDeployment()
 
 
+class SuffixDraftConfig(_Replicas):
+    """The pool of drafts: continuations of the longest end of the text that has occurred before."""
+
+    kind: Literal["suffix"] = "suffix"
+    engine_kwargs: SuffixOptions = SuffixOptions()
+    deployment_config: DraftDeployment = DraftDeployment()
+
+
+class PluginDraftConfig(_Replicas):
+    """The pool of drafts: a drafter of an installed package."""
+
+    kind: Literal["plugin"] = "plugin"
+    engine_kwargs: PluginOptions
+    deployment_config: DraftDeployment = DraftDeployment()
+
+
 def _kind(value: Any) -> str | None:
     """``model`` where nothing is said."""
     if isinstance(value, dict):
@@ -172,8 +195,19 @@ def _kind(value: Any) -> str | None:
 
 
 DraftConfig = Annotated[
-    Annotated[ModelDraftConfig, Tag("model")] | Annotated[NgramDraftConfig, Tag("ngram")], Discriminator(_kind)
+    Annotated[ModelDraftConfig, Tag("model")]
+    | Annotated[NgramDraftConfig, Tag("ngram")]
+    | Annotated[SuffixDraftConfig, Tag("suffix")]
+    | Annotated[PluginDraftConfig, Tag("plugin")],
+    Discriminator(_kind),
 ]
+
+
+def draft_name(config: DraftConfig) -> str:
+    """Returns the name of the drafter: a model's name, the kind of one without a model, or a plugin's name."""
+    if isinstance(config, ModelDraftConfig):
+        return config.model_loading_config.model_id
+    return config.engine_kwargs.drafter if isinstance(config, PluginDraftConfig) else config.kind
 
 
 class RouterConfig(Strict):

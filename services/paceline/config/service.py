@@ -73,7 +73,8 @@ class ServiceConfig(Strict):
             raise Fault(
                 "draft_config",
                 f"names no model while target_config names {target.model_id!r}: "
-                "name a draft model, or set draft_config to {kind: ngram}, or to null for plain decoding",
+                "name a draft model, or set draft_config to {kind: ngram}, to {kind: suffix}, or to null for plain "
+                "decoding",
             )
         return self
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.config import DraftSetup, NgramOptions
+from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from paceline.config import DraftOptions, DraftSetup, ModellessOptions, NgramOptions, SuffixOptions
 from paceline.core import rows
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.plugins import DrafterContext, make_plugin
 from paceline.drafters.protocol import Drafter
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.errors import ConfigError
 from paceline.messages import Nodes, SessionFailed
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
@@ -28,7 +34,7 @@ from paceline.preflight.device import require_draft
 from paceline.preflight.host_memory import MEASURED_LEAVES, draft_pages
 from paceline.types import PAGE_SIZE, Rendezvous, pages_for
 
-_NGRAM_WIDTH = 64
+_MODELLESS_WIDTH = 64
 _WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
 _AFFORDABLE = 1.25
 _TIMED_FORWARDS = 5
@@ -80,8 +86,8 @@ def build_draft_engine(
         EngineError: another rank has failed.
     """
     rows.prepare()
-    if isinstance(setup.options, NgramOptions):
-        return _ngram_engine(setup, setup.options, emit)
+    if not isinstance(setup.options, DraftOptions):
+        return _modelless_engine(setup, setup.options, emit)
     with ranked(*setup.model, rendezvous) as group:
         return _model_engine(setup, emit, group)
 
@@ -106,14 +112,65 @@ def _runner(setup: DraftSetup, group: Collectives | None) -> tuple[LoadedModel, 
     return model, model.runner(draft_pages(setup, max_len)), max_len
 
 
-def _ngram_engine(setup: DraftSetup, options: NgramOptions, emit: Emit) -> DraftEngine:
-    drafter = NgramDrafter(
-        min_match=options.min_match,
-        max_match=options.max_match,
-        max_leaves=options.tree_step_tokens or _NGRAM_WIDTH,
-    )
+def _modelless_engine(setup: DraftSetup, options: ModellessOptions, emit: Emit) -> DraftEngine:
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
-    return _engine(setup, emit, drafter, target, min(setup.max_model_len or target.max_model_len, target.max_model_len))
+    max_context_len = min(setup.max_model_len or target.max_model_len, target.max_model_len)
+    max_leaves = options.tree_step_tokens or _MODELLESS_WIDTH
+    drafter: Drafter
+    if isinstance(options, NgramOptions):
+        drafter = NgramDrafter(min_match=options.min_match, max_match=options.max_match, max_leaves=max_leaves)
+    elif isinstance(options, SuffixOptions):
+        drafter = SuffixDrafter(
+            max_tree_depth=options.max_tree_depth,
+            min_match=options.min_match,
+            max_spec_factor=options.max_spec_factor,
+            min_token_prob=options.min_token_prob,
+            shared_tokens=options.shared_tokens,
+            corpus=_corpus(setup, options.corpus, target.vocab_size) if options.corpus else (),
+            max_leaves=max_leaves,
+        )
+    else:
+        context = DrafterContext(
+            setup.target_source, target.vocab_size, max_context_len, setup.num_sessions, max_leaves
+        )
+        drafter = make_plugin(options.drafter, context, options.options)
+    return _engine(setup, emit, drafter, target, max_context_len)
+
+
+def _corpus(setup: DraftSetup, paths: Sequence[str], vocab_size: int) -> Iterator[Sequence[int]]:
+    """Token ids of the texts of files: one text each, or one text or list of token ids per line of ``.jsonl``.
+
+    Raises:
+        ConfigError: a file cannot be read, or a line is neither.
+    """
+    tokenizer = load_tokenizer(setup.target_source, setup.trusts_target)
+    for path in paths:
+        started, num_tokens = time.perf_counter(), 0
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"corpus names {path!r}, which cannot be read: {error}") from None
+        lines = text.splitlines() if path.endswith(".jsonl") else None
+        for number, line in enumerate([text] if lines is None else lines, 1):
+            token_ids = tokenizer.encode(line) if lines is None else _line(path, number, line, tokenizer, vocab_size)
+            num_tokens += len(token_ids)
+            yield token_ids
+        log.info("draft: %d tokens of %s in %.1f s", num_tokens, path, time.perf_counter() - started)
+
+
+def _line(path: str, number: int, line: str, tokenizer: Tokenizer, vocab_size: int) -> Sequence[int]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if isinstance(value, str):
+        return tokenizer.encode(value)
+    if isinstance(value, list) and all(type(token) is int and 0 <= token < vocab_size for token in value):
+        return value
+    raise ConfigError(
+        f"corpus names {path!r}, whose line {number} is neither a JSON string nor a list of token ids in "
+        f"[0, {vocab_size})"
+    )
 
 
 def _model_engine(setup: DraftSetup, emit: Emit, group: Collectives | None) -> DraftEngine:

@@ -196,7 +196,7 @@ class DraftEngine:
                 device=self._device,
             )
             session = DraftSession(message, sampler, self._growth(message.speculation), self._calibrations)
-            self._drafter.open(message.session_id, message.token_ids, sampler)
+            self._drafter.open(message.session_id, message.token_ids, sampler, message.cache_salt)
         except Exception as error:
             self._drafter.close(message.session_id)
             self._has_ended(message.session_id, message.epoch)

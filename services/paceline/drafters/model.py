@@ -20,7 +20,7 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.errors import ResourceExhaustedError
-from paceline.model.kv_cache import KVCache, page_hash
+from paceline.model.kv_cache import KVCache, page_hash, root_hash
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
@@ -38,6 +38,7 @@ class _Session:
     num_cached: int = 0
     """Context tokens whose KV is computed; the others, at least the anchor before it is expanded, are pending."""
     pages: list[int] = field(default_factory=list)
+    root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
     num_rows: int = 0
     """Rows used so far: [0, num_rows)."""
@@ -86,13 +87,13 @@ class ModelDrafter:
         self._top_m = top_m
         self._sessions: dict[str, _Session] = {}
 
-    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session; refuses a context that the whole cache cannot hold."""
         if pages_for(len(token_ids)) > self._cache.num_pages:
             room = self._cache.num_pages * PAGE_SIZE
             raise ResourceExhaustedError(f"the context has {len(token_ids)} tokens: the draft's cache holds {room}")
-        session = _Session(list(token_ids), sampler, num_prefill=len(token_ids) - 1)
-        session.pages, session.hashes = self._cache.match_prefix(token_ids)
+        session = _Session(list(token_ids), sampler, num_prefill=len(token_ids) - 1, root=root_hash(salt))
+        session.pages, session.hashes = self._cache.match_prefix(token_ids, session.root)
         session.num_cached = session.num_rows = len(session.pages) * PAGE_SIZE
         session.committed = torch.ones(session.num_rows, dtype=torch.bool)
         session.positions = torch.arange(session.num_rows)
@@ -271,7 +272,7 @@ class ModelDrafter:
     def _publish(self, session: _Session) -> None:
         while (len(session.hashes) + 1) * PAGE_SIZE <= session.num_cached:
             index = len(session.hashes)
-            previous = session.hashes[-1] if session.hashes else b""
+            previous = session.hashes[-1] if session.hashes else session.root
             digest = page_hash(previous, session.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             session.hashes.append(digest)
             self._cache.publish(session.pages[index], digest)

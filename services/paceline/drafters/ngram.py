@@ -98,7 +98,7 @@ class NgramDrafter:
         self._unready: dict[str, NgramIndex] = {}
         """Sessions whose context is not indexed yet, those that wait longest first."""
 
-    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Takes any session."""
         index = NgramIndex(list(token_ids), *self._ngrams, counts=True)
         self._indices[session_id] = self._unready[session_id] = index

@@ -124,11 +124,12 @@ class Drafter(Protocol):
     """True: candidates depend on the path to the leaf. False: those of a depth are the same below every path
     (Medusa)."""
 
-    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session whose context is ``token_ids`` (not empty); node 0, the anchor, is its last token.
 
         The anchor is pending, the rest is prefilled by ``prefill``. ``sampler`` belongs to the engine, which appends
-        committed tokens to it before it calls ``advance``.
+        committed tokens to it before it calls ``advance``. Sessions of different salts must learn nothing of each
+        other.
 
         Raises:
             PacelineError: the session cannot be taken; ``close`` is called for it.

@@ -154,14 +154,15 @@ class KVCache:
                 else:
                     self._free.append(page)
 
-    def match_prefix(self, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
+    def match_prefix(self, token_ids: Sequence[int], root: bytes = b"") -> tuple[list[int], list[bytes]]:
         """The longest cached run of full pages that begins ``token_ids``; takes a reference to each.
 
         At least one token is left over, because its logits must be computed. Returns the pages and their hashes.
+        ``root``: see ``root_hash``.
         """
         pages: list[int] = []
         hashes: list[bytes] = []
-        previous = b""
+        previous = root
         for start in range(0, len(token_ids) - PAGE_SIZE, PAGE_SIZE):
             previous = page_hash(previous, token_ids[start : start + PAGE_SIZE])
             page = self._page_of.get(previous)
@@ -194,6 +195,11 @@ class KVCache:
             assert (self._refs[page] == 0) == (page in free or page in cached), f"page {page} leaked"
         assert {self._page_of[h] for h in self._page_of} == set(self._hash_of), "page hashes are not one to one"
         assert cached <= set(self._hash_of), "a cached page has no hash"
+
+
+def root_hash(salt: str) -> bytes:
+    """Where the hashes of the pages of a salt begin, so that sessions of different salts share no page."""
+    return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 
 def page_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:

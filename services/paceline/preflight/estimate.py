@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.checkpoint.size import ModelSize
-from paceline.config import DraftSetup, ModelOptions, TargetSetup
+from paceline.config import DraftSetup, ModelOptions, SuffixOptions, TargetSetup
 from paceline.core import native
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
@@ -44,6 +44,8 @@ RAY_BYTES = 1 << 30
 """Memory that Ray's and Serve's own processes, the monitor and ``paceline serve`` were measured to take together."""
 
 _NODE_BYTES = 1024
+_SUFFIX_BYTES = 400
+"""A token in a suffix automaton (measured on source code)."""
 """A node of a speculation tree: Python objects in tree, frontier and row tables."""
 _FLOAT32_BYTES = 4
 
@@ -197,9 +199,10 @@ def draft_estimate(
     )
 
 
-def ngram_estimate(setup: DraftSetup) -> MemoryEstimate:
-    """Estimates the memory of a draft replica without a model."""
-    return MemoryEstimate(ENGINE_PROCESS_BYTES, tree_bytes=_draft_tree_bytes(setup))
+def modelless_estimate(setup: DraftSetup) -> MemoryEstimate:
+    """Estimates the memory of a draft replica without a model. A plugin's own is not known."""
+    shared = setup.options.shared_tokens * _SUFFIX_BYTES if isinstance(setup.options, SuffixOptions) else 0
+    return MemoryEstimate(ENGINE_PROCESS_BYTES + shared, tree_bytes=_draft_tree_bytes(setup))
 
 
 def _draft_tree_bytes(setup: DraftSetup) -> int:

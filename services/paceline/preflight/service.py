@@ -20,7 +20,6 @@ from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_sam
 from paceline.config import (
     DraftSetup,
     ModelDraftConfig,
-    NgramDraftConfig,
     ServiceConfig,
     TargetConfig,
     TargetOptions,
@@ -33,7 +32,7 @@ from paceline.preflight.estimate import (
     ROUTER_PROCESS_BYTES,
     MemoryEstimate,
     draft_estimate,
-    ngram_estimate,
+    modelless_estimate,
     target_estimate,
 )
 from paceline.preflight.findings import Finding, Severity
@@ -297,8 +296,8 @@ def _draft_pools(
     part = config.draft_config
     if part is None or setup is None:
         return
-    if isinstance(part, NgramDraftConfig):
-        yield Pool(_DRAFT, None, part.deployment_config.first_replicas, False, ngram_estimate(setup))
+    if not isinstance(part, ModelDraftConfig):
+        yield Pool(_DRAFT, None, part.deployment_config.first_replicas, False, modelless_estimate(setup))
     else:
         on_gpu = _on_gpu(part)
         estimate = None

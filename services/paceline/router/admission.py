@@ -124,6 +124,7 @@ class Admission:
             stop=request.stop,
             eos_token_ids=info.eos_token_ids,
             generated_token_ids=generated,
+            cache_salt=request.cache_salt,
             clock=self._clock,
         )
         # the text of what was generated is made again, token by token

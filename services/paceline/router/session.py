@@ -123,6 +123,7 @@ class Session:
         stop: Sequence[str] = (),
         eos_token_ids: Sequence[int] = (),
         generated_token_ids: Sequence[int] = (),
+        cache_salt: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``generated_token_ids``: output of a broken stream of the same request, which this session continues.
@@ -150,6 +151,7 @@ class Session:
         self._prompt = tuple(prompt_token_ids)
         self._history = [*prompt_token_ids, *generated_token_ids]  # the prompt and all that the target has decided
         self._eos_token_ids = tuple(eos_token_ids)
+        self._cache_salt = cache_salt
         # A resumed session begins at a later epoch: under the rejection rule no draft noise is drawn a second time.
         self._num_resumed = len(generated_token_ids)
         self._epoch = self._target_epoch = self._draft_epoch = self._num_resumed
@@ -547,6 +549,7 @@ class Session:
             sampling=self.sampling,
             speculation=self.speculation,
             eos_token_ids=self._eos_token_ids,
+            cache_salt=self._cache_salt,
         )
 
 

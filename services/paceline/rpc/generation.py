@@ -47,6 +47,7 @@ from paceline.types import (
 )
 from paceline.v1 import generation_pb2, types_pb2
 
+_MAX_SALT_LEN = 256
 _MAX_UINT32 = 2**32 - 1
 
 _SERVER_INFO_SCALARS = (
@@ -68,6 +69,7 @@ def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2
     sampling = request.sampling
     sampling.check_seed()
     _check_utf8("request_id", request.request_id)
+    _check_utf8("cache_salt", request.cache_salt)
     for stop in request.stop:
         _check_utf8("sampling_params.stop", stop)
     proto = generation_pb2.GenerateRequest(
@@ -75,6 +77,7 @@ def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2
         sampling_params=sampling_to_proto(sampling, sampling.model_fields_set),
         speculation=speculation_to_proto(request.speculation, request.speculation.model_fields_set),
         logprobs=logprobs,
+        cache_salt=request.cache_salt,
     )
     proto.sampling_params.stop.extend(request.stop)
     _check_uint32("generated_token_ids", request.generated_token_ids)
@@ -100,6 +103,8 @@ def request_from_proto(
     are checked by the router, which knows the model.
     """
     check_request_id(proto.request_id)
+    if (size := len(proto.cache_salt)) > _MAX_SALT_LEN:
+        raise InvalidRequestError(f"cache_salt has {size} characters: at most {_MAX_SALT_LEN} are allowed")
     _check_limits(proto.sampling_params, limits or RequestLimits())
     prompt: str | tuple[int, ...]
     kind = proto.WhichOneof("input")
@@ -138,6 +143,7 @@ def request_from_proto(
         speculation=_validated(SpeculationParams, "speculation", _speculation_arguments(proto.speculation)),
         stop=stop,
         generated_token_ids=tuple(proto.generated_token_ids[:]),
+        cache_salt=proto.cache_salt,
     )
 
 

@@ -157,6 +157,7 @@ def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
     proto.sampling.CopyFrom(sampling_to_proto(message.sampling, SamplingParams.model_fields))
     proto.speculation.CopyFrom(speculation_to_proto(message.speculation, SpeculationParams.model_fields))
     proto.eos_token_ids.extend(message.eos_token_ids)
+    proto.cache_salt = message.cache_salt
 
 
 def _read_open(proto: types_pb2.OpenSession) -> OpenSession | None:
@@ -179,6 +180,7 @@ def _read_open(proto: types_pb2.OpenSession) -> OpenSession | None:
         sampling=sampling,
         speculation=speculation,
         eos_token_ids=tuple(proto.eos_token_ids[:]),
+        cache_salt=proto.cache_salt,
     )
 
 

@@ -9,7 +9,7 @@ from paceline.core.processors import SamplerState
 from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import Proposal, SpeculationTree
 from paceline.messages import OpenSession
-from paceline.model.kv_cache import KVCache, flat_rows, page_hash
+from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
@@ -103,6 +103,7 @@ class TargetSession:
         """Times that it was given pages from nothing: once, and again after each preemption."""
         self.num_attached = 0
         """Tokens whose pages it shared when it was last given pages."""
+        self._root = root_hash(message.cache_salt)
         self._hashes: list[bytes] = []
         # The state of the draft, as far as the target knows it.
         self.draft_available = self.k > 0
@@ -249,7 +250,7 @@ class TargetSession:
         """Shares the pages that other sessions have computed of the same prefix."""
         assert not self.pages
         assert self.num_computed == 0
-        self.pages, self._hashes = cache.match_prefix(self.tokens)
+        self.pages, self._hashes = cache.match_prefix(self.tokens, self._root)
         self.num_computed = self.num_attached = len(self.pages) * PAGE_SIZE
         self.attachment += 1
 
@@ -263,7 +264,7 @@ class TargetSession:
         self.num_computed = num_computed
         while (len(self._hashes) + 1) * PAGE_SIZE <= num_computed:
             index = len(self._hashes)
-            previous = self._hashes[-1] if self._hashes else b""
+            previous = self._hashes[-1] if self._hashes else self._root
             digest = page_hash(previous, self.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             self._hashes.append(digest)
             cache.publish(self.pages[index], digest)

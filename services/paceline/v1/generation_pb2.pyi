@@ -57,12 +57,17 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among the requests in progress, at most 256 characters. Empty: the server draws one; every response names it."""
     text: _builtins.str
     """Not empty."""
     logprobs: _builtins.bool
     """Asks for the log probability of every emitted token."""
+    cache_salt: _builtins.str
+    """Cached prompts and texts that drafts learn from are shared with requests of the same salt only: a secret of a tenant
+    keeps others from finding out by time what was asked before. At most 256 characters.
+    """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...
     @_builtins.property
@@ -89,10 +94,11 @@ class GenerateRequest(_message.Message):
         speculation: _types_pb2.SpeculationOptions | None = ...,
         logprobs: _builtins.bool = ...,
         generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "sampling_params", b"sampling_params", "speculation", b"speculation", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids", "input", b"input", "logprobs", b"logprobs", "request_id", b"request_id", "sampling_params", b"sampling_params", "speculation", b"speculation", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "generated_token_ids", b"generated_token_ids", "input", b"input", "logprobs", b"logprobs", "request_id", b"request_id", "sampling_params", b"sampling_params", "speculation", b"speculation", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "tokenized"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015

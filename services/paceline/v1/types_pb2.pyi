@@ -555,6 +555,7 @@ class OpenSession(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     epoch: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -563,6 +564,8 @@ class OpenSession(_message.Message):
     """Key of the session's noise, made of sampling.seed and the prompt by the router as sampling.seed_scope says. A session
     keeps it when it is re-opened, whatever has been emitted since.
     """
+    cache_salt: _builtins.str
+    """Sessions of different salts share nothing."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The context: the prompt, and when re-opened what has been emitted since. At least one token."""
@@ -586,10 +589,11 @@ class OpenSession(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         speculation: Global___SpeculationOptions | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
