@@ -54,9 +54,8 @@ def conversations(names: Sequence[str], num_turns: int, num_edits: int, seed: in
         turns = []
         for number in range(num_turns):
             new = edited(lines, choice, num_edits)
-            asked = (
-                f"\nTurn {number}: the tests of {name} fail at line {choice.randrange(len(lines))}. Write it again.\n"
-            )
+            at = choice.randrange(len(lines))
+            asked = f"\nTurn {number}: the tests of {name} fail at line {at}. Write it again.\n"
             turns.append((("\n".join(lines) if number == 0 else "") + asked, "\n".join(new)))
             lines = new
         found.append(turns)

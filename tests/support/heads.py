@@ -75,7 +75,7 @@ class Oracle:
     def bind(self, cache: KVCache, first_layer: int) -> None:
         self.cache, self.first_layer = cache, first_layer
 
-    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         assert session_id not in self.sessions
         text = next(text for text, _ in self.texts if text[: len(token_ids)] == list(token_ids))
         self.sessions[session_id] = _Session(text, len(token_ids))

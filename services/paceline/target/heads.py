@@ -298,7 +298,7 @@ class Heads:
 
     def _open(self, mounted: MountedHead, session: TargetSession) -> None:
         try:
-            mounted.head.open(session.session_id, session.tokens, session.sampler)
+            mounted.head.open(session.session_id, session.tokens, session.sampler, session.cache_salt)
         except PacelineError as error:
             mounted.head.close(session.session_id)
             mounted.stats.sessions_failed += 1

@@ -103,7 +103,8 @@ class TargetSession:
         """Times that it was given pages from nothing: once, and again after each preemption."""
         self.num_attached = 0
         """Tokens whose pages it shared when it was last given pages."""
-        self._root = root_hash(message.cache_salt)
+        self.cache_salt = message.cache_salt
+        self._root = root_hash(self.cache_salt)
         self._hashes: list[bytes] = []
         # The state of the draft, as far as the target knows it.
         self.draft_available = self.k > 0

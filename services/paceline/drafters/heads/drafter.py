@@ -84,7 +84,7 @@ class HeadDrafter:
         """Keeps keys and values in ``cache.keys[first_layer:]``, one entry per layer of the head."""
         self._cache, self._first_layer = cache, first_layer
 
-    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState) -> None:
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Takes any session; it is ready once it has been fed."""
         self._sessions[session_id] = _Session(sampler, len(token_ids))
 
