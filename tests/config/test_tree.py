@@ -268,7 +268,7 @@ CONTRADICTIONS = {
     },
     "server.http_port is 8000, which is grpc_port too: they must differ": {"server": {"grpc_port": 8000}},
     "draft_config names no model while target_config names 'org/large': name a draft model, or set draft_config to "
-    "{kind: ngram}, or to null for plain decoding": {
+    "{kind: ngram}, to {kind: suffix}, or to null for plain decoding": {
         "target_config": {"model_loading_config": {"model_id": "org/large"}}
     },
 }
