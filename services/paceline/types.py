@@ -324,7 +324,8 @@ class SpeculationParams(_RequestParams):
     acceptance: Acceptance = Acceptance.COUPLED
     """The rule by which the target accepts draft tokens."""
     max_draft_tokens: int = Field(default=8, ge=0, le=MAX_DRAFT_TOKENS)
-    """Longest proposal (K), in tokens; 0 is plain decoding."""
+    """Longest proposal (K), in tokens from its first to its last; alternatives beside them do not count. 0 is plain
+    decoding."""
     growth: Literal["best_first", "uniform", "geometric"] = "best_first"
     """Strategy by which the draft spends its tree budget (``draft/growth.py``)."""
     saguaro: float = Field(default=1.0, gt=0, le=1)

@@ -87,16 +87,17 @@ def _takes_it_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _verifies_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward gets other tokens than those that are compared."""
-    sequence_step = Scheduled.sequence_step
+    sequence_steps = Scheduled.sequence_steps
 
     def wrong(part):
-        step, drafted = sequence_step(part), part.proposal.token_ids
+        steps, drafted = sequence_steps(part), part.proposal.token_ids
         if drafted and not part.proposal.node_ids:
-            start = len(step.token_ids) - len(drafted)
-            step = replace(step, token_ids=[*step.token_ids[:start], *((t + 1) % 64 for t in drafted)])
-        return step
+            start = len(steps[0].token_ids) - len(drafted)
+            token_ids = [*steps[0].token_ids[:start], *((t + 1) % 64 for t in drafted)]
+            return [replace(steps[0], token_ids=token_ids)]
+        return steps
 
-    monkeypatch.setattr(Scheduled, "sequence_step", wrong)
+    monkeypatch.setattr(Scheduled, "sequence_steps", wrong)
 
 
 @pytest.mark.parametrize("mutant", [_takes_it_at_its_word, _verifies_another], ids=lambda m: m.__name__.strip("_"))

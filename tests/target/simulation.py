@@ -58,6 +58,7 @@ class SyntheticRunner:
         rng: random.Random,
         noise: float,
         text: Callable[[int, int], int] = next_token,
+        branch_s: float = 0.0,
     ) -> None:
         self.cache = KVCache([LayerSpec(1, 1, 1)], pages, torch.float32, "cpu")
         self.vocab_size = VOCAB
@@ -66,12 +67,17 @@ class SyntheticRunner:
         self.slowed_by = lambda: 0.0
         """By which share the draft slows a step down now: it runs on the same machine."""
         self._clock, self._rng, self._noise, self._text = clock, rng, noise, text
+        self._branch_s = branch_s
+        self.num_branches = 0
 
     def forward(self, steps: Sequence[Any]) -> torch.Tensor:
         num_tokens = sum(len(s.token_ids) for s in steps)
         self.steps.append((self._clock.now, num_tokens, len(steps)))
         noise = self._noise * abs(self._rng.gauss(0, 1))
-        self._clock.now += self.cost(num_tokens) * (1 + noise) * (1 + self.slowed_by())
+        num_branches = sum(bool(s.copies) for s in steps)
+        self.num_branches += num_branches
+        seconds = self.cost(num_tokens) + num_branches * self._branch_s
+        self._clock.now += seconds * (1 + noise) * (1 + self.slowed_by())
         chosen = [
             self._text(s.token_ids[i], s.positions[i] + 1)
             for s in steps
@@ -146,6 +152,7 @@ class Simulation:
 
     ``k`` None: adaptive with K = 8; else fixed. ``noise``: relative standard deviation of step times (upwards).
     ``contention``: by which share a busy draft makes them longer. ``period``: after so many tokens the text repeats.
+    ``trees``: siblings may be verified. ``branch_s``: seconds of each branch that begins within a page.
     """
 
     def __init__(
@@ -167,6 +174,8 @@ class Simulation:
         temperature: float = 0.0,
         calibrate: bool = False,
         period: int | None = None,
+        trees: bool = False,
+        branch_s: float = 0.0,
         seed: int = 0,
     ) -> None:
         def text(token: int, position: int) -> int:
@@ -176,7 +185,7 @@ class Simulation:
         self.load = load
         self.overhead_s = overhead_s
         self.clocks = {"target": Clock(), "draft": Clock()}
-        self.runner = SyntheticRunner(self.clocks["target"], cost, 4096, self.rng, noise, text)
+        self.runner = SyntheticRunner(self.clocks["target"], cost, 4096, self.rng, noise, text, branch_s)
         self.target = TargetEngine(
             self.runner,  # type: ignore[arg-type]
             lambda messages: self._post("router", "target", messages),
@@ -184,6 +193,7 @@ class Simulation:
             max_step_tokens=2048,
             max_model_len=100_000,
             adaptive=k is None,
+            trees=trees,
             clock=self.clocks["target"],
         )
         if calibrate:

@@ -67,11 +67,7 @@ class Case:
             runner.forward([SequenceStep(self.context[: self.start], span, span, self.pages, 1)])
 
     def steps(self) -> list[SequenceStep]:
-        return sequence_steps(self.context[self.start :], self.start, self.proposal, self.tables, self.num_logits)
-
-    @property
-    def num_logits(self) -> int:
-        return self.branches[0].stop + 1
+        return sequence_steps(self.context[self.start :], self.start, self.proposal, self.tables)
 
     def plain(self, runner: ModelRunner) -> list[torch.Tensor]:
         """Logits of the same rows, one token at a time; a branch overwrites the rows of the one before."""
@@ -122,7 +118,7 @@ def goes_on(rng: random.Random, runner: ModelRunner, case: Case) -> bool:
     """What follows the accepted path reads its branch's pages: the next token's logits are plain decoding's."""
     path = case.proposal.path(rng.randrange(-1, len(case.proposal)))
     row = len(case.context) + len(path)
-    table = [*accepted_table(case.proposal, path, case.tables, row)]
+    table = [*accepted_table(case.proposal, path, case.tables)]
     added = runner.cache.allocate(max(0, pages_for(row + 1) - len(table)))
     got = runner.forward([SequenceStep([50], [row], [row], [*table, *added], 1)])
     text = [*case.context, *(case.proposal.token_ids[i] for i in path), 50]
@@ -211,6 +207,6 @@ def test_branches_share_what_lies_before_the_page_in_which_they_part(length: int
     assert [b.num_pages(length) for b in (second, third)] == [1, 1]
     tables = page_tables([9, 8], [[7], [6]], branches, length)
     assert tables[1] == [*[9, 8][: second.page(length)], 7]
-    assert accepted_table(proposal, (0, 3), tables, length + 2) == tables[1]
-    assert accepted_table(proposal, (0,), tables, length + 1) == [9, 8]
+    assert accepted_table(proposal, (0, 3), tables) == tables[1]
+    assert accepted_table(proposal, (0,), tables) == [9, 8]
     assert first.stop == 3

@@ -113,6 +113,9 @@ class TargetOptions(ModelOptions):
     adaptive: bool = True
     """Use as many draft tokens per step as pay by measured times, and no draft where none do. False: always as many as
     a request allows."""
+    tree_verification: Literal["auto", "off"] = "auto"
+    """Verify alternative tokens beside the likeliest one of a position. ``auto``: with ``adaptive``, where measured
+    times say that they pay; ``off``: chains only. Sessions under the rejection rule have chains in any case."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions, or one at
     max_model_len."""

@@ -153,6 +153,7 @@ class Frontier:
         self._tree = tree
         self._growth = growth
         self._in_flight: set[int] = set()
+        self._num_in_flight = 0  # length of the longest path in flight
         self._heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         self._unwanted: list[TreeNode] = []
         self.push(tree.anchor)
@@ -169,7 +170,7 @@ class Frontier:
             position = at.position - self._tree.anchor.position
         key = None
         if self.reach is None or ahead <= self.reach.tokens:
-            key = self._growth.key(node, self._tree.anchor, position, ahead, len(self._in_flight))
+            key = self._growth.key(node, self._tree.anchor, position, ahead, self._num_in_flight)
         if key is None:
             self._unwanted.append(node)
         else:
@@ -185,7 +186,10 @@ class Frontier:
 
     def commit(self, in_flight: Iterable[int]) -> None:
         """Drops pruned nodes and sorts the others again; to be called after every walk with the nodes in flight."""
-        self._in_flight = {i for i in in_flight if i != self._tree.anchor.node_id and self._tree.get(i)}
+        at = self._tree.anchor.position
+        found = [node for i in in_flight if (node := self._tree.get(i)) and node is not self._tree.anchor]
+        self._in_flight = {node.node_id for node in found}
+        self._num_in_flight = max((node.position for node in found), default=at) - at
         nodes = [node for _, _, node in self._heap] + self._unwanted
         self._heap, self._unwanted = [], []
         for node in nodes:

@@ -36,9 +36,9 @@ class Branch:
         """Index of its first private page."""
         return (context_len + self.depth) // PAGE_SIZE
 
-    def num_pages(self, context_len: int) -> int:
-        """Private pages that it needs."""
-        return pages_for(context_len + self.depth + self.stop - self.first) - self.page(context_len)
+    def num_pages(self, context_len: int, spare: int = 0) -> int:
+        """Private pages that it needs, with ``spare`` rows behind its last token."""
+        return pages_for(context_len + self.depth + self.stop - self.first + spare) - self.page(context_len)
 
 
 def branches_of(proposal: Proposal) -> list[Branch]:
@@ -70,14 +70,12 @@ def sequence_steps(
     start: int,
     proposal: Proposal,
     tables: Sequence[Sequence[int]],
-    num_logits: int,
 ) -> list[SequenceStep]:
     """One step for each branch; the first one has the context tokens too.
 
     Args:
         context: the tokens at rows [start, start + len(context)), which end the context.
         tables: page table of each branch.
-        num_logits: of the first branch.
 
     Returns:
         Steps whose logits are those after the context and after each token of the proposal, in this order.
@@ -90,7 +88,8 @@ def sequence_steps(
         token_ids = [*proposal.token_ids[branch.first : branch.stop]]
         if branch.parent < 0:
             rows, token_ids = range(start, rows.stop), [*context, *token_ids]
-        steps.append(SequenceStep(token_ids, rows, rows, pages, num_logits if branch.parent < 0 else len(token_ids)))
+        num_logits = branch.stop - branch.first + (branch.parent < 0)
+        steps.append(SequenceStep(token_ids, rows, rows, pages, num_logits))
     owner = [(number, i) for number, b in enumerate(branches) for i in range(b.stop - b.first)]
     also: list[list[tuple[int, int]]] = [[] for _ in steps]
     for branch, step, pages in zip(branches[1:], steps[1:], tables[1:], strict=True):
@@ -110,14 +109,7 @@ def sequence_steps(
     return steps
 
 
-def accepted_table(
-    proposal: Proposal, path: Sequence[int], tables: Sequence[Sequence[int]], num_rows: int
-) -> Sequence[int]:
-    """Pages that the session goes on with: those of the branch in which the accepted ``path`` ends.
-
-    ``num_rows``: rows of the context and the path, which is as far as a branch is taken.
-    """
-    if not path:
-        return tables[0]
-    number = next(n for n, branch in enumerate(branches_of(proposal)) if branch.first <= path[-1] < branch.stop)
-    return tables[number] if number == 0 else tables[number][: pages_for(num_rows)]
+def accepted_table(proposal: Proposal, path: Sequence[int], tables: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Pages that the session goes on with: those of the branch in which the accepted ``path`` ends."""
+    end = path[-1] if path else 0
+    return next(table for branch, table in zip(branches_of(proposal), tables, strict=True) if end < branch.stop)

@@ -106,6 +106,7 @@ def _engine(
         max_step_tokens=options.max_step_tokens,
         max_model_len=max_len,
         adaptive=options.adaptive,
+        trees=options.tree_verification == "auto",
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
         heads=heads,
     )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from paceline.core.deferred import upload
 from paceline.core.processors import Row, SamplerState
 from paceline.core.tree import Proposal
 from paceline.core.verification import Verdict, decide, verify_picked
@@ -30,6 +31,7 @@ from paceline.messages import (
 from paceline.model.parallel.runner import LeadingRunner
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
+from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.step_meter import MeasuredStep, StepMeter
@@ -42,6 +44,7 @@ from paceline.types import PAGE_SIZE, Acceptance, BatchInvariant, Cause, Mode, R
 
 _CALIBRATED_SIZES = (1, 4, 8, 16, 32, 64)
 _TIMED_FORWARDS = 3
+_TIMED_BRANCHES = 5
 
 
 class _Forwarded(NamedTuple):
@@ -67,6 +70,7 @@ class TargetEngine:
         max_step_tokens: int,
         max_model_len: int,
         adaptive: bool = True,
+        trees: bool = True,
         batch_invariant: BatchInvariant = "untested",
         heads: Sequence[MountedHead] = (),
         clock: Callable[[], float] = time.perf_counter,
@@ -79,6 +83,7 @@ class TargetEngine:
             max_step_tokens: tokens computed in one step.
             max_model_len: tokens of a session's context, prompt and output together.
             adaptive: verify as many draft tokens per step as pay, and pause drafting where none do; False: always K.
+            trees: with ``adaptive``, verify siblings too, where they pay; False: chains only.
             batch_invariant: whether the model gave the same bits however its tokens were batched.
             heads: what proposes tokens where a session's draft has none; the first that is ready is asked.
             clock: seconds.
@@ -86,7 +91,7 @@ class TargetEngine:
         self.runner = runner
         self.batch_invariant = batch_invariant
         self.wait_policy = WaitPolicy()
-        self.allocation = Allocation(adaptive)
+        self.allocation = Allocation(adaptive, trees)
         self._lookups = new_shares() if adaptive else None
         self.gate = SessionGate(self.allocation)
         self.heads = Heads(
@@ -190,8 +195,35 @@ class TargetEngine:
                     times.append(self._clock() - started)
                 for _ in range(_TIMED_FORWARDS):
                     self.allocation.observe_step(size, min(times))
+            if self.allocation.trees and cache.num_available >= _TIMED_BRANCHES:
+                self._time_branches(pages, rows[:1])
         finally:
             cache.release(pages)
+
+    def _time_branches(self, pages: list[int], rows: Sequence[Row]) -> None:
+        """Times a step with branches against one of as many tokens without."""
+        cache = self.runner.cache
+        chain = Proposal((0,) * _TIMED_BRANCHES)
+        siblings = Proposal(chain.token_ids, parents=(-1,) * _TIMED_BRANCHES)
+        first, *others = branches = branches_of(siblings)
+        private = [cache.allocate(branch.num_pages(1)) for branch in others]
+        try:
+            tables = page_tables(pages, private, branches, 1 + first.depth)
+            seconds = []
+            for proposal, held in ((chain, [pages]), (siblings, tables)):
+                times = []
+                for _ in range(_TIMED_FORWARDS + 1):
+                    started = self._clock()
+                    logits = self.runner.forward(sequence_steps([0], 1, proposal, held))
+                    decide(
+                        logits, [*rows] * len(logits), [Proposal()] * len(logits), [Acceptance.COUPLED] * len(logits)
+                    )
+                    times.append(self._clock() - started)
+                seconds.append(min(times))
+            self.allocation.branch_prior_s = max(0.0, seconds[1] - seconds[0]) / len(others)
+        finally:
+            for taken in private:
+                cache.release(taken)
 
     def wait_s(self) -> float | None:
         """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
@@ -224,6 +256,7 @@ class TargetEngine:
                 coupled=self.allocation.coupled,
                 rejection=self.allocation.rejection,
                 lookups=self._lookups,
+                inside=(self.allocation.heads, self.allocation.lookups),
             )
             self._check_fits(session)
         except PacelineError as error:
@@ -325,7 +358,7 @@ class TargetEngine:
 
     def _forward(self, parts: Sequence[Scheduled]) -> _Forwarded:
         """Runs the model. One of several ranks draws tokens where its logits are, for sessions that allow it."""
-        steps, runner = [part.sequence_step() for part in parts], self.runner
+        steps, runner = [step for part in parts for step in part.sequence_steps()], self.runner
         wants_states = bool(self.heads) and self.heads.wants_states(len(parts))
         if isinstance(runner, LeadingRunner):
             rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
@@ -380,6 +413,9 @@ class TargetEngine:
         num_emitted, finish_reason = session.cut(verdict.token_ids)
         num_accepted = min(verdict.num_accepted, num_emitted)
         token_ids = verdict.token_ids[:num_emitted]
+        if part.tables:
+            path = part.proposal.along(token_ids[:num_accepted])
+            session.join(self.runner.cache, accepted_table(part.proposal, path, part.tables))
         outcome = Outcome(
             session.session_id,
             session.epoch,
@@ -413,8 +449,25 @@ class TargetEngine:
                 computed.append(Computed(session, part.start, row, logits_row if verifies else -1, num_accepted))
             row += part.num_tokens
             logits_row += len(part.proposal) + 1 if verifies else 0
+        if states is not None and any(part.tables for part in step.parts):
+            states = self._accepted_first(step, states)
         self.heads.feed(computed, states, len(step.parts))
         self.heads.book(len(step.verifying))
+
+    def _accepted_first(self, step: MeasuredStep, states: Tensor) -> Tensor:
+        """The states of a step with those of accepted tokens right behind their context, as those of chains are."""
+        features = self.runner.features
+        assert features is not None
+        index: list[int] = []
+        for part in step.parts:
+            verifies = part in step.verifying
+            num_context = part.stop - part.start if features.every_position else int(verifies)
+            num_accepted = max(0, part.session.num_computed - part.stop)
+            path = part.proposal.along(part.session.tokens[part.stop : part.stop + num_accepted])
+            rest = sorted({*range(len(part.proposal))} - {*path})
+            base = len(index) + num_context
+            index += [*range(len(index), base), *(base + i for i in path), *(base + i for i in rest)]
+        return states[upload(index, states.device)]
 
     def _adapt(self, step: MeasuredStep) -> None:
         """Pauses drafting where it does not pay, and resumes it where it may."""

@@ -17,7 +17,9 @@ from paceline.core.tree import Producer, Proposal
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import SequenceStep
-from paceline.target.control.allocation import Allocation, blind_offer, expected_tokens, offer
+from paceline.target.branches import branches_of, page_tables, sequence_steps
+from paceline.target.control.allocation import Allocation, Offer, blind_offer, expected_tokens, offer
+from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.heads import Heads
 from paceline.target.session import TargetSession
@@ -26,7 +28,7 @@ from paceline.types import pages_for
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One session's part in a step: context tokens [start, stop), then the proposal at [stop, stop + len(proposal))."""
+    """One session's part in a step: context tokens [start, stop), then the proposal, whose tokens follow at stop."""
 
     session: TargetSession
     start: int
@@ -34,6 +36,8 @@ class Scheduled:
     proposal: Proposal
     num_trimmed: int = 0
     """Draft tokens that were available beyond the proposal."""
+    tables: tuple[Sequence[int], ...] = ()
+    """Page table of each branch of the proposal; () for a chain, which has the session's."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,13 +59,23 @@ class Scheduled:
         """True if the step reaches the end of the context, so that it yields tokens."""
         return self.stop == self.session.num_tokens
 
-    def sequence_step(self) -> SequenceStep:
-        """The tokens, positions and KV rows for the model's forward."""
-        session, proposal = self.session, self.proposal
+    @property
+    def num_branches(self) -> int:
+        """Branches of the proposal beyond the first."""
+        return max(0, len(self.tables) - 1)
+
+    def sequence_steps(self) -> list[SequenceStep]:
+        """The tokens, positions and KV rows for the model's forward, one sequence for each branch.
+
+        Their tokens are the context's and then the proposal's, in order; their logits, if the part verifies, those
+        after the context and after each draft token.
+        """
+        context, proposal = self.session.tokens[self.start : self.stop], self.proposal
+        if self.tables:
+            return sequence_steps(context, self.start, proposal, self.tables)
         rows = range(self.start, self.stop + len(proposal))  # a token's KV row is its position
-        token_ids = [*session.tokens[self.start : self.stop], *proposal.token_ids]
-        num_logits = len(proposal) + 1 if self.verifies else 0  # after the context and after each draft token
-        return SequenceStep(token_ids, rows, rows, session.pages, num_logits)
+        num_logits = len(proposal) + 1 if self.verifies else 0
+        return [SequenceStep([*context, *proposal.token_ids], rows, rows, self.session.pages, num_logits)]
 
     def rows(self) -> list[Row]:
         """The positions to decide: after the context, and after each token of the proposal."""
@@ -94,6 +108,7 @@ class Scheduler:
         self.waiting: deque[TargetSession] = deque()
         self.running: list[TargetSession] = []  # oldest first
         self.num_preemptions = 0
+        self._subtrees: dict[int, SubtreeOffer] = {}  # of this step, by ``id`` of the session
         self.wait_until: float | None = None
         """Time at which the first waiting session stops waiting for its draft; None if none waits."""
 
@@ -112,6 +127,7 @@ class Scheduler:
     def schedule(self, now: float) -> list[Scheduled]:
         """Chooses the parts of the next step; none if every session waits for a draft or there is no session."""
         self.wait_until = None
+        self._subtrees.clear()
         self._admit()
         decoding = [s for s in self.running if s.decoding]
         ready = self._not_waiting(decoding, now)
@@ -185,13 +201,14 @@ class Scheduler:
         budget = self._max_step_tokens - len(ready)
         num_context = len(ready)
         sessions = list(ready)
+        trees = self._allocation.offers_trees()
         for session in prefilling:
             missing = session.num_tokens - session.num_computed
             if missing <= budget:
                 sessions.append(session)  # this step ends its prefill, so that it may verify a proposal
             num_context += min(missing, budget)
             budget -= min(missing, budget)
-        offers = [offer_of(s) for s in sessions]
+        offers = [offer_of(s, trees=trees) for s in sessions]
         counts = self._allocation.allocate_draft_tokens(
             offers,
             num_sessions=len(sessions),
@@ -199,7 +216,12 @@ class Scheduler:
             limit=self._max_step_tokens - len(ready),
             spent_s=self._heads.took_s if self._heads else 0.0,
         )
-        return {id(s): max(count, self._trial_rows(s)) for s, count in zip(sessions, counts, strict=True)}
+        wanted: dict[int, int] = {}
+        for session, offered, count in zip(sessions, offers, counts, strict=True):
+            wanted[id(session)] = max(count, self._trial_rows(session))
+            if isinstance(offered, SubtreeOffer) and wanted[id(session)] == count:
+                self._subtrees[id(session)] = offered
+        return wanted
 
     def _allocate_if_sent(self, decoding: list[TargetSession]) -> dict[int, int]:
         """Draft tokens for a step of decoding sessions, as if their drafts had sent all that they may."""
@@ -232,16 +254,25 @@ class Scheduler:
         if stop == session.num_tokens:
             limit = min(budget - num_context, wanted.get(id(session), session.k))
             available = session.proposal(session.k)
-            proposal = available.first(limit)
-            num_trimmed = len(available) - len(proposal)
+            offered = self._subtrees.get(id(session))
+            proposal = available.first(limit) if offered is None else offered.proposal(limit)
+            num_trimmed = max(0, len(available) - len(proposal))
             # Rows [stop, stop + num_reserved) are for the proposal. Under the rejection rule whether pages suffice must
             # not depend on how long the proposal is.
             num_reserved = min(limit, session.max_draft()) if session.rejection and len(proposal) else len(proposal)
+        tables: tuple[Sequence[int], ...] = ()
         while True:
             try:
-                session.reserve(self._cache, stop + num_reserved + spare)
+                if proposal.is_chain:
+                    session.reserve(self._cache, stop + num_reserved + spare)
+                else:
+                    tables = self._fork(session, stop, proposal, spare)
                 break
             except ResourceExhaustedError:
+                if not proposal.is_chain:
+                    proposal = proposal.first(branches_of(proposal)[0].stop)
+                    num_reserved = len(proposal)
+                    continue
                 if num_reserved:
                     proposal, num_reserved = Proposal(), 0
                     continue
@@ -249,8 +280,18 @@ class Scheduler:
                 self._preempt(victim, parts)
                 if victim is session:
                     return 0
-        parts.append(Scheduled(session, session.num_computed, stop, proposal, num_trimmed))
+        parts.append(Scheduled(session, session.num_computed, stop, proposal, num_trimmed, tables))
         return num_context + len(proposal)
+
+    def _fork(self, session: TargetSession, stop: int, proposal: Proposal, spare: int) -> tuple[Sequence[int], ...]:
+        """Holds pages for all branches, each with ``spare`` rows more; returns their page tables.
+
+        Raises as ``TargetSession.reserve``.
+        """
+        first, *others = branches = branches_of(proposal)
+        session.reserve(self._cache, stop + first.stop + spare)
+        private = session.fork(self._cache, [branch.num_pages(stop, spare) for branch in others])
+        return tuple(page_tables(session.pages, private, branches, stop))
 
     def _preempt(self, session: TargetSession, parts: list[Scheduled]) -> None:
         assert len(self.running) > 1 or session.pages, "a lone session always fits: checked when it was opened"
@@ -278,19 +319,21 @@ class Scheduler:
         assert {id(s) for s in known} == {id(s) for s in sessions}
         assert len(known) == len(sessions)
         assert not any(s.pages for s in self.waiting), "a waiting session holds no pages"
-        self._cache.check_integrity([s.pages for s in known])
+        self._cache.check_integrity([[*s.pages, *s.private_pages] for s in known])
 
 
-def offer_of(session: TargetSession, *, sent: bool = False) -> Sequence[float]:
-    """Acceptance probabilities of the draft tokens that a session may verify now, each given those before it.
+def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False) -> Offer:
+    """The draft tokens that a session may verify now: acceptance probabilities, each given those before it.
 
-    ``sent``: as if its draft had sent all that it may.
+    ``sent``: as if its draft had sent all that it may. ``trees``: nodes beside the chain may be among them.
     """
     if not session.k:
         return ()
     proposal = session.drafted(session.k)
     if not len(proposal) and not sent:
         return _offer_of_fallback(session)
+    if trees and not sent and len(proposal) and not session.rejection:
+        return SubtreeOffer(session.tree.anchor, session.max_draft(), session.factors())
     if not session.rejection:
         return offer(proposal, session.max_draft(), session.hits, extend=sent)
     # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.

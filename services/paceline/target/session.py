@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from paceline.core.processors import SamplerState
 from paceline.core.statistics import DecayingRatio
@@ -38,7 +39,7 @@ class TargetSession:
 
     [0, num_computed)              KV is valid and belongs to committed tokens
     [num_computed, num_tokens)     committed, KV to be computed; never empty while the session lives
-    [num_tokens, num_tokens + k)   the proposal of the running step; overwritten later where rejected
+    [num_tokens, num_tokens + k)   the proposal of the running step, its first branch; overwritten later where rejected
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class TargetSession:
         coupled: AcceptanceHistory | None = None,
         rejection: AcceptanceHistory | None = None,
         lookups: Sequence[DecayingRatio] | None = None,
+        inside: Sequence[AcceptanceHistory] | None = None,
     ) -> None:
         """Opens a session.
 
         Args:
             max_len: bound of the context in tokens.
             coupled, rejection: the engine's acceptance history under each rule.
+            inside: that of heads and of lookups, whose nodes come from within the target.
             lookups: the engine's shares of right prompt lookups (``lookup.py``); None: no such proposals.
 
         Raises:
@@ -97,6 +100,8 @@ class TargetSession:
         self.draft_epoch = message.epoch
         self.tree = SpeculationTree(vocab_size, len(self.tokens), rejection=self.rejection)
         self.pages: list[int] = []
+        self.private_pages: list[int] = []
+        """Pages of the further branches of the running step (``branches.py``); none between steps."""
         self.num_computed = 0
         self.cached_tokens = 0
         self.attachment = 0
@@ -131,6 +136,9 @@ class TargetSession:
         """Time at which it began to wait for its draft in this round."""
         # The worth of drafting, and the state of its pauses.
         self.hits = AcceptanceHistory((rejection if self.rejection else coupled) or AcceptanceHistory())
+        within = inside or (AcceptanceHistory(), AcceptanceHistory())
+        self.histories = (self.hits, *(AcceptanceHistory(history) for history in within))
+        """Acceptance of each producer's tokens, by its number: they are calibrated one by one."""
         self.account = Account()
         self.paused = False
         """Drafting does not pay now: plain rounds until it is resumed."""
@@ -208,6 +216,10 @@ class TargetSession:
         """At most ``limit`` tokens of the prompt-lookup continuation, which has no nodes."""
         return Proposal() if self.lookup is None else self.lookup.proposal(min(self.max_draft(), limit))
 
+    def factors(self) -> tuple[float, ...]:
+        """What turns each producer's claims into probabilities of being accepted, by its number."""
+        return tuple(history.correction() for history in self.histories)
+
     def num_ahead(self) -> int:
         """Length of the best path below the anchor, up to K."""
         num, node = 0, self.tree.anchor.best
@@ -247,6 +259,23 @@ class TargetSession:
         if missing > 0:
             self.pages.extend(cache.allocate(missing))
 
+    def fork(self, cache: KVCache, counts: Sequence[int]) -> list[list[int]]:
+        """Takes private pages for further branches, as many for each as ``counts`` says.
+
+        Raises:
+            ResourceExhaustedError: too few pages are free; nothing is changed.
+        """
+        assert not self.private_pages, "the branches of the last step were given up when it was committed"
+        self.private_pages = cache.allocate(sum(counts))
+        rest = iter(self.private_pages)
+        return [[*islice(rest, count)] for count in counts]
+
+    def join(self, cache: KVCache, pages: Sequence[int]) -> None:
+        """Goes on with the page table of one branch, and gives the pages of the others back."""
+        kept = set(pages)
+        cache.release([page for page in (*self.pages, *self.private_pages) if page not in kept])
+        self.pages, self.private_pages = [*pages], []
+
     def attach_prefix(self, cache: KVCache) -> None:
         """Shares the pages that other sessions have computed of the same prefix."""
         assert not self.pages
@@ -257,8 +286,8 @@ class TargetSession:
 
     def release(self, cache: KVCache) -> None:
         """Gives all pages back; the context stays and can be recomputed."""
-        cache.release(self.pages)
-        self.pages, self._hashes, self.num_computed = [], [], 0
+        cache.release([*self.pages, *self.private_pages])
+        self.pages, self.private_pages, self._hashes, self.num_computed = [], [], [], 0
 
     def commit_rows(self, cache: KVCache, num_computed: int) -> None:
         """Declares the KV of rows [0, num_computed) valid and committed; shares pages that became full."""
@@ -283,6 +312,7 @@ class TargetSession:
         assert 0 <= self.num_computed < len(self.tokens), "computed rows must be committed tokens, but not all"
         assert pages_for(self.num_computed) <= len(self.pages), "a computed row has no page"
         assert len(set(self.pages)) == len(self.pages), "a session holds a page twice"
+        assert not self.private_pages, "branches end with their step"
         assert len(flat_rows(self.pages, 0, self.num_computed)) == self.num_computed
         assert self.sampler.num_tokens == len(self.tokens), "the sampler follows the context"
         assert self.tree.context_len + len(self._outcome) == len(self.tokens), "the tree follows the context"

@@ -7,8 +7,12 @@ A step over n sessions that verifies draft tokens with path probabilities p_1 >=
 where C is the measured cost of a step by its tokens (``step_cost.py``), h the time between two steps, and t the tokens
 that the step computes anyway: n, and prefill chunks, whose own cost is the same whatever is drafted. The m with the
 largest E / D is chosen. A path probability never exceeds that of the node before it, so the likeliest m tokens are
-always prefixes of proposals, and E is concave; C is lumpy, so every m is looked at, up to where a convex function below
-C proves that no further one can be better.
+always connected, prefixes of chains or subtrees, and E is concave; C is lumpy, so every m is looked at, up to where a
+convex function below C proves that no further one can be better.
+
+A token beside another one begins a branch, which makes the step longer by b beyond its row (``target/branches.py``).
+Such a token is ranked by its path probability less b times the tokens per second, so that a step has siblings where
+they pay, chains where these do not, and D counts every branch.
 
 Under the rejection rule whether a position is proposed must not depend on drawn values, nor on anything that does: not
 on the probabilities of nodes, and not on how long the proposal is. Such a session offers the averages of its earlier
@@ -18,19 +22,23 @@ rounds, whatever its proposal, as soon as there is a first token (``blind_offer`
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.statistics import DecayingHistogram, DecayingRatio, Ewma
 from paceline.core.tree import Proposal
 from paceline.target.control.step_cost import StepCost
+from paceline.target.control.subtree import Ranked, SubtreeOffer
 
 PRIOR_ACCEPTANCE = 0.7
 _ENGINE_WEIGHT, _SESSION_WEIGHT = 8.0, 32.0
 _SESSION_KEEP = 0.98
 _ENGINE_KEEP = 0.998
 _IDLE_KEEP = 0.97
+_BRANCH_KEEP, _BRANCH_WEIGHT, _BRANCH_IDLE_KEEP = 0.99, 8.0, 0.999
+_MOST_BRANCH_TOKENS = 0.5
+"""A sibling is never likelier than this: where a branch costs as much, there is none to look for."""
 
 
 class StepTimes(Protocol):
@@ -67,16 +75,17 @@ class AcceptanceHistory:
         """Verified draft tokens, faded."""
         return self._of_trials.whole
 
-    def add(self, trials: int, predicted: float, accepted: int) -> None:
+    def add(self, trials: int, predicted: float, accepted: int, any_accepted: int | None = None) -> None:
         """Takes the result of a round, here and in the parent.
 
         Args:
-            trials: draft tokens up to the first rejected one, which is included.
-            predicted: sum of the nodes' own probabilities over these.
-            accepted: how many of them were accepted.
+            trials: places at which draft tokens were compared with the target's: up to the first where none was right.
+            predicted: sum of the nodes' own probabilities over all tokens there.
+            accepted: at how many of them the likeliest token was accepted.
+            any_accepted: at how many of them any token was; None: there was one at each.
         """
         self._of_trials.add(accepted, trials, trials)
-        self._of_predicted.add(accepted, predicted, trials)
+        self._of_predicted.add(accepted if any_accepted is None else any_accepted, predicted, trials)
 
     def fade(self) -> None:
         """Makes this history count less after a round without a trial, so that bad luck does not last."""
@@ -123,14 +132,30 @@ def blind_offer(num_wanted: int, hits: AcceptanceHistory) -> tuple[float, ...]:
     return (hits.rate(),) * num_wanted
 
 
+Offer = Sequence[float] | SubtreeOffer
+"""Draft tokens of a session: acceptance probabilities of a chain, or the nodes of a subtree."""
+
+
+def _ranked(offer: Offer, branch_tokens: float) -> Iterator[Ranked]:
+    if isinstance(offer, SubtreeOffer):
+        yield from offer.ranked(branch_tokens)
+        return
+    path = 1.0
+    for prob in offer:
+        path *= prob
+        yield path, path, False
+
+
 def allocate_draft_tokens(
-    offers: Sequence[Sequence[float]],
+    offers: Sequence[Offer],
     cost: StepTimes,
     *,
     num_sessions: int,
     num_context: int,
     limit: int,
     overhead_s: float = 0.0,
+    branch_s: float = 0.0,
+    tokens_per_s: float = 0.0,
 ) -> list[int]:
     """Chooses how many draft tokens of each session to verify, as the head of this module derives it.
 
@@ -140,9 +165,12 @@ def allocate_draft_tokens(
         num_context: t, the tokens that the step computes anyway.
         limit: the largest sum of all counts.
         overhead_s: h, the seconds between two steps.
+        branch_s: b, the seconds that a branch costs beyond its rows.
+        tokens_per_s: what a second is worth, to rank branches by.
 
     Returns:
-        The number of draft tokens of each session; everything that is offered before any step was measured.
+        The number of draft tokens of each session, of a subtree in the order in which it ranks them; everything that is
+        offered before any step was measured.
     """
     counts = [0] * len(offers)
     if not cost.known:
@@ -150,8 +178,10 @@ def allocate_draft_tokens(
             counts[i] = min(len(probs), limit)
             limit -= counts[i]
         return counts
-    # A heap of (-path probability of the session's next draft token, session): the likeliest token is added first.
-    heap = [(-probs[0], i) for i, probs in enumerate(offers) if probs]
+    branch_tokens = branch_s * tokens_per_s
+    streams = [_ranked(offer, branch_tokens) for offer in offers]
+    # A heap of (-worth of the session's next draft token, session, its path probability, begins a branch).
+    heap = [(-token[0], i, *token[1:]) for i, stream in enumerate(streams) if (token := next(stream, None))]
     heapq.heapify(heap)
     order: list[int] = []
     num_best = 0
@@ -159,18 +189,21 @@ def allocate_draft_tokens(
     tokens = float(num_sessions)  # E(m)
     best = tokens / (base_s + cost.seconds(num_context))
     while heap and len(order) < limit:
-        path, i = heap[0]  # path is negative
+        negative, i, path, begins = heap[0]
         at = num_context + len(order)
         floor_s = cost.floor(at)
-        # With j more: at most (tokens + j * path) / (floor + j * slope), which lies between these two.
-        if -path <= best * (cost.floor(at + 1) - floor_s) and tokens <= best * (base_s + floor_s):
+        # No further path is likelier than this one's worth and a branch's price. With j more: at most
+        # (tokens + j * most) / (floor + j * slope), which lies between these two.
+        most = branch_tokens - negative
+        if most <= best * (cost.floor(at + 1) - floor_s) and tokens <= best * (base_s + floor_s):
             break
-        tokens -= path
+        tokens += path
+        base_s += branch_s * begins
         order.append(i)
         counts[i] += 1
-        probs = offers[i]
-        if counts[i] < len(probs):
-            heapq.heapreplace(heap, (path * probs[counts[i]], i))
+        token = next(streams[i], None)
+        if token is not None:
+            heapq.heapreplace(heap, (-token[0], i, *token[1:]))
         else:
             heapq.heappop(heap)
         value = tokens / (base_s + cost.seconds(at + 1))
@@ -214,9 +247,11 @@ def load_class(num_sessions: int) -> int:
 
 @dataclass(slots=True)
 class Allocation:
-    """Measurements of one engine and its allocations of draft tokens. ``adaptive`` False: every proposal in full."""
+    """Measurements of one engine and its allocations of draft tokens. ``adaptive`` False: every chain in full."""
 
     adaptive: bool = True
+    trees: bool = True
+    """Sessions may have siblings verified, where that pays; False: chains only."""
     cost: StepCost = field(default_factory=StepCost)
     overhead_s: Ewma = field(default_factory=lambda: Ewma(0.05))
     """Seconds between two steps while there is something to do."""
@@ -224,11 +259,36 @@ class Allocation:
     """Lengths of the proposals that were verified."""
     coupled: AcceptanceHistory = field(default_factory=AcceptanceHistory)
     rejection: AcceptanceHistory = field(default_factory=AcceptanceHistory)
-    """Acceptance in all sessions, by rule."""
+    """Acceptance of the draft's tokens in all sessions, by rule."""
+    heads: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    lookups: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    """Acceptance of the nodes that come from within the target, by producer."""
+    branch_prior_s: float = 0.0
+    """Seconds of a branch beyond its rows, as measured before the first session."""
+    branch: DecayingRatio = field(default_factory=lambda: DecayingRatio(_BRANCH_KEEP, _BRANCH_WEIGHT))
+    """The same while serving: seconds beyond the cost of the rows, for each branch."""
+    tokens_per_s: Ewma = field(default_factory=lambda: Ewma(0.1))
+    """Tokens per second of the steps."""
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Takes the seconds of a step that only decoded."""
         self.cost.observe(num_tokens, seconds)
+
+    def observe_branches(self, num_branches: int, num_tokens: int, seconds: float) -> None:
+        """Takes the seconds of a step that only decoded and had branches."""
+        self.branch.add(seconds - self.cost.seconds(num_tokens), num_branches)
+
+    @property
+    def branch_s(self) -> float:
+        """Seconds that one more branch makes a step longer, beyond its rows."""
+        return max(0.0, self.branch.value(self.branch_prior_s))
+
+    def offers_trees(self) -> bool:
+        """True if a sibling could pay now. What branches were found to cost fades while there are none."""
+        if not (self.trees and self.adaptive and self.cost.known):
+            return False
+        self.branch.fade(_BRANCH_IDLE_KEEP)
+        return self.branch_s * self.tokens_per_s.get(0.0) < _MOST_BRANCH_TOKENS
 
     def plain_s(self, num_sessions: int) -> float:
         """Seconds of a plain step of ``num_sessions``, start to start."""
@@ -240,7 +300,7 @@ class Allocation:
 
     def allocate_draft_tokens(
         self,
-        offers: Sequence[Sequence[float]],
+        offers: Sequence[Offer],
         *,
         num_sessions: int,
         num_context: int,
@@ -258,4 +318,6 @@ class Allocation:
             num_context=num_context,
             limit=limit,
             overhead_s=self.overhead_s.get(0.0) + spent_s,
+            branch_s=self.branch_s,
+            tokens_per_s=self.tokens_per_s.get(0.0),
         )

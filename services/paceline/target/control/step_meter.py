@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.tree import Producer, Proposal
 from paceline.core.verification import Verdict
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import SessionGate
@@ -54,6 +55,10 @@ class TargetStats:
     """Draft tokens that were there and were not verified, because the step was shorter without them."""
     nodes_used: int = 0
     """Draft tokens accepted."""
+    branches: int = 0
+    """Branches of the subtrees that were verified, beyond the first of each."""
+    branches_used: int = 0
+    """Rounds whose accepted tokens end in one of these."""
     lookup_rounds: int = 0
     """Rounds of sessions whose draft had nothing, with a proposal from their own text instead."""
     lookup_rows: int = 0
@@ -90,6 +95,42 @@ class MeasuredStep:
     """A plain step of the same sessions, start to start."""
     decoding: float
     """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
+
+
+@dataclass(slots=True)
+class Compared:
+    """What became of one producer's tokens in a round."""
+
+    places: int = 0
+    """Places on the accepted path, its end included, for which it had proposed tokens."""
+    predicted: float = 0.0
+    """Sum of the probabilities that it claimed for these."""
+    first: int = 0
+    """Places at which its likeliest token was accepted."""
+    any: int = 0
+    """Places at which one of its tokens was accepted."""
+
+
+def compare(proposal: Proposal, path: Sequence[int], producer: Producer) -> Compared:
+    """Compares the tokens of one producer with the target's along the accepted ``path``."""
+    result = Compared()
+    if not proposal.claims:
+        return result
+    accepted: dict[int, int | None] = dict(zip([-1, *path], [*path, None], strict=True))
+    seen: set[int] = set()
+    for index, claims in enumerate(proposal.claims):
+        parent = proposal.parent(index)
+        claim = next((prob for other, prob in claims if other is producer), None)
+        if claim is None or parent not in accepted:
+            continue
+        result.predicted += claim
+        right = accepted[parent] == index
+        result.any += right
+        if parent not in seen:  # siblings come likeliest first
+            seen.add(parent)
+            result.places += 1
+            result.first += right
+    return result
 
 
 class StepMeter:
@@ -145,7 +186,9 @@ class StepMeter:
         verifying = [p for p in parts if p.verifies]
         num_drafted, num_verifying = sum(len(p.proposal) for p in parts), len(verifying)
         num_decoding = num_drafted + num_verifying  # the others belong to prefill chunks
+        num_branches = sum(p.num_branches for p in parts)
         added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_drafted)
+        added_s += num_branches * self._allocation.branch_s
         step = MeasuredStep(
             parts,
             verifying,
@@ -157,7 +200,10 @@ class StepMeter:
         )
         if all(p.stop - p.start == 1 for p in parts):  # the costs above are those known before this step
             self._wait_policy.step_s.add(now - self._started)
-            self._allocation.observe_step(num_tokens, now - self._forward_at)
+            if num_branches:
+                self._allocation.observe_branches(num_branches, num_tokens, now - self._forward_at)
+            else:
+                self._allocation.observe_step(num_tokens, now - self._forward_at)
         self.stats.steps += 1
         self.stats.step_s += now - self._started
         self.stats.tokens_computed += num_tokens
@@ -169,9 +215,14 @@ class StepMeter:
         stats.proposals_invalid += verdict.num_invalid
         stats.rounds += 1
         stats.tokens_emitted += num_emitted
-        num_nodes = len(proposal.node_ids)  # 0: plain, or a proposal from the session's own text
-        num_used = num_accepted if num_nodes else 0
+        path = proposal.along(verdict.token_ids[: verdict.num_accepted])
+        drafted = [any(producer is Producer.DRAFT for producer, _ in claims) for claims in proposal.claims]
+        num_nodes = sum(drafted)  # 0: plain, or a proposal from within the target
+        num_used = sum(drafted[index] for index in path[:num_accepted]) if num_nodes else 0
+        compared = [compare(proposal, path, producer) for producer in Producer]
         num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
+        stats.branches += part.num_branches
+        stats.branches_used += path != [*range(len(path))]
         stats.draft_rows += num_nodes
         stats.nodes_used += num_used
         stats.draft_rows_trimmed += num_trimmed
@@ -188,16 +239,17 @@ class StepMeter:
         if session.cause is Cause.START:
             stats.cached_tokens += session.cached_tokens
         else:
-            self._wait_policy.observe_round(num_nodes, num_used, num_emitted, step.decided_at - session.outcome_at)
+            num_tried = compared[Producer.DRAFT].places
+            self._wait_policy.observe_round(num_tried, num_used, num_emitted, step.decided_at - session.outcome_at)
             if session.draft_available:
                 waited_s = 0.0 if session.waiting_since is None else step.started - session.waiting_since
                 lost_s = waited_s + step.row_s * num_nodes
                 lost = lost_s / step.plain_s if step.plain_s > 0 else 0.0
                 self._gate.observe(session, num_nodes, num_trimmed, num_used, lost)
-        if num_nodes:
-            num_tried = min(num_nodes, verdict.num_accepted + 1)  # those before the first rejection, and that one
-            session.hits.add(num_tried, sum(proposal.probs[:num_tried]), verdict.num_accepted)
-        elif session.draft_available:
+        for history, result in zip(session.histories, compared, strict=True):
+            if result.places:
+                history.add(result.places, result.predicted, result.first, result.any)
+        if not num_nodes and session.draft_available:
             session.hits.fade()
 
     def compare(self, step: MeasuredStep, running: Sequence[TargetSession]) -> None:
@@ -211,6 +263,8 @@ class StepMeter:
         num_tokens = self.stats.tokens_emitted - self._emitted_before
         seconds = step.decoding * (step.decided_at - self._decided_at)
         heard = sum(s.draft_available and s.draft_heard for s in may)
+        if seconds > 0:
+            self._allocation.tokens_per_s.add(num_tokens / seconds)
         self._gate.trials.measure(len(step.parts), num_tokens, seconds, drafting=2 * heard >= len(may))
 
     def end(self, step: MeasuredStep) -> None:
