@@ -63,7 +63,8 @@ def test_model_source_and_tokenizer_source_default_to_the_model():
 TARGET_VALUES = {
     "dtype": "float32", "compile": False, "device": "cpu", "quantization": "int8", "tensor_parallel_size": 2,
     "rank_timeout_s": 3.0, "cuda_graphs": False, "max_cuda_graphs": 9, "attention": "sdpa", "max_sessions": 3,
-    "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "tree_verification": "off", "kv_pages": 20, "kv_fraction": None,
+    "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "tree_verification": "off", "kv_pages": 20,
+    "kv_fraction": None,
     "trust_remote_code": True, "batch_invariant": "require",
     "heads": [{"method": "draft_model", "model": "h", "num_speculative_tokens": 3}],
 }  # fmt: skip

@@ -50,6 +50,8 @@ def next_token(token: int, position: int) -> int:
 class SyntheticRunner:
     """In the place of a model runner."""
 
+    features = None
+
     def __init__(
         self,
         clock: Clock,
