@@ -299,9 +299,14 @@ def _matched(
     for name, by_expert in parts.items():
         wanted = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
         count = own[name].shape[0]
-        missing = [f"{name}[{i}].{part}" for i in range(count) for part in wanted if part not in by_expert.get(i, {})]
-        if missing or len(by_expert) != count:
-            raise ConfigError(f"{reading.what} is not whole: of {count} experts it lacks {_named(missing) or 'none'}")
+        before = publish(name).rpartition(".")[0]
+        missing = [
+            f"{before}.{i}.{part}.weight" for i in range(count) for part in wanted if part not in by_expert.get(i, {})
+        ]
+        if missing:
+            raise ConfigError(f"{reading.what} is not whole: of {count} experts it lacks {_named(missing)}")
+        if len(by_expert) > count:
+            raise ConfigError(f"{reading.what} has {len(by_expert)} experts: by config.json it must have {count}")
         experts[name] = tuple(tuple(by_expert[i][part] for part in wanted) for i in range(count))
     if missing := sorted(map(publish, own.keys() - names.keys() - experts.keys())):
         raise ConfigError(f"{reading.what} is not whole: no weight file holds {_named(missing)}")
