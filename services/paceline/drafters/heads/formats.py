@@ -1,0 +1,508 @@
+"""The published formats of heads: from a configuration and the names of tensors to a module without weights.
+
+Each method has one or more published formats:
+
+- ``medusa``: FasterDecoding's ``{head}.{layer}.linear.*`` with ``{head}.{layers}.weight``; the same without LM heads
+  (Medusa-2 of text-generation-inference); vLLM's ``blocks.{head}.layers.{layer}.*`` with ``lm_heads.{head}.weight``.
+- ``mlp_speculator``: IBM's ``speculator.{emb,proj,head,ln}.{depth}.*``, tied or not.
+- ``eagle``: SafeAILab's ``fc.*`` and ``layers.0.*``.
+- ``eagle3``: SafeAILab's ``midlayer.*``, or ``layers.{i}.*`` of vLLM and of the speculators library.
+- ``peagle``: ``eagle3`` and ``mask_hidden``.
+- ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.size import size_of
+from paceline.checkpoint.weights import WeightFiles
+from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
+from paceline.drafters.heads.layers import FAMILIES, eagle_config
+from paceline.drafters.heads.medusa import Medusa
+from paceline.drafters.heads.mlp import MLPSpeculator
+from paceline.drafters.heads.module import Function, HeadModule
+from paceline.drafters.heads.mtp import Mtp
+from paceline.errors import ConfigError
+from paceline.model.features import OUT
+
+_NUM_NAMED = 3
+_COMMON = {
+    *("architectures", "model_type", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype"),
+    *("base_model_name_or_path", "speculators_version", "use_cache", "tokenizer_class"),
+}
+"""Keys of any config.json that say nothing about what a head computes."""
+_IGNORED = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$|^verifier_")
+"""Tensors that a head has no use for: what they say is known otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What a head's files are judged by."""
+
+    checkpoint: Checkpoint
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> TargetFacts:
+        """The sizes of a target by its configuration."""
+        size = size_of(checkpoint.config, 0, 1)
+        return cls(checkpoint, size.num_layers, size.hidden_size, checkpoint.vocab_size)
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """A head as its configuration describes it: the module without weights, and which tensors they are."""
+
+    module: HeadModule
+    boundaries: tuple[int, ...]
+    names: Mapping[str, str]
+    """Name of the module -> name in the files."""
+    experts: Mapping[str, tuple[tuple[str, ...], ...]]
+    """Name of the module -> of each expert the names in the files that are stacked for it."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a format is read from."""
+
+    what: str
+    config: Mapping[str, Any]
+    files: WeightFiles
+    facts: TargetFacts
+    num_tokens: int
+    boundaries: tuple[int, ...] | None
+
+    @property
+    def keys(self) -> list[str]:
+        """Names in the files that may be weights."""
+        return [name for name in self.files.shapes if not _IGNORED.search(name)]
+
+    def require_config(self, known: Iterable[str]) -> None:
+        """Raises ConfigError for a key that is neither in ``known`` nor harmless."""
+        if unknown := sorted(set(self.config) - set(known) - _COMMON):
+            raise ConfigError(
+                f"config.json of {self.what} has {_named(unknown)}: what is not known here could change what the head "
+                "computes"
+            )
+
+    def integer(self, *names: str) -> int | None:
+        """The whole number under the first of these keys that is there."""
+        for name in names:
+            value = self.config.get(name)
+            if value is not None:
+                if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                    raise ConfigError(f"{name} is {value!r} in config.json of {self.what}: a whole number is needed")
+                return value
+        return None
+
+    def require_equal(self, name: str, value: int | None, wanted: int) -> None:
+        """Raises ConfigError if a size of the head is given and is not the target's."""
+        if value is not None and value != wanted:
+            raise ConfigError(f"{name} is {value} in {self.what}: the target {self.target!r} has {wanted}")
+
+    @property
+    def target(self) -> str:
+        return self.facts.checkpoint.path
+
+
+def _named(names: Iterable[str]) -> str:
+    """The first few names, and how many there are beyond them."""
+    listed = list(names)
+    more = len(listed) - _NUM_NAMED
+    return ", ".join(map(repr, listed[:_NUM_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _matched(
+    reading: Reading,
+    module: HeadModule,
+    rename: Callable[[str], str | None],
+    publish: Callable[[str], str] = str,
+) -> tuple[dict[str, str], dict[str, tuple[tuple[str, ...], ...]]]:
+    """The file's name of each tensor of the module, and the parts of its stacked experts.
+
+    Args:
+        reading: the files.
+        module: the head, without weights.
+        rename: a name in the files -> a name of the module; None: no part of this head.
+        publish: a name of the module -> the name that it would have in the files.
+
+    Raises:
+        ConfigError: a name of the files is unknown, or one of the module is missing.
+    """
+    own = dict(module.state_dict())
+    names: dict[str, str] = {}
+    parts: dict[str, dict[int, dict[str, str]]] = {}
+    unknown = []
+    for published in reading.keys:
+        name = rename(published)
+        if name is None:
+            continue
+        if name in own:
+            names[name] = published
+        elif (found := _EXPERT.fullmatch(name)) and (stacked := _stacked(found)) in own:
+            parts.setdefault(stacked, {}).setdefault(int(found["expert"]), {})[found["part"]] = published
+        else:
+            unknown.append(published)
+    if unknown:
+        raise ConfigError(f"{reading.what} holds {_named(sorted(unknown))}, which its format does not have")
+    experts = {}
+    for name, by_expert in parts.items():
+        wanted = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        count = own[name].shape[0]
+        before = publish(name).rpartition(".")[0]
+        missing = [
+            f"{before}.{i}.{part}.weight" for i in range(count) for part in wanted if part not in by_expert.get(i, {})
+        ]
+        if missing:
+            raise ConfigError(f"{reading.what} is not whole: of {count} experts it lacks {_named(missing)}")
+        if len(by_expert) > count:
+            raise ConfigError(f"{reading.what} has {len(by_expert)} experts: by config.json it must have {count}")
+        experts[name] = tuple(tuple(by_expert[i][part] for part in wanted) for i in range(count))
+    if missing := sorted(map(publish, own.keys() - names.keys() - experts.keys())):
+        raise ConfigError(f"{reading.what} is not whole: no weight file holds {_named(missing)}")
+    return names, experts
+
+
+_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+
+
+def _stacked(found: re.Match[str]) -> str:
+    return f"{found['before']}.{'down_proj' if found['part'] == 'down_proj' else 'gate_up_proj'}"
+
+
+def _medusa(reading: Reading) -> HeadForm:
+    """Counts heads and layers by the keys: published configurations say 2 of 5."""
+    reading.require_config(
+        {
+            *("medusa_num_heads", "medusa_num_layers", "num_heads", "num_hidden_layers", "hidden_size", "vocab_size"),
+            *("max_paths", "topk", "max_seq_len", "truncated_vocab_size", "medusa_fc_bias", "original_lm_head"),
+        }
+    )
+    size, vocab = reading.facts.hidden_size, reading.facts.vocab_size
+    reading.require_equal("hidden_size", reading.integer("hidden_size"), size)
+    reading.require_equal("vocab_size", reading.integer("vocab_size"), vocab)
+    blocks = [match for key in reading.keys if (match := re.match(r"(\d+)\.(\d+)\.linear\.weight$", _medusa_name(key)))]
+    if not blocks:
+        raise ConfigError(f"{reading.what} is not whole: no weight file holds '0.0.linear.weight'")
+    num_heads, num_layers = (max(int(match[i]) for match in blocks) + 1 for i in (1, 2))
+    shared = bool(reading.config.get("original_lm_head"))
+
+    def rename(key: str) -> str | None:
+        name = _medusa_name(key)
+        if shared and name == "lm_heads.0.weight":
+            return "lm_head.weight"
+        if name == "token_map" and rows == vocab:
+            return None
+        return re.sub(r"^lm_heads\.(\d+)\.weight$", rf"\1.{num_layers}.weight", name)
+
+    rows = 0  # of the LM heads
+    shapes = {rename(key): reading.files.shapes[key] for key in reading.keys}
+    shared = shared or "lm_head.weight" in shapes
+    lm_heads = ["lm_head.weight"] if shared else [f"{head}.{num_layers}.weight" for head in range(num_heads)]
+    found = [shapes[name] for name in lm_heads if name in shapes]
+    rows = found[0][0] if found else 0
+    if found and rows != vocab and shapes.get("token_map") != (rows,):
+        raise ConfigError(f"{reading.what} has {rows} tokens: the target {reading.target!r} has {vocab}")
+    module = Medusa(
+        size,
+        num_heads,
+        num_layers,
+        vocab_size=rows if found and not shared else None,
+        shared_vocab_size=rows if shared else None,
+        lm_head=None if found else _later,
+        bias=any(str(name).endswith(".linear.bias") for name in shapes),
+        token_map_size=rows if found and rows != vocab else None,
+    )
+    names, experts = _matched(reading, module, rename)
+    return HeadForm(module, (OUT,), names, experts)
+
+
+def _medusa_name(key: str) -> str:
+    """A name in the files by FasterDecoding's names, but for the LM heads."""
+    key = key.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+    return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$", r"\1.\2.linear.\3", key)
+
+
+def _mlp(reading: Reading) -> HeadForm:
+    config = reading.config
+    reading.require_config(
+        {
+            *("vocab_size", "emb_dim", "inner_dim", "n_predict", "top_k_tokens_per_head", "n_candidates"),
+            *("tie_weights", "scale_input", "max_seq_len", "hidden_size"),
+        }
+    )
+    size, vocab = reading.facts.hidden_size, reading.facts.vocab_size
+    reading.require_equal("vocab_size", reading.integer("vocab_size"), vocab)
+    reading.require_equal("emb_dim", reading.integer("emb_dim", "hidden_size"), size)
+    depths, tied = reading.integer("n_predict"), bool(config.get("tie_weights", False))
+    if not depths:
+        raise ConfigError(f"n_predict is {depths} in config.json of {reading.what}: the number of its tokens is needed")
+    inner = reading.integer("inner_dim") or 0
+    scale = bool(config.get("scale_input", False))
+    module = MLPSpeculator(vocab, size, depths, inner, tie_weights=tied, scale_input=scale)
+    names: dict[str, str] = {}
+    published = {key.removeprefix("speculator."): key for key in reading.keys}
+    distinct = dict(module.named_parameters())
+    if unknown := sorted(published[key] for key in published.keys() - module.state_dict().keys()):
+        raise ConfigError(f"{reading.what} holds {_named(unknown)}, which its format does not have")
+    for name in distinct:  # tied ones count once, and may be there more than once
+        kind, depth, part = name.split(".")
+        same = [f"{kind}.{i}.{part}" for i in range(int(depth), depths)] if tied else [name]
+        if not tied or kind != "proj" or depth != "0":
+            choices = [key for key in same if key in published]
+        else:
+            choices = [key for key in [name] if key in published]
+        if not choices:
+            raise ConfigError(f"{reading.what} is not whole: no weight file holds {'speculator.' + name!r}")
+        names[name] = published[choices[0]]
+    return HeadForm(module, (OUT,), names, {})
+
+
+_EAGLE_KEYS = {
+    *("bias", "draft_vocab_size", "target_hidden_size", "eagle_config", "norm_before_residual", "norm_before_fc"),
+    *("fc_norm", "norm_output", "num_aux_hidden_states", "tie_word_embeddings", "eagle_aux_hidden_state_layer_ids"),
+    *("mask_token_id", "pard_token", "ptd_token_id", "speculators_model_type", "speculators_config", "ttt_length"),
+    *("transformer_layer_config", "embed_requires_grad", "has_no_defaults_at_init", "rope_theta", "rope_scaling"),
+    *("target_model_type", "fusion_bias", "layernorms", "add_para_norm", "parallel_drafting", "use_aux_hidden_state"),
+    *("modal_type", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "head_dim"),
+    *("k_sparse", "aux_hidden_state_layer_ids"),
+}
+_EAGLE_CONFIG_KEYS = {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc", "fc_norm"}
+_EAGLE_CONFIG_KEYS |= {"norm_output", "norm_before_residual", "parallel_draft_step"}
+
+
+def _eagle_layers(reading: Reading) -> PretrainedConfig:
+    """The configuration of a head's layers, of a plain checkpoint or of the speculators library."""
+    values = dict(reading.config.get("transformer_layer_config") or reading.config)
+    kind = values.get("model_type", "llama")
+    family = FAMILIES.get(kind)
+    if family is None and "transformer_layer_config" in reading.config:
+        raise ConfigError(f"model_type is {kind!r} in {reading.what}: {', '.join(FAMILIES)} are allowed")
+    known = set((family or FAMILIES["llama"])[0]().to_dict())
+    reading.require_config(known | _EAGLE_KEYS)
+    nested = reading.config.get("eagle_config") or {}
+    if unknown := sorted(set(nested) - _EAGLE_CONFIG_KEYS):
+        raise ConfigError(f"eagle_config of {reading.what} has {_named(unknown)}, which is not known here")
+    for name in ("layernorms", "add_para_norm", "fusion_bias"):
+        if reading.config.get(name):
+            raise ConfigError(f"{name} is {reading.config[name]!r} in {reading.what}: only its absence is allowed")
+    if any(kind == "sliding_attention" for kind in values.get("layer_types") or ()):
+        raise ConfigError(f"layer_types of {reading.what} has 'sliding_attention': heads attend to the whole context")
+    own = {key: value for key, value in values.items() if key in known | {"rope_theta", "rope_scaling"}}
+    try:
+        with torch.device("cpu"):
+            return eagle_config({**own, "model_type": kind if family else "llama"})
+    except Exception as error:  # whatever the configuration classes of transformers raise
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ConfigError(f"config.json of {reading.what} is not valid: {reason}") from error
+
+
+def _eagle_names(key: str) -> str:
+    return re.sub(r"^midlayer\.", "layers.0.", key.removeprefix("model."))
+
+
+def _borrowed_embedding(reading: Reading, names: set[str], config: PretrainedConfig) -> Function | None:
+    """None if the head has an embedding of its own; else that of the target, whose width must be the head's."""
+    if "embed_tokens.weight" in names:
+        reading.require_equal("vocab_size", int(config.vocab_size), reading.facts.vocab_size)
+        return None
+    reading.require_equal("hidden_size (it has no embed_tokens)", int(config.hidden_size), reading.facts.hidden_size)
+    return _later
+
+
+def _eagle(reading: Reading) -> HeadForm:
+    config = _eagle_layers(reading)
+    names = {_eagle_names(key) for key in reading.keys}
+    reading.require_equal("hidden_size", int(config.hidden_size), reading.facts.hidden_size)
+    reading.require_equal("vocab_size", int(config.vocab_size), reading.facts.vocab_size)
+    embed = _borrowed_embedding(reading, names, config)
+    module = Eagle(config, embed=embed, lm_head=_later, bias="fc.bias" in names)
+    matched, experts = _matched(reading, module, _eagle_names)
+    return HeadForm(module, (OUT,), matched, experts)
+
+
+def _eagle3(reading: Reading) -> HeadForm:
+    config, own = _eagle_layers(reading), dict(reading.config)
+    own |= reading.config.get("eagle_config") or {}
+    facts, names = reading.facts, {_eagle_names(key): key for key in reading.keys}
+    chosen = reading.boundaries or own.get("eagle_aux_hidden_state_layer_ids")
+    speculators = "transformer_layer_config" in reading.config
+    if chosen is None:
+        chosen = (2, facts.num_layers // 2, facts.num_layers - 3)
+    if not isinstance(chosen, (list, tuple)) or not chosen or not all(type(b) is int for b in chosen):
+        raise ConfigError(f"eagle_aux_hidden_state_layer_ids is {chosen!r} in {reading.what}: numbers are needed")
+    target_size = own.get("target_hidden_size") or facts.hidden_size
+    reading.require_equal("target_hidden_size", target_size, facts.hidden_size)
+    reading.require_equal("num_aux_hidden_states", own.get("num_aux_hidden_states"), len(chosen))
+    use_fc = own.get("use_aux_hidden_state", True) or "fc.weight" in names
+    draft = own.get("draft_vocab_size") or config.vocab_size
+    has_head = "lm_head.weight" in names
+    if not has_head and draft != facts.vocab_size:
+        raise ConfigError(f"{reading.what} is not whole: no weight file holds 'lm_head.weight'")
+    if draft != facts.vocab_size and "d2t" not in names:
+        raise ConfigError(
+            f"{reading.what} has {draft} tokens and no d2t: the target {reading.target!r} has {facts.vocab_size}"
+        )
+    form = Eagle3Form(
+        num_boundaries=len(chosen),
+        target_hidden_size=target_size,
+        use_fc=bool(use_fc),
+        norm_before_residual=bool(own.get("norm_before_residual", False)),
+        norm_before_fc=bool(own.get("norm_before_fc", False)),
+        fc_norm=bool(own.get("fc_norm", False)),
+        norm_output=bool(own.get("norm_output", False)),
+        fc_bias="fc.bias" in names,
+    )
+    rest: dict[str, Any] = {
+        "draft_vocab_size": draft if has_head else None,
+        "embed": _borrowed_embedding(reading, set(names), config),
+        "lm_head": None if has_head else _later,
+        "target_ids": torch.zeros(draft, dtype=torch.long) if "d2t" in names else None,
+    }
+    module: HeadModule
+    if reading.what.startswith("peagle"):
+        mask = reading.integer("mask_token_id", "pard_token", "ptd_token_id")
+        if mask is None:
+            raise ConfigError(f"config.json of {reading.what} has no mask_token_id: a P-EAGLE head needs it")
+        if mask >= facts.vocab_size:
+            raise ConfigError(f"mask_token_id is {mask} in {reading.what}: the target has {facts.vocab_size} tokens")
+        module = PEagle(config, form, mask_token_id=mask, depths=reading.num_tokens, **rest)
+    else:
+        if not speculators and any(own.get(key) is not None for key in ("mask_token_id", "pard_token")):
+            raise ConfigError(f"{reading.what} drafts all tokens in one pass: its method is 'peagle'")
+        module = Eagle3(config, form, **rest)
+    matched, experts = _matched(reading, module, _eagle_names)
+    return HeadForm(module, tuple(chosen), matched, experts)
+
+
+_MTP_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
+
+
+def mtp_modules(names: Iterable[str], num_layers: int) -> set[int]:
+    """The MTP modules that names in a target's files belong to, counted from 0."""
+    found = set()
+    for name in names:
+        if name.startswith("mtp."):
+            layer = re.match(r"mtp\.layers\.(\d+)\.", name)
+            found.add(int(layer[1]) if layer else 0)
+        elif (layer := _MTP_LAYER.fullmatch(name)) and int(layer[1]) >= num_layers:
+            found.add(int(layer[1]) - num_layers)
+    return found
+
+
+def _mtp(reading: Reading) -> HeadForm:
+    target, facts = reading.facts.checkpoint, reading.facts
+    names = reading.files.shapes
+    modules = mtp_modules(names, facts.num_layers)
+    if not modules:
+        raise ConfigError(
+            f"{reading.what} has no MTP layers: no weight is named model.layers.{facts.num_layers} or mtp"
+        )
+    if modules != set(range(len(modules))):
+        raise ConfigError(f"{reading.what} is not whole: it has MTP layers {sorted(modules)}")
+    if target.quantization is not None and reading.files.folder == target.folder:
+        raise ConfigError(f"{reading.what} is quantized: MTP layers are run as plain weights only")
+    model = meta_model(target)
+    decoder, config = model.get_decoder(), model.config.get_text_config()
+    rename = _mtp_rename(facts.num_layers)
+    renamed = {key: name for key in names if (name := rename(key)) is not None}
+    own = set(renamed.values())
+    try:
+        module = Mtp(
+            config,
+            decoder,
+            len(modules),
+            embed=None if "embed_tokens.weight" in own else _later,
+            lm_head=None if "lm_head.weight" in own else _later,
+        )
+    except (AttributeError, TypeError, ValueError, IndexError, StopIteration) as error:
+        raise ConfigError(
+            f"{reading.what} has MTP layers of a family that they cannot be made of ({type(model).__name__}): {error}"
+        ) from error
+    matched, experts = _matched(reading, module, rename, _mtp_publish(facts.num_layers, renamed))
+    return HeadForm(module, (OUT,), matched, experts)
+
+
+def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
+    """From DeepSeek's, GLM's and Qwen's names to those of the module; None for the target's own weights."""
+    inside = {"shared_head.norm.weight": "norm.weight", "final_layernorm.weight": "norm.weight"}
+    direct = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+    qwen = {
+        "mtp.fc.weight": "modules_by_depth.0.eh_proj.weight",
+        "mtp.pre_fc_norm_embedding.weight": "modules_by_depth.0.enorm.weight",
+        "mtp.pre_fc_norm_hidden.weight": "modules_by_depth.0.hnorm.weight",
+        "mtp.norm.weight": "modules_by_depth.0.norm.weight",
+        "mtp.embed_tokens.weight": "embed_tokens.weight",
+        "mtp.lm_head.weight": "lm_head.weight",
+    }
+
+    def rename(key: str) -> str | None:
+        if key.startswith("mtp."):
+            if key in qwen:
+                return qwen[key]
+            found = re.fullmatch(r"mtp\.layers\.(\d+)\.(.+)", key)
+            return key if found is None else f"modules_by_depth.{found[1]}.block.{found[2]}"
+        found = _MTP_LAYER.fullmatch(key)
+        if found is None or int(found[1]) < num_layers:
+            return None
+        depth, name = int(found[1]) - num_layers, found[2]
+        if name == "embed_tokens.weight":
+            return name
+        if name == "shared_head.head.weight":
+            return "lm_head.weight"
+        if name in direct:
+            return f"modules_by_depth.{depth}.{name}"
+        return f"modules_by_depth.{depth}.{inside.get(name) or 'block.' + name}"
+
+    return rename
+
+
+def _mtp_publish(num_layers: int, renamed: Mapping[str, str]) -> Callable[[str], str]:
+    """From names of the module to those of the files, by Qwen's names if any of ``renamed`` has them."""
+    qwen = any(key.startswith("mtp.") for key in renamed)
+    own = {"eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden"}
+
+    def publish(name: str) -> str:
+        found = re.fullmatch(r"modules_by_depth\.(\d+)\.(\w+)\.(.+)", name)
+        if found is None:
+            return name
+        part, rest, index = found[2], found[3], int(found[1])
+        if qwen:
+            return f"mtp.layers.{index}.{rest}" if part == "block" else f"{own.get(part, 'mtp.norm')}.{rest}"
+        part = {"block": "", "norm": "shared_head.norm."}.get(part, f"{part}.")
+        return f"model.layers.{num_layers + index}.{part}{rest}"
+
+    return publish
+
+
+READ: dict[str, Callable[[Reading], HeadForm]] = {
+    "medusa": _medusa,
+    "mlp_speculator": _mlp,
+    "mtp": _mtp,
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "peagle": _eagle3,
+}
+
+
+def _later(x: Tensor) -> Tensor:
+    """Stands for the target's embedding or LM head until the weights are loaded."""
+    raise AssertionError("the head has not been given the target's tables")
+
+
+def meta_model(checkpoint: Checkpoint) -> Any:
+    """The target's model without weights."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(checkpoint.location, trust_remote_code=checkpoint.trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code)
