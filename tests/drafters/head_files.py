@@ -151,13 +151,17 @@ def mlp_speculator(*, tied: bool, scale: bool, inner: int = 24, whole: bool = Tr
     return HeadFile("mlp_speculator", config, tensors, head_oracles.mlp_speculator)
 
 
-def eagle(*, bias: bool, embed: bool = True) -> HeadFile:
-    tensors = {"fc.weight": normal(SIZE, 2 * SIZE), **layer("layers.0")}
+def eagle(*, bias: bool, embed: bool = True, qwen2: bool = False) -> HeadFile:
+    """``qwen2``: its layer is that of a Qwen 2, with biases in the attention but for its output."""
+    tensors = {"fc.weight": normal(SIZE, 2 * SIZE), **layer("layers.0", bias=qwen2)}
+    tensors.pop("layers.0.self_attn.o_proj.bias", None)
     if bias:
         tensors["fc.bias"] = 0.3 * normal(SIZE)
     if embed:
         tensors["embed_tokens.weight"] = normal(VOCAB, SIZE) * SIZE**0.5
     config = {**LAYER, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "bias": bias}
+    if qwen2:
+        config |= {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}
     return HeadFile("eagle", config, tensors, head_oracles.eagle, "pytorch_model.bin" if bias else "model.safetensors")
 
 
@@ -265,6 +269,7 @@ FILES: dict[str, Callable[[], HeadFile]] = {
     "mlp_tied_once": lambda: mlp_speculator(tied=True, scale=False, whole=False),
     "eagle_bias": lambda: eagle(bias=True),
     "eagle": lambda: eagle(bias=False, embed=False),
+    "eagle_qwen2": lambda: eagle(bias=True, qwen2=True),
     "eagle3": lambda: eagle3(),
     "eagle3_pt": lambda: _in(eagle3(), "pytorch_model.bin"),
     "eagle3_layers": lambda: eagle3(prefix="layers.0", embed=True),

@@ -112,6 +112,27 @@ def test_every_published_format_loads_and_computes_what_the_oracle_computes(
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
+GOLDEN = {
+    "mlp": [[0.43583, 0.36021, -0.66408], [0.39454, -0.27044, 0.61462], [0.73649, -0.38945, -0.23582]],
+    "mlp_tied": [[-0.30855, 0.99315, -0.58212], [-1.07493, 2.31007, -1.37932], [-0.95584, 1.60234, 0.30605]],
+    "eagle_bias": [[0.03618, -0.25825, 0.09371], [-0.08384, -0.11606, 0.02456], [0.15131, -0.24727, -0.19365]],
+    "eagle": [[-0.06204, -0.12309, 0.05803], [-0.12131, -0.11646, -0.0759], [0.0135, -0.25981, -0.22092]],
+    "eagle3": [[0.15326, 0.74746, -0.32838], [0.25485, 1.03264, 0.20186], [0.76403, 1.33559, 0.29225]],
+    "eagle3_speculators": [[1.31585, -0.74271, 0.10149], [0.80993, -1.00442, 0.56866], [0.68831, -1.35016, 0.67752]],
+    "eagle3_norm_output": [[0.15326, 0.74746, -0.32838], [0.01457, 0.85782, 0.12585], [0.51485, 0.8371, 0.03401]],
+    "mtp_qwen": [[-0.12598, -0.0908, -0.01293], [0.00101, 0.01627, 0.02373], [-0.10786, 0.09767, -0.10392]],
+}
+"""The first logits of three recurrent steps by the authors' own code on the same files: MLP by fms-extras, EAGLE-1 and
+EAGLE-3 by SafeAILab's cnets1.py and cnets.py, the last three by speculators 0.9.0. All of their logits were within 1e-6
+of the modules'."""
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_logits_are_those_of_the_authors_code(name: str, tmp_path: Path, targets: dict) -> None:
+    logits = Loaded(made(name), tmp_path, targets).logits()[:, :3]
+    torch.testing.assert_close(logits, torch.tensor(GOLDEN[name]), atol=2e-5, rtol=0)
+
+
 # ------------------------------------------------------------------------------------------------------- mutants
 
 
@@ -372,6 +393,21 @@ REFUSED = {
     "eagle3, key": ("eagle3", config(norm_after_fc=True), "config.json of .* has 'norm_after_fc': what is not known"),
     "eagle3, nested key": ("eagle3", config(eagle_config={"gate": 1}), "eagle_config of .* has 'gate', which is not"),
     "eagle3, window": ("eagle3", config(layer_types=["sliding_attention"]), "has 'sliding_attention': heads attend"),
+    "eagle3, window of Qwen": (
+        "eagle3_speculators",
+        lambda file: file.config["transformer_layer_config"].update(
+            use_sliding_window=True, sliding_window=8, max_window_layers=0
+        ),
+        "has 'sliding_attention': heads attend",
+    ),
+    "eagle3, tied to its own embedding": (
+        "eagle3_whole_vocabulary",
+        lambda file: (
+            file.tensors.update({"embed_tokens.weight": file.tensors.pop("lm_head.weight")}),
+            file.config.update(tie_word_embeddings=True),
+        ),
+        "tie_word_embeddings is true in .*: a head with an embedding of its own needs its own lm_head.weight",
+    ),
     "eagle3, family": (
         "eagle3_speculators",
         lambda file: file.config["transformer_layer_config"].update(model_type="gemma"),

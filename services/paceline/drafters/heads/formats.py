@@ -274,9 +274,8 @@ _EAGLE_KEYS = {
     *("fc_norm", "norm_output", "num_aux_hidden_states", "tie_word_embeddings", "eagle_aux_hidden_state_layer_ids"),
     *("mask_token_id", "pard_token", "ptd_token_id", "speculators_model_type", "speculators_config", "ttt_length"),
     *("transformer_layer_config", "embed_requires_grad", "has_no_defaults_at_init", "rope_theta", "rope_scaling"),
-    *("target_model_type", "fusion_bias", "layernorms", "add_para_norm", "parallel_drafting", "use_aux_hidden_state"),
-    *("modal_type", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "head_dim"),
-    *("k_sparse", "aux_hidden_state_layer_ids"),
+    *("target_model_type", "fusion_bias", "layernorms", "add_para_norm", "use_aux_hidden_state"),
+    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
 }
 _EAGLE_CONFIG_KEYS = {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc", "fc_norm"}
 _EAGLE_CONFIG_KEYS |= {"norm_output", "norm_before_residual", "parallel_draft_step"}
@@ -297,15 +296,19 @@ def _eagle_layers(reading: Reading) -> PretrainedConfig:
     for name in ("layernorms", "add_para_norm", "fusion_bias"):
         if reading.config.get(name):
             raise ConfigError(f"{name} is {reading.config[name]!r} in {reading.what}: only its absence is allowed")
-    if any(kind == "sliding_attention" for kind in values.get("layer_types") or ()):
-        raise ConfigError(f"layer_types of {reading.what} has 'sliding_attention': heads attend to the whole context")
     own = {key: value for key, value in values.items() if key in known | {"rope_theta", "rope_scaling"}}
+    if any(key.endswith("self_attn.q_proj.bias") for key in reading.keys):
+        own["attention_bias"] = True  # of Qwen 2, whose configuration does not say so
     try:
         with torch.device("cpu"):
-            return eagle_config({**own, "model_type": kind if family else "llama"})
+            config = eagle_config({**own, "model_type": kind if family else "llama"})
     except Exception as error:  # whatever the configuration classes of transformers raise
         reason = str(error).strip().splitlines()[-1].strip()
         raise ConfigError(f"config.json of {reading.what} is not valid: {reason}") from error
+    windowed = [*(values.get("layer_types") or ()), *(getattr(config, "layer_types", None) or ())]
+    if values.get("use_sliding_window") or "sliding_attention" in windowed:
+        raise ConfigError(f"layer_types of {reading.what} has 'sliding_attention': heads attend to the whole context")
+    return config
 
 
 def _eagle_names(key: str) -> str:
@@ -328,8 +331,17 @@ def _eagle(reading: Reading) -> HeadForm:
     reading.require_equal("vocab_size", int(config.vocab_size), reading.facts.vocab_size)
     embed = _borrowed_embedding(reading, names, config)
     module = Eagle(config, embed=embed, lm_head=_later, bias="fc.bias" in names)
+    _drop_output_bias(module, names)
     matched, experts = _matched(reading, module, _eagle_names)
     return HeadForm(module, (OUT,), matched, experts)
+
+
+def _drop_output_bias(module: Eagle | Eagle3, names: Iterable[str]) -> None:
+    """Attention of Qwen 2 has biases, but for its output."""
+    held = set(names)
+    for index, layer in enumerate(module.layers):
+        if f"layers.{index}.self_attn.q_proj.bias" in held and f"layers.{index}.self_attn.o_proj.bias" not in held:
+            layer.self_attn.o_proj.bias = None
 
 
 def _eagle3(reading: Reading) -> HeadForm:
@@ -370,7 +382,12 @@ def _eagle3(reading: Reading) -> HeadForm:
         "lm_head": None if has_head else _later,
         "target_ids": torch.zeros(draft, dtype=torch.long) if "d2t" in names else None,
     }
-    module: HeadModule
+    if not has_head and "embed_tokens.weight" in names and config.tie_word_embeddings:
+        raise ConfigError(
+            f"tie_word_embeddings is true in {reading.what}: a head with an embedding of its own needs its own "
+            "lm_head.weight"
+        )
+    module: Eagle3
     if reading.what.startswith("peagle"):
         mask = reading.integer("mask_token_id", "pard_token", "ptd_token_id")
         if mask is None:
@@ -382,6 +399,7 @@ def _eagle3(reading: Reading) -> HeadForm:
         if not speculators and any(own.get(key) is not None for key in ("mask_token_id", "pard_token")):
             raise ConfigError(f"{reading.what} drafts all tokens in one pass: its method is 'peagle'")
         module = Eagle3(config, form, **rest)
+    _drop_output_bias(module, names)
     matched, experts = _matched(reading, module, _eagle_names)
     return HeadForm(module, tuple(chosen), matched, experts)
 
