@@ -93,6 +93,7 @@ ONLY = {
     "argparse": {"cli", "cluster", "paceline_bench"},
     "rich": {"cli"},
     "fastapi": {"web"},
+    "starlette": {"web"},
     "uvicorn": {"cli"},
 }
 """Library -> the only packages that may import it."""

@@ -280,6 +280,7 @@ def test_a_configuration_that_is_not_as_expected_is_refused(tmp_path, settings):
     used = haproxy.pems(settings, tmp_path)
     config = serve_config(tmp_path, 1, 2, 3).read_text()
     assert haproxy.secured(config, settings, used).count(" ssl crt-list ") == 2
+    assert haproxy.secured(config, settings, used).count(f"http-request set-header {TLS_HEADER} %[ssl_fc]") == 2
     for changed in (config.replace("frontend grpc_frontend", "frontend other"), "global\n", ""):
         with pytest.raises(ConfigError, match="not as expected"):
             haproxy.secured(changed, settings, used)

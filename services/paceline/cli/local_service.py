@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 
+from paceline.checkpoint.chat import load_chat
 from paceline.config import EMBEDDED_TARGET, LocalConfig, ServerConfig
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
@@ -37,10 +38,11 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
     keys = None if server.api_keys is None else KeyRing(server.api_keys)
     if (tls := server.tls) is not None and tls.client_ca is not None:
         raise ConfigError("server.tls.client_ca is set: the HTTP port asks for no certificate of the client")
+    chat = load_chat(config.target.path, server.chat_template, config.target.trust_remote_code)
     certificate, key = (None, None) if tls is None else (_file(tls.certificate), _file(tls.key))
     with contextlib.closing(_listening(server)) as listening, LocalPipeline(config) as pipeline:
-        edge = Edge(model_id, pipeline, Access(keys, AccessMetrics(Registry())), server.max_message_bytes)
-        app = make_app(edge)
+        access = Access(keys, AccessMetrics(Registry()))
+        app = make_app(Edge(model_id, pipeline, access, server.max_message_bytes, chat=chat))
         one = _Server(
             uvicorn.Config(
                 app,

@@ -27,11 +27,12 @@ from paceline.preflight.service import require_service
 from paceline.security import haproxy
 
 _SERVER_KEYS = ["server.host", "server.grpc_port", "server.http_port"]
-_ACCESS_KEYS = {
+_FILE_KEYS = {
     "tls_certificate": "server.tls.certificate",
     "tls_key": "server.tls.key",
     "tls_client_ca": "server.tls.client_ca",
     "api_keys": "server.api_keys",
+    "chat_template": "server.chat_template",
 }
 """Flags that name files, and the keys that they set."""
 _ENGINE_KEYS = ["target_config.engine_kwargs.dtype", "target_config.engine_kwargs.compile"]
@@ -70,8 +71,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{pool}s", type=_size, metavar="N|MIN:MAX", help=text)
     group = parser.add_argument_group("where")
     add_fields(group, ServiceConfig, _SERVER_KEYS)
-    group = parser.add_argument_group("who may call")
-    for name, key in _ACCESS_KEYS.items():
+    group = parser.add_argument_group("files")
+    for name, key in _FILE_KEYS.items():
         group.add_argument(flag_of(name), dest=name, metavar="FILE", help=help_of(field_at(ServiceConfig, key)))
 
 
@@ -123,7 +124,7 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     if isinstance(draft, ModelDraftConfig):
         keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]
     values = {key: getattr(args, key.rpartition(".")[2]) for key in keys}
-    values |= {key: getattr(args, name) for name, key in _ACCESS_KEYS.items()}
+    values |= {key: getattr(args, name) for name, key in _FILE_KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}
     given |= _sized("target", args.targets) | _sized("router", args.routers)
     given |= {} if draft is None else _sized("draft", args.drafts)
@@ -159,8 +160,8 @@ def _run_local(args: argparse.Namespace) -> int:
     from paceline.cli.generate import local_config
     from paceline.cli.local_service import serve_local
 
-    keys = [*_SERVER_KEYS, *_ACCESS_KEYS.values()]
-    names = [*(key.rpartition(".")[2] for key in _SERVER_KEYS), *_ACCESS_KEYS]
+    keys = [*_SERVER_KEYS, *_FILE_KEYS.values()]
+    names = [*(key.rpartition(".")[2] for key in _SERVER_KEYS), *_FILE_KEYS]
     given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}
     server = ServiceConfig().with_overrides([_override(key, value) for key, value in given.items()]).server
     loading = {"model_id": EMBEDDED_TARGET} if args.target is None else _loading("--target", args.target)

@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from paceline import logs
+from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cluster import local_streams
@@ -24,7 +25,6 @@ from paceline.cluster.replicas import (
     Pusher,
     internal_certificates,
     internal_token,
-    loop_runs,
     replica_id,
 )
 from paceline.config import ServiceConfig
@@ -53,8 +53,9 @@ _CANCEL_TIMEOUT_S = 2.0
 """Longest wait for the other routers' answer about requests to cancel; a Cancel takes at most twice as long."""
 
 
+@serve.ingress()
 class Ingress:
-    """The ingress: the public gRPC methods, health, and the metrics page. Serve calls a method by its RPC's name."""
+    """The ingress: the public gRPC methods, health, and HTTP. Serve calls a method by its RPC's name."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -75,6 +76,10 @@ class Ingress:
         logs.configure_replica(self.config.log, self._replica_id)
         self._incarnation = time.time_ns()
         self._facts = await asyncio.to_thread(model_facts, self.config)
+        loading, engine = self.config.target_config.model_loading_config, self.config.target_config.engine_kwargs
+        self._chat = await asyncio.to_thread(
+            load_chat, loading.tokenizer, self.config.server.chat_template, engine.trust_remote_code
+        )
         self._pools = [ServePool("target", targets)]
         if drafts is not None:
             self._pools.append(ServePool("draft", drafts))
@@ -266,21 +271,22 @@ class Ingress:
         serving = HealthCheckResponse.SERVING if self._router.ready else HealthCheckResponse.NOT_SERVING
         return HealthCheckResponse(status=serving)
 
-    async def __call__(self, request: Any) -> Any:
-        """HTTP: ``/metrics`` for Prometheus, ``/health`` (200 or 503); ``/-/healthz`` is Serve's own."""
-        from starlette.responses import PlainTextResponse
+    def __serve_build_asgi_app__(self) -> Any:
+        """The application of the HTTP port; Serve asks for it when the replica is made."""
+        from paceline.web.app import make_app
+        from paceline.web.service import Edge
 
-        if request.url.path == "/metrics":
-            try:
-                async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                    text = await self._monitor.exposition.remote()
-            except Exception as error:
-                return PlainTextResponse(f"the monitor does not answer: {type(error).__name__}\n", 503)
-            return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
-        if request.url.path == "/health":
-            ready = self._router.ready
-            return PlainTextResponse("serving\n" if ready else "no target is up\n", 200 if ready else 503)
-        return PlainTextResponse("not found: /metrics and /health are here; the service itself speaks gRPC\n", 404)
+        model_id = self.config.target_config.model_loading_config.model_id
+        longest = self.config.server.max_message_bytes
+        return make_app(Edge(model_id, self._service, self._access, longest, self._metrics_page, self._chat))
+
+    async def _metrics_page(self) -> str:
+        """The page for Prometheus. Raises EngineError."""
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                return str(await self._monitor.exposition.remote())
+        except Exception as error:
+            raise EngineError(f"the monitor does not answer: {type(error).__name__}") from error
 
     # -- called by Serve --
 
@@ -298,9 +304,10 @@ class Ingress:
         for pool in self._pools:
             await pool.stop()
 
-    def __del__(self) -> Any:
-        """Stops the router when Serve ends the replica: Serve calls this and awaits what it returns."""
-        return self.stop() if not getattr(self, "_stopped", True) and loop_runs() else None
+    async def __del__(self) -> None:
+        """Stops the router when Serve ends the replica, which awaits this."""
+        if not getattr(self, "_stopped", True):
+            await self.stop()
 
     def _reload(self) -> None:
         """Takes keys and certificates again if their files have changed."""

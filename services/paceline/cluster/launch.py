@@ -213,7 +213,8 @@ class Service:
     def _announce(self) -> None:
         server = self.config.server
         print(f"gRPC     {server.host}:{server.grpc_port}  paceline.v1.GenerationService, reflection, health")
-        print(f"metrics  http://{server.host}:{server.http_port}/metrics")
+        scheme = "https" if server.tls is not None and server.tls.http else "http"
+        print(f"HTTP     {scheme}://{server.host}:{server.http_port}/v1  OpenAI-compatible; /metrics, /health")
         print("ready", flush=True)
 
 

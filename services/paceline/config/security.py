@@ -20,7 +20,8 @@ class ServerTls(Strict):
     """PEM file: the authorities that clients' certificates are checked against; gRPC clients without one are refused.
     None: clients need no certificate."""
     http: bool = True
-    """Also on the HTTP port (metrics and health), which asks for no certificate of the client."""
+    """Also on the HTTP port, which asks for no certificate of the client. False: that serves metrics and health
+    alone."""
 
 
 class InternalTls(Strict):

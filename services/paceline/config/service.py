@@ -29,14 +29,17 @@ class ServerConfig(Strict):
     """The address of the two public ports; 0.0.0.0: all addresses of the machine."""
     grpc_port: int = Field(default=9000, ge=1, le=65535)
     http_port: int = Field(default=8000, ge=1, le=65535)
-    """Metrics and health."""
+    """The OpenAI-compatible API, metrics and health."""
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 16, lt=2**31)
-    """Longest gRPC message in bytes; a longer one is refused with RESOURCE_EXHAUSTED before it is read. It must hold
-    the longest prompt. ``paceline serve`` sets it; elsewhere RAY_SERVE_GRPC_MAX_MESSAGE_SIZE of every process does."""
+    """Longest gRPC message and body over HTTP, in bytes; a longer message is refused with RESOURCE_EXHAUSTED before it
+    is read. It must hold the longest prompt. ``paceline serve`` sets it for gRPC; elsewhere
+    RAY_SERVE_GRPC_MAX_MESSAGE_SIZE of every process does."""
     tls: ServerTls | None = None
     """None: what clients send and get is not encrypted."""
     api_keys: str | None = Field(default=None, min_length=1)
     """YAML file of the API keys and their limits. None: everybody may call."""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """File of a Jinja template that makes a prompt of a chat. None: that of the target's tokenizer, if it has one."""
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:

@@ -48,7 +48,7 @@ def explain(error: ValidationError, model: type[BaseModel], elsewhere: Mapping[s
     path, owner, field = _locate(model, first)
     fault = first.get("ctx", {}).get("error")
     if isinstance(fault, Fault):
-        return f"{'.'.join([*path, *fault.key.split('.')])} {fault.problem}"
+        return f"{'.'.join([*path, *filter(None, fault.key.split('.'))])} {fault.problem}"
     value = shown(first["input"])
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
@@ -154,8 +154,10 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _elements(annotation: Any) -> list[type[BaseModel]]:
-    """The models that the list of a field may hold."""
-    return [model for inner in get_args(annotation) for model in _models(inner)]
+    """The models that the list of a field may hold, also one that may be absent."""
+    holds = get_origin(annotation) in (list, tuple)
+    inner = [_models(kind) if holds else _elements(kind) for kind in get_args(annotation)]
+    return [model for models in inner for model in models]
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:

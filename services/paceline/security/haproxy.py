@@ -132,8 +132,10 @@ def secured(config: str, settings: Mapping[str, Any], used: Mapping[str, Pem]) -
         if words[:1] == ["bind"] and section == "frontend http_frontend":
             if server is not None and settings["server"].get("http", True):
                 line += f" ssl crt-list {server.listing} alpn h2,http/1.1"
+            lines += [line, f"    http-request set-header {TLS_HEADER} %[ssl_fc]"]
             changed.add(section)
-        elif internal is not None and _speaks_grpc(section, words):
+            continue
+        if internal is not None and _speaks_grpc(section, words):
             if "backup" in words:  # Serve's own proxy, which would pass requests on in clear text
                 continue
             name = settings["internal"].get("server_name", _SERVER_NAME)

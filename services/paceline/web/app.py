@@ -24,9 +24,11 @@ from paceline import __version__, logs
 from paceline.errors import InvalidRequestError, NotFoundError, PacelineError
 from paceline.types import Chunk, Result, check_request_id
 from paceline.types import Request as Generation
+from paceline.web.chat import ChatCompletion
 from paceline.web.choices import Item, run_all
 from paceline.web.completions import Completion
 from paceline.web.errors import ClientLeftError, body_of, to_http
+from paceline.web.messages import ChatBody
 from paceline.web.schema import Body, CompletionBody, read
 from paceline.web.service import Edge
 
@@ -35,7 +37,12 @@ log = logging.getLogger(__name__)
 _LARGE_BODY = 1 << 16
 """Bodies of more bytes are parsed in a thread."""
 _REQUEST_ID = "x-request-id"
-_MAY_BE_NAMED = frozenset((*CompletionBody.model_fields, *CompletionBody.INERT))
+_MAY_BE_NAMED = frozenset(
+    name
+    for kind in (CompletionBody, ChatBody)
+    for names in (kind.model_fields, kind.INERT, kind.RENAMED)
+    for name in names
+)
 
 
 class Answer(Protocol):
@@ -84,10 +91,12 @@ def make_app(edge: Edge) -> FastAPI:
     async def answer(request: Request, kind: Callable[[Edge, Any, str], Answer], body: type[Body]) -> Response:
         caller = caller_of(request)
         request_id = _request_id(request)
-        given = read(body, await _json(request, edge.max_body_bytes))
+        data, size = await _json(request, edge.max_body_bytes)
+        given = read(body, data)
         if given.model not in (None, edge.model_id):
             raise _no_model(str(given.model), edge)
-        made = kind(edge, given, request_id)
+        long = size > _LARGE_BODY or edge.chat is not None  # templates render and tokenize at once
+        made = await asyncio.to_thread(kind, edge, given, request_id) if long else kind(edge, given, request_id)
         items = run_all(edge, caller, made.requests, request.receive)
         headers = {_REQUEST_ID: request_id}
         if not given.stream:
@@ -113,6 +122,17 @@ def make_app(edge: Edge) -> FastAPI:
     async def ping() -> Response:
         """As ``/health``, by the name that SageMaker asks for."""
         return await health()
+
+    if edge.metrics is not None:
+        page = edge.metrics
+
+        @app.get("/metrics", response_class=PlainTextResponse)
+        async def metrics() -> Response:
+            """The metrics, for Prometheus."""
+            try:
+                return PlainTextResponse(await page(), media_type="text/plain; version=0.0.4")
+            except PacelineError as error:
+                return PlainTextResponse(f"{error}\n", 503)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -147,6 +167,11 @@ def make_app(edge: Edge) -> FastAPI:
     async def completions(request: Request) -> Response:
         """Continues prompts."""
         return await answer(request, Completion, CompletionBody)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        """Answers chats."""
+        return await answer(request, ChatCompletion, ChatBody)
 
     @app.exception_handler(PacelineError)
     async def refused(request: Request, error: Exception) -> Response:
@@ -189,8 +214,8 @@ def _request_id(request: Request) -> str:
     return request_id
 
 
-async def _json(request: Request, max_bytes: int) -> Any:
-    """The body of a request. Raises InvalidRequestError for one that is too long or no JSON."""
+async def _json(request: Request, max_bytes: int) -> tuple[Any, int]:
+    """The body of a request, and its bytes. Raises InvalidRequestError for one that is too long or no JSON."""
     parts, size = [], 0
     async for part in request.stream():
         parts.append(part)
@@ -199,7 +224,7 @@ async def _json(request: Request, max_bytes: int) -> Any:
             raise HTTPException(413, f"the body has more than {max_bytes} bytes: at most so many are allowed")
     data = b"".join(parts)
     try:
-        return await asyncio.to_thread(json.loads, data) if size > _LARGE_BODY else json.loads(data)
+        return (await asyncio.to_thread(json.loads, data) if size > _LARGE_BODY else json.loads(data)), size
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at {error.pos}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise InvalidRequestError(f"the body is no JSON: {reason}") from None

@@ -24,6 +24,11 @@ def with_seed(sampling: SamplingParams, i: int) -> SamplingParams:
     return sampling.model_copy(update={"seed": (sampling.seed + i) % (MAX_SEED + 1)})
 
 
+def with_defaults(sampling: SamplingParams, max_model_len: int) -> SamplingParams:
+    """Parameters of an answer, which may fill the context unless the request or the model says otherwise."""
+    return sampling.with_defaults(SamplingParams(max_tokens=max_model_len))
+
+
 async def run_all(edge: Edge, caller: str, requests: Sequence[Request], receive: Receive) -> AsyncGenerator[Item, None]:
     """Yields what all choices yield, as it comes. Each counts as a request of its caller's.
 

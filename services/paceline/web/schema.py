@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.errors import InvalidRequestError
-from paceline.errors.refusals import Fault, explain_parameter, shown
+from paceline.errors.refusals import Fault, explain, explain_parameter, shown
 from paceline.types import (
     LogprobsMode,
     RequestLimits,
@@ -28,9 +28,10 @@ MAX_CHOICES = 128
 
 _ANY = ...
 """Stands for every value."""
-_OFF: tuple[Any, ...] = ()
+NOTHING: tuple[Any, ...] = ()
+"""No value at all."""
 
-_INERT: dict[str, tuple[Any, ...]] = {
+INERT: dict[str, tuple[Any, ...]] = {
     "user": (_ANY,),
     "metadata": (_ANY,),
     "safety_identifier": (_ANY,),
@@ -44,15 +45,15 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": _OFF,
-    "allowed_token_ids": _OFF,
-    "prompt_logprobs": _OFF,
+    "truncate_prompt_tokens": NOTHING,
+    "allowed_token_ids": NOTHING,
+    "prompt_logprobs": NOTHING,
     "priority": (0,),
-    "guided_json": _OFF,
-    "guided_regex": _OFF,
-    "guided_choice": _OFF,
-    "guided_grammar": _OFF,
-    "structured_outputs": _OFF,
+    "guided_json": NOTHING,
+    "guided_regex": NOTHING,
+    "guided_choice": NOTHING,
+    "guided_grammar": NOTHING,
+    "structured_outputs": NOTHING,
 }
 """Parameter that is not served -> its values that change nothing; null is always one."""
 
@@ -89,7 +90,7 @@ class SpeculationOptions(SpeculationParams):
 class Body(SamplingParams):
     """What all requests for text have: the sampling parameters by their own names, and how the answer is sent."""
 
-    INERT: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(_INERT)
+    INERT: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(INERT)
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """OpenAI's name of a parameter -> ours."""
 
@@ -162,7 +163,7 @@ class CompletionBody(Body):
 
     INERT = MappingProxyType(
         {
-            **_INERT,
+            **INERT,
             "best_of": (1,),
             "suffix": ("",),
             "add_special_tokens": (True,),
@@ -227,4 +228,6 @@ def read(kind: type[_B], data: Any) -> _B:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise InvalidRequestError(explain_parameter(error, kind)) from None
+        fault = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+        sentence = explain(error, kind) if isinstance(fault, Fault) else explain_parameter(error, kind)
+        raise InvalidRequestError(sentence) from None

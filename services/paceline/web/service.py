@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.checkpoint.chat import ChatTemplate
 from paceline.router.admission import TargetInfo
 from paceline.security.access import Access
 from paceline.types import Chunk, Request, RequestLimits, Result, Usage
@@ -43,3 +44,7 @@ class Edge:
     service: Service
     access: Access
     max_body_bytes: int = MAX_BODY_BYTES
+    metrics: Callable[[], Awaitable[str]] | None = None
+    """Makes the page for Prometheus, where there is one."""
+    chat: ChatTemplate | None = None
+    """None: the model is no chat model."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import ssl
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -70,10 +73,23 @@ class Secured:
             assert stream.result.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
             with self.client(grpc_port, "bob") as new:
                 assert new.generate("hello", max_tokens=5, ignore_eos=True).result.usage.completion_tokens == 5
+        self.check_http(http_port)
         page = self.metrics(http_port, 'paceline_key_tokens_total{key="bob",kind="completion"} 5.0')
         assert 'use="internal"' in page
         assert 'use="server"' in page
         assert "key-of" not in page
+
+    def check_http(self, port: int) -> None:
+        """The same keys at the HTTP port, and no answer in clear text."""
+        context = ssl.create_default_context(cafile=str(self.public.ca))
+        body = json.dumps({"prompt": "hello", "max_tokens": 5, "seed": 1}).encode()
+        for key, status in (("key-of-alice", 200), ("nobody", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            request = urllib.request.Request(f"https://{HOST}:{port}/v1/completions", body, headers)
+            with contextlib.closing(_reply(request, context)) as reply:
+                assert reply.status == status
+        with pytest.raises(OSError):
+            urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=30)
 
     def metrics(self, port: int, line: str) -> str:
         """The metrics page, once it shows a line."""
@@ -86,6 +102,13 @@ class Secured:
                 return text
             assert time.monotonic() < end, text
             time.sleep(0.2)
+
+
+def _reply(request: urllib.request.Request, context: ssl.SSLContext):
+    try:
+        return urllib.request.urlopen(request, context=context, timeout=30)
+    except urllib.error.HTTPError as error:
+        return error
 
 
 def shown(port: int) -> bytes | None:

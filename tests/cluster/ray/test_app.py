@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import grpc
+import openai
 import pytest
 import ray
 from tests.cluster.ray.conftest import config_for, letters, until
@@ -312,6 +313,50 @@ def test_metrics_are_one_page_for_all_replicas(app):
     assert page(app, "/health") == "serving\n"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         page(app, "/nothing")
+
+
+def test_http_gives_the_tokens_of_grpc_and_a_client_that_leaves_ends_its_request(app):
+    asked = [(seed, mode) for seed in range(6) for mode in ("plain", "overlapped")]
+
+    async def by_grpc():
+        async with stub_of(app) as stub:
+            calls = [stub.Generate(request("thequick", 24, seed=s, temperature=0.9, mode=m)) for s, m in asked]
+            return [token_ids for token_ids, _, _ in await asyncio.gather(*map(collect, calls))]
+
+    async def by_http(client):
+        def one(seed, mode):
+            extra = {"ignore_eos": True, "return_token_ids": True, "speculation": {"mode": mode}}
+            given = {"model": "tests/target.v1", "prompt": "thequick", "max_tokens": 24, "temperature": 0.9}
+            return client.completions.create(**given, seed=seed, stream=mode == "plain", extra_body=extra)
+
+        found = []
+        for answer in await asyncio.gather(*(one(*each) for each in asked)):
+            if isinstance(answer, openai.AsyncStream):
+                found.append([i async for part in answer for i in getattr(part.choices[0], "token_ids", [])])
+            else:
+                found.append(answer.choices[0].token_ids)
+        return found
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
+            assert (await client.models.list()).data[0].id == "tests/target.v1"
+            assert await by_http(client) == await by_grpc()
+            with pytest.raises(openai.BadRequestError, match="max_tokens is 1000000"):
+                await client.completions.create(model="tests/target.v1", prompt="a", max_tokens=10**6)
+            stream = await client.completions.create(
+                model="tests/target.v1", prompt="a", max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
+            )
+            async for _ in stream:
+                break
+            assert sum(await app.ask("Router", "num_requests")) >= 1
+            await stream.close()
+
+            async def gone():
+                return sum(await app.ask("Router", "num_requests")) == 0
+
+            await until(gone, what="the request has ended")
+
+    finish(run())
 
 
 def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app):

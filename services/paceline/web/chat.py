@@ -1,0 +1,194 @@
+"""POST /v1/chat/completions: a chat and its answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import InvalidRequestError
+from paceline.types import Chunk, Request, Result
+from paceline.web.choices import Totals, round_of, speculation_of, with_defaults, with_seed
+from paceline.web.messages import ChatBody, Tool, ToolsBody, offered
+from paceline.web.service import Edge
+from paceline.web.speech import Part, Speech
+
+
+class Asked:
+    """A chat that was rendered: the requests for its answers, and what tells their parts apart."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        body: ToolsBody,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
+        request_id: str,
+        *,
+        logprobs: bool = False,
+        options: Mapping[str, Any],
+    ) -> None:
+        """``options``: those of the chat template. Raises InvalidRequestError for what can never be served."""
+        chat = edge.chat
+        if chat is None:
+            raise InvalidRequestError(
+                f"messages are given, but {edge.model_id!r} has no chat template: use /v1/completions, or start the "
+                "service with --chat-template FILE"
+            )
+        self._chat, self._tokenizer = chat, edge.service.info.tokenizer
+        self.tools = offered(tools, body.tool_choice)
+        stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
+        if self.tools and not chat.calls_tools:
+            raise InvalidRequestError("tools are given, but this tokenizer has no response template that tells calls")
+        if stop and chat.parses_special_tokens:
+            raise InvalidRequestError("stop is given, but special tokens tell the parts of an answer of this model")
+        self._by_text = bool(stop)
+        self.prefix = chat.render(messages, self.tools, {**body.chat_template_kwargs, **options})
+        self.token_ids = chat.encode(self.prefix)
+        sampling = with_defaults(body.sampling(logprobs), edge.service.info.max_model_len)
+        self.requests = [
+            Request(
+                request_id if body.n == 1 else f"{request_id}-{i}",
+                self.token_ids,
+                with_seed(sampling, i),
+                speculation,
+                stop,
+            )
+            for i in range(body.n)
+        ]
+
+    def speech(self) -> Speech:
+        """What tells the parts of one answer apart."""
+        return Speech(self._chat, self._tokenizer, self.prefix, self.token_ids, self.tools, by_text=self._by_text)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What one answer has said so far."""
+
+    speech: Speech
+    text: dict[str, list[str]] = field(default_factory=lambda: {"content": [], "reasoning": []})
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    result: Result | None = None
+
+
+class ChatCompletion:
+    """The answer to one body: its requests, then events or one object made of what they yield."""
+
+    def __init__(self, edge: Edge, body: ChatBody, request_id: str) -> None:
+        """Raises InvalidRequestError for a body that can never be served."""
+        self._edge, self._body = edge, body
+        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": edge.model_id}
+        options: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
+        if body.continue_final_message:
+            options = {"add_generation_prompt": False, "continue_final_message": True}
+        if body.reasoning_effort is not None:
+            options["reasoning_effort"] = body.reasoning_effort
+        messages = [message.as_template_reads() for message in body.messages]
+        self._asked = Asked(edge, body, messages, body.tools, request_id, logprobs=body.logprobs, options=options)
+        self.requests = self._asked.requests
+        self._totals = Totals(body.n)
+        self._choices = [_Choice(self._asked.speech()) for _ in self.requests]
+        self._begun: set[int] = set()
+
+    def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
+        """Takes what choice ``i`` has yielded; yields the events that tell of it."""
+        self._totals.note(i, item)
+        choice = self._choices[i]
+        if i not in self._begun:
+            self._begun.add(i)
+            first = {"prompt_token_ids": list(self._asked.token_ids)} if self._body.return_token_ids else {}
+            yield self._event(i, {"role": "assistant", "content": ""}, first)
+        if isinstance(item, Result):
+            choice.result = item
+            for part in choice.speech.finish():
+                yield self._event(i, self._delta(choice, part))
+            yield self._event(i, {}, self._end(choice))
+            return
+        extra: dict[str, Any] = {}
+        choice.token_ids += item.token_ids
+        if self._body.return_token_ids:
+            extra["token_ids"] = list(item.token_ids)
+        if self._body.logprobs and item.token_ids:
+            entries = self._logprobs(item)
+            choice.logprobs += entries
+            extra["logprobs"] = {"content": entries, "refusal": None}
+        options = self._body.stream_options
+        if options is not None and options.include_speculation:
+            extra["speculation"] = round_of(item)
+        for part in choice.speech.take(item):
+            yield self._event(i, self._delta(choice, part), extra)
+            extra = {}
+        if extra:
+            yield self._event(i, {}, extra)
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """Yields the last events of a stream."""
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._totals.counts()}
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = []
+        for i, choice in enumerate(self._choices):
+            said = {kind: "".join(text) for kind, text in choice.text.items()}
+            message: dict[str, Any] = {"role": "assistant", "content": said["content"], "refusal": None}
+            if said["reasoning"]:
+                message["reasoning_content"] = said["reasoning"]
+            if choice.calls:
+                message |= {"content": said["content"] or None, "tool_calls": choice.calls}
+            logprobs = {"content": choice.logprobs, "refusal": None} if self._body.logprobs else None
+            one = {"index": i, "message": message, "logprobs": logprobs, **self._end(choice)}
+            if self._body.return_token_ids:
+                one |= {"token_ids": choice.token_ids, "prompt_token_ids": list(self._asked.token_ids)}
+            choices.append(one)
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._totals.counts()}
+
+    def _event(self, i: int, delta: dict[str, Any], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **(extra or {})}
+        event = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        options = self._body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            event["usage"] = self._totals.counts()
+        elif options is not None and options.include_usage:
+            event["usage"] = None
+        return event
+
+    def _delta(self, choice: _Choice, part: Part) -> dict[str, Any]:
+        """The part as a delta; it is also kept for the whole answer."""
+        if part.kind == "tool_call":
+            function = {"name": part.name, "arguments": part.text}
+            call = {"id": part.call_id, "type": "function", "function": function}
+            choice.calls.append(call)
+            return {"tool_calls": [{"index": len(choice.calls) - 1, **call}]}
+        choice.text[part.kind].append(part.text)
+        return {"content" if part.kind == "content" else "reasoning_content": part.text}
+
+    def _end(self, choice: _Choice) -> dict[str, Any]:
+        result = choice.result
+        assert result is not None
+        reason = result.finish_reason.value
+        return {
+            "finish_reason": "tool_calls" if choice.calls and reason == "stop" else reason,
+            "stop_reason": result.matched_stop,
+            "speculation": speculation_of(result),
+        }
+
+    def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
+        tokenizer, found = self._edge.service.info.tokenizer, []
+        for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+            token = tokenizer.decode([token_id], special=True)
+            whole = "\N{REPLACEMENT CHARACTER}" not in token
+            found.append(
+                {
+                    "token": token,
+                    "logprob": logprob,
+                    "bytes": list(token.encode("utf-8", "replace")) if whole else None,
+                    "top_logprobs": [],
+                }
+            )
+        return found

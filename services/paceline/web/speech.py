@@ -1,0 +1,131 @@
+"""The text of an answer, told apart as it grows: content, reasoning, tool calls."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.checkpoint.chat import ChatTemplate
+from paceline.checkpoint.tokenizer import Detokenizer, Tokenizer
+from paceline.types import Chunk
+
+log = logging.getLogger(__name__)
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field of a response template that holds reasoning."""
+
+
+_NO_CALL = (ValueError, LookupError, TypeError, AttributeError)
+"""Errors of a call that cannot be parsed, or lacks a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What has come: text of the content or of the reasoning, or one whole tool call."""
+
+    kind: str
+    """``content``, ``reasoning`` or ``tool_call``."""
+    text: str = ""
+    """The text; of a call the JSON text of its arguments."""
+    name: str = ""
+    """The function that is called."""
+    call_id: str = ""
+
+
+class Speech:
+    """One answer. Without a parser all of it is content."""
+
+    def __init__(
+        self,
+        chat: ChatTemplate,
+        tokenizer: Tokenizer,
+        prefix: str,
+        token_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] | None,
+        *,
+        by_text: bool,
+    ) -> None:
+        """``prefix`` is the rendered chat, of these tokens. ``by_text``: read the text as it is sent, which ends before
+        a stop string but shows no special tokens; else that of the tokens, with special ones."""
+        self._parser = chat.parser(prefix, tools)
+        decode = functools.partial(tokenizer.decode, special=True)
+        self._detokenizer = None if by_text else Detokenizer(decode, token_ids)
+        self._call = ""
+        self.num_reasoning_tokens = 0
+
+    def take(self, chunk: Chunk) -> Iterator[Part]:
+        """The parts that a chunk completes."""
+        if self._parser is None:
+            yield from _content(chunk.text)
+        elif self._detokenizer is None:
+            yield from self._feed(chunk.text, len(chunk.token_ids))
+        else:
+            for token_id in chunk.token_ids:
+                yield from self._feed(self._detokenizer.add(token_id), 1)
+
+    def finish(self) -> Iterator[Part]:
+        """The parts that were open at the end."""
+        if self._parser is not None and self._detokenizer is not None:
+            yield from self._feed(self._detokenizer.flush(), 0)
+        if self._parser is not None:
+            try:
+                parts = list(self._parts(self._parser.finalize()[1]))
+            except _NO_CALL:
+                parts = list(self._give_up())
+            yield from parts
+
+    def _feed(self, text: str, num_tokens: int) -> Iterator[Part]:
+        if self._parser is None:  # it has been given up
+            yield from _content(text)
+            return
+        try:
+            parts = list(self._parts(self._parser.feed(text)))
+        except _NO_CALL:
+            self._call += text
+            yield from self._give_up()
+            return
+        if any(part.kind == "reasoning" for part in parts):
+            self.num_reasoning_tokens += num_tokens
+        yield from parts
+
+    def _give_up(self) -> Iterator[Part]:
+        """What looks like a call and is none is content, and so is all that follows."""
+        log.info("a tool call could not be parsed: it is sent as content")
+        self._parser = None
+        yield from _content(self._call)
+
+    def _parts(self, events: Sequence[dict[str, Any]]) -> Iterator[Part]:
+        for event in events:
+            name, text = event["field"], event.get("text") or ""
+            match event["type"], event.get("dirty"):
+                case "region_open", _:
+                    self._call = ""
+                case "region_chunk", True:
+                    self._call += text
+                case "region_chunk", _ if name in _REASONING:
+                    yield Part("reasoning", text)
+                case "region_chunk", _ if name == "content":
+                    yield from _content(text)
+                case "region_close", _ if name == "tool_calls":
+                    value = event["value"]
+                    for call in value if isinstance(value, list) else [value]:
+                        yield self._called(call["function"])
+                    self._call = ""
+
+    def _called(self, function: dict[str, Any]) -> Part:
+        name, arguments = function["name"], function.get("arguments") or {}
+        if not isinstance(name, str):
+            raise TypeError("a call names no function")
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return Part("tool_call", arguments, name, f"call_{secrets.token_hex(12)}")
+
+
+def _content(text: str) -> Iterator[Part]:
+    if text:
+        yield Part("content", text)
