@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from tests.drafters.test_head_modules import DEPTHS, SIZE, VOCAB, heads
+from tests.support.rings import slow
 from torch import Tensor
 
 from paceline.core.processors import SamplerState
@@ -74,7 +75,7 @@ class Twin:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("most", [1, 7, LONG])
+@pytest.mark.parametrize("most", [7, LONG, *slow([1])])
 def test_fed_in_any_chunks_on_any_pages_the_tree_is_that_of_one_forward(kind: str, most: int) -> None:
     twin = Twin(kind, seed=most)
     lengths = {"a": LONG, "b": 2, "c": 20}

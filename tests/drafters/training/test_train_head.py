@@ -13,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 from tests.support.models import letters_tokenizer, random_model
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.cli.main import main
+from paceline.drafters.heads.load import open_head
 from paceline.drafters.training.options import KINDS, HeadForm, Schedule, TrainingOptions
 from paceline.drafters.training.run import train_head
 from paceline.errors import ConfigError
+from paceline.model.features import OUT
 
 DEPTHS, STEPS = 2, 6
 
@@ -88,7 +91,9 @@ def stop_after(steps: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupted_training_ends_with_the_same_weights(kind: str, options: Make, tmp_path: Path) -> None:
+def test_an_interrupted_training_ends_with_the_same_weights_and_they_load(
+    kind: str, options: Make, target: Path, tmp_path: Path
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     report = train_head(options(kind, whole), silent)
     with pytest.raises(Stopped):
@@ -101,6 +106,11 @@ def test_an_interrupted_training_ends_with_the_same_weights(kind: str, options: 
     assert (whole / "config.json").read_text() == (parts / "config.json").read_text()
     assert (whole / "report.json").read_text() == (parts / "report.json").read_text()
     assert report.num_steps == STEPS
+    plan = open_head(kind, str(whole), Checkpoint.open(str(target)), num_tokens=DEPTHS)
+    assert plan.features.boundaries == ((0, 1) if kind in ("eagle3", "peagle") else (OUT,))
+    head = plan.load(torch.float32, torch.device("cpu"))
+    held = {id(tensor): tensor.numel() for tensor in head.module.parameters()}
+    assert sum(held.values()) == sum(tensor.numel() for key, tensor in ours.items() if key not in ("d2t", "t2d"))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
