@@ -66,7 +66,10 @@ TARGET_VALUES = {
     "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "tree_verification": "off", "kv_pages": 20,
     "kv_fraction": None,
     "trust_remote_code": True, "batch_invariant": "require",
-    "heads": [{"method": "draft_model", "model": "h", "num_speculative_tokens": 3}],
+    "heads": [{
+        "method": "draft_model", "model": "h", "boundaries": None, "num_speculative_tokens": 3, "probe": True,
+        "probe_file": None,
+    }],
 }  # fmt: skip
 MODEL_VALUES = {name: TARGET_VALUES[name] for name in DraftOptions.model_fields if name in TARGET_VALUES}
 GROWING_VALUES = {"tree_budget": 32, "tree_step_tokens": 4, "fan_out": 2}

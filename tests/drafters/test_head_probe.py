@@ -34,11 +34,11 @@ from paceline.drafters.heads.probe import (
     write,
 )
 from paceline.errors import ConfigError
-from paceline.model import loading
 from paceline.model.features import OUT, Features
 from paceline.model.loading import load_model, prepare
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.runner import ModelRunner
+from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep
 
 NUM_LAYERS = 6
@@ -238,7 +238,7 @@ def test_settings_outside_of_the_target_are_not_tried(samples: list[Sample]) -> 
 
 # -- while a target is loaded ------------------------------------------------------------------------------
 
-WORDS = ("abcdefgh", "theloudlion", "zyxwv", "quickbrown")
+WORDS = ("abcdefgh", "theloudlionss", "zyxwvutsrq", "quickbrown")
 
 
 @dataclass
@@ -271,23 +271,21 @@ def test_heads_are_examined_while_their_target_is_loaded(
     checkpoint = Checkpoint.open(saved)
     options = ModelOptions(compile=compile, dtype="float32", device="cpu")
     own, right = (2, 3, 5), (1, 2, 4)
-    probe = HeadProbe([("h", head(Knows([], {}), own))], NUM_LAYERS, checkpoint.tokenizer, WORDS)
-    assert set(probe.features.boundaries) == {*range(1, 7)}
-    collects = Collects(probe.prompts)
-    loaded = load_model(checkpoint, options, features=Features((OUT,), False), examination=collects)
+    (tmp_path / "texts").write_text("\n\n".join(WORDS), encoding="utf-8")
+    file = str(tmp_path / "texts")
+    probe = HeadProbe([(own, file), (right, file)], NUM_LAYERS, checkpoint.tokenizer.encode)
+    assert set(probe.features.boundaries) == {*range(7)}
+    loaded = load_model(checkpoint, options, features=Features((OUT,), False), examination=probe)
     assert loaded.features == Features((OUT,), False)
-    known = collects.samples
-    assert [sample.num_prompt for sample in known] == [len(prompt) for prompt in probe.prompts]
-    good = HeadProbe([("h", head(Knows(known, {right: NEVER}), right))], NUM_LAYERS, checkpoint.tokenizer, WORDS)
-    load_model(checkpoint, options, features=Features((OUT,), False), examination=good)
-    assert good.warnings == []
-    better = HeadProbe([("h", head(Knows(known, {own: 2, right: 50}), own))], NUM_LAYERS, checkpoint.tokenizer, WORDS)
-    load_model(checkpoint, options, features=Features((OUT,), False), examination=better)
-    assert len(better.warnings) == 1
-    monkeypatch.setattr(loading, "compiled_step", None)
-    wrong = HeadProbe([("h", head(Knows(known, {right: NEVER}), own))], NUM_LAYERS, checkpoint.tokenizer, WORDS)
+    assert isinstance(loaded.step, Step) is not compile
+    known = probe.samples[file]
+    assert [sample.num_prompt for sample in known] == [len(tokens) for tokens in probe.prompts[file]]
+    assert probe.examine("h", head(Knows(known, {right: NEVER}), right), file) is None
+    warning = probe.examine("h", head(Knows(known, {own: 2, right: 50}), own), file)
+    assert warning is not None
+    assert warning.endswith("if wired otherwise: let it read boundaries [1, 2, 4]")
     with pytest.raises(ConfigError, match=r"let it read boundaries \[1, 2, 4\]$"):
-        load_model(checkpoint, options, features=Features((OUT,), False), examination=wrong)
+        probe.examine("h", head(Knows(known, {right: NEVER}), own), file)
 
 
 def rank_examines(group: Collectives, path: str, prompts: list[list[int]]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.drafters.head_files import VOCAB, made, write_target
-from tests.support.models import save_pair
+from tests.support.models import letters_tokenizer, save_pair
 from tests.support.rings import slow
 
 from paceline.checkpoint.files import Checkpoint
@@ -102,9 +102,8 @@ def test_a_published_head_drafts_what_its_module_says(
     target = folder if file.method == "mtp" else tmp_path / "target"
     if file.method != "mtp":
         write_target(target, file.target)
-    head = HeadOptions(
-        method=file.method, model=None if file.method == "mtp" else str(folder), num_speculative_tokens=3
-    )
+    source = None if file.method == "mtp" else str(folder)
+    head = HeadOptions(method=file.method, model=source, num_speculative_tokens=3, probe=False)
     engine = built(target, [head])
     (mounted,) = engine.heads.mounted
     assert isinstance(mounted.head, HeadDrafter)
@@ -139,6 +138,27 @@ def test_a_published_head_drafts_what_its_module_says(
         compared += 1
     assert compared > 20
     assert right >= 0.95 * compared, "but for ties"
+
+
+def test_a_head_that_predicts_nothing_is_refused_when_the_target_starts(tmp_path: Path) -> None:
+    """It has random weights, and is asked for what the target writes after the texts of a file, or after our own."""
+    write_target(tmp_path / "target")
+    letters_tokenizer(VOCAB).save_pretrained(tmp_path / "target")
+    folder, texts = str(made("eagle3").write(tmp_path / "head")), tmp_path / "texts"
+    texts.write_text("abcd\n\nefgh\n", encoding="utf-8")
+    for more in ({}, {"probe_file": str(texts)}):
+        head = HeadOptions(method="eagle3", model=folder, **more)
+        with pytest.raises(ConfigError) as error:
+            built(tmp_path / "target", [head])
+        assert str(error.value).startswith(f"head eagle3 {folder} predicts 0.")
+        assert "of the target's tokens (by depth) with boundaries (2, 4, 5), where the most frequent" in str(
+            error.value
+        )
+    with pytest.raises(ConfigError, match=r"^probe_file is '/nowhere': it cannot be read"):
+        built(tmp_path / "target", [HeadOptions(method="eagle3", model=folder, probe_file="/nowhere")])
+    for fields in ({"probe": False}, {"method": "draft_model"}):
+        with pytest.raises(ValueError, match="probe_file is 'x' beside "):
+            HeadOptions(**{"method": "eagle3", "model": folder, "probe_file": "x"} | fields)
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:

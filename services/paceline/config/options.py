@@ -74,6 +74,12 @@ class HeadOptions(Strict):
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     """The most tokens that it proposes in a round. With ``adaptive`` it makes as many of them as are expected to
     pay."""
+    probe: bool = True
+    """Ask the head, when the target starts, for some text that the target writes. One that predicts hardly any of it is
+    refused, and one that would predict more with another setting is warned of, with that setting. False: take it as it
+    is. A draft model is not asked."""
+    probe_file: str | None = Field(default=None, min_length=1)
+    """A text file from whose first four paragraphs the target goes on for this. None: sentences of our own."""
 
     @property
     def source(self) -> str | None:
@@ -95,6 +101,9 @@ class HeadOptions(Strict):
                 f"is {self.boundaries} beside method {self.method!r}: only eagle3 and peagle read "
                 "more than the last state",
             )
+        if self.probe_file is not None and (not self.probe or self.method == "draft_model"):
+            why = "probe false" if self.method != "draft_model" else "method 'draft_model', which is not asked"
+            raise Fault("probe_file", f"is {self.probe_file!r} beside {why}: leave it out")
         return self
 
 

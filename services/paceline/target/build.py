@@ -26,7 +26,7 @@ from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
 from paceline.target.engine import TargetEngine
 from paceline.target.heads import MountedHead
-from paceline.target.mount import bind_heads, features_of, load_heads, open_heads
+from paceline.target.mount import bind_heads, features_of, load_heads, open_heads, probe_of
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
@@ -65,13 +65,14 @@ def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel,
     )
     opened = open_heads(setup, checkpoint)
     require_target(setup, checkpoint, placement, group)
-    model = load_model(checkpoint, options, group, placement, features_of(opened))
+    probe = probe_of(opened, checkpoint)
+    model = load_model(checkpoint, options, group, placement, features_of(opened), probe)
     max_len = options.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
             f"max_model_len is {max_len}: the target {setup.source!r} was made for at most {model.max_len}"
         )
-    heads = load_heads(setup, opened, checkpoint, model) if group is None or group.rank == 0 else []
+    heads = load_heads(setup, opened, checkpoint, model, probe) if group is None or group.rank == 0 else []
     if options.kv_fraction is None:
         num_pages = target_pages(options, max_len)
     else:

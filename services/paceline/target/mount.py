@@ -10,8 +10,11 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
 from paceline.config import HeadOptions, TargetSetup
 from paceline.drafters.colocated import DraftModelHead
+from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.heads.formats import TargetFacts
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head
-from paceline.drafters.protocol import Features, Head
+from paceline.drafters.heads.probe import HeadProbe
+from paceline.drafters.protocol import Features
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
 from paceline.model.device import Placement
@@ -80,20 +83,34 @@ def features_of(opened: Sequence[OpenedHead]) -> Features | None:
     return union(head.features for head in opened)
 
 
-def load_heads(
-    setup: TargetSetup, opened: Sequence[OpenedHead], target: Checkpoint, model: LoadedModel
-) -> list[MountedHead]:
-    """Loads the heads of a target, which is loaded already; ``bind_heads`` follows.
+def probe_of(opened: Sequence[OpenedHead], target: Checkpoint) -> HeadProbe | None:
+    """What the target is to write while it is loaded, so that ``load_heads`` can ask its heads; None: nothing.
 
     Raises:
-        ConfigError: one cannot be loaded, or the device has no room for it.
+        ConfigError: a file of texts cannot be read, or the target has no tokenizer.
+    """
+    asked = [
+        (head.features.boundaries, head.options.probe_file) for head in opened if head.features and head.options.probe
+    ]
+    return HeadProbe(asked, TargetFacts.of(target).num_layers, target.tokenizer.encode) if asked else None
+
+
+def load_heads(
+    setup: TargetSetup, opened: Sequence[OpenedHead], target: Checkpoint, model: LoadedModel, probe: HeadProbe | None
+) -> list[MountedHead]:
+    """Loads the heads of a target, which is loaded already and has written for ``probe``; ``bind_heads`` follows.
+
+    Raises:
+        ConfigError: one cannot be loaded, or the device has no room for it, or it predicts nothing of the target.
     """
     heads = []
     for head in opened:
         if head.plan is None:
             mounted = _draft_model(setup, head.options, target, Placement(model.device, model.dtype))
         else:
-            drafter: Head = _load(setup, head.plan, model)
+            drafter = _load(setup, head.plan, model)
+            if probe is not None and head.options.probe:
+                probe.examine(str(head.options), drafter, head.options.probe_file)
             mounted = MountedHead(str(head.options), drafter, num_tokens=head.options.num_speculative_tokens)
         heads.append(mounted)
         log.info("target: head %s is loaded", head.options)
@@ -106,7 +123,7 @@ def bind_heads(heads: Sequence[MountedHead], cache: KVCache) -> None:
         mounted.head.bind(cache, cache.add_layers(mounted.head.layers))
 
 
-def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> Head:
+def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> HeadDrafter:
     """A head that reads states. It borrows the target's tables where those are whole modules of this process."""
     embed = lm_head = None
     if isinstance(model.step, Step) and model.share is None and model.quantization is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.eagle import Eagle, Eagle3
 from paceline.drafters.heads.module import HeadModule
@@ -133,25 +132,28 @@ class Setting:
         return f"boundaries {self.boundaries}"
 
 
-def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
-    """The head's own setting, and those that are confused with it: neighboring layers, the layers that EAGLE-3 takes
-    where nothing is said, the state before and after the final norm, the head's own norms, and the order of what it
-    concatenates."""
-    own, module = head.features.boundaries, head.module
-    layers = [b for b in own if b != OUT]
-    others = [
-        tuple(b if b == OUT else b + shift for b in own)
-        for shift in (-1, 1)
-        if all(0 <= b + shift <= num_layers for b in layers)
-    ]
-    others.append(tuple({OUT: num_layers, num_layers: OUT}.get(b, b) for b in own))
+def boundaries_to_try(own: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
+    """``own``, and what is confused with it: neighboring layers, those that EAGLE-3 takes where nothing is said, the
+    state before and after the final norm."""
+    found = [own]
+    for shift in (-1, 1):
+        if all(0 <= b + shift <= num_layers for b in own if b != OUT):
+            found.append(tuple(b if b == OUT else b + shift for b in own))
+    found.append(tuple({OUT: num_layers, num_layers: OUT}.get(b, b) for b in own))
     usual = (2, num_layers // 2, num_layers - 3)
     if len(own) == len(usual) and all(0 <= b <= num_layers for b in usual):
-        others.append(usual)
+        found.append(usual)
+    return list(dict.fromkeys(found))
+
+
+def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
+    """The head's own setting, then those that are confused with it: other boundaries, the head's own norms, and the
+    order of what it concatenates."""
+    (own, *others), module = boundaries_to_try(head.features.boundaries, num_layers), head.module
     found = [Setting(own, "")]
-    for boundaries in dict.fromkeys(others):
-        if boundaries != own:
-            found.append(Setting(boundaries, f"let it read boundaries {list(boundaries)}"))
+    for boundaries in others:
+        key = "set" if isinstance(module, Eagle3) and OUT not in boundaries else "let it read"
+        found.append(Setting(boundaries, f"{key} boundaries {'to ' if key == 'set' else ''}{list(boundaries)}"))
     if isinstance(module, Eagle3):
         for flag in ("norm_before_residual", "norm_output"):
             value = not getattr(module.form, flag)
@@ -267,35 +269,50 @@ def judge(name: str, scores: Sequence[Score], by_chance: float) -> str | None:
 
 
 class HeadProbe:
-    """Examines heads at the steps of their target: see ``load_model``."""
+    """Examines the heads of one target: called at steps of the target (``load_model``), then asked about each head."""
 
     def __init__(
-        self, heads: Sequence[tuple[str, HeadDrafter]], num_layers: int, tokenizer: Tokenizer, texts: Sequence[str]
+        self,
+        heads: Iterable[tuple[tuple[int, ...], str | None]],
+        num_layers: int,
+        encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """Chooses what is asked.
+        """Chooses what is written.
 
         Args:
-            heads: and what messages call them; at least one.
+            heads: of each the boundaries that it reads, and the file of its texts (``texts_of``); at least one.
             num_layers: of the target.
-            tokenizer: of the target.
-            texts: what it goes on from.
-        """
-        self._heads = [(name, head, settings_of(head, num_layers)) for name, head in heads]
-        self.prompts = [tokenizer.encode(text)[:_PROMPT_TOKENS] or [0] for text in texts]
-        wanted = {b for _, _, settings in self._heads for setting in settings for b in setting.boundaries}
-        self.features = Features(tuple(sorted(wanted)), every_position=True)
-        self.num_pages = sum(pages_for(len(prompt) + NUM_TOKENS) for prompt in self.prompts)
-        self.warnings: list[str] = []
-        """What is wrong with heads that are taken."""
-
-    def __call__(self, runner: ModelRunner) -> None:
-        """Has the target write, and asks each head with each setting.
+            encode: a text as tokens of the target.
 
         Raises:
-            ConfigError: a head predicts next to nothing; the sentence names a setting with which it would.
+            ConfigError: a file cannot be read or is empty.
         """
-        samples = write(runner, self.prompts)
-        for name, head, settings in self._heads:
-            scores = [score(head, setting, samples) for setting in settings]
-            if warning := judge(name, scores, chance(samples)):
-                self.warnings.append(warning)
+        heads = list(heads)
+        self._num_layers = num_layers
+        self.prompts = {
+            file: [list(encode(text)[:_PROMPT_TOKENS]) or [0] for text in texts_of(file)]
+            for file in dict.fromkeys(file for _, file in heads)
+        }
+        wanted = {b for own, _ in heads for tried in boundaries_to_try(own, num_layers) for b in tried}
+        self.features = Features(tuple(sorted(wanted)), every_position=True)
+        self.num_pages = max(
+            sum(pages_for(len(prompt) + NUM_TOKENS) for prompt in prompts) for prompts in self.prompts.values()
+        )
+        self.samples: dict[str | None, list[Sample]] = {}
+
+    def __call__(self, runner: ModelRunner) -> None:
+        """Has the target write."""
+        self.samples = {file: write(runner, prompts) for file, prompts in self.prompts.items()}
+
+    def examine(self, name: str, head: HeadDrafter, file: str | None = None) -> str | None:
+        """Asks a head for what the target has written.
+
+        Returns:
+            A warning that names a better setting, which is logged; None if there is none.
+
+        Raises:
+            ConfigError: it predicts next to nothing; the sentence names a setting with which it would do better.
+        """
+        samples = self.samples[file]
+        scores = [score(head, setting, samples) for setting in settings_of(head, self._num_layers)]
+        return judge(name, scores, chance(samples))
