@@ -6,6 +6,7 @@ import json
 import random
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from tests.support.models import letters_tokenizer, random_model
 from paceline.checkpoint.files import Checkpoint
 from paceline.cli.main import main
 from paceline.drafters.heads.load import open_head
+from paceline.drafters.training.features import FeatureCache, Rows
+from paceline.drafters.training.kinds import TrainableHead
 from paceline.drafters.training.options import KINDS, HeadForm, Schedule, TrainingOptions
-from paceline.drafters.training.run import train_head
+from paceline.drafters.training.run import Report, evaluate, teacher_of, train_head
 from paceline.errors import ConfigError
 from paceline.model.features import OUT
+from paceline.model.loading import load_pretrained
 
 DEPTHS, STEPS = 2, 6
 
@@ -111,6 +115,19 @@ def test_an_interrupted_training_ends_with_the_same_weights_and_they_load(
     head = plan.load(torch.float32, torch.device("cpu"))
     held = {id(tensor): tensor.numel() for tensor in head.module.parameters()}
     assert sum(held.values()) == sum(tensor.numel() for key, tensor in ours.items() if key not in ("d2t", "t2d"))
+    assert loaded_report(options(kind, whole)).as_json()[kind] == report.as_json()[kind]
+
+
+def loaded_report(options: TrainingOptions) -> Report:
+    """The report of a head as the service loads it from its files."""
+    checkpoint = Checkpoint.open(options.target)
+    plan = open_head(options.form.kind, str(options.out), checkpoint, num_tokens=DEPTHS)
+    model = load_pretrained(checkpoint, torch.float32).eval()
+    module = plan.load(torch.float32, torch.device("cpu")).module
+    head = TrainableHead(options.form, module, plan.features.boundaries, model)
+    rows = Rows(**json.loads((options.cache / "held_out" / "cache.json").read_text(encoding="utf-8")))
+    rows = replace(rows, temperatures=tuple(rows.temperatures))
+    return evaluate(head, teacher_of(model), FeatureCache(options.cache / "held_out", rows), options, STEPS, silent)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

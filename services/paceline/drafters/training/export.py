@@ -20,7 +20,8 @@ def write_head(head: TrainableHead, folder: Path, source: str) -> None:
 
     ``source``: path or id of the target, named in the configuration.
     """
-    head.module.bfloat16().float()
+    for parameter in head.parameters:  # not the buffers: rotary frequencies are not written
+        parameter.data.copy_(parameter.data.bfloat16())
     config, tensors, name = _WRITE[head.form.kind](head, source)
     folder.mkdir(parents=True, exist_ok=True)
     kept = {

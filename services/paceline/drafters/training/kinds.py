@@ -66,24 +66,28 @@ def boundaries_of(form: HeadForm, num_layers: int) -> tuple[int, ...]:
     return chosen
 
 
-def make_head(form: HeadForm, target: PreTrainedModel, cache: FeatureCache) -> TrainableHead:
-    """A head with its first weights, float32 on the target's device."""
+def make_head(
+    form: HeadForm, target: PreTrainedModel, cache: FeatureCache, num_fitted: int = _FIT_TOKENS
+) -> TrainableHead:
+    """A head with its first weights, float32 on the target's device. ``num_fitted``: tokens of the least squares."""
     config = target.config.get_text_config()
     boundaries = boundaries_of(form, config.num_hidden_layers)
     torch.manual_seed(0)
     with torch.no_grad():
-        module = _MAKE[form.kind](form, target, _Fit(target, cache, boundaries))
+        module = _MAKE[form.kind](form, target, _Fit(target, cache, boundaries, num_fitted))
     return TrainableHead(form, module.float().to(target.device).train(), boundaries, target)
 
 
 class _Fit:
     """Least squares on the first rows of the features."""
 
-    def __init__(self, target: PreTrainedModel, cache: FeatureCache, boundaries: Sequence[int]) -> None:
-        self.target, self.cache, self.boundaries = target, cache, boundaries
+    def __init__(
+        self, target: PreTrainedModel, cache: FeatureCache, boundaries: Sequence[int], num_tokens: int
+    ) -> None:
+        self.target, self.cache, self.boundaries, self.num_tokens = target, cache, boundaries, num_tokens
 
     def _rows(self) -> list[Row]:
-        count = min(self.cache.rows.num_rows, max(1, _FIT_TOKENS // self.cache.rows.length))
+        count = min(self.cache.rows.num_rows, max(1, self.num_tokens // self.cache.rows.length))
         return [self.cache.read(row, self.boundaries) for row in range(count)]
 
     def frequent_tokens(self, count: int) -> Tensor:

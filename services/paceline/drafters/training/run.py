@@ -23,7 +23,7 @@ from paceline.drafters.training.features import OUT, FeatureCache, Rows
 from paceline.drafters.training.kinds import TrainableHead, boundaries_of, make_head
 from paceline.drafters.training.options import TrainingOptions
 from paceline.drafters.training.replay import Agreement, Unroll, agreement, joined
-from paceline.drafters.training.trainer import Trainer
+from paceline.drafters.training.trainer import CHECKPOINT, Trainer
 from paceline.errors import ConfigError
 from paceline.model.device import resolve
 from paceline.model.loading import load_pretrained
@@ -104,7 +104,10 @@ def train_head(options: TrainingOptions, progress: Progress) -> Report:
         _features("held-out features", folder / "held_out", target, held_out, options, boundaries, progress),
     ]
     require_teacher(target, teacher, parts[0])
-    head = make_head(options.form, target, parts[0])
+    progress("first weights", 0, 1)
+    resumed = {"num_fitted": 0} if (options.out / CHECKPOINT).exists() else {}  # they are replaced
+    head = make_head(options.form, target, parts[0], **resumed)
+    progress("first weights", 1, 1)
     trainer = Trainer(head, teacher, parts[0], options.schedule, options.out, bfloat16=dtype == torch.bfloat16)
     steps = options.schedule.steps
     progress("training", trainer.step, steps)

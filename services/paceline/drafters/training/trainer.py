@@ -19,6 +19,9 @@ _DEPTH_DECAY = 0.8
 """Weight of a depth's loss over that of the one before (EAGLE-3)."""
 _SAVE_STEPS = 200
 
+CHECKPOINT = "checkpoint.pt"
+"""File of an unfinished training in its folder."""
+
 
 class Trainer:
     """Trains a head in place; resumes from ``checkpoint.pt`` of its folder, if there is one.
@@ -64,7 +67,7 @@ class Trainer:
     @property
     def path(self) -> Path:
         """The checkpoint's file."""
-        return self.folder / "checkpoint.pt"
+        return self.folder / CHECKPOINT
 
     def _resume(self) -> None:
         if not self.path.exists():
@@ -75,7 +78,7 @@ class Trainer:
                 if _plain(found["identity"][part].get(key)) != _plain(value):
                     raise ConfigError(
                         f"{self.folder} holds a training with {key} {found['identity'][part].get(key)}, not {value}: "
-                        "name another directory, or delete its checkpoint.pt"
+                        f"name another directory, or delete its {CHECKPOINT}"
                     )
         self.head.module.load_state_dict(found["module"])
         self.optimizer.load_state_dict(found["optimizer"])
