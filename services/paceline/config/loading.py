@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from paceline.config.base import Strict
-from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 
 EMBEDDED_TARGET, EMBEDDED_DRAFT = "paceline/embedded-target", "paceline/embedded-draft"
 """Model ids of the pair that comes with the package: they stand for its directories on every node."""
@@ -33,5 +33,6 @@ class ModelLoadingConfig(Strict):
 
 
 def resolve(name: str) -> str:
-    """A model id as a place: the embedded pair's directories, or the name itself."""
-    return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR)}.get(name, name)
+    """A model id as a place: the directories of the embedded pair and its heads, or the name itself."""
+    heads = {f"paceline/embedded-{method}": str(folder) for method, folder in HEAD_DIRS.items()}
+    return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR), **heads}.get(name, name)

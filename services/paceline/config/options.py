@@ -65,9 +65,10 @@ class HeadOptions(Strict):
 
     method: HeadMethod
     """``draft_model``: a smaller model with the target's tokenizer, in the target's process. The others read the
-    target's hidden states; ``mtp`` comes with the target's own checkpoint."""
+    target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
-    """Directory of the head's checkpoint, or an id that transformers resolves. None: for ``mtp`` only."""
+    """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp`` only: the target's own
+    files hold it."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
     """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``): b for the residual
     stream before layer b, the number of layers for that after the last one."""
@@ -91,8 +92,6 @@ class HeadOptions(Strict):
 
     @model_validator(mode="after")
     def _of_method(self) -> Self:
-        if self.method == "mtp" and self.model is not None:
-            raise Fault("model", f"is {self.model!r} beside method 'mtp', which comes with the target: leave it out")
         if self.method != "mtp" and self.model is None:
             raise Fault("model", f"is null: method {self.method!r} needs the directory or id of its checkpoint")
         if self.boundaries is not None and self.method not in ("eagle3", "peagle"):

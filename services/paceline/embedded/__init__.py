@@ -4,7 +4,8 @@ With them a service, a test or a benchmark works without fetching anything. Both
 checkpoints in bfloat16 with one byte-level BPE of 4,096 tokens, and both complete Python source.
 
 Provenance: trained from random weights by `benchmarks/train_embedded.py` on the `.py` files of the CPython
-3.11 standard library and on nothing else; the draft was then distilled from the target. The files listed in
+3.11 standard library and on nothing else; the draft was then distilled from the target, and the heads were trained on
+the target's states. The files listed in
 `held_out.json` were not trained on: prompts and measurements are taken from those. `README.md` is the model
 card. The training text is under the PSF licence, reproduced in `LICENSE-PSF.txt`; see `NOTICE`.
 """
@@ -18,6 +19,8 @@ _HERE = Path(__file__).resolve().parent
 
 TARGET_DIR = _HERE / "target"
 DRAFT_DIR = _HERE / "draft"
+HEAD_DIRS = {method: _HERE / "heads" / method for method in ("mtp", "eagle3")}
+"""Method -> directory of a head for the target, trained by ``paceline train-head``."""
 
 
 def held_out_files() -> list[str]:

@@ -69,13 +69,16 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
         return HeadsSize(draft_estimate(draft_setup_of(setup, head), size, longest, on_gpu=on_gpu).device_bytes)
     tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # its own copy of embedding and LM head
     page_values = _STATES[head.method] * target.hidden_size
-    if head.method == "mtp":  # its weights are among those of the target's files
-        return HeadsSize(tables, (target.kv_values or 0) // max(1, target.num_layers), page_values)
+    kv_values = (target.kv_values or 0) // max(1, target.num_layers)
+    if head.source is None:  # MTP: its weights are among those of the target's files
+        return HeadsSize(tables, kv_values, page_values)
     folder = local_folder(str(head.source))
     if folder is None:
         raise ConfigError(f"head {head.source!r} is not on this machine: fetch it, and name its directory")
     weights = count_weights(folder).numbers * target.item_bytes
     if head.method in ("medusa", "mlp_speculator"):
         return HeadsSize(weights)
+    if head.method == "mtp":
+        return HeadsSize(weights + tables, kv_values, page_values)
     own = size_of(read_json(folder, "config.json"), 0, target.item_bytes)
     return HeadsSize(weights + tables, own.kv_values or 0, page_values)

@@ -22,7 +22,9 @@ from paceline.drafters.protocol import Candidates, DrafterSessionError, Features
 from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE
 
-_TOP_M = 16
+TOP_M = 256
+"""Candidates of a leaf. The noise of a session that samples may choose any of them: at temperature 1 a round of 4 of
+the embedded MTP head brings 0.77 tokens with 16 candidates, 0.96 with 256, and 1.03 with all 4,096."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class HeadDrafter:
         features: Features,
         vocab_size: int,
         max_leaves: int = 64,
-        num_candidates: int = _TOP_M,
+        num_candidates: int = TOP_M,
     ) -> None:
         """Takes a loaded module.
 

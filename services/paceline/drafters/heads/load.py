@@ -12,7 +12,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
-from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
 from paceline.drafters.heads.formats import READ, HeadForm, Reading, TargetFacts, meta_model, mtp_modules
 from paceline.drafters.heads.module import Function
 from paceline.errors import ConfigError
@@ -44,7 +44,7 @@ class HeadPlan:
         embed: Function | None = None,
         lm_head: Function | None = None,
         max_leaves: int = 64,
-        num_candidates: int = 16,
+        num_candidates: int = TOP_M,
     ) -> HeadDrafter:
         """Reads the weights. Once only: the module becomes the head's own.
 

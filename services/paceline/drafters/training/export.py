@@ -28,7 +28,10 @@ def write_head(head: TrainableHead, folder: Path, source: str) -> None:
         key: (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous().cpu()
         for key, value in tensors.items()
     }
-    save_file(kept, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    path = folder / f"{name}.safetensors"
+    save_file(kept, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library leaves it to its owner alone
+    config["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,118 @@
+"""The embedded target's own heads through its engine: what they bring is what the trainer's replay says of the text."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.rings import slow
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
+from paceline.drafters.training.features import states
+from paceline.drafters.training.replay import Agreement, agreement
+from paceline.embedded import HEAD_DIRS, TARGET_DIR, held_out_files
+from paceline.messages import DraftState, OpenSession, Outcome
+from paceline.model.loading import load_pretrained
+from paceline.target.build import build_target_engine
+from paceline.target.engine import TargetEngine
+from paceline.types import Mode, SamplingParams, SpeculationParams
+
+DEPTHS, NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 40, 60
+OPTIONS = {"dtype": "float32", "device": "cpu", "compile": False, "batch_invariant": "off", "adaptive": False}
+METHODS = [*HEAD_DIRS]
+
+
+def built(method: str) -> TargetEngine:
+    sent: list = []
+    head = HeadOptions(method=method, model=f"paceline/embedded-{method}", num_speculative_tokens=DEPTHS)
+    engine = build_target_engine(TargetSetup(str(TARGET_DIR), TargetOptions(**OPTIONS, heads=[head])), sent.extend)
+    engine.sent = sent  # type: ignore[attr-defined]
+    return engine
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """The beginnings of held-out files."""
+    tokenizer, library = Checkpoint.open(str(TARGET_DIR)).tokenizer, Path(sysconfig.get_paths()["stdlib"])
+    texts = [(library / name).read_text(encoding="utf-8") for name in held_out_files() if (library / name).exists()]
+    encoded = [tokenizer.encode(text[400:2000])[:PROMPT_TOKENS] for text in texts]
+    return [ids for ids in encoded if len(ids) == PROMPT_TOKENS][:NUM_PROMPTS]
+
+
+def rounds(engine: TargetEngine, mode: Mode, temperature: float) -> list[list[tuple[int, ...]]]:
+    """The tokens of each outcome of each session."""
+    engine.sent.clear()
+    names = [f"{mode}{temperature}{i}" for i in range(NUM_PROMPTS)]
+    for i, (name, ids) in enumerate(zip(names, prompts(), strict=True)):
+        sampling = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, seed=i, ignore_eos=True)
+        speculation = SpeculationParams(mode=mode, max_draft_tokens=DEPTHS)
+        engine.receive([OpenSession(name, 1, ids, len(ids), i, sampling, speculation)])
+        engine.receive([DraftState(name, 1, available=False)])
+    while engine.num_sessions:
+        engine.step()
+    outcomes = [message for message in engine.sent if isinstance(message, Outcome)]
+    return [[each.token_ids for each in outcomes if each.session_id == name] for name in names]
+
+
+def replayed(head: HeadDrafter, texts: list[list[int]], temperature: float) -> Agreement:
+    """What the trainer says of these texts, with as many candidates as the engine has."""
+
+    def unroll(*arguments: Any) -> Iterator[torch.Tensor]:
+        for logits in head.module.unroll(*arguments):
+            yield logits.masked_fill(logits < logits.topk(TOP_M).values[..., -1:], float("-inf"))
+
+    model = load_pretrained(Checkpoint.open(str(TARGET_DIR)), torch.float32).eval()
+    token_ids = torch.tensor(texts)
+    own = states(model, token_ids, head.features.boundaries)
+    with torch.no_grad():
+        log_p = model(token_ids, use_cache=False).logits.log_softmax(-1)
+    return agreement(
+        unroll,
+        log_p,
+        token_ids,
+        torch.cat(own, -1).float(),
+        torch.full((NUM_PROMPTS,), PROMPT_TOKENS),
+        torch.full((NUM_PROMPTS,), token_ids.shape[1]),
+        DEPTHS,
+        greedy=temperature == 0,
+        target_ids=head.module.target_ids,
+    )
+
+
+@pytest.mark.parametrize("method", slow(METHODS))
+def test_what_a_head_brings_is_what_its_replay_says(method: str) -> None:
+    engine = built(method)
+    (mounted,) = engine.heads.mounted
+    for temperature in (0.0, 1.0):
+        found = rounds(engine, Mode.OVERLAPPED, temperature)
+        texts = [[token for part in parts for token in part] for parts in found]
+        plain = rounds(engine, Mode.PLAIN, temperature)
+        assert texts == [[token for part in parts for token in part] for parts in plain]
+        whole = [[*ids, *text] for ids, text in zip(prompts(), texts, strict=True)]
+        expected = replayed(mounted.head, whole, temperature)
+        accepted, num_rounds = 0, 0
+        for row, parts in enumerate(found):
+            t = PROMPT_TOKENS - 1  # the first outcome is the prompt's own
+            for part in parts[1:]:
+                if t < int(expected.end[row]):
+                    accepted, num_rounds = accepted + len(part) - 1, num_rounds + 1
+                t += len(part)
+        assert num_rounds > 50
+        error = expected.standard_error(DEPTHS)
+        wanted = expected.accepted_per_round(DEPTHS)
+        print(f"{method} T={temperature:g}: {accepted / num_rounds:.3f} per round, replay {wanted:.3f} +- {error:.3f}")
+        assert abs(accepted / num_rounds - wanted) <= 2 * error
+    assert not mounted.failure
+
+
+def test_the_heads_are_within_their_size_and_described() -> None:
+    assert sum(path.stat().st_size for folder in HEAD_DIRS.values() for path in folder.glob("*")) <= 12e6
+    for folder in HEAD_DIRS.values():
+        assert json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        assert not list(folder.glob("*.pt"))
