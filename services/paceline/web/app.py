@@ -1,7 +1,8 @@
 """The ASGI application: paths, keys, statuses; ``make_app`` over one ``Edge``.
 
-GET  /health /ping /version                      anybody
-GET  /v1/models          POST /v1/completions    who has a key, where there are keys
+GET  /health /ping /version /metrics     anybody
+GET  /v1/models, POST /v1/completions,   who has a key, where there are keys
+     /v1/chat/completions, /v1/responses
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline import __version__, logs
 from paceline.errors import InvalidRequestError, NotFoundError, PacelineError
 from paceline.types import Chunk, Result, check_request_id
 from paceline.types import Request as Generation
+from paceline.web import responses as responding
 from paceline.web.chat import ChatCompletion
 from paceline.web.choices import Item, run_all
 from paceline.web.completions import Completion
@@ -39,7 +41,7 @@ _LARGE_BODY = 1 << 16
 _REQUEST_ID = "x-request-id"
 _MAY_BE_NAMED = frozenset(
     name
-    for kind in (CompletionBody, ChatBody)
+    for kind in (CompletionBody, ChatBody, responding.ResponseBody)
     for names in (kind.model_fields, kind.INERT, kind.RENAMED)
     for name in names
 )
@@ -173,6 +175,11 @@ def make_app(edge: Edge) -> FastAPI:
         """Answers chats."""
         return await answer(request, ChatCompletion, ChatBody)
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        """Answers by items. Nothing is stored."""
+        return await answer(request, responding.Response, responding.ResponseBody)
+
     @app.exception_handler(PacelineError)
     async def refused(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientLeftError):
@@ -250,7 +257,8 @@ async def _events(answer: Answer, first: Item, items: AsyncGenerator[Item, None]
 
 
 def _framed(event: dict[str, Any]) -> bytes:
-    return b"data: " + _dumps(event) + b"\n\n"
+    kind = event.get("type")  # of /v1/responses
+    return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + _dumps(event) + b"\n\n"
 
 
 def _dumps(content: Any) -> bytes:

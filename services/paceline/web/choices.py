@@ -108,7 +108,7 @@ class Totals:
         }
         names = ("input", "output") if responses else ("prompt", "completion")
         if responses:
-            details["reasoning_tokens"] = 0
+            details["reasoning_tokens"] = cached["cache_write_tokens"] = 0
         return {
             f"{names[0]}_tokens": prompt,
             f"{names[1]}_tokens": completion,
