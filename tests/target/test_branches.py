@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from tests.model.parallel.ranks import Ranks, load
 from tests.support.models import VOCAB, prompt, random_model
 from tests.support.rings import nightly, slow
 from transformers import MixtralConfig
 
 from paceline.core.tree import Proposal
 from paceline.model.attention import native
+from paceline.model.compiled.backend import DeviceBackend
+from paceline.model.compiled.buckets import Limits
 from paceline.model.loading import prepare
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.runner import Follower, LeadingRunner
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
 from paceline.types import PAGE_SIZE, pages_for
 
 PAGES = 60
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MIXTRAL = MixtralConfig(
     vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None,
@@ -142,7 +150,11 @@ def shifted(steps: list[SequenceStep]) -> None:
         step.key_positions = torch.arange(rows.stop) - (torch.arange(rows.stop) > first).long()
 
 
-KERNELS = ["sdpa", pytest.param("native", marks=pytest.mark.skipif(native.unavailable() is not None, reason="AVX-512"))]
+KERNELS = [
+    "sdpa",
+    pytest.param("native", marks=pytest.mark.skipif(native.unavailable() is not None, reason="needs AVX-512")),
+    pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
+]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +193,60 @@ def uncopied(steps: list[SequenceStep]) -> None:
 def test_a_branch_without_what_it_shares_is_caught(mutant: Callable[[Sequence[SequenceStep]], None]) -> None:
     runner = prepare(random_model("llama"), compile=False).runner(PAGES)
     assert num_different(runner, 60, change=mutant)[1] > 0
+
+
+def _on_rank(group: Collectives, path: str, num_rows: int) -> tuple[int, int, int] | None:
+    model = load(group, path, torch.float32)
+    if group.rank > 0:
+        follower = Follower(model.runner(PAGES))
+        while follower.step():
+            pass
+        return None
+    runner = model.runner(PAGES)
+    result = num_different(runner, num_rows)
+    assert isinstance(runner, LeadingRunner)
+    runner.end()
+    return result
+
+
+@pytest.mark.parametrize("num_rows", [*slow([300]), *nightly([10_000])])
+def test_rows_of_subtrees_have_the_bits_of_plain_decoding_on_two_ranks(num_rows: int, tmp_path: Path) -> None:
+    """Pages are copied on every rank."""
+    random_model("llama").save_pretrained(tmp_path / "model")
+    with Ranks(2, tmp_path) as ranks:
+        compared, *faults = ranks.run(_on_rank, str(tmp_path / "model"), num_rows)[0]
+    assert compared >= num_rows
+    assert faults == [0, 0]
+
+
+@pytest.mark.parametrize("num_rows", [*slow([2_000]), *nightly([10_000])])
+def test_rows_of_subtrees_have_the_bits_of_plain_decoding_when_compiled(
+    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    compared, *faults = num_different(prepare(random_model("llama"), compile=True).runner(PAGES), num_rows)
+    assert compared >= num_rows
+    assert faults == [0, 0]
+
+
+def test_recorded_steps_take_branches() -> None:
+    """A recorded shape has room for two writes a token; padded and replayed rows have the bits of plain ones."""
+    model = prepare(random_model("llama"), compile=False)
+    runner = model.runner(PAGES)
+    runner.backend = DeviceBackend(runner.cache, model.dtype, model.sliding_window, recorder=Calls(), max_shapes=64)
+    runner.record(Limits(4, 64, 8))
+    assert num_different(runner, 60)[1:] == (0, 0)
+
+
+class Calls:
+    """Records a step by remembering how to take it."""
+
+    def has_room(self) -> bool:
+        return True
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        return function
 
 
 def test_the_plan_of_branches_survives_its_frame() -> None:
