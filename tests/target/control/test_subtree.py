@@ -1,0 +1,190 @@
+"""What a session offers with siblings, and what the budget makes of it."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice, pairwise
+
+import pytest
+from tests.support.rings import slow
+from tests.target.simulation import Simulation, cpu_cost, gpu_cost
+
+from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
+from paceline.messages import Node
+from paceline.target.control.allocation import Allocation, allocate_draft_tokens
+from paceline.target.control.step_meter import Compared, compare
+from paceline.target.control.subtree import MAX_TREE_TOKENS, SubtreeOffer
+
+EVEN = (1.0,) * len(Producer)
+
+
+def random_tree(rng: random.Random, size: int = 40) -> SpeculationTree:
+    tree = SpeculationTree(100, 1)
+    while len(tree) < size:
+        parent = rng.choice([*tree.nodes()])
+        left = 1.0 - sum(child.prob for child in parent.children.values())
+        tree.add([Node(len(tree) + 1, parent.node_id, len(parent.children), left * rng.random(), rng.random() < 0.95)])
+    return tree
+
+
+def path_of(node: TreeNode) -> float:
+    prob = 1.0
+    while node.parent is not None:
+        prob *= node.prob
+        node = node.parent
+    return prob
+
+
+def depth_of(node: TreeNode) -> int:
+    return 0 if node.parent is None else 1 + depth_of(node.parent)
+
+
+def may_be_proposed(node: TreeNode) -> bool:
+    return node.parent is None or (node.sampled and may_be_proposed(node.parent))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_free_branches_offer_the_likeliest_nodes(seed: int) -> None:
+    tree = random_tree(random.Random(seed))
+    offer = SubtreeOffer(tree.anchor, 4, EVEN)
+    ranked = [*offer.ranked(0.0)]
+    wanted = [path_of(n) for n in tree.nodes() if n.parent and depth_of(n) <= 4 and may_be_proposed(n)]
+    assert [path for _, path, _ in ranked] == pytest.approx(sorted(wanted, reverse=True)[:MAX_TREE_TOKENS])
+    assert all(worth == path for worth, path, _ in ranked)
+    assert len(offer) == len(ranked)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_nodes_are_a_proposal_branch_by_branch(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = random_tree(rng)
+    offer = SubtreeOffer(tree.anchor, 9, EVEN)
+    for branch_tokens in (0.0, 0.02, 1.0):
+        ranked = [*offer.ranked(branch_tokens)]
+        assert all(first[0] >= second[0] for first, second in pairwise(ranked))
+        num = rng.randint(0, len(ranked))
+        proposal = offer.proposal(num)
+        assert len(proposal) == num
+        assert sum(begins for _, _, begins in ranked[:num]) == max(
+            0, sum(proposal.parent(i) != i - 1 for i in range(num))
+        )
+        for i, node_id in enumerate(proposal.node_ids):
+            node = tree.get(node_id)
+            assert node is not None
+            parent = proposal.parent(i)
+            assert parent < i
+            assert node.parent is (tree.anchor if parent < 0 else tree.get(proposal.node_ids[parent]))
+            assert all(parent in proposal.path(i - 1) for _ in "x" if 0 <= parent < i - 1)
+        reached = sorted(path for _, path, _ in ranked[:num])
+        assert sorted(path_of(tree.get(i) or tree.anchor) for i in proposal.node_ids) == pytest.approx(reached)
+
+
+def test_where_a_branch_costs_more_than_a_sibling_is_worth_there_is_a_chain() -> None:
+    for seed in range(10):
+        tree = random_tree(random.Random(seed))
+        offer = SubtreeOffer(tree.anchor, 9, EVEN)
+        num = sum(1 for _ in offer.ranked(0.5 + 1e-9))
+        assert offer.proposal(num).is_chain
+
+
+def test_a_producer_that_promises_too_much_is_believed_less() -> None:
+    tree = SpeculationTree(100, 1)
+    tree.add([Node(1, 0, 1, 0.6), Node(2, 0, 2, 0.3)])
+    tree.add([Node(Producer.HEAD.first_id, 0, 3, 0.9)], Producer.HEAD)
+    for factor, first in ((1.0, 3), (0.5, 1), (0.1, 1)):
+        offer = SubtreeOffer(tree.anchor, 4, (1.0, factor, 1.0))
+        assert next(offer.ranked(0.0))[1] == pytest.approx(max(0.6, 0.9 * factor))
+        assert offer.proposal(1).token_ids == (first,)
+
+
+class Line:
+    """Seconds of a step: a and b for each token."""
+
+    known = True
+
+    def __init__(self, a: float, b: float) -> None:
+        self.a, self.b = a, b
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.a + self.b * num_tokens
+
+    floor = seconds
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_budget_is_never_worse_than_with_chains(seed: int) -> None:
+    """By its own measure, expected tokens per second, at any price of rows and branches."""
+    rng = random.Random(seed)
+    trees = [random_tree(rng) for _ in range(rng.randint(1, 4))]
+    n = len(trees)
+    for _ in range(8):
+        cost, branch_s = Line(rng.uniform(1, 10), rng.uniform(0.001, 1)), rng.choice((0.0, 0.05, 0.5, 5.0))
+        chains = [[*tree.proposal(8).probs] for tree in trees]
+        counts = allocate_draft_tokens(chains, cost, num_sessions=n, num_context=n, limit=99)
+        expected = n + sum(sum(_products(probs[:count])) for probs, count in zip(chains, counts, strict=True))
+        rate = expected / cost.seconds(n + sum(counts))
+        offers = [SubtreeOffer(tree.anchor, 8, EVEN) for tree in trees]
+        counts = allocate_draft_tokens(
+            offers, cost, num_sessions=n, num_context=n, limit=99, branch_s=branch_s, tokens_per_s=rate
+        )
+        chosen = [offer.proposal(count) for offer, count in zip(offers, counts, strict=True)]
+        expected = n + sum(
+            path_of(trees[i].get(node_id) or trees[i].anchor) for i, p in enumerate(chosen) for node_id in p.node_ids
+        )
+        branches = sum(p.parent(i) != i - 1 for p in chosen for i in range(len(p)))
+        assert expected / (cost.seconds(n + sum(counts)) + branches * branch_s) >= rate * (1 - 1e-9)
+
+
+def _products(probs: list[float]) -> list[float]:
+    found, path = [], 1.0
+    for prob in probs:
+        path *= prob
+        found.append(path)
+    return found
+
+
+def test_the_price_of_a_branch_is_measured_and_fades() -> None:
+    allocation = Allocation()
+    assert not allocation.offers_trees(), "nothing is known of the cost of steps"
+    for _ in range(50):
+        allocation.observe_step(8, 0.010)
+        allocation.observe_step(16, 0.012)
+    allocation.tokens_per_s.add(100.0)
+    assert allocation.offers_trees()
+    for _ in range(50):
+        allocation.observe_branches(2, 16, 0.032)
+    assert allocation.branch_s == pytest.approx(0.01, rel=0.2)
+    assert not allocation.offers_trees()
+    tries = next(i for i in range(20_000) if allocation.offers_trees())
+    assert tries > 100, "it is tried again, seldom"
+    allocation.trees = False
+    assert not allocation.offers_trees()
+
+
+def test_each_producer_answers_for_its_own_tokens() -> None:
+    draft, head = Producer.DRAFT, Producer.HEAD
+    claims = (((draft, 0.6),), ((draft, 0.5), (head, 0.8)), ((head, 0.3),), ((draft, 0.2),))
+    proposal = Proposal((5, 6, 7, 8), (None,) * 4, (0.6, 0.8, 0.3, 0.2), (1, 2, 3, 4), (-1, 0, 0, -1), claims)
+    assert compare(proposal, [0, 2], draft) == Compared(places=2, predicted=pytest.approx(1.3), first=1, any=1)
+    assert compare(proposal, [0, 2], head) == Compared(places=1, predicted=pytest.approx(1.1), first=0, any=1)
+    assert compare(proposal, [3], draft) == Compared(places=1, predicted=pytest.approx(0.8), first=0, any=1)
+    assert compare(proposal, [], head) == Compared()
+
+
+@pytest.mark.parametrize(
+    ("cost", "branch_s", "gain"), [(gpu_cost, 0.0002, 1.05), *slow([(gpu_cost, 0.004, 0.98), (cpu_cost, 0.0002, 0.98)])]
+)
+def test_siblings_never_cost_throughput(cost, branch_s: float, gain: float) -> None:
+    """On the virtual time line: where rows are free they bring some, where branches are dear nothing is lost."""
+    rates = []
+    for trees in (False, True):
+        simulation = Simulation(acceptance=0.5, cost=cost, trees=trees, branch_s=branch_s, calibrate=True).run(8.0)
+        rates.append(simulation.target.stats.tokens_emitted)
+    assert rates[1] >= gain * rates[0]
+
+
+def test_an_offer_is_walked_only_as_far_as_it_is_asked() -> None:
+    tree = random_tree(random.Random(1))
+    offer = SubtreeOffer(tree.anchor, 9, EVEN)
+    assert len([*islice(offer.ranked(0.0), 3)]) == 3
+    assert len(offer._nodes) == 3
