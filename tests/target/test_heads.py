@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.lossless.test_trees import any_subtrees
 from tests.support.heads import Oracle, signatures
 from tests.support.models import pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, plain_reference
@@ -17,6 +18,7 @@ from paceline.drafters.colocated import DraftModelHead
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
 from paceline.target import heads as target_heads
+from paceline.target.engine import TargetEngine
 from paceline.target.heads import Heads, MountedHead
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams, SpeculationParams
@@ -274,6 +276,31 @@ def test_a_head_beside_a_draft(mode: Mode) -> None:
     assert (mounted.stats.rows_used > 20) == (mode is Mode.OVERLAPPED)
     assert (used > 20) == (mode is not Mode.PLAIN)
     assert mounted.stats.rows == pump.target.stats.head_rows
+
+
+@pytest.mark.parametrize("features", [EVERY, LAST], ids=["every", "last"])
+def test_a_head_is_fed_with_the_accepted_path_of_a_subtree(features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the pages of the branch that was accepted, what lies behind it included."""
+    requests, reference, texts = known(1.0)
+    any_subtrees(monkeypatch)
+    for mutant in (False, True):
+        mounted, head = oracle(features, texts)
+        if mutant:
+            monkeypatch.setattr(TargetEngine, "_accepted_first", lambda self, step, states: states)
+        pump = Pump(
+            target_with(features),
+            pair("llama")[1],
+            heads=[mounted],
+            pages=20,
+            draft_pages=60,
+            draft_steps=(1, 4),
+            seed=1,
+        )
+        head.bind(pump.target.runner.cache, pump.target.runner.cache.add_layers(head.layers))
+        assert_same(pump.run(requests), reference)
+        assert pump.target.stats.branches_used > 3
+        assert mounted.stats.rows > 10
+        assert bool(head.wrong) == mutant
 
 
 def test_a_session_that_outgrows_a_head_goes_on_without_it() -> None:
