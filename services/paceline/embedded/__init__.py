@@ -19,7 +19,7 @@ _HERE = Path(__file__).resolve().parent
 
 TARGET_DIR = _HERE / "target"
 DRAFT_DIR = _HERE / "draft"
-HEAD_DIRS = {method: _HERE / "heads" / method for method in ("mtp", "eagle3")}
+HEAD_DIRS = {method: _HERE / "heads" / method for method in ("mtp", "medusa", "eagle3")}
 """Method -> directory of a head for the target, trained by ``paceline train-head``."""
 
 
