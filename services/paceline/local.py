@@ -271,7 +271,14 @@ class LocalPipeline:
             prompt: str | Sequence[int] = request.prompt
             if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
                 prompt = await asyncio.to_thread(self.encode, prompt, request.sampling)
-            generation = self.submit(prompt, request.sampling, request.speculation, request.stop, on_change)
+            generation = self.submit(
+                prompt,
+                request.sampling,
+                request.speculation,
+                request.stop,
+                on_change,
+                cache_salt=request.cache_salt,
+            )
             while True:
                 changed.clear()
                 done = generation.done

@@ -27,6 +27,8 @@ MAX_LOGIT_BIAS = 1e4
 """Largest finite logit bias, either way."""
 MAX_SEED = 2**64 - 1
 """Largest seed: seeds are 64-bit keys."""
+MAX_SALT_LEN = 256
+"""Most characters of a ``cache_salt``."""
 MAX_REQUEST_ID_LEN = 256
 """Most characters of a request id."""
 

@@ -104,6 +104,18 @@ def test_token_ids_go_in_and_out(url, pipeline):
     assert [i for event in streamed for i in event["choices"][0].get("token_ids", [])] == choice["token_ids"]
 
 
+def test_a_salt_parts_the_caches(url):
+    cached = []
+    for salt in ("", "a", "b", "a", ""):
+        body = BODY | {"prompt": prompt(11, 100), "cache_salt": salt}
+        usage = call(f"{url}/v1/completions", body)[2]["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, 0, 64, 64]
+    status, _, answer = call(f"{url}/v1/completions", BODY | {"cache_salt": "s" * 257})
+    assert status == 400
+    assert answer["error"]["param"] == "cache_salt"
+
+
 def test_log_probabilities_are_raw_unless_the_request_says_otherwise(client, pipeline):
     for extra, mode in (({}, "raw_logprobs"), ({"logprobs_mode": "processed_logprobs"}, "processed_logprobs")):
         asked = ASKED | {"extra_body": {"ignore_eos": True, **extra}}

@@ -27,6 +27,7 @@ from paceline.rpc.values import (
     write_round,
 )
 from paceline.types import (
+    MAX_SALT_LEN,
     Cause,
     Chunk,
     FinishReason,
@@ -47,7 +48,6 @@ from paceline.types import (
 )
 from paceline.v1 import generation_pb2, types_pb2
 
-_MAX_SALT_LEN = 256
 _MAX_UINT32 = 2**32 - 1
 
 _SERVER_INFO_SCALARS = (
@@ -103,8 +103,8 @@ def request_from_proto(
     are checked by the router, which knows the model.
     """
     check_request_id(proto.request_id)
-    if (size := len(proto.cache_salt)) > _MAX_SALT_LEN:
-        raise InvalidRequestError(f"cache_salt has {size} characters: at most {_MAX_SALT_LEN} are allowed")
+    if (size := len(proto.cache_salt)) > MAX_SALT_LEN:
+        raise InvalidRequestError(f"cache_salt has {size} characters: at most {MAX_SALT_LEN} are allowed")
     _check_limits(proto.sampling_params, limits or RequestLimits())
     prompt: str | tuple[int, ...]
     kind = proto.WhichOneof("input")

@@ -54,6 +54,7 @@ class Asked:
                 with_seed(sampling, i),
                 speculation,
                 stop,
+                cache_salt=body.cache_salt,
             )
             for i in range(body.n)
         ]

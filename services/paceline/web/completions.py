@@ -49,6 +49,7 @@ class Completion:
                 with_seed(sampling, i % body.n),
                 speculation,
                 stop,
+                cache_salt=body.cache_salt,
             )
             for i in range(num)
         ]

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, explain, explain_parameter, shown
 from paceline.types import (
+    MAX_SALT_LEN,
     LogprobsMode,
     RequestLimits,
     SamplingParams,
@@ -106,6 +107,8 @@ class Body(SamplingParams):
     """The text ends before the first of these."""
     return_token_ids: bool = False
     """Choices hold the token ids of their text, and with the first of them those of the prompt."""
+    cache_salt: str = Field(default="", max_length=MAX_SALT_LEN)
+    """Cached prompts and texts that drafts learn from are shared with requests of the same salt only."""
     speculation: SpeculationOptions = SpeculationOptions()
     """How this request speculates; the choices say how it went."""
 
