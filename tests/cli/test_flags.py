@@ -75,7 +75,7 @@ def test_a_docstring_and_a_default_give_the_help():
     assert texts["strict"] == "refuse more (default: off)"
 
 
-MODEL = "--target --draft --drafter --dtype --compile --no-compile --tensor-parallel-size"
+MODEL = "--target --draft --drafter --head --dtype --compile --no-compile --tensor-parallel-size"
 SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port "
 SERVICE += "--tls-certificate --tls-key --tls-client-ca --api-keys --chat-template"
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
@@ -84,6 +84,9 @@ FLAGS = {
     f"{CONNECTION} "
     "--stop --max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
+    "chat": f"{MODEL} --system --chat-template --local --verbose --address --api-key --tls-ca --stop --max-tokens "
+    "--min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty "
+    "--ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --local --address --dashboard --print-environment --verbose",
     "check": f"{SERVICE} --json --against",
     "config": f"{SERVICE} --markdown",

@@ -25,6 +25,7 @@ from paceline.errors import ConfigError, InvalidRequestError, PacelineError
 
 COMMANDS = {
     "generate": "continue a prompt",
+    "chat": "chat in the terminal",
     "serve": "run the service",
     "status": "report how a running service is",
     "check": "report whether the service would start, and what memory it takes",
