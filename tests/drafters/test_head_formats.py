@@ -70,10 +70,10 @@ class Loaded:
             rows = self.head.module.unroll(self.states[None], torch.tensor([self.tokens]), DEPTHS)
             return torch.stack([logits[0, -1] for logits in rows])
 
-    def served(self) -> tuple[Tensor, Tensor]:
+    def served(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Candidates of the anchor and of the nodes below it through sessions and pages, fed in chunks."""
         head, pages = self.head, [2, 0]
-        head.bind(KVCache(head.layers, 3, torch.float32, CPU), 0)
+        head.bind(KVCache(head.layers, 3, dtype, CPU), 0)
         sampler = SamplerState(SamplingParams(), 1, self.tokens[:LENGTH], vocab_size=VOCAB)
         head.open("s", self.tokens[:LENGTH], sampler)
         start, random_ = 0, random.Random(2)
@@ -505,3 +505,17 @@ def test_the_files_of_a_target_say_how_many_mtp_modules_they_hold(tmp_path: Path
     assert mtp_layers(Checkpoint.open(str(targets["llama"][0]))) == 0
     for name in ("mtp_deepseek", "mtp_qwen", "mtp_sharded"):
         assert mtp_layers(Checkpoint.open(str(made(name).write(tmp_path / name)))) == 1
+
+
+@pytest.mark.parametrize("name", ["medusa_v1", "mlp_tied", "eagle_bias", "eagle3", "peagle", "mtp_deepseek"])
+def test_in_bfloat16_candidates_are_close_to_those_in_float32(name: str, tmp_path: Path, targets: dict) -> None:
+    loaded = Loaded(made(name), tmp_path, targets)
+    ids, log_q = loaded.served()
+    exact = torch.zeros(DEPTHS, VOCAB).scatter(1, ids, log_q.exp())
+    target = tmp_path if name.startswith("mtp") else targets["llama"][0]
+    source = None if name.startswith("mtp") else str(tmp_path)
+    plan = open_head(loaded.file.method, source, Checkpoint.open(str(target)), num_tokens=DEPTHS)
+    loaded.head, loaded.states = plan.load(torch.bfloat16, CPU, num_candidates=VOCAB), loaded.states.bfloat16()
+    ids, log_q = loaded.served(torch.bfloat16)
+    rounded = torch.zeros(DEPTHS, VOCAB).scatter(1, ids, log_q.exp())
+    assert (rounded - exact).abs().sum(-1).max() < 0.1
