@@ -138,10 +138,12 @@ class Paged:
         rows = rows.to(device)
         k = torch.cat([keys[rows].to(key.dtype), k_extra], 1).transpose(1, 2)
         v = torch.cat([values[rows].to(value.dtype), v_extra], 1).transpose(1, 2)
-        groups = query.shape[1] // key.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        mask = seen.to(device)[:, None]
-        attended = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=scaling).transpose(1, 2)
+        # Heads that share keys are more rows of them, so that the context is not copied for each.
+        kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+        q = q.view(count, most, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = seen.repeat(1, groups, 1).to(device)[:, None]
+        attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling)
+        attended = attended.view(count, kv_heads, groups, most, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
         for index, part in enumerate(parts):
             out[part.start : part.stop] = attended[index, : part.stop - part.start]
 
