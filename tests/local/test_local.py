@@ -12,7 +12,7 @@ from tests.support.models import VOCAB, letters_tokenizer, prompt, save_pair
 
 from paceline import local
 from paceline.checkpoint.tokenizer import JsonTokenizer
-from paceline.config import DraftModel, LocalConfig, NgramOptions, TargetModel
+from paceline.config import DraftModel, HeadOptions, LocalConfig, NgramOptions, TargetModel
 from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 from paceline.local import LocalPipeline
 from paceline.messages import OpenSession, SessionFailed
@@ -309,6 +309,25 @@ def test_without_a_draft_model(checkpoints, threaded):
         config = config_of(checkpoints).model_copy(update={"draft": draft})
         with LocalPipeline(config) as pipeline:
             assert run(pipeline, prompt(10, 20), sampled()).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("beside_a_draft", [False, True])
+def test_with_a_head(checkpoints, threaded, beside_a_draft):
+    """The draft model in the target's process, alone and beside a draft: the text of plain decoding, and its origin."""
+    head = HeadOptions(method="draft_model", model=str(checkpoints / "draft"), num_speculative_tokens=3)
+    config = config_of(checkpoints, heads=[head])
+    with LocalPipeline(config if beside_a_draft else config.model_copy(update={"draft": None})) as pipeline:
+        for temperature in (0.0, 0.7, 1.0):
+            sampling = sampled(temperature=temperature)
+            expected = run(threaded, prompt(10, 20), sampling, Mode.PLAIN)
+            generation = pipeline.submit(prompt(10, 20), sampling, Speculation())
+            headed = [c.round.num_accepted for c in generation if c.round is not None and c.round.head]
+            result = generation.result
+            assert result.token_ids == expected.token_ids
+            assert result.speculation.head_accepted == sum(headed)
+            if not beside_a_draft:
+                assert result.speculation.accepted == sum(headed) > 0
+        assert run(pipeline, prompt(10, 20), sampled(), Mode.PLAIN).speculation.drafted == 0
 
 
 def test_a_draft_with_other_tokens_is_refused_before_any_worker_starts(checkpoints, tmp_path):

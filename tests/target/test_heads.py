@@ -18,6 +18,7 @@ from paceline.drafters.colocated import DraftModelHead
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
 from paceline.target import heads as target_heads
+from paceline.target.control import allocation as target_allocation
 from paceline.target.engine import TargetEngine
 from paceline.target.heads import Heads, MountedHead
 from paceline.target.session import TargetSession
@@ -322,3 +323,20 @@ def test_a_session_is_continued_from_tokens() -> None:
     assert {n: r.token_ids for n, r in results.items()} == {n: r.token_ids[9:] for n, r in reference.items()}
     assert mounted.stats.rows == mounted.stats.rows_used > 50
     assert head.wrong == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_path_that_was_verified_in_part_is_continued(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one token of a longer path was verified, and the next token is the path's too: its nodes are expanded
+    already, and are not expanded again."""
+    requests, reference, _ = known(temperature)
+    monkeypatch.setattr(
+        target_allocation.Allocation,
+        "allocate_draft_tokens",
+        lambda self, offers, **_: [min(1, len(o)) for o in offers],
+    )
+    mounted = colocated()
+    assert_same(Pump(pair("llama")[0], None, heads=[mounted], late=0.0).run(requests), reference)
+    assert not mounted.failure
+    assert mounted.stats.rows == mounted.stats.rounds > 100
+    assert mounted.stats.rows_used > 50

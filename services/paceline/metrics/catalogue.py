@@ -188,6 +188,9 @@ CONTROLLER: dict[str, Metric] = {
         ("mean_draft_tokens", "tokens", "Of the proposals of the last few hundred rounds."),
         ("draft_tokens_share", "ratio", "Of these rounds, by the length of the proposal.", "tokens"),
         ("step_seconds", "seconds", "What a step is expected to take, by its tokens.", "tokens"),
+        ("head_on", "flag", "1 if a head is asked at its target's load now; 0: paused, or switched off.", "head"),
+        ("head_acceptance", "ratio", "Tokens of a head accepted lately, those before them being so.", "head"),
+        ("head_seconds", "seconds", "What one depth of a head takes for one session.", "head"),
         ("tokens_per_second", "tokens/s", "Measured last at the load of now, by whether it drafts.", "decoding"),
     )
 }

@@ -28,7 +28,7 @@ from paceline.preflight.host_memory import (
     session_pages,
     target_pages,
 )
-from paceline.types import MAX_DRAFT_TOKENS
+from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 
 PROCESS_BYTES = 256 << 20
 """The least that a replica takes before it holds a model: interpreter, torch and Ray."""
@@ -107,6 +107,22 @@ class MemoryEstimate:
         return self.host_bytes + self.device_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class HeadsSize:
+    """Bytes of all heads of a target."""
+
+    weights_bytes: int = 0
+    """Weights, and of a draft model everything that it takes."""
+    kv_values: int = 0
+    """Numbers that they keep on the target's pages per token."""
+    page_values: int = 0
+    """Numbers that are kept per page beside them: the states of its last position."""
+
+    def page_bytes(self, item_bytes: int) -> int:
+        """Bytes that they add to a KV page of the target."""
+        return (PAGE_SIZE * self.kv_values + self.page_values) * item_bytes
+
+
 def target_estimate(
     setup: TargetSetup,
     size: ModelSize,
@@ -115,23 +131,26 @@ def target_estimate(
     on_gpu: bool = False,
     left_bytes: int = 0,
     tensor_parallel_size: int | None = None,
+    heads: HeadsSize | None = None,
 ) -> MemoryEstimate:
     """Estimates the memory of one target rank for contexts of up to ``max_len`` tokens.
 
     ``left_bytes``: what is free for the rank before it starts. kv_fraction takes its share of what the other parts
     leave of it; 0: unknown, and kv_fraction counts as one session of full length. ``tensor_parallel_size``: into how
-    many parts ``size`` is split; None: as configured.
+    many parts ``size`` is split; None: as configured. ``heads``: what its heads take, on the first rank; None: there
+    are none.
     """
-    options = setup.options
+    options, heads = setup.options, heads or HeadsSize()
     num_ranks = tensor_parallel_size or options.tensor_parallel_size
     size = size.of_rank(num_ranks)
     longest, typical = session_pages(max_len), session_pages(min(max_len, DEFAULT_SESSION_TOKENS))
     least = longest if options.kv_fraction is not None else target_pages(options, max_len)
+    page_bytes = size.page_bytes and size.page_bytes + heads.page_bytes(size.item_bytes)
     estimate = MemoryEstimate(
         process_bytes=ENGINE_PROCESS_BYTES,
-        weights_bytes=size.weights_bytes,
+        weights_bytes=size.weights_bytes + heads.weights_bytes,
         packed_bytes=_packed_bytes(options, size, on_gpu),
-        least_kv_bytes=size.kv_bytes(least),
+        least_kv_bytes=(least + 1) * page_bytes,
         tree_bytes=options.max_sessions * setup.tree_budget * _NODE_BYTES,
         workspace_bytes=_workspace_bytes(
             size,
@@ -146,12 +165,12 @@ def target_estimate(
         on_gpu=on_gpu,
     )
     num_pages = least
-    if options.kv_fraction is not None and size.page_bytes:
+    if options.kv_fraction is not None and page_bytes:
         free = left_bytes - estimate.total_bytes
-        num_pages = max(least, int(options.kv_fraction * free) // size.page_bytes - 1)  # one is the scratch page
+        num_pages = max(least, int(options.kv_fraction * free) // page_bytes - 1)  # one is the scratch page
     return replace(
         estimate,
-        kv_bytes=size.kv_bytes(num_pages),
+        kv_bytes=(num_pages + 1) * page_bytes,
         num_pages=num_pages,
         max_len=max_len,
         num_longest=num_pages // longest,

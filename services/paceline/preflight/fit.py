@@ -14,6 +14,7 @@ from paceline.config import DraftSetup, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import CODE_BYTES, PROCESS_BYTES, MemoryEstimate, draft_estimate, target_estimate
 from paceline.preflight.findings import Finding, Severity
+from paceline.preflight.heads import known_heads_size
 from paceline.preflight.host_memory import fraction_pages
 
 _TARGET, _DRAFT = "target_config", "draft_config"
@@ -100,17 +101,19 @@ class _Fit:
 def check_target(setup: TargetSetup, size: ModelSize, limit: int, room: Room) -> list[Finding]:
     """At most one finding, with the nearest setting that fits. ``limit``: tokens that the target was made for."""
     options = setup.options
+    heads = known_heads_size(setup, size, _max_len(options.max_model_len, limit), on_gpu=room.on_gpu)
 
     def of(**changes: float) -> MemoryEstimate:
         changed = options.model_copy(update=changes)
         max_len = _max_len(changed.max_model_len, limit)
-        return target_estimate(replace(setup, options=changed), size, max_len, on_gpu=room.on_gpu)
+        return target_estimate(replace(setup, options=changed), size, max_len, on_gpu=room.on_gpu, heads=heads)
 
     certain, likely = _Fit(Severity.ERROR, of, room), _Fit(Severity.WARNING, of, room)
     if not certain.holds():
         return [_smaller_target(certain, options, size, limit)]
     if options.kv_fraction is not None and size.page_bytes:
-        refused = _check_fraction(options.kv_fraction, size, of(), _max_len(options.max_model_len, limit), room)
+        page_bytes = size.page_bytes + heads.page_bytes(size.item_bytes)
+        refused = _check_fraction(options.kv_fraction, page_bytes, of(), _max_len(options.max_model_len, limit), room)
         return [refused] if refused else []
     return [] if likely.holds() else [_smaller_target(likely, options, size, limit)]
 
@@ -136,12 +139,12 @@ def _max_len(configured: int | None, limit: int) -> int:
 
 
 def _check_fraction(
-    kv_fraction: float, size: ModelSize, estimate: MemoryEstimate, max_len: int, room: Room
+    kv_fraction: float, page_bytes: int, estimate: MemoryEstimate, max_len: int, room: Room
 ) -> Finding | None:
     """The refusal of kv_fraction that the replica itself would give, once it has loaded the model."""
     after = room.left - room.least(estimate) + estimate.least_kv_bytes + estimate.workspace_bytes
     try:
-        fraction_pages(kv_fraction, max_len, size.page_bytes, after - estimate.reserved_bytes)
+        fraction_pages(kv_fraction, max_len, page_bytes, after - estimate.reserved_bytes)
     except ConfigError as problem:
         return Finding.error(f"{_TARGET}.engine_kwargs.kv_fraction", str(problem).removeprefix("kv_fraction "))
     return None

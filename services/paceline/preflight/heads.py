@@ -6,13 +6,12 @@ has a KV cache of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.size import ModelSize, count_weights, size_of
 from paceline.config import DraftOptions, DraftSetup, HeadOptions, ModelOptions, TargetSetup
 from paceline.errors import ConfigError
+from paceline.preflight.estimate import HeadsSize, draft_estimate
 
 TREE_BUDGET = 64
 """Rows of a session's nodes that the KV pages of a draft model in the target have room for."""
@@ -21,23 +20,19 @@ _STATES = {"medusa": 0, "mlp_speculator": 0, "mtp": 1, "eagle": 1, "eagle3": 3, 
 """Hidden states per position that a method reads of all positions."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadsSize:
-    """Bytes of all heads of a target."""
-
-    weights_bytes: int = 0
-    """Weights, and of a draft model everything that it takes."""
-    kv_values: int = 0
-    """Numbers that they keep on the target's pages per token."""
-    page_values: int = 0
-    """Numbers that are kept per page beside them: the states of its last position."""
-
-
 def draft_setup_of(setup: TargetSetup, head: HeadOptions) -> DraftSetup:
     """A draft model in the target's process as the setup of a draft: it runs as the target does, on one rank."""
     same = setup.options.model_dump(include=set(ModelOptions.model_fields))
     changed = same | {"tensor_parallel_size": 1, "tree_budget": TREE_BUDGET, "quantization": None}
     return DraftSetup.for_target(setup, head.source, DraftOptions(**changed))
+
+
+def known_heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: bool = False) -> HeadsSize:
+    """``heads_size``, or that of no heads where a checkpoint cannot be read, which loading reports."""
+    try:
+        return heads_size(setup, target, max_len, on_gpu=on_gpu)
+    except ConfigError:
+        return HeadsSize()
 
 
 def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: bool = False) -> HeadsSize:
@@ -59,8 +54,6 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
 
 def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: int, on_gpu: bool) -> HeadsSize:
     if head.method == "draft_model":
-        from paceline.preflight.estimate import draft_estimate  # which reads this module's sizes
-
         checkpoint = Checkpoint.find(str(head.source), setup.options.trust_remote_code)
         size = None if checkpoint is None else checkpoint.size(setup.options.dtype, None)
         if checkpoint is None or size is None:

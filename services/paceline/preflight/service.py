@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
@@ -38,6 +38,7 @@ from paceline.preflight.estimate import (
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.gpus import num_gpus, torch_has_gpus
+from paceline.preflight.heads import heads_size, known_heads_size
 from paceline.preflight.host_memory import available_bytes, session_pages
 from paceline.preflight.hub import why_not_fetched
 from paceline.preflight.ports import check_ports
@@ -139,6 +140,7 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
     )
     if target is not None:
         findings += _check_lengths(target_setup.options, target.limit)
+        findings += _check_heads(target_setup, target)
         if draft is not None:
             findings += _check_together(target, draft, target.max_len(target_setup.options.max_model_len))
     if left is not None:
@@ -253,6 +255,22 @@ def _check_lengths(options: TargetOptions, limit: int) -> list[Finding]:
     return []
 
 
+def _check_heads(setup: TargetSetup, target: _Model) -> list[Finding]:
+    """Checks that the heads of a target are on this machine, and that a draft model has its tokens."""
+    findings: list[Finding] = []
+    max_len, options = target.max_len(setup.options.max_model_len), setup.options
+    for i, head in enumerate(options.heads):
+        key = f"{_TARGET}.engine_kwargs.heads[{i}]"
+        try:
+            alone = options.model_copy(update={"heads": [head]})
+            heads_size(replace(setup, options=alone), target.size, max_len)
+            if head.method == "draft_model" and head.source is not None and local_folder(head.source) is not None:
+                require_same_tokens(target.tokenizer, load_tokenizer(head.source, options.trust_remote_code))
+        except ConfigError as error:
+            findings.append(Finding.error(key, f"is {head}, which does not fit: {error}"))
+    return findings
+
+
 def _check_together(target: _Model, draft: _Model, max_len: int) -> list[Finding]:
     findings = []
     key = f"{_DRAFT}.model_loading_config"
@@ -279,11 +297,13 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
     on_gpu = _on_gpu(part)
     estimate = None
     if target is not None:
+        max_len = target.max_len(setup.options.max_model_len)
         estimate = target_estimate(
             setup,
             target.size,
-            target.max_len(setup.options.max_model_len),
+            max_len,
             on_gpu=on_gpu,
+            heads=known_heads_size(setup, target.size, max_len, on_gpu=on_gpu),
             left_bytes=0 if on_gpu else left // setup.options.tensor_parallel_size,
         )
     return Pool(_TARGET, part.model_loading_config.model_id, part.deployment_config.first_replicas, on_gpu, estimate)

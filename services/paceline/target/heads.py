@@ -21,6 +21,7 @@ A head that raises is switched off and named in the status; its sessions go on w
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -104,11 +105,13 @@ class _Followed:
         "rule",
         "session",
         "tree",
+        "vocab_size",
     )
 
     def __init__(self, session: TargetSession, vocab_size: int, mounted: MountedHead) -> None:
         self.session = session
         self.rule = Rule.GREEDY if session.sampler.greedy else Rule.REJECTION if session.rejection else Rule.COUPLED
+        self.vocab_size = vocab_size
         self.tree = SpeculationTree(vocab_size, session.num_tokens, rejection=session.rejection)
         self.calibration = Calibration(_FAN_OUT, mounted.calibrations[self.rule])
         self.hits = AcceptanceHistory(mounted.rejection if session.rejection else mounted.coupled)
@@ -158,6 +161,28 @@ class _Followed:
                 return
             node = child
 
+    def restart(self) -> None:
+        """Drops everything below the anchor: it was predicted from the head's own states, and better ones have come."""
+        self.tree = SpeculationTree(self.vocab_size, self.session.num_tokens, rejection=self.session.rejection)
+
+    def deepest(self) -> TreeNode:
+        """The end of the best path below the anchor: the node to expand next, unless nothing came of it before.
+
+        Below an anchor that was predicted there may be a path already: its tokens were not all verified.
+        """
+        node = self.tree.anchor
+        while node.expanded and node.best is not None:
+            node = node.best
+        return node
+
+    def probability(self, node: TreeNode) -> float:
+        """Probability that the tokens down to ``node`` are all accepted; under the rejection rule by averages alone."""
+        path = self.path(node)
+        if self.rule is Rule.REJECTION:
+            return self.hits.rate() ** len(path)
+        correction = self.hits.correction()
+        return math.prod(min(1.0, correction * each.prob) for each in path)
+
     def path(self, node: TreeNode) -> list[TreeNode]:
         """The nodes from the anchor (exclusive) to ``node`` (inclusive)."""
         path = []
@@ -194,6 +219,17 @@ class MountedHead:
         """Full pages of the target that it was fed with from end to end."""
         self.accepted, self.spent_s = 0, 0.0
         """Its accepted tokens, and the seconds that it took, since they were last booked."""
+
+    def report(self, num_rounds: int) -> str:
+        """A clause for the status. ``num_rounds``: those of all sessions so far."""
+        if self.failure:
+            return f"head {self.name} is switched off: {self.failure}"
+        stats, depth_s = self.stats, self.gate.depth_s(1, first=True)
+        text = f"head {self.name}: {stats.rounds / num_rounds:.0%} of rounds had its proposal, "
+        text += f"{stats.rows_used / max(stats.rows, 1):.0%} of it accepted"
+        if depth_s is not None:
+            text += f", {1e3 * depth_s:.3g} ms a depth of one session"
+        return text + (f", paused {self.gate.num_pauses} times" if self.gate.num_pauses else "")
 
     def spend(self, seconds: float) -> None:
         """Takes time that the head took."""
@@ -276,6 +312,19 @@ class Heads:
         now = self._clock()
         return any(m.reads_states and self._on(m, num_sessions, now) for m in self.mounted)
 
+    def labeled(self) -> dict[str, MountedHead]:
+        """The heads by their methods, numbered from the second one of a method on."""
+        found: dict[str, MountedHead] = {}
+        for mounted in self.mounted:
+            method = mounted.name.partition(" ")[0]
+            same = sum(label.partition("_#")[0] == method for label in found)
+            found[f"{method}_#{same + 1}" if same else method] = mounted
+        return found
+
+    def asks(self, mounted: MountedHead, num_sessions: int) -> bool:
+        """True if a head is neither switched off nor paused at this concurrency."""
+        return self._on(mounted, num_sessions, self._clock())
+
     def take_s(self) -> float:
         """Seconds that the heads were asked for since the last call."""
         took_s, self.took_s = self.took_s, 0.0
@@ -346,6 +395,9 @@ class Heads:
                 self._drop(mounted, session.session_id)
                 continue
             node_ids, kept = followed.walk(token_ids)
+            if mounted.reads_states:
+                followed.restart()
+                kept = []
             self._guarded(
                 mounted,
                 lambda m=mounted, n=node_ids, k=kept: m.head.advance(  # type: ignore[misc]
@@ -525,7 +577,6 @@ class Heads:
     def _ask(self, mounted: MountedHead, sessions: list[_Followed], tokens_per_s: float) -> None:
         """Expands the anchors of some sessions and the best path below each, depth by depth while that pays."""
         gate, now = mounted.gate, self._clock()
-        depth = mounted.num_tokens
         gains = [self._gain(mounted, f) for f in sessions]
         if gate.adaptive:
             if gate.pays(sum(max(0.0, gain) for gain in gains), len(sessions), tokens_per_s, first=True):
@@ -535,33 +586,34 @@ class Heads:
                     followed.hits.fade()
                 return
             sessions = [f for f, gain in zip(sessions, gains, strict=True) if gain > 0.0 or f.rule is Rule.REJECTION]
-        at: list[tuple[_Followed, TreeNode, float]] = [(f, f.tree.anchor, 1.0) for f in sessions]
-        level = 0
-        while at and level < depth:
-            first = level == 0
-            if not first and not gate.pays(sum(path for _, _, path in at), len(at), tokens_per_s, first=False):
-                break
-            below: list[tuple[_Followed, TreeNode, float]] = []
-            started = self._clock()
-            num_leaves = len(at)
+        at = [(f, f.deepest()) for f in sessions]
+        at = [(f, node) for f, node in at if not node.expanded and self._wants_more(mounted, f, node)]
+        first = True
+        while at and (
+            first or gate.pays(sum(f.probability(node) for f, node in at), len(at), tokens_per_s, first=False)
+        ):
+            started, num_leaves = self._clock(), len(at)
+            below: list[tuple[_Followed, TreeNode]] = []
             while at:
                 batch, at = at[: mounted.head.max_leaves], at[mounted.head.max_leaves :]
-                for followed, node, path in self._expand(mounted, batch):
-                    rate = followed.hits.rate()
-                    path *= (
-                        rate if followed.rule is Rule.REJECTION else min(1.0, node.prob * followed.hits.correction())
-                    )
-                    room = level + mounted.head.tokens_per_leaf < followed.session.max_draft()
-                    if room and (path >= _LEAST_PATH or followed.rule is Rule.REJECTION or not gate.adaptive):
-                        below.append((followed, node, path))
+                below += [item for item in self._expand(mounted, batch) if self._wants_more(mounted, *item)]
                 if mounted.failure:
                     return
             gate.observe_depth(num_leaves, self._clock() - started, first=first)
             mounted.stats.depths += 1
-            at, level = below, level + mounted.head.tokens_per_leaf
+            at, first = below, False
         for followed in sessions:
             if mounted.sessions.get(followed.session.session_id) is followed:
-                self._offer(mounted, followed, max(level, 1))
+                self._offer(mounted, followed)
+
+    def _wants_more(self, mounted: MountedHead, followed: _Followed, node: TreeNode) -> bool:
+        """True if tokens below a node may be proposed, and are not too unlikely to be. Rejection rule: whatever they
+        are."""
+        depth = node.position - followed.tree.anchor.position
+        if depth >= min(mounted.num_tokens, followed.session.max_draft()):
+            return False
+        blind = followed.rule is Rule.REJECTION or not mounted.gate.adaptive
+        return blind or followed.probability(node) >= _LEAST_PATH
 
     def _gain(self, mounted: MountedHead, followed: _Followed) -> float:
         """Tokens that a proposal of the head is expected to bring beyond the one that is there without it."""
@@ -569,21 +621,21 @@ class Heads:
         depth = min(mounted.num_tokens, session.max_draft())
         return expected_tokens([followed.hits.rate()] * depth) - expected_tokens(session.looked_up(session.k).probs)
 
-    def _offer(self, mounted: MountedHead, followed: _Followed, depth: int) -> None:
+    def _offer(self, mounted: MountedHead, followed: _Followed) -> None:
         session = followed.session
         path = followed.tree.proposal(min(mounted.num_tokens, session.max_draft()))
         if len(path):
             proposal = replace(path, node_ids=(), claims=(), producer=Producer.HEAD)
             session.headed, session.head_hits = proposal, followed.hits
-            session.head_depth = min(depth, mounted.num_tokens)
+            session.head_depth = mounted.num_tokens
             self._offers[session.session_id] = _Offer(mounted, followed, proposal, path.node_ids)
 
     def _expand(
-        self, mounted: MountedHead, batch: Sequence[tuple[_Followed, TreeNode, float]]
-    ) -> list[tuple[_Followed, TreeNode, float]]:
-        """Expands one node of each session: the likeliest new node of each that has one, and the path so far."""
+        self, mounted: MountedHead, batch: Sequence[tuple[_Followed, TreeNode]]
+    ) -> list[tuple[_Followed, TreeNode]]:
+        """Expands one node of each session: the likeliest new node of each that has one."""
         leaves = []
-        for followed, node, _ in batch:
+        for followed, node in batch:
             path = followed.path(node)
             ids, token_ids = tuple(n.node_id for n in path), tuple(n.token_id for n in path)
             leaves.append(Leaf(followed.session.session_id, node.node_id, ids, token_ids))
@@ -601,20 +653,20 @@ class Heads:
         tokens, log_q = candidates.token_ids, candidates.log_q
         if mounted.head.tokens_per_leaf == 1:
             tokens, log_q = tokens[:, None], log_q[:, None]
-        for _, node, _ in batch:
+        for _, node in batch:
             node.expanded = True
         at = list(enumerate(batch))  # with the leaf of each
         for i in range(min(mounted.head.tokens_per_leaf, mounted.num_tokens)):
             if not at:
                 break
-            rows = [self._ranking_row(followed, node) for _, (followed, node, _) in at]
+            rows = [self._ranking_row(followed, node) for _, (followed, node) in at]
             index = torch.tensor([leaf for leaf, _ in at], device=log_q.device)
             rankings = rank(Candidates(tokens[index, i], log_q[index, i]), rows)
             further = []
-            for (leaf, (followed, node, likely)), ranking in zip(at, rankings, strict=True):
+            for (leaf, (followed, node)), ranking in zip(at, rankings, strict=True):
                 best = followed.add(node, ranking) if ranking.token_ids else None
                 if best is not None:
-                    further.append((leaf, (followed, best, likely)))
+                    further.append((leaf, (followed, best)))
             at = further
         return [item for _, item in at]
 

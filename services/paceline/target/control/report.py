@@ -43,10 +43,12 @@ def explain(engine: TargetEngine) -> str:
     """Sentences about drafting at this load, lengths of proposals, seconds of steps, and paused sessions."""
     allocation, gate = engine.allocation, engine.gate
     if not allocation.adaptive:
-        return "fixed: every session has as many draft tokens as its request allows (adaptive is false)"
+        fixed = "fixed: every session has as many draft tokens as its request allows (adaptive is false)"
+        return "; ".join([fixed, *(m.report(max(engine.stats.rounds, 1)) for m in engine.heads.mounted)])
     num_sessions = engine.num_running
     if num_sessions == 0:
-        return f"no session is running; {gate.trials.num_trials} trials of drafting or of plain decoding so far"
+        idle = f"no session is running; {gate.trials.num_trials} trials of drafting or of plain decoding so far"
+        return "; ".join([idle, *(m.report(max(engine.stats.rounds, 1)) for m in engine.heads.mounted)])
     parts = [_standing(gate.trials.standing(num_sessions), num_sessions)]
     lengths = allocation.lengths.shares()
     if lengths:
@@ -68,6 +70,7 @@ def explain(engine: TargetEngine) -> str:
             f"{stats.lookup_rounds / max(stats.rounds, 1):.0%} of rounds had a proposal from their own text, "
             f"{stats.lookup_rows_used / max(stats.lookup_rows, 1):.0%} of it accepted"
         )
+    parts += [mounted.report(max(engine.stats.rounds, 1)) for mounted in engine.heads.mounted]
     return "; ".join(parts)
 
 
@@ -102,6 +105,11 @@ def measures(engine: TargetEngine) -> Mapping[str, float]:
         found[f"draft_tokens_share:{k}"] = share
     if allocation.cost.known:
         found |= {f"step_seconds:{size}": allocation.cost.seconds(size) for size in (1, 4, 16, 64)}
+    for label, mounted in engine.heads.labeled().items():
+        found[f"head_on:{label}"] = float(engine.heads.asks(mounted, num_sessions))
+        found[f"head_acceptance:{label}"] = acceptance(mounted.coupled, mounted.rejection)
+        if (depth_s := mounted.gate.depth_s(1, first=True)) is not None:
+            found[f"head_seconds:{label}"] = depth_s
     if allocation.adaptive and num_sessions:
         standing = gate.trials.standing(num_sessions)
         found["drafting"] = float(standing.drafting)

@@ -1,0 +1,111 @@
+"""Heads under the rejection rule: the law of the text is that of plain sampling, and three mistakes are seen.
+
+That heads change no text under the coupled rule: ``tests/target/test_heads.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from tests.lossless.power import detectable_tv
+from tests.lossless.test_engines import _TINY_VOCAB, FALSE_ALARM, _cells, _law, _p_value, tiny_pair
+from tests.support.pump import Pump, Request
+from tests.support.rings import nightly, slow
+
+from paceline.core.tree import Proposal
+from paceline.drafters.colocated import DraftModelHead
+from paceline.messages import SparseDistribution
+from paceline.target import heads as target_heads
+from paceline.target.heads import Heads, MountedHead
+from paceline.types import Acceptance, Result, SamplingParams, SpeculationParams
+
+assert tiny_pair  # a fixture
+
+NUM, TV = 2000, 0.16
+
+
+def sample(pair, num: int, *, adaptive: bool = True) -> tuple[Counter, int, int]:
+    """Texts of four tokens, and how many tokens of the head were verified and accepted."""
+    _, target, draft = pair
+    speculation = SpeculationParams(acceptance=Acceptance.REJECTION, max_draft_tokens=3)
+    requests = {
+        f"s{i}": Request([1, 2, 3], SamplingParams(temperature=1.0, max_tokens=4, seed=i), speculation)
+        for i in range(num)
+    }
+    head = DraftModelHead(draft.runner(128), max_leaves=128, max_prefill_tokens=256, top_m=_TINY_VOCAB)
+    mounted = MountedHead("draft_model", head, num_tokens=3)
+    options = {"pages": 128, "max_sessions": 128, "max_step_tokens": 512, "max_model_len": 64}
+    pump = Pump(target, None, heads=[mounted], late=0.1, adaptive=adaptive, **options)
+    results: dict[str, Result] = {}
+    names = list(requests)
+    for first in range(0, num, 128):
+        for name in names[first : first + 128]:
+            pump.submit(name, requests[name])
+        results |= pump.run({})
+        pump.sessions.clear()
+        pump.results = {}
+    return Counter(r.token_ids for r in results.values()), mounted.stats.rows, mounted.stats.rows_used
+
+
+@pytest.mark.parametrize(
+    ("num", "tv", "adaptive"), [(NUM, TV, True), *slow([(NUM, TV, False)]), *nightly([(20_000, 0.06, True)])]
+)
+def test_the_rejection_rule_keeps_the_law(tiny_pair, num: int, tv: float, adaptive: bool) -> None:
+    """Each token of the head is drawn from its q, which is stated, and nothing is chosen by what was drawn."""
+    law = _law(tiny_pair[0], [1, 2, 3], 4)
+    assert detectable_tv(num, len(_cells(law, num)) + 1, FALSE_ALARM) <= tv
+    counts, drafted, accepted = sample(tiny_pair, num, adaptive=adaptive)
+    assert drafted > num
+    assert 0.2 * drafted < accepted < 0.95 * drafted
+    assert _p_value(counts, law) > FALSE_ALARM
+
+
+def _wrong_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A q that is valid in itself but not what the token was drawn from."""
+    offer = Heads._offer
+
+    def mutant(self, mounted, followed):
+        offer(self, mounted, followed)
+        proposal = followed.session.headed
+        flat = tuple(
+            q and SparseDistribution(q.token_ids, (1 / len(q.token_ids),) * len(q.token_ids)) for q in proposal.qs
+        )
+        followed.session.headed = replace(proposal, qs=flat)
+
+    monkeypatch.setattr(Heads, "_offer", mutant)
+
+
+def _likeliest_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the rejection rule, too, the token is the likeliest one, as if it had been drawn from q."""
+    rank = target_heads.rank
+
+    def mutant(candidates, rows):
+        rankings = rank(candidates, rows)
+        return [
+            replace(r, token_ids=(max(zip(r.q.probs, r.q.token_ids, strict=True))[1],)) if r.q else r for r in rankings
+        ]
+
+    monkeypatch.setattr(target_heads, "rank", mutant)
+
+
+def _dropped_by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proposal is withheld where its first token is a likely one."""
+    offer = Heads._offer
+
+    def mutant(self, mounted, followed):
+        offer(self, mounted, followed)
+        proposal = followed.session.headed
+        if len(proposal) and proposal.token_ids[0] in (0, 1):
+            followed.session.headed = Proposal()
+
+    monkeypatch.setattr(Heads, "_offer", mutant)
+
+
+@pytest.mark.parametrize("mutate", [_likeliest_token, *slow([_wrong_q, _dropped_by_what_was_drawn])])
+def test_mistakes_are_seen(tiny_pair, mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above fails for each."""
+    mutate(monkeypatch)
+    counts, _, _ = sample(tiny_pair, NUM)
+    assert _p_value(counts, _law(tiny_pair[0], [1, 2, 3], 4)) < FALSE_ALARM
