@@ -1,0 +1,97 @@
+"""When a head is asked, paused and tried again, by the rules of ``control/head_gate.py``; no engine, a given clock."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from paceline.target.control.allocation import expected_tokens
+from paceline.target.control.head_gate import HeadGate
+
+PLAIN = 100.0
+"""Tokens per second of plain decoding."""
+
+
+def test_expected_tokens_are_the_sum_of_path_probabilities() -> None:
+    assert expected_tokens([]) == 0.0
+    assert expected_tokens([0.5, 0.5, 1.0]) == pytest.approx(0.5 + 0.25 + 0.25)
+
+
+def test_a_depth_is_asked_for_where_it_brings_more_than_plain_decoding_in_its_time() -> None:
+    gate = HeadGate()
+    assert gate.pays(0.01, 1, PLAIN, first=True), "nothing was measured: it is found out"
+    for _ in range(60):
+        gate.observe_depth(1, 0.005, first=True)
+    assert gate.pays(0.6, 1, PLAIN, first=True)
+    assert not gate.pays(0.4, 1, PLAIN, first=True)
+    assert gate.depth_s(1, first=False) == pytest.approx(0.005), "the other depth, as long as it is not known"
+    assert gate.depth_s(16, first=True) == pytest.approx(0.005), "the nearest load"
+    assert HeadGate(adaptive=False).pays(0.0, 1, PLAIN, first=True)
+
+
+def test_a_head_that_is_not_expected_to_pay_is_tried_ever_more_rarely() -> None:
+    gate, asked = HeadGate(), []
+    for step in range(10_000):
+        now = 0.02 * step
+        if gate.try_anyway(now):
+            asked.append(now)
+    starts = [a for a, b in zip(asked, [-1.0, *asked], strict=False) if a - b > 1.0]
+    pauses = [b - a for a, b in itertools.pairwise(starts)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(64.0, abs=0.2)
+    assert len(asked) / 10_000 < 0.005
+
+
+def run(gate: HeadGate, seconds: float, *, accepted: float, cost_s: float, num_sessions: int = 4, start: float = 0.0):
+    """Shares of the time in which the head was on; steps of 40 ms, plus what the head takes."""
+    now, on, steps, owed = start, 0, 0, 0.0
+    while now < start + seconds:
+        steps += 1
+        if gate.wanted(num_sessions, now):
+            on += 1
+            owed += accepted
+            tokens, owed = int(owed), owed - int(owed)
+            gate.observe_step(num_sessions, tokens, cost_s, PLAIN, now)
+            now += cost_s
+        now += 0.04
+    return on / steps
+
+
+@pytest.mark.parametrize(
+    ("accepted", "cost_s", "least", "most"),
+    [
+        (2.0, 0.01, 1.0, 1.0),
+        (1.1, 0.01, 1.0, 1.0),
+        (0.5, 0.01, 0.0, 0.12),
+        (0.0, 0.01, 0.0, 0.05),
+        (0.0, 0.002, 0.0, 0.1),
+    ],
+    ids=["good", "just", "bad", "useless", "useless and cheap"],
+)
+def test_a_head_is_paused_where_it_costs_more_than_it_brings(
+    accepted: float, cost_s: float, least: float, most: float
+) -> None:
+    """Its account: accepted tokens of a step against those of plain decoding in the time that the head took."""
+    share = run(HeadGate(), 300.0, accepted=accepted, cost_s=cost_s)
+    assert least <= share <= most
+
+
+def test_what_a_useless_head_takes_is_little_and_less_and_less() -> None:
+    """Never slower: 2 % of the first minutes at most, half a percent later."""
+    gate = HeadGate()
+    first = run(gate, 120.0, accepted=0.0, cost_s=0.01)
+    later = run(gate, 600.0, accepted=0.0, cost_s=0.01, start=120.0)
+    assert first * 0.01 / 0.05 < 0.02
+    assert later * 0.01 / 0.05 < 0.005
+
+
+def test_loads_are_judged_apart_and_a_head_that_pays_again_is_on_again() -> None:
+    gate = HeadGate()
+    run(gate, 60.0, accepted=0.0, cost_s=0.01, num_sessions=16)
+    assert run(gate, 60.0, accepted=2.0, cost_s=0.01, num_sessions=1) == 1.0
+    assert run(gate, 400.0, accepted=2.0, cost_s=0.01, num_sessions=16, start=60.0) > 0.5
+
+
+def test_without_adaptive_it_is_never_paused() -> None:
+    assert run(HeadGate(adaptive=False), 60.0, accepted=0.0, cost_s=0.02) == 1.0
