@@ -340,3 +340,18 @@ def test_a_path_that_was_verified_in_part_is_continued(temperature: float, monke
     assert not mounted.failure
     assert mounted.stats.rows == mounted.stats.rounds > 100
     assert mounted.stats.rows_used > 50
+
+
+def test_tokens_beside_the_best_path_are_verified_where_rows_are_free() -> None:
+    """The head's other candidates become branches; what is accepted of them is the head's, too."""
+    requests, reference, _ = known(1.0)
+    mounted = colocated()
+    pump = Pump(pair("llama")[0], None, heads=[mounted], pages=40, late=0.0, step_s=lambda num_tokens: 0.01)
+    assert_same(pump.run(requests), reference)
+    stats = pump.target.stats
+    assert not mounted.failure
+    assert stats.branches > 20
+    assert stats.branches_used > 0
+    assert stats.draft_rows == stats.nodes_used == 0
+    assert mounted.stats.rows == stats.head_rows > stats.head_rows_used == mounted.stats.rows_used
+    assert sum(r.speculation.head_accepted for r in pump.results.values()) == stats.head_rows_used

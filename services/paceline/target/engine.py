@@ -430,7 +430,7 @@ class TargetEngine:
         session.waiting_since = None
         if self.heads:
             row_s = step.row_s * len(part.proposal) / max(1, len(step.verifying))
-            self.heads.observe(session, part.proposal, verdict.num_accepted, row_s)
+            self.heads.observe(session, part.proposal, verdict.token_ids[: verdict.num_accepted], row_s)
         session.commit_outcome(token_ids, step.decided_at)
         session.commit_rows(self.runner.cache, part.stop + num_accepted)  # to its end: others may share the prefix
         if finish_reason is not None:

@@ -5,7 +5,7 @@
     settle ─▶ choose who steps ─▶ expand, expand, .. ─▶ allocate ─▶ forward
 
 A session's head has a tree of its own, as a draft's engine has, so the ranking by the target's noise, the calibration
-and what a drafter may rely on are the same. Its best path is offered as the session's proposal when the session is
+and what a drafter may rely on are the same. Its best path, and the tokens beside it, are offered when the session is
 about to step and its draft has sent nothing for this place; it needs no message and no wait. Only the target decides
 what becomes text.
 
@@ -45,7 +45,9 @@ from paceline.errors import PacelineError
 from paceline.messages import Node
 from paceline.model.kv_cache import KVCache
 from paceline.target.control.allocation import AcceptanceHistory, Allocation, expected_tokens
+from paceline.target.control.compared import compare
 from paceline.target.control.head_gate import HeadGate
+from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Mode
 
@@ -115,7 +117,7 @@ class _Followed:
         self.tree = SpeculationTree(vocab_size, session.num_tokens, rejection=session.rejection)
         self.calibration = Calibration(_FAN_OUT, mounted.calibrations[self.rule])
         self.hits = AcceptanceHistory(mounted.rejection if session.rejection else mounted.coupled)
-        self.next_node_id = 1
+        self.next_node_id: int = Producer.HEAD.first_id
         self.in_flight: frozenset[int] = frozenset()
         """Nodes of the proposal that is being verified."""
         self.num_fed = 0
@@ -132,7 +134,7 @@ class _Followed:
             first = r == 0
             node = Node(self.next_node_id, parent.node_id, token_id, prob, True, ranking.q if first else None)
             self.next_node_id += 1
-            self.tree.add((node,))
+            self.tree.add((node,), Producer.HEAD)
         return parent.best
 
     def walk(self, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -143,7 +145,7 @@ class _Followed:
         for token_id in walk.unresolved:
             node = Node(self.next_node_id, self.tree.anchor.node_id, token_id, 1.0, False)
             self.next_node_id += 1
-            self.tree.add((node,))
+            self.tree.add((node,), Producer.HEAD)
             node_ids.append(node.node_id)
         self.in_flight = frozenset()
         return node_ids, [n.node_id for n in self.tree.nodes() if n.expanded and n is not self.tree.anchor]
@@ -257,6 +259,20 @@ class _Offer:
     node_ids: tuple[int, ...]
 
 
+class HeadSubtree(SubtreeOffer):
+    """The nodes of a head's own tree: its best path, and the tokens beside it that it made in the same forwards."""
+
+    __slots__ = ()
+
+    def proposal(self, num_tokens: int) -> Proposal:
+        """As ``SubtreeOffer.proposal``; a draft knows none of its nodes."""
+        return _without_nodes(super().proposal(num_tokens))
+
+
+def _without_nodes(proposal: Proposal) -> Proposal:
+    return replace(proposal, node_ids=(), producer=Producer.HEAD)
+
+
 def _full_pages(computed: Computed) -> list[int]:
     """The pages that a step has filled up for a session."""
     session = computed.session
@@ -337,7 +353,7 @@ class Heads:
 
     def open(self, session: TargetSession) -> None:
         """Begins a session on every head that can serve it."""
-        session.headed = Proposal()
+        session.headed, session.head_subtree = Proposal(), None
         if session.k == 0:
             return
         for mounted in self.mounted:
@@ -369,16 +385,21 @@ class Heads:
 
     # -- what the target has decided -----------------------------------------------------------------------------------
 
-    def observe(self, session: TargetSession, proposal: Proposal, num_accepted: int, row_s: float) -> None:
-        """Takes the verdict on a session's proposal, before it is committed. ``row_s``: seconds of its rows."""
+    def observe(self, session: TargetSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
+        """Takes the verdict on a session's proposal, before it is committed.
+
+        Args:
+            accepted: the tokens of the proposal that were accepted.
+            row_s: seconds of the proposal's rows.
+        """
         offer = self._offers.pop(session.session_id, None)
-        session.headed = Proposal()
+        session.headed, session.head_subtree = Proposal(), None
         if offer is None or proposal.producer is not Producer.HEAD or not len(proposal):
             return
         mounted, followed = offer.mounted, offer.followed
-        num_tried = min(len(proposal), num_accepted + 1)  # up to the first rejected one
-        followed.hits.add(num_tried, sum(proposal.probs[:num_tried]), num_accepted)
-        followed.in_flight = frozenset(offer.node_ids[: len(proposal)])
+        result, num_accepted = compare(proposal, proposal.along(accepted), Producer.HEAD), len(accepted)
+        followed.hits.add(result.places, result.predicted, result.first, result.any)
+        followed.in_flight = frozenset(offer.node_ids[: len(proposal)])  # of a chain, under the rejection rule
         mounted.stats.rounds += 1
         mounted.stats.rows += len(proposal)
         mounted.stats.rows_used += num_accepted
@@ -513,7 +534,7 @@ class Heads:
         self._prefill(len(ready), started)
         asked: dict[int, list[_Followed]] = {}
         for session in ready:
-            session.headed = Proposal()
+            session.headed, session.head_subtree = Proposal(), None
             self._offers.pop(session.session_id, None)
             if not session.decoding or session.max_draft() == 0 or len(session.drafted(1)):
                 continue
@@ -625,9 +646,14 @@ class Heads:
         session = followed.session
         path = followed.tree.proposal(min(mounted.num_tokens, session.max_draft()))
         if len(path):
-            proposal = replace(path, node_ids=(), claims=(), producer=Producer.HEAD)
+            proposal = _without_nodes(path)
             session.headed, session.head_hits = proposal, followed.hits
             session.head_depth = mounted.num_tokens
+            session.head_subtree = None
+            if followed.rule is not Rule.REJECTION:
+                most = min(mounted.num_tokens, session.max_draft())
+                factors = (followed.hits.correction(),) * len(Producer)
+                session.head_subtree = HeadSubtree(followed.tree.anchor, most, factors)
             self._offers[session.session_id] = _Offer(mounted, followed, proposal, path.node_ids)
 
     def _expand(

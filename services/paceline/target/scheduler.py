@@ -331,7 +331,7 @@ def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False)
         return ()
     proposal = session.drafted(session.k)
     if not len(proposal) and not sent:
-        return _offer_of_fallback(session)
+        return _offer_of_fallback(session, trees=trees)
     if trees and not sent and len(proposal) and not session.rejection:
         return SubtreeOffer(session.tree.anchor, session.max_draft(), session.factors())
     if not session.rejection:
@@ -340,11 +340,13 @@ def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False)
     return blind_offer(session.max_draft(), session.hits) if len(proposal) or sent else ()
 
 
-def _offer_of_fallback(session: TargetSession) -> Sequence[float]:
+def _offer_of_fallback(session: TargetSession, *, trees: bool) -> Offer:
     """``offer_of`` a session whose draft has nothing: what the target has itself."""
     proposal = session.fallback(session.k)
     if proposal.producer is not Producer.HEAD or session.head_hits is None:
         return proposal.probs
     if session.rejection:
         return blind_offer(min(session.head_depth, session.max_draft()), session.head_hits)
+    if trees and session.head_subtree is not None:
+        return session.head_subtree
     return offer(proposal, session.max_draft(), session.head_hits)

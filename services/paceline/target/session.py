@@ -12,6 +12,7 @@ from paceline.core.tree import Proposal, SpeculationTree
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
+from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
 
@@ -123,6 +124,8 @@ class TargetSession:
         self.headed = Proposal()
         self.head_hits: AcceptanceHistory | None = None
         """The acceptance of that head's tokens in this session."""
+        self.head_subtree: SubtreeOffer | None = None
+        """The nodes of that head, ``headed`` among them; None under the rejection rule."""
         self.head_depth = 0
         """Rejection rule: the length that ``headed`` was meant to have, whatever was drawn."""
         self._outcome: tuple[int, ...] = ()

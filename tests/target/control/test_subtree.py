@@ -12,7 +12,7 @@ from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import Node
 from paceline.target.control.allocation import Allocation, allocate_draft_tokens
-from paceline.target.control.step_meter import Compared, compare
+from paceline.target.control.compared import Compared, compare
 from paceline.target.control.subtree import MAX_TREE_TOKENS, SubtreeOffer
 
 EVEN = (1.0,) * len(Producer)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.tree import Producer, Proposal
+from paceline.core.tree import Producer
 from paceline.core.verification import Verdict
 from paceline.target.control.allocation import Allocation
+from paceline.target.control.compared import compare
 from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.scheduler import Scheduled
@@ -95,42 +96,6 @@ class MeasuredStep:
     """A plain step of the same sessions, start to start."""
     decoding: float
     """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
-
-
-@dataclass(slots=True)
-class Compared:
-    """What became of one producer's tokens in a round."""
-
-    places: int = 0
-    """Places on the accepted path, its end included, for which it had proposed tokens."""
-    predicted: float = 0.0
-    """Sum of the probabilities that it claimed for these."""
-    first: int = 0
-    """Places at which its likeliest token was accepted."""
-    any: int = 0
-    """Places at which one of its tokens was accepted."""
-
-
-def compare(proposal: Proposal, path: Sequence[int], producer: Producer) -> Compared:
-    """Compares the tokens of one producer with the target's along the accepted ``path``."""
-    result = Compared()
-    if not proposal.claims:
-        return result
-    accepted: dict[int, int | None] = dict(zip([-1, *path], [*path, None], strict=True))
-    seen: set[int] = set()
-    for index, claims in enumerate(proposal.claims):
-        parent = proposal.parent(index)
-        claim = next((prob for other, prob in claims if other is producer), None)
-        if claim is None or parent not in accepted:
-            continue
-        result.predicted += claim
-        right = accepted[parent] == index
-        result.any += right
-        if parent not in seen:  # siblings come likeliest first
-            seen.add(parent)
-            result.places += 1
-            result.first += right
-    return result
 
 
 class StepMeter:

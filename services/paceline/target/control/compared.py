@@ -1,0 +1,44 @@
+"""What became of each producer's tokens in one round, for the record of their acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.tree import Producer, Proposal
+
+
+@dataclass(slots=True)
+class Compared:
+    """What became of one producer's tokens in a round."""
+
+    places: int = 0
+    """Places on the accepted path, its end included, for which it had proposed tokens."""
+    predicted: float = 0.0
+    """Sum of the probabilities that it claimed for these."""
+    first: int = 0
+    """Places at which its likeliest token was accepted."""
+    any: int = 0
+    """Places at which one of its tokens was accepted."""
+
+
+def compare(proposal: Proposal, path: Sequence[int], producer: Producer) -> Compared:
+    """Compares the tokens of one producer with the target's along the accepted ``path``."""
+    result = Compared()
+    if not proposal.claims:
+        return result
+    accepted: dict[int, int | None] = dict(zip([-1, *path], [*path, None], strict=True))
+    seen: set[int] = set()
+    for index, claims in enumerate(proposal.claims):
+        parent = proposal.parent(index)
+        claim = next((prob for other, prob in claims if other is producer), None)
+        if claim is None or parent not in accepted:
+            continue
+        result.predicted += claim
+        right = accepted[parent] == index
+        result.any += right
+        if parent not in seen:  # siblings come likeliest first
+            seen.add(parent)
+            result.places += 1
+            result.first += right
+    return result
