@@ -68,6 +68,7 @@ def test_a_service_answers(monkeypatch, capsys, tmp_path):
     assert "cannot be reached" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_engines_of_this_machine_answer(monkeypatch, capsys, tmp_path):
     file = tmp_path / "plain.jinja"
     file.write_text("{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}")
