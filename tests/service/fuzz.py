@@ -1,4 +1,4 @@
-"""Random and mutated messages for the public, internal and metrics ports of a service: does it survive, and forget?
+"""Random and mutated messages for the public, internal and HTTP ports of a service: does it survive, and forget?
 
     python -m tests.service.fuzz --messages 100000 [--seed 7]       a router and two replicas of its own, in one process
     python -m tests.service.fuzz --messages 1000 --address HOST:9000 --http HOST:8000     a service that runs
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import resource
@@ -33,7 +34,12 @@ from tests.service.hostile.replicas import assert_free, both
 from tests.service.support import collect, routed, tiny_pair, until
 from tests.support.door import opened
 
+from paceline.config import ServiceConfig
+from paceline.metrics.access import AccessMetrics
+from paceline.metrics.registry import Registry
+from paceline.router.service import GenerationService
 from paceline.rpc.transport import CHANNEL_OPTIONS, TOKEN_KEY
+from paceline.security.access import Access
 from paceline.types import SamplingParams
 from paceline.v1 import draft_pb2, target_pb2
 from paceline.v1 import generation_pb2 as pb
@@ -65,12 +71,21 @@ EXPECTED = {
 """Statuses of the public port. INTERNAL and UNKNOWN are our mistakes, UNAVAILABLE is a loss."""
 PROMPT, VICTIM = "abcdefgh", SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True)
 MAX_GROWTH_MB = 150.0
+_PATHS = ("metrics", "health", "ping", "version", "v1/models", "v1/models/x", "x")
+_BODIES: dict[str, dict[str, Any]] = {
+    "v1/completions": {"prompt": "abc", "max_tokens": 3, "n": 2, "logprobs": 1, "stop": ["x"], "stream": True},
+    "v1/chat/completions": {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3, "tools": []},
+    "v1/responses": {"input": "abc", "max_output_tokens": 3, "instructions": "def", "stream": True},
+}
+"""Path and body of the HTTP requests that are not for everybody."""
+_VALUES = (None, True, -1, 0, 2, 2**64, 1e308, "", "\0", "s" * 3000, [], [[]], [7, -1], {}, {"a": {}}, [{"type": "x"}])
 _CALL_S, _AT_ONCE = 0.15, 24
 _WORDS = (
     b"GET",
     b"POST",
     b"/metrics",
     b"/health",
+    b"/v1/completions",
     b" ",
     b"HTTP/1.1",
     b"\r\n",
@@ -125,6 +140,18 @@ class Fuzz:
             with contextlib.suppress(ValueError, TypeError):  # a value that the field cannot hold
                 self._fill(message, field, depth)
         return message
+
+    def http(self) -> bytes:
+        """An HTTP request as a client makes it; the values in its body may be any."""
+        path = self.rng.choice((*_PATHS, *_BODIES))
+        head = f"Host: x\r\nConnection: {self.rng.choice(('close', 'keep-alive'))}\r\n"
+        if path not in _BODIES:
+            return f"GET /{path} HTTP/1.1\r\n{head}\r\n".encode()
+        body = {name: value for name, value in _BODIES[path].items() if self.rng.random() < 0.9}
+        for name in self.rng.sample([*_BODIES[path], "temperature", "seed", "x"], self.rng.choice((0, 0, 1, 3))):
+            body[name] = self.rng.choice(_VALUES)
+        data = json.dumps(body).encode()
+        return f"POST /{path} HTTP/1.1\r\n{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
     def _fill(self, message: Message, field: FieldDescriptor, depth: int) -> None:
         rng, held = self.rng, getattr(message, field.name)
@@ -215,9 +242,7 @@ async def attack_http(host: str, port: int, fuzz: Fuzz, count: int) -> Counter[s
     statuses: Counter[str] = Counter()
     for _ in range(count):
         reader, writer = await asyncio.open_connection(host, port)
-        good = b"GET /%s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % fuzz.rng.choice(
-            (b"metrics", b"health", b"x")
-        )
+        good = fuzz.http()
         words = b"".join(fuzz.rng.choices(_WORDS, k=fuzz.rng.randrange(12)))
         writer.write(
             fuzz.rng.choice((good, fuzz.mutated(good), fuzz.mutated(good), words, fuzz.noise(300))) + b"\r\n\r\n"
@@ -235,10 +260,9 @@ async def attack_http(host: str, port: int, fuzz: Fuzz, count: int) -> Counter[s
 
 
 @contextlib.asynccontextmanager
-async def metrics_port(router: Any) -> AsyncIterator[int]:
-    """The ingress's HTTP side on a server of its own."""
+async def http_port(router: Any) -> AsyncIterator[int]:
+    """The application that Serve gets from the ingress, on a server of its own."""
     import uvicorn
-    from starlette.requests import Request
 
     from paceline.cluster.ingress import Ingress
 
@@ -246,18 +270,15 @@ async def metrics_port(router: Any) -> AsyncIterator[int]:
         return "paceline_up 1\n"
 
     ingress = object.__new__(Ingress)
-    ingress._router, ingress._stopped = router, True
+    ingress.config, ingress._router, ingress._service = ServiceConfig(), router, GenerationService(router)
+    ingress._access, ingress._chat = Access(None, AccessMetrics(Registry("router"))), None
     ingress._monitor = SimpleNamespace(exposition=SimpleNamespace(remote=exposition))  # type: ignore[assignment]
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            response = await ingress(Request(scope, receive))
-            await response(scope, receive, send)
+    app = ingress.__serve_build_asgi_app__()
 
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off"))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server._serve())
-    await until(lambda: server.started, what="the metrics port")
+    await until(lambda: server.started, what="the HTTP port")
     try:
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
@@ -283,7 +304,7 @@ async def rounds(
         both(config, token=token) as (target, draft),
         routed(config, [target], [draft], token=token) as (router, _, _),
         opened(router) as address,
-        metrics_port(router) as port,
+        http_port(router) as port,
     ):
 
         async def check() -> None:
@@ -345,7 +366,7 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     parser.add_argument("--address", help="HOST:PORT of a service that runs; without it one is started here")
-    parser.add_argument("--http", help="HOST:PORT of its metrics")
+    parser.add_argument("--http", help="HOST:PORT of its HTTP")
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     logging.disable()  # a warning for each stream that ends badly

@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve import Application
 
 from paceline import __version__
-from paceline.cluster.ingress import Ingress
+from paceline.cluster.ingress import IngressReplica
 from paceline.cluster.replicas import Draft, MonitorReplica, Target
 from paceline.config import MONITOR_SCALING, ModelDraftConfig, ServiceConfig
 from paceline.config.pools import draft_name
@@ -61,7 +61,7 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
     drafts = None if config.draft_config is None else build_draft_deployment(config, bind_kwargs={"monitor": bound})
     names = (config.target_config.model_loading_config, config.draft_config and draft_name(config.draft_config))
     needs = (*names, config.target_config.engine_kwargs, config.router_config, config.server, config.internal_tls)
-    router = _deployment(Ingress, config, config.router_config.deployment_options(), "Router", needs)
+    router = _deployment(IngressReplica, config, config.router_config.deployment_options(), "Router", needs)
     return cast(Application, router.bind(config, targets, drafts, bound))
 
 

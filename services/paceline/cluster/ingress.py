@@ -53,9 +53,11 @@ _CANCEL_TIMEOUT_S = 2.0
 """Longest wait for the other routers' answer about requests to cancel; a Cancel takes at most twice as long."""
 
 
-@serve.ingress()
 class Ingress:
-    """The ingress: the public gRPC methods, health, and HTTP. Serve calls a method by its RPC's name."""
+    """The ingress: the public gRPC methods, health, and HTTP. Serve calls a method by its RPC's name.
+
+    Serve makes replicas of ``IngressReplica``.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -304,11 +306,6 @@ class Ingress:
         for pool in self._pools:
             await pool.stop()
 
-    async def __del__(self) -> None:
-        """Stops the router when Serve ends the replica, which awaits this."""
-        if not getattr(self, "_stopped", True):
-            await self.stop()
-
     def _reload(self) -> None:
         """Takes keys and certificates again if their files have changed."""
         metrics = self._access_metrics
@@ -366,6 +363,16 @@ class Ingress:
             log.info("the other routers could not be asked: %s", error)
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+@serve.ingress()
+class IngressReplica(Ingress):
+    """The ingress behind Serve's HTTP. Apart from it, since a destructor that is awaited is for Serve to call alone."""
+
+    async def __del__(self) -> None:
+        """Stops the router when Serve ends the replica, which awaits this."""
+        if not getattr(self, "_stopped", True):
+            await self.stop()
 
 
 def count_departures_as_cancelled() -> None:

@@ -77,7 +77,8 @@ def application(config, versions):
     ).bind()
     targets = service.build_target_deployment(config, bind_kwargs={"monitor": monitor}, deployment_cls=breakable())
     drafts = service.build_draft_deployment(config, bind_kwargs={"monitor": monitor})
-    router = service._deployment(service.Ingress, config, config.router_config.deployment_options(), "Router", ()).bind(
+    options = config.router_config.deployment_options()
+    router = service._deployment(service.IngressReplica, config, options, "Router", ()).bind(
         config, targets, drafts, monitor
     )
     parts = {"monitor": monitor, "target": targets, "draft": drafts, "router": router}
