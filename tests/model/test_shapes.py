@@ -164,9 +164,9 @@ def perturbed(runner: ModelRunner, differs) -> ModelRunner:
     [
         lambda ids, *_: ids.shape[1] >= 17,
         lambda ids, *_: 4 < ids.shape[1] <= 8,
-        lambda *inputs: inputs[4].shape[0] > 1,  # a neighbour
+        lambda *inputs: inputs[5].shape[0] > 1,  # a neighbour
         lambda ids, *_: ids.shape[1] >= 256,
-        lambda *inputs: inputs[4].shape[1] >= 25 and inputs[0].shape[1] > 4,  # verification of a long context
+        lambda *inputs: inputs[5].shape[1] >= 25 and inputs[0].shape[1] > 4,  # verification of a long context
     ],
     ids=["many_tokens", "few_tokens", "neighbours", "largest_step", "long_context"],
 )
@@ -223,8 +223,8 @@ def test_the_self_test_notices_that_prefill_leaves_other_keys_than_decoding() ->
 
     def changed(*inputs):
         logits = step(*inputs)
-        if inputs[0].shape[1] > 200 and inputs[4].shape[0] == 1:  # a long chunk, alone
-            for values in inputs[9]:
+        if inputs[0].shape[1] > 200 and inputs[5].shape[0] == 1:  # a long chunk, alone
+            for values in inputs[10]:
                 flat = values.view(-1, *values.shape[2:])
                 flat[inputs[3]] = torch.nextafter(flat[inputs[3]], torch.tensor(1e9))
         return logits

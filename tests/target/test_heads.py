@@ -294,12 +294,12 @@ def test_a_head_is_fed_with_the_accepted_path_of_a_subtree(features: Features, m
             heads=[mounted],
             pages=20,
             draft_pages=60,
-            draft_steps=(1, 4),
+            draft_steps=(2, 5),
             seed=1,
         )
         head.bind(pump.target.runner.cache, pump.target.runner.cache.add_layers(head.layers))
         assert_same(pump.run(requests), reference)
-        assert pump.target.stats.branches_used > 3
+        assert pump.target.stats.branches_used > 0
         assert mounted.stats.rows > 10
         assert bool(head.wrong) == mutant
 

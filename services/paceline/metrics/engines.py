@@ -34,7 +34,7 @@ ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
         "paceline_verify_bubble_steps_total", "steps", "Steps that the bubble seconds came before."
     ),
     ("target", "head_s"): counter(
-        "paceline_target_head_seconds_total", "seconds", "In heads of targets that were asked for tokens."
+        "paceline_target_head_seconds_total", "seconds", "Time in heads of targets that were asked for tokens."
     ),
     ("target", "hit_bubble_s"): counter(
         "paceline_verify_hit_bubble_seconds_total",
@@ -73,10 +73,10 @@ for _engine, _field, _unit, _help in (
     ("target", "branches_used", "rounds", "Rounds whose accepted tokens end in one of these."),
     ("target", "lookup_rounds", "rounds", "Rounds with a proposal from their own text, for lack of a draft's."),
     ("target", "lookup_rows", "tokens", "Tokens of these proposals."),
-    ("target", "lookup_rows_used", "tokens", "Of these, accepted."),
+    ("target", "lookup_rows_used", "tokens", "Accepted tokens of these proposals."),
     ("target", "head_rounds", "rounds", "Rounds with a proposal of a head of the target, for lack of a draft's."),
     ("target", "head_rows", "tokens", "Tokens of these proposals."),
-    ("target", "head_rows_used", "tokens", "Of these, accepted."),
+    ("target", "head_rows_used", "tokens", "Accepted tokens of these proposals."),
     ("target", "trials", "trials", "Of drafting, or of plain decoding, against what a target had chosen."),
     ("target", "drafts_resumed", "sessions", "Times that drafting was resumed for a session."),
     ("draft", "nodes_published", "nodes", "Nodes shipped by drafts."),
