@@ -43,6 +43,7 @@ GUARDS_ELSEWHERE = {
 """Outside the fast ring, as they compile a kernel, start processes or wait for a limit."""
 
 MOST_CASES = 24
+_FORMATS = "every published format"
 _TABLE = "a table of sentences, each case another one, and none takes a tenth of a second"
 _PRODUCT = "the full product; the fast and slow rings take cases that hold every pair of values"
 MANY_CASES = {
@@ -54,7 +55,7 @@ MANY_CASES = {
     "config/test_tree.py::test_a_value_that_is_not_allowed_is_named_with_its_key": _TABLE,
     "core/test_verification.py::test_a_proposal_is_cut_before_a_q_that_cannot_be_trusted": "every way to be untrue",
     "drafters/test_head_formats.py::test_a_known_mistake_is_no_longer_what_the_oracle_computes": "every known mistake",
-    "drafters/test_head_formats.py::test_every_published_format_loads_and_computes_what_the_oracle_computes": "every published format",
+    "drafters/test_head_formats.py::test_every_published_format_loads_and_computes_what_the_oracle_computes": _FORMATS,
     "drafters/test_head_formats.py::test_what_does_not_fit_is_refused_in_one_sentence_before_weights_are_read": _TABLE,
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
     "lossless/test_engines.py::test_alone_everywhere": _PRODUCT,
