@@ -12,7 +12,7 @@ import torch
 from tests.drafters.head_files import LAYERS, VOCAB, made, write_target
 from tests.model.parallel.ranks import Ranks
 from tests.support.models import letters_tokenizer, random_model
-from tests.support.rings import slow
+from tests.support.rings import nightly
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -262,7 +262,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("compile", [False, *slow([True])])
+@pytest.mark.parametrize("compile", [False, *nightly([True])])
 def test_heads_are_examined_while_their_target_is_loaded(
     compile: bool, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

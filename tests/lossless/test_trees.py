@@ -45,7 +45,7 @@ def test_any_subtrees_give_identical_tokens(family: str, temperature: float, mon
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0
     assert stats.branches > 20
-    assert stats.branches_used >= (0 if temperature == 0 else 3)
+    assert temperature == 0 or stats.branches_used > 0
     assert pump.target.runner.cache.num_used == 0
 
 

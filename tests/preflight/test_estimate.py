@@ -337,7 +337,7 @@ with LocalPipeline(config, target_factory=target) as pipeline:
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_sessions_than_fit_take_no_more_than_is_estimated(tmp_path):
     """16 sessions of three pages each in seven pages: the same tokens as with room for all, in the same memory."""
     model = {"path": save_model(tmp_path), "dtype": "float32", "compile": False, "device": "cpu"}

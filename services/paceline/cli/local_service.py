@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -56,12 +56,8 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
             keys,
             f"http{'s' if tls is not None else ''}://{server.host}:{server.http_port}",
         )
-        before = signal.signal(signal.SIGTERM, _done) if threading.current_thread() is threading.main_thread() else None
-        try:
+        with _signals():
             one.run([listening])
-        finally:
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
 
 
 def _listening(server: ServerConfig) -> socket.socket:
@@ -73,6 +69,21 @@ def _listening(server: ServerConfig) -> socket.socket:
         raise ConfigError(
             f"server.http_port is {server.http_port}: it cannot be used on {server.host} ({error.strerror})"
         ) from error
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """What uvicorn's second raising of the signal that ended it leads to, also where a shell had SIGINT ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {signal.SIGTERM: _done, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _done(number: int, frame: FrameType | None) -> None:
