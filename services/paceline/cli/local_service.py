@@ -73,7 +73,7 @@ def _listening(server: ServerConfig) -> socket.socket:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """What uvicorn's second raising of the signal that ended it leads to, also where a shell had SIGINT ignored."""
+    """Handlers for the signal that uvicorn raises again at its end, also where a shell had SIGINT ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

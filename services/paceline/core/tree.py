@@ -137,7 +137,7 @@ class Proposal:
     parents: tuple[int, ...] = ()
     """Index of each token's parent, -1 for the context; (): a chain. Siblings differ in their tokens."""
     claims: tuple[Claims, ...] = ()
-    """What each node's producers claim for it; () if the tokens do not come from the tree."""
+    """Claims of each node's producers for it; () if the tokens do not come from the tree."""
     producer: Producer = Producer.DRAFT
     """The maker of tokens that do not come from the tree."""
 

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What a drafter may need to know of the service."""
+    """Facts of the service that a drafter may need."""
 
     target: str
     """Directory or id of the target's checkpoint, whose tokenizer is that of all token ids."""

@@ -187,7 +187,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """What one step of the target computed for one session: n >= 1 consecutive positions of its committed context."""
+    """Result of one step of the target for one session: n >= 1 consecutive positions of its committed context."""
 
     session_id: str
     position: int

@@ -129,7 +129,7 @@ def check_invariance(
 
 
 def _forward(runner: ModelRunner, steps: list[SequenceStep]) -> list[_Rows]:
-    """Of each sequence of a step, the rows that have logits: its last ones."""
+    """Rows with logits of each sequence of a step: its last ones."""
     wanted = [step.num_logits for step in steps]
     if runner.features is None:
         return [(rows,) for rows in torch.split(runner.forward(steps), wanted)]

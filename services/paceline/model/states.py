@@ -91,7 +91,7 @@ class StateTaps:
         return torch.cat(states, dim=-1)
 
     def _take(self) -> dict[int, Tensor]:
-        """What was caught; other forwards of the model, by another step, leave nothing."""
+        """Returns the states that were caught; other forwards of the model, by another step, leave nothing."""
         caught, self._caught = self._caught, None
         assert caught is not None
         return caught

@@ -72,18 +72,18 @@ class Step(torch.nn.Module):
 
 
 class Probe(NamedTuple):
-    """What two tokens that ran through a model have shown."""
+    """Findings about a model that two tokens have run through."""
 
     layers: list[LayerSpec]
-    """What each layer keeps in the KV cache, in order."""
+    """KV that each layer keeps per token, in order."""
     sliding_window: int | None
-    """Of the layers that have one."""
+    """Window of the layers that have one; None: no layer has."""
     spare_tokens: int
     """Padding that steps on the CPU need behind their last token (``tails.py``)."""
 
 
 def name_of(model: PreTrainedModel) -> str:
-    """What messages call a model: its class, and where it comes from."""
+    """Name of a model in messages: its class, and where it comes from."""
     return f"{type(model).__name__} ({model.name_or_path or model.config.get_text_config().model_type})"
 
 

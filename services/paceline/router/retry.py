@@ -16,7 +16,7 @@ LEAST_S, MOST_S = 0.1, 300.0
 """Shortest and longest hint."""
 
 _RECENT_S = 60.0
-"""What is longer ago says nothing about the rate at which places become free now."""
+"""Seconds; events longer ago say nothing about the rate at which places become free now."""
 _QUIET_S = 5.0
 """A crowd is over when all who were told to come should have come this long ago."""
 _REMEMBERED = 4096

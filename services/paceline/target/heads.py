@@ -63,7 +63,7 @@ context."""
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step has computed of one session, after its outcome was committed."""
+    """Rows that a step has computed for one session, after its outcome was committed."""
 
     session: TargetSession
     start: int
@@ -469,7 +469,7 @@ class Heads:
         return set()
 
     def _fed(self, mounted: MountedHead, computed: Computed, states: Tensor) -> Fed | None:
-        """What a head is fed with of one session; None: nothing, or it has missed something before."""
+        """Input of a head from one session; None: nothing, or it has missed something before."""
         session, start, stop = computed.session, computed.start, computed.session.num_computed
         followed = mounted.sessions.get(session.session_id)
         if followed is None:

@@ -84,7 +84,7 @@ def features_of(opened: Sequence[OpenedHead]) -> Features | None:
 
 
 def probe_of(opened: Sequence[OpenedHead], target: Checkpoint) -> HeadProbe | None:
-    """What the target is to write while it is loaded, so that ``load_heads`` can ask its heads; None: nothing.
+    """Texts that the target is to write while it is loaded, so that ``load_heads`` can ask its heads; None: none.
 
     Raises:
         ConfigError: a file of texts cannot be read, or the target has no tokenizer.

@@ -220,7 +220,7 @@ class TargetSession:
         return Proposal() if self.lookup is None else self.lookup.proposal(min(self.max_draft(), limit))
 
     def factors(self) -> tuple[float, ...]:
-        """What turns each producer's claims into probabilities of being accepted, by its number."""
+        """Factors, by number of the producer, that turn its claims into probabilities of being accepted."""
         return tuple(history.correction() for history in self.histories)
 
     def num_ahead(self) -> int:

@@ -116,7 +116,7 @@ def make_app(edge: Edge) -> FastAPI:
 
     @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
-        """Whether a request would be served now."""
+        """Says if a request would be served now."""
         ready = edge.service.ready
         return PlainTextResponse("serving\n" if ready else "no target is up\n", 200 if ready else 503)
 

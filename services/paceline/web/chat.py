@@ -60,13 +60,13 @@ class Asked:
         ]
 
     def speech(self) -> Speech:
-        """What tells the parts of one answer apart."""
+        """Returns the parser that tells the parts of one answer apart."""
         return Speech(self._chat, self._tokenizer, self.prefix, self.token_ids, self.tools, by_text=self._by_text)
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What one answer has said so far."""
+    """State of one answer: all that it has said so far."""
 
     speech: Speech
     text: dict[str, list[str]] = field(default_factory=lambda: {"content": [], "reasoning": []})

@@ -15,7 +15,7 @@ from paceline.web.service import Edge
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has yielded so far."""
+    """State of one choice: all that it has yielded so far."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

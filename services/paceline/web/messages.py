@@ -149,7 +149,7 @@ class Tool(_Strict):
 
 
 class ToolsBody(Body):
-    """What chats and responses have in common: tools, and variables of the chat template."""
+    """Parts common to chats and responses: tools, and variables of the chat template."""
 
     tool_choice: Any = None
     """``auto``, or ``none``."""

@@ -63,7 +63,7 @@ class ResponseBody(ToolsBody):
     RENAMED = MappingProxyType({"max_output_tokens": "max_tokens"})
 
     input: str | list[dict[str, Any]] = Field(min_length=1)
-    """What is said: text of the user, or items."""
+    """Input: text of the user, or items."""
     instructions: str | None = None
     """The system's message."""
     tools: list[ResponseTool] = Field(default_factory=list)

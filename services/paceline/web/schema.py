@@ -89,7 +89,7 @@ class SpeculationOptions(SpeculationParams):
 
 
 class Body(SamplingParams):
-    """What all requests for text have: the sampling parameters by their own names, and how the answer is sent."""
+    """Fields of all requests for text: the sampling parameters by their own names, and how the answer is sent."""
 
     INERT: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(INERT)
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({})

@@ -38,7 +38,7 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What the application is made of."""
+    """Parts that the application is made of."""
 
     model_id: str
     service: Service

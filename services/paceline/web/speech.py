@@ -26,7 +26,7 @@ _NO_CALL = (ValueError, LookupError, TypeError, AttributeError)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What has come: text of the content or of the reasoning, or one whole tool call."""
+    """One part of an answer: text of the content or of the reasoning, or one whole tool call."""
 
     kind: str
     """``content``, ``reasoning`` or ``tool_call``."""
@@ -94,7 +94,7 @@ class Speech:
         yield from parts
 
     def _give_up(self) -> Iterator[Part]:
-        """What looks like a call and is none is content, and so is all that follows."""
+        """Text that looks like a call and is none is content, and so is all that follows."""
         log.info("a tool call could not be parsed: it is sent as content")
         self._parser = None
         yield from _content(self._call)

@@ -144,7 +144,7 @@ class HeadDrafter:
             session.ahead = None
 
     def _shifted(self, fed: Sequence[Fed], parts: Sequence[Part], states: Tensor, variant: int) -> Tensor:
-        """Of each row the state behind the row before it, which the next module takes (zeros where it never was)."""
+        """State behind the row before each row, which the next module takes (zeros where it never was)."""
         out = torch.roll(states, 1, 1)
         for each, part in zip(fed, parts, strict=True):
             session = self._sessions[each.session_id]

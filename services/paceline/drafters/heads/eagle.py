@@ -64,14 +64,14 @@ class Eagle(HeadModule):
         return x
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        """By the target's LM head."""
+        """Logits of the target's LM head."""
         assert self._lm_head is not None
         return self._lm_head(state)
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Form:
-    """What distinguishes published EAGLE-3 heads; names as in their configurations."""
+    """Differences between published EAGLE-3 heads; names as in their configurations."""
 
     num_boundaries: int = 3
     target_hidden_size: int | None = None
@@ -85,7 +85,7 @@ class Eagle3Form:
     fc_norm: bool = False
     """One RMSNorm per boundary before ``fc``."""
     norm_output: bool = False
-    """What is recycled is the state after the last norm (EAGLE-3.1)."""
+    """True: the state after the last norm is recycled (EAGLE-3.1)."""
     fc_bias: bool = False
 
 

@@ -46,7 +46,7 @@ _IGNORED = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$|^verifier_")
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a head's files are judged by."""
+    """Facts of the target that a head's files are judged by."""
 
     checkpoint: Checkpoint
     num_layers: int
@@ -74,7 +74,7 @@ class HeadForm:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a format is read from."""
+    """Source that a format is read from."""
 
     what: str
     config: Mapping[str, Any]

@@ -28,7 +28,7 @@ class HeadPlan:
     features: Features
     """The states that it reads."""
     layers: tuple[LayerSpec, ...]
-    """What it keeps on the target's pages."""
+    """KV that it keeps per token on the target's pages."""
     num_parameters: int
     """Its own; what it borrows of the target does not count."""
     _source: str

@@ -85,6 +85,6 @@ class MLPSpeculator(HeadModule):
         return F.gelu(self.ln[depth](x))
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        """By the LM head of this depth."""
+        """Logits of the LM head of this depth."""
         out: Tensor = self.head[depth](state)
         return out

@@ -1,4 +1,4 @@
-"""What every drafting head is to those who train and run it: states and tokens in, logits of the next tokens out.
+"""Interface of every drafting head to those who train and run it: states and tokens in, logits of the next tokens out.
 
 All heads share one alignment. With h[P] the target's hidden state of position P and t[P] its token::
 

@@ -97,7 +97,7 @@ class Mtp(HeadModule):
         return out
 
     def _probe(self, num_modules: int) -> tuple[LayerSpec, ...]:
-        """What each module keeps, by running one token through its attention."""
+        """KV that each module keeps, found by running one token through its attention."""
         seen: dict[int, LayerSpec] = {}
 
         def record(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:

@@ -50,7 +50,7 @@ class Part:
     start: int
     stop: int
     positions: list[int]
-    """Of the rows."""
+    """Position of each row."""
     pages: Sequence[int]
     first_row: int
     """The first row on the pages that holds anything; row 0 never does."""

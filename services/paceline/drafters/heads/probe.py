@@ -37,7 +37,7 @@ TEXTS = (
     "Question: Why does the moon seem to follow a car that drives along a road at night?\nAnswer:",
     "Water boils at a lower temperature on high mountains, because the air there is thinner. This means that",
 )
-"""What the target goes on from, if no file is named."""
+"""Texts that the target goes on from, if no file is named."""
 NUM_TOKENS = 64
 """Tokens that the target writes after each text."""
 _PROMPT_TOKENS = 32
@@ -124,7 +124,7 @@ class Setting:
 
     boundaries: tuple[int, ...]
     advice: str
-    """What to change for it; "" of the head's own setting."""
+    """Change that leads to it; "" for the head's own setting."""
     applied: Callable[[HeadModule], AbstractContextManager[object]] = contextlib.nullcontext
     """Changes a module while it is entered."""
 
@@ -195,7 +195,7 @@ def _swapped(module: HeadModule) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a head predicts with one setting."""
+    """Predictions of a head with one setting."""
 
     setting: Setting
     hits: Tensor

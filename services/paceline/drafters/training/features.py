@@ -48,7 +48,7 @@ class Rows:
         return max(1, min(_ROWS_PER_FILE, self.num_rows // max(1, len(self.temperatures))))
 
     def temperature(self, row: int) -> float | None:
-        """What the row was continued at; None: it was not."""
+        """Temperature at which the row was continued; None: it was not."""
         return self.temperatures[row // self.per_file % len(self.temperatures)] if self.temperatures else None
 
 

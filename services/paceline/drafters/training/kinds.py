@@ -27,7 +27,7 @@ from paceline.errors import ConfigError
 
 _FIT_TOKENS = 16_384
 _DECAY = 0.02
-"""Of the least squares, of the mean square of a feature."""
+"""Ridge of the least squares, as a share of the mean square of a feature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TrainableHead:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
+        """Module to train."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
     @property

@@ -1,4 +1,4 @@
-"""What ``paceline train-head`` is asked for: values that know what is allowed, and need no tensor."""
+"""Options of ``paceline train-head``: values that know what is allowed, and need no tensor."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _LEAST_PROMPT = 2
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """What is free in a head's form."""
+    """Free choices in a head's form."""
 
     kind: Kind
     depths: int = 4
     """Tokens that it learns to draft in a row; of Medusa, MLP and P-EAGLE the most that it can."""
     boundaries: tuple[int, ...] = ()
-    """Of EAGLE-3 and P-EAGLE; (): 2, L // 2 and L - 3 of L layers."""
+    """Boundaries of EAGLE-3 and P-EAGLE; (): 2, L // 2 and L - 3 of L layers."""
     draft_vocab_size: int | None = None
-    """Of EAGLE-3 and P-EAGLE: the most frequent tokens; None: all."""
+    """Vocabulary of EAGLE-3 and P-EAGLE: the most frequent tokens; None: all."""
     own_lm_head: bool = False
-    """Of Medusa: an LM head for each depth, not the target's."""
+    """Medusa only: an LM head for each depth, not the target's."""
     inner_dim: int = 0
     """Width of the MLP speculator's state; 0: the target's."""
 
@@ -53,7 +53,7 @@ class HeadForm:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What makes a training what it is: an interrupted one continues with the same, or not at all."""
+    """Settings that make a training what it is: an interrupted one continues with the same, or not at all."""
 
     steps: int
     batch_rows: int = 1
@@ -70,7 +70,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """What ``paceline train-head`` is asked for."""
+    """Options of ``paceline train-head``."""
 
     form: HeadForm
     target: str

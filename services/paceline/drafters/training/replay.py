@@ -90,7 +90,7 @@ class Agreement:
         return accepted, rounds
 
     def standard_error(self, depths: int) -> float:
-        """Of ``accepted_per_round`` over the choice of texts (a ratio estimate, rows independent)."""
+        """Standard error of ``accepted_per_round`` over the choice of texts (a ratio estimate, rows independent)."""
         accepted, rounds = self.totals(depths)
         residual = accepted - accepted.sum() / rounds.sum() * rounds
         return float(residual.square().sum().sqrt() / rounds.sum())

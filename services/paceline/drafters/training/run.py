@@ -51,10 +51,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a training came to."""
+    """Outcome of a training."""
 
     figures: list[Figures]
-    """Of the head, and of the draft model to compare with."""
+    """Held-out figures of the head, and of the draft model to compare with."""
     unigram: float
     """Share of the held-out greedy tokens that the most frequent token is."""
     depths: int
@@ -62,7 +62,7 @@ class Report:
     num_steps: int
 
     def as_json(self) -> dict[str, Any]:
-        """What ``report.json`` holds."""
+        """Content of ``report.json``."""
         return {
             "most_frequent_token": self.unigram,
             "parameters": self.num_parameters,

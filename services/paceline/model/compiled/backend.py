@@ -64,7 +64,7 @@ class HostBackend:
 
 
 def _outputs(result: Tensor | tuple[Tensor, Tensor]) -> Outputs:
-    """What a step returned, without the batch dimension of one."""
+    """Logits and states that a step returned, without the batch dimension of one."""
     return (result[0], None) if isinstance(result, Tensor) else (result[0][0], result[1][0])
 
 

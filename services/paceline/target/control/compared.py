@@ -1,4 +1,4 @@
-"""What became of each producer's tokens in one round, for the record of their acceptance."""
+"""Fate of each producer's tokens in one round, for the record of their acceptance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.tree import Producer, Proposal
 
 @dataclass(slots=True)
 class Compared:
-    """What became of one producer's tokens in a round."""
+    """Fate of one producer's tokens in a round."""
 
     places: int = 0
     """Places on the accepted path, its end included, for which it had proposed tokens."""
