@@ -137,3 +137,17 @@ def test_the_hook_keeps_a_server_of_grpc_to_this_machine(monkeypatch):
             await server.stop(None)
 
     asyncio.run(run())
+
+
+def test_no_two_parts_of_a_service_are_given_one_port(tmp_path, monkeypatch):
+    """Neither drawn twice, nor one that the service is about to open."""
+    monkeypatch.setattr("paceline.cluster.ports._RANGE", (26000, 26008))
+    names = ["AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"]
+    names += [
+        "RAY_SERVE_HAPROXY_METRICS_PORT",
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+    ]
+    monkeypatch.setattr("paceline.cluster.ports.is_free", lambda port: True)
+    environment = local_environment(tmp_path, ServerConfig(grpc_port=26003, http_port=26005))
+    assert sorted(int(environment[name]) for name in names) == [26000, 26001, 26002, 26004, 26006, 26007]

@@ -17,6 +17,7 @@ LONGEST_STREAM_S = 24 * 3600
 """Streams that are older than this may be cut when routers come or go."""
 
 _DRAIN_S = 2.0
+_NUM_PORTS = 4
 _BINARY, _WRAPPER = "RAY_SERVE_HAPROXY_BINARY_PATH", "haproxy.sh"
 
 
@@ -29,8 +30,8 @@ def local_environment(folder: Path, server: ServerConfig) -> dict[str, str]:
     moved = [
         f"s/^( *bind ){LOOPBACK}:{port}( |$)/\\1{public}:{port}\\2/" for port in (server.grpc_port, server.http_port)
     ]
-    monitor_port, dashboard_port = free_ports(2)
-    return serve_environment(folder, server.max_message_bytes, moved) | {
+    monitor_port, dashboard_port, *serves = free_ports(2 + _NUM_PORTS, taken=(server.grpc_port, server.http_port))
+    return serve_environment(folder, server.max_message_bytes, moved, serves) | {
         "AUTOSCALER_METRIC_PORT": str(monitor_port),  # by default fixed: the second Ray of a machine does without
         "DASHBOARD_METRIC_PORT": str(dashboard_port),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the node's address is the loopback
@@ -40,15 +41,18 @@ def local_environment(folder: Path, server: ServerConfig) -> dict[str, str]:
 
 
 def serve_environment(
-    folder: Path, max_message_bytes: int = ServerConfig().max_message_bytes, moved: Sequence[str] = ()
+    folder: Path,
+    max_message_bytes: int = ServerConfig().max_message_bytes,
+    moved: Sequence[str] = (),
+    ports: Sequence[int] = (),
 ) -> dict[str, str]:
     """Environment variables that every process of the cluster needs, this one included, before it imports Serve.
 
     ``folder`` takes what HAProxy keeps on disk, and the script that starts it. ``max_message_bytes`` bounds gRPC
     messages on the public ports. Only set what the user has not set. ``moved``: commands of ``sed`` for HAProxy's
-    configuration.
+    configuration. ``ports``: ``_NUM_PORTS`` free ones for Serve's own use; drawn if there are none.
     """
-    stats_port, metrics_port, fallback_http_port, fallback_grpc_port = free_ports(4)
+    stats_port, metrics_port, fallback_http_port, fallback_grpc_port = ports or free_ports(_NUM_PORTS)
     # Routers listen with SO_REUSEPORT on the first port of Serve's range: two clusters of one machine would share it,
     # and each get some of the other's requests.
     router_ports = free_block()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from paceline.preflight.ports import is_free
 
@@ -12,13 +13,13 @@ _BLOCK_RANGE, BLOCK = (10000, 26000), 64
 """Blocks of ``BLOCK`` consecutive ports are drawn from here."""
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, taken: Sequence[int] = ()) -> list[int]:
     """Different ports that nobody uses now, below those that systems hand out to outgoing connections by themselves:
-    what is free there stays free while Ray starts and takes dozens."""
+    what is free there stays free while Ray starts and takes dozens. ``taken``: ports that somebody is about to use."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.randrange(*_RANGE)
-        if port not in ports and is_free(port):
+        if port not in (*ports, *taken) and is_free(port):
             ports.append(port)
     return ports
 
