@@ -17,8 +17,9 @@ from tests.support.rings import nightly, slow
 from paceline.core.tree import Proposal
 from paceline.drafters.colocated import DraftModelHead
 from paceline.messages import SparseDistribution
-from paceline.target import heads as target_heads
-from paceline.target.heads import Heads, MountedHead
+from paceline.target.heads import asking
+from paceline.target.heads.asking import Asking
+from paceline.target.heads.mounted import MountedHead
 from paceline.types import Acceptance, Result, SamplingParams, SpeculationParams
 
 assert tiny_pair  # a fixture
@@ -64,7 +65,7 @@ def test_the_rejection_rule_keeps_the_law(tiny_pair, num: int, tv: float, adapti
 
 def _wrong_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """A q that is valid in itself but not what the token was drawn from."""
-    offer = Heads._offer
+    offer = Asking._offer
 
     def mutant(self, mounted, followed):
         offer(self, mounted, followed)
@@ -74,12 +75,12 @@ def _wrong_q(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         followed.session.headed = replace(proposal, qs=flat)
 
-    monkeypatch.setattr(Heads, "_offer", mutant)
+    monkeypatch.setattr(Asking, "_offer", mutant)
 
 
 def _likeliest_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the rejection rule, too, the token is the likeliest one, as if it had been drawn from q."""
-    rank = target_heads.rank
+    rank = asking.rank
 
     def mutant(candidates, rows):
         rankings = rank(candidates, rows)
@@ -87,12 +88,12 @@ def _likeliest_token(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(r, token_ids=(max(zip(r.q.probs, r.q.token_ids, strict=True))[1],)) if r.q else r for r in rankings
         ]
 
-    monkeypatch.setattr(target_heads, "rank", mutant)
+    monkeypatch.setattr(asking, "rank", mutant)
 
 
 def _dropped_by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proposal is withheld where its first token is a likely one."""
-    offer = Heads._offer
+    offer = Asking._offer
 
     def mutant(self, mounted, followed):
         offer(self, mounted, followed)
@@ -100,7 +101,7 @@ def _dropped_by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(proposal) and proposal.token_ids[0] in (0, 1):
             followed.session.headed = Proposal()
 
-    monkeypatch.setattr(Heads, "_offer", mutant)
+    monkeypatch.setattr(Asking, "_offer", mutant)
 
 
 @pytest.mark.parametrize("mutate", [_likeliest_token, *slow([_wrong_q, _dropped_by_what_was_drawn])])

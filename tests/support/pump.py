@@ -20,7 +20,7 @@ from paceline.model.loading import LoadedModel
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
-from paceline.target.heads import MountedHead
+from paceline.target.heads.mounted import MountedHead
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 
 

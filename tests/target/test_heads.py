@@ -17,10 +17,11 @@ from tests.support.rings import slow
 from paceline.drafters.colocated import DraftModelHead
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
-from paceline.target import heads as target_heads
 from paceline.target.control import allocation as target_allocation
 from paceline.target.engine import TargetEngine
-from paceline.target.heads import Heads, MountedHead
+from paceline.target.heads.driver import Heads
+from paceline.target.heads.feeding import Feeding
+from paceline.target.heads.mounted import MountedHead
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams, SpeculationParams
 
@@ -102,21 +103,21 @@ def test_everything_that_a_head_is_fed_with_is_right(features: Features, budget:
     assert not head.sessions
 
 
-def _shifted_token(heads, each) -> None:
+def _shifted_token(each) -> None:
     """The token at P instead of the one at P + 1."""
-    fed = Heads._fed
+    fed = Feeding._fed
 
     def mutant(self, mounted, computed, states):
         item = fed(self, mounted, computed, states)
         tokens = computed.session.tokens[item.position : item.position + len(item.token_ids)]
         return replace(item, token_ids=tuple(tokens))
 
-    each.setattr(Heads, "_fed", mutant)
+    each.setattr(Feeding, "_fed", mutant)
 
 
-def _own_guess_at_chunks(heads, each) -> None:
+def _own_guess_at_chunks(each) -> None:
     """The last row of a chunk gets another token than the prompt's next one."""
-    fed = Heads._fed
+    fed = Feeding._fed
 
     def mutant(self, mounted, computed, states):
         item = fed(self, mounted, computed, states)
@@ -124,44 +125,44 @@ def _own_guess_at_chunks(heads, each) -> None:
             return item
         return replace(item, token_ids=(*item.token_ids[:-1], 11))
 
-    each.setattr(Heads, "_fed", mutant)
+    each.setattr(Feeding, "_fed", mutant)
 
 
-def _state_of_another_row(heads, each) -> None:
+def _state_of_another_row(each) -> None:
     """Draft tokens that were rejected before it are not left out: the wrong row of a verification."""
-    fed = Heads._fed
+    fed = Feeding._fed
 
     def mutant(self, mounted, computed, states):
         return fed(self, mounted, replace(computed, row=max(0, computed.row - 1)), states)
 
-    each.setattr(Heads, "_fed", mutant)
+    each.setattr(Feeding, "_fed", mutant)
 
 
-def _first_logits_row(heads, each) -> None:
+def _first_logits_row(each) -> None:
     """The state of the first verified row instead of the last accepted one."""
-    fed = Heads._fed
+    fed = Feeding._fed
 
     def mutant(self, mounted, computed, states):
         return fed(self, mounted, replace(computed, num_accepted=0), states)
 
-    each.setattr(Heads, "_fed", mutant)
+    each.setattr(Feeding, "_fed", mutant)
 
 
-def _no_page_states(heads, each) -> None:
+def _no_page_states(each) -> None:
     """The state that a shared prefix lacks is not kept."""
-    each.setattr(Heads, "_keep_page_states", lambda self, computed, states: None)
+    each.setattr(Feeding, "keep_page_states", lambda self, computed, states: None)
 
 
-def _page_states_of_the_next_row(heads, each) -> None:
-    keep = Heads._keep_page_states
+def _page_states_of_the_next_row(each) -> None:
+    keep = Feeding.keep_page_states
 
     def mutant(self, computed, states):
         keep(self, [replace(c, row=c.row - 1) for c in computed], states)
 
-    each.setattr(Heads, "_keep_page_states", mutant)
+    each.setattr(Feeding, "keep_page_states", mutant)
 
 
-def _preemption_unnoticed(heads, each) -> None:
+def _preemption_unnoticed(each) -> None:
     attach = TargetSession.attach_prefix
 
     def mutant(self, cache):
@@ -172,7 +173,7 @@ def _preemption_unnoticed(heads, each) -> None:
     each.setattr(TargetSession, "attach_prefix", mutant)
 
 
-def _no_row_ahead(heads, each) -> None:
+def _no_row_ahead(each) -> None:
     """No page is held for the row behind the last one."""
     each.setattr(Heads, "reserves", 0)
 
@@ -196,7 +197,7 @@ def test_the_oracle_notices_what_is_off_by_one(
 ) -> None:
     """The test above fails with each of these; the text is plain's all the same."""
     requests, reference, _ = known(1.0)
-    mutate(target_heads, monkeypatch)
+    mutate(monkeypatch)
     pump = None
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         pump = test_everything_that_a_head_is_fed_with_is_right(features, 48)

@@ -25,7 +25,7 @@ from paceline.preflight.device import left_bytes, require_target
 from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
 from paceline.target.engine import TargetEngine
-from paceline.target.heads import MountedHead
+from paceline.target.heads.mounted import MountedHead
 from paceline.target.mount import bind_heads, features_of, load_heads, open_heads, probe_of
 from paceline.types import Rendezvous
 

@@ -36,7 +36,9 @@ from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.step_meter import MeasuredStep, StepMeter
 from paceline.target.control.waiting import WaitPolicy
-from paceline.target.heads import Computed, Heads, MountedHead
+from paceline.target.heads.driver import Heads
+from paceline.target.heads.feeding import Computed
+from paceline.target.heads.mounted import MountedHead
 from paceline.target.lookup import new_shares
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession

@@ -24,7 +24,7 @@ from paceline.model.step import Step
 from paceline.preflight.device import require_draft
 from paceline.preflight.heads import TREE_BUDGET, draft_setup_of
 from paceline.preflight.host_memory import draft_pages
-from paceline.target.heads import MountedHead, union
+from paceline.target.heads.mounted import MountedHead, union
 from paceline.types import PAGE_SIZE, pages_for
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from paceline.target.branches import branches_of, page_tables, sequence_steps
 from paceline.target.control.allocation import Allocation, Offer, blind_offer, expected_tokens, offer
 from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.control.waiting import WaitPolicy
-from paceline.target.heads import Heads
+from paceline.target.heads.driver import Heads
 from paceline.target.session import TargetSession
 from paceline.types import pages_for
 

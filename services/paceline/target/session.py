@@ -120,7 +120,7 @@ class TargetSession:
         """Length of the context for which the draft has announced to send nothing more."""
         self.nodes_context_len = -1
         """Length of the context at the draft when it sent its last nodes."""
-        # What a head of the target offers for the coming round (``heads.py``).
+        # What a head of the target offers for the coming round (``heads/``).
         self.headed = Proposal()
         self.head_hits: AcceptanceHistory | None = None
         """The acceptance of that head's tokens in this session."""

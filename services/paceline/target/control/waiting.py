@@ -120,7 +120,7 @@ class WaitPolicy:
             wanted: draft tokens that would be verified if they were there (``allocation.py``), and so the most that
                 are waited for; None: all that the session may have.
             row_s: seconds that one more draft token makes the step longer.
-            fallback: probabilities of the tokens that can be proposed without waiting (``lookup.py``, ``heads.py``).
+            fallback: probabilities of the tokens that can be proposed without waiting (``lookup.py``, ``heads/``).
             fallback_s: seconds that making those takes.
         """
         if not self.may_wait(session, others_ready=others_ready):

@@ -1,0 +1,230 @@
+"""Heads of a target: drafters in its own process, fed with every step and asked where a session's draft has nothing.
+
+    forward ─▶ verify ─▶ commit ─▶ send ─▶ advance, feed          the heads of all sessions, in one call each
+                                                │
+    settle ─▶ choose who steps ─▶ expand, expand, .. ─▶ allocate ─▶ forward
+
+A session's head has a tree of its own, as a draft's engine has, so the ranking by the target's noise, the calibration
+and what a drafter may rely on are the same. Its best path, and the tokens beside it, are offered when the session is
+about to step and its draft has sent nothing for this place; it needs no message and no wait. Only the target decides
+what becomes text.
+
+Every rule is served. Coupled and greedy sessions are offered the path that is likeliest to be the target's own choice.
+Under the rejection rule each token is drawn from the head's distribution q, which is stated: whether the head is asked
+depends on the context and on averages, never on a token that was drawn, nor does the depth, so p is exact (see
+``core/verification.py``). Sequential sessions have proposals of a head only if they have no draft, so that they stay
+comparable; plain ones have none.
+
+A head that raises is switched off and named in the status; its sessions go on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from paceline.core.tree import Proposal
+from paceline.drafters.protocol import Features
+from paceline.model.kv_cache import KVCache
+from paceline.target.control.allocation import Allocation
+from paceline.target.heads.asking import Asking
+from paceline.target.heads.feeding import Computed, Feeding
+from paceline.target.heads.followed import Followed
+from paceline.target.heads.mounted import MountedHead
+from paceline.target.session import TargetSession
+from paceline.types import Mode
+
+log = logging.getLogger(__name__)
+
+
+class Heads:
+    """The heads of one target engine. Owned by the engine's thread."""
+
+    def __init__(
+        self,
+        mounted: Sequence[MountedHead],
+        cache: KVCache,
+        *,
+        vocab_size: int,
+        allocation: Allocation,
+        clock: Callable[[], float],
+        states: Features | None = None,
+    ) -> None:
+        """``states``: what the target's runner returns, at least the ``union`` of what the heads read."""
+        self.mounted = list(mounted)
+        self.took_s = 0.0
+        """Seconds that the heads were asked for since ``take_s``."""
+        self._feeding = Feeding(states, cache.num_pages)
+        self._asking = Asking(clock)
+        self._vocab_size = vocab_size
+        self._allocation = allocation
+        self._clock = clock
+        for each in self.mounted:
+            each.gate.adaptive = allocation.adaptive
+            if (features := each.head.features) is not None:
+                assert states is not None
+                assert states.every_position or not features.every_position
+                each.columns = tuple(states.boundaries.index(b) for b in features.boundaries)
+
+    def __bool__(self) -> bool:
+        return bool(self.mounted)
+
+    def wants_states(self, num_sessions: int) -> bool:
+        """True if a head will be fed with the step that comes."""
+        now = self._clock()
+        return any(m.reads_states and self._on(m, num_sessions, now) for m in self.mounted)
+
+    def labeled(self) -> dict[str, MountedHead]:
+        """The heads by their methods, numbered from the second one of a method on."""
+        found: dict[str, MountedHead] = {}
+        for mounted in self.mounted:
+            method = mounted.name.partition(" ")[0]
+            same = sum(label.partition("_#")[0] == method for label in found)
+            found[f"{method}_#{same + 1}" if same else method] = mounted
+        return found
+
+    def asks(self, mounted: MountedHead, num_sessions: int) -> bool:
+        """True if a head is neither switched off nor paused at this concurrency."""
+        return self._on(mounted, num_sessions, self._clock())
+
+    def take_s(self) -> float:
+        """Seconds that the heads were asked for since the last call."""
+        took_s, self.took_s = self.took_s, 0.0
+        return took_s
+
+    @property
+    def reserves(self) -> int:
+        """Rows beyond those of a step for which a session must hold pages: a head's last row is one further."""
+        return int(any(m.head.layers and not m.failure for m in self.mounted))
+
+    def open(self, session: TargetSession) -> None:
+        """Begins a session on every head that can serve it."""
+        self._asking.forget(session)
+        if session.k == 0:
+            return
+        for mounted in self.mounted:
+            if not mounted.failure and not mounted.outgrown(session):
+                mounted.open(session, self._vocab_size)
+
+    def close(self, session_id: str) -> None:
+        """Ends a session on all heads."""
+        self._asking.close(session_id)
+        for mounted in self.mounted:
+            mounted.drop(session_id)
+
+    # -- what the target has decided -----------------------------------------------------------------------------------
+
+    def observe(self, session: TargetSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
+        """Takes the verdict on a session's proposal, before it is committed.
+
+        Args:
+            session: it was verified for.
+            proposal: what was verified, of whatever producer.
+            accepted: the tokens of the proposal that were accepted.
+            row_s: seconds of the proposal's rows.
+        """
+        self._asking.observe(session, proposal, accepted, row_s)
+
+    def advance(self, session: TargetSession, token_ids: Sequence[int]) -> None:
+        """Takes the tokens that were committed for a session that goes on."""
+        for mounted in self.mounted:
+            if session.session_id not in mounted.sessions:
+                continue
+            if mounted.outgrown(session):
+                mounted.drop(session.session_id)
+            else:
+                mounted.advance(session, token_ids)
+
+    def feed(self, computed: Sequence[Computed], states: Tensor | None, num_sessions: int) -> None:
+        """Feeds the heads with a step, after its outcomes were committed. ``states``: None if none were wanted."""
+        if states is not None:
+            self._feeding.keep_page_states(computed, states)
+        for mounted in self.mounted:
+            if not mounted.reads_states or mounted.failure:
+                continue
+            started = self._clock()
+            is_on = self._on(mounted, num_sessions, started)
+            if self._feeding.feed(mounted, computed, states if is_on else None):
+                mounted.spend(self._clock() - started)
+
+    # -- what is proposed ----------------------------------------------------------------------------------------------
+
+    def expected(self, session: TargetSession, num_sessions: int) -> tuple[list[float], float]:
+        """Probabilities of the tokens that a head would propose for a session, and the seconds that asking it takes."""
+        now = self._clock()
+        for mounted in self.mounted:
+            followed = mounted.sessions.get(session.session_id)
+            if followed is not None and self._on(mounted, num_sessions, now) and mounted.ready(followed):
+                depth = min(mounted.num_tokens, session.max_draft())
+                first_s, next_s = (mounted.gate.depth_s(1, first=first) or 0.0 for first in (True, False))
+                return [followed.hits.rate()] * depth, first_s + next_s * max(0, depth - 1)
+        return [], 0.0
+
+    def propose(self, ready: Sequence[TargetSession]) -> None:
+        """Asks the heads for tokens of the sessions that are about to step and have none of their drafts."""
+        started = self._clock()
+        self._prefill(len(ready), started)
+        asked: dict[int, list[Followed]] = {}
+        for session in ready:
+            self._asking.forget(session)
+            if not session.decoding or session.max_draft() == 0 or len(session.drafted(1)):
+                continue
+            if session.mode is Mode.SEQUENTIAL and session.draft_available:
+                continue
+            for i, mounted in enumerate(self.mounted):
+                followed = mounted.sessions.get(session.session_id)
+                if followed is not None and self._on(mounted, len(ready), started) and mounted.ready(followed):
+                    asked.setdefault(i, []).append(followed)
+                    break
+        rate = self._tokens_per_s(len(ready))
+        for i, sessions in asked.items():
+            mounted = self.mounted[i]
+            before = self._clock()
+            self._asking.ask(mounted, sessions, rate)
+            mounted.spend(self._clock() - before)
+        self.took_s += self._clock() - started
+
+    def book(self, num_sessions: int) -> None:
+        """Books a step in the accounts of the heads, and pauses those that have cost more than they have brought."""
+        now, rate = self._clock(), self._tokens_per_s(num_sessions)
+        for mounted in self.mounted:
+            accepted, spent_s = mounted.accepted, mounted.spent_s
+            mounted.accepted, mounted.spent_s = 0, 0.0
+            if mounted.failure or not (accepted or spent_s):
+                continue
+            if mounted.gate.observe_step(num_sessions, accepted, spent_s, rate, now):
+                log.debug("head %s is paused at concurrency %d", mounted.name, num_sessions)
+                mounted.coupled.forget()  # the record must not be held against the next trial
+                mounted.rejection.forget()
+
+    def _tokens_per_s(self, num_sessions: int) -> float:
+        """Tokens per second of plain decoding; 0 before any step was measured."""
+        plain_s = self._allocation.plain_s(num_sessions) if self._allocation.cost.known else 0.0
+        return num_sessions / plain_s if plain_s > 0 else 0.0
+
+    def _on(self, mounted: MountedHead, num_sessions: int, now: float) -> bool:
+        return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), now)
+
+    def _prefill(self, num_sessions: int, now: float) -> None:
+        """One chunk of prompts, for heads that compute those themselves."""
+        for mounted in self.mounted:
+            if mounted.reads_states or not mounted.prefilling or not self._on(mounted, num_sessions, now):
+                continue
+            mounted.prefilling = {s for s in mounted.prefilling if not mounted.head.ready(s)}
+            if mounted.prefilling:
+                started = self._clock()
+                mounted.guarded(mounted.head.prefill)
+                mounted.spend(self._clock() - started)
+
+    def check_integrity(self, sessions: Sequence[TargetSession]) -> None:
+        """Asserts that heads follow open sessions only, to the end of their context."""
+        known = {s.session_id: s for s in sessions}
+        for mounted in self.mounted:
+            mounted.check_integrity(known)
+
+    def shutdown(self) -> None:
+        """Releases what the heads hold outside this process. Idempotent."""
+        for mounted in self.mounted:
+            mounted.head.shutdown()

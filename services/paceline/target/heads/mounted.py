@@ -1,0 +1,188 @@
+"""One head in its target: the sessions that it follows, what it has cost and brought, and what happens if it fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.drafters.calibration import Calibration
+from paceline.drafters.protocol import FATAL, DrafterSessionError, Features, Head
+from paceline.drafters.ranking import Rule
+from paceline.errors import PacelineError
+from paceline.target.control.allocation import AcceptanceHistory
+from paceline.target.control.head_gate import HeadGate
+from paceline.target.heads.followed import FAN_OUT, Followed, rule_of
+from paceline.target.session import TargetSession
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class HeadStats:
+    """Counted events of one head since the engine started."""
+
+    rounds: int = 0
+    """Rounds with a proposal of this head."""
+    rows: int = 0
+    """Tokens of these proposals."""
+    rows_used: int = 0
+    """Tokens of these proposals that were accepted."""
+    depths: int = 0
+    """Calls of ``expand``: one for each depth of a step."""
+    seconds: float = 0.0
+    """Inside the head: being fed and asked."""
+    sessions_failed: int = 0
+    """Sessions that it could not follow."""
+
+
+class MountedHead:
+    """One head in its target: the sessions that it follows, its acceptance and times, and whether it is on."""
+
+    def __init__(self, name: str, head: Head, *, num_tokens: int, max_len: int | None = None) -> None:
+        """``name``: for status and metrics. ``num_tokens``: the most that it proposes at once. ``max_len``: tokens of
+        the longest context that it can follow; None: any."""
+        self.name = name
+        self.head = head
+        self.num_tokens = num_tokens
+        self.max_len = max_len
+        self.stats = HeadStats()
+        self.gate = HeadGate()
+        self.coupled, self.rejection = AcceptanceHistory(), AcceptanceHistory()
+        """Acceptance of its tokens in all sessions, by rule."""
+        self.calibrations = {rule: Calibration(FAN_OUT) for rule in Rule}
+        self.sessions: dict[str, Followed] = {}
+        self.failure = ""
+        """Why it was switched off; empty: it is on."""
+        self.columns: tuple[int, ...] = ()
+        """Its boundaries among those that the target's steps return."""
+        self.prefilling: set[str] = set()
+        """Sessions that it is not ready for."""
+        self.pages: set[int] = set()
+        """Full pages of the target that it was fed with from end to end."""
+        self.accepted, self.spent_s = 0, 0.0
+        """Its accepted tokens, and the seconds that it took, since they were last booked."""
+
+    def report(self, num_rounds: int) -> str:
+        """A clause for the status. ``num_rounds``: those of all sessions so far."""
+        if self.failure:
+            return f"head {self.name} is switched off: {self.failure}"
+        stats, depth_s = self.stats, self.gate.depth_s(1, first=True)
+        text = f"head {self.name}: {stats.rounds / num_rounds:.0%} of rounds had its proposal, "
+        text += f"{stats.rows_used / max(stats.rows, 1):.0%} of it accepted"
+        if depth_s is not None:
+            text += f", {1e3 * depth_s:.3g} ms a depth of one session"
+        return text + (f", paused {self.gate.num_pauses} times" if self.gate.num_pauses else "")
+
+    def spend(self, seconds: float) -> None:
+        """Takes time that the head took."""
+        self.stats.seconds += seconds
+        self.spent_s += seconds
+
+    @property
+    def reads_states(self) -> bool:
+        """True if it lives of the target's hidden states."""
+        return self.head.features is not None
+
+    @property
+    def every_position(self) -> bool:
+        """True if it is fed with all positions, without a gap."""
+        return self.head.features is not None and self.head.features.every_position
+
+    # -- its sessions --------------------------------------------------------------------------------------------------
+
+    def open(self, session: TargetSession, vocab_size: int) -> None:
+        """Begins a session, if the head can follow it. ``vocab_size``: token ids of the target."""
+        self.guarded(lambda: self._open(session, vocab_size))
+
+    def _open(self, session: TargetSession, vocab_size: int) -> None:
+        try:
+            self.head.open(session.session_id, session.tokens, session.sampler, session.cache_salt)
+        except PacelineError as error:
+            self.head.close(session.session_id)
+            self.stats.sessions_failed += 1
+            log.warning("head %s cannot follow session %s: %s", self.name, session.session_id, error)
+            return
+        acceptance = self.rejection if session.rejection else self.coupled
+        calibration = self.calibrations[rule_of(session)]
+        self.sessions[session.session_id] = Followed(session, vocab_size, calibration, acceptance)
+        self.prefilling.add(session.session_id)
+
+    def outgrown(self, session: TargetSession) -> bool:
+        """True if a session's context is longer than the head can follow."""
+        return self.max_len is not None and session.num_tokens >= self.max_len
+
+    def advance(self, session: TargetSession, token_ids: Sequence[int]) -> None:
+        """Takes the tokens that were committed for a session that is open here."""
+        node_ids, kept = self.sessions[session.session_id].walk(token_ids)
+        if self.reads_states:
+            self.sessions[session.session_id].restart()
+            kept = []
+        self.guarded(lambda: self.head.advance(session.session_id, token_ids, node_ids, kept))
+
+    def drop(self, session_id: str) -> None:
+        """Ends a session, if it is open here."""
+        if self.sessions.pop(session_id, None) is not None:
+            self.prefilling.discard(session_id)
+            self.guarded(lambda: self.head.close(session_id))
+
+    def ready(self, followed: Followed) -> bool:
+        """True if the head knows all of a session's context, and may be asked."""
+        session = followed.session
+        if self.reads_states and (followed.num_fed != session.num_tokens - 1 or session.num_tokens < 2):
+            return False
+        if session.session_id in self.prefilling:
+            if not self.head.ready(session.session_id):
+                return False
+            self.prefilling.discard(session.session_id)
+        return True
+
+    # -- what may fail -------------------------------------------------------------------------------------------------
+
+    def guarded(self, call: Callable[[], object]) -> None:
+        """Calls the head; an error ends the session that it names, or switches the head off."""
+        try:
+            call()
+        except FATAL:
+            raise
+        except DrafterSessionError as error:
+            self.lose(error)
+        except Exception as error:
+            self.switch_off(error)
+
+    def lose(self, error: DrafterSessionError) -> None:
+        """Ends one session on the head."""
+        log.warning("head %s has given up a session: %s", self.name, error, extra={"session_id": error.session_id})
+        self.stats.sessions_failed += 1
+        self.drop(error.session_id)
+
+    def switch_off(self, error: Exception) -> None:
+        """Switches the head off for good; its sessions go on without it."""
+        if self.failure:
+            return
+        self.failure = f"{type(error).__name__}: {error}"
+        log.error("head %s is switched off: %s", self.name, self.failure, exc_info=error)
+        for session_id in list(self.sessions):
+            self.drop(session_id)
+
+    def check_integrity(self, known: Mapping[str, TargetSession]) -> None:
+        """Asserts that the head follows sessions of ``known`` only, to the end of their context."""
+        assert self.sessions.keys() <= known.keys()
+        assert self.prefilling <= self.sessions.keys()
+        for session_id, followed in self.sessions.items():
+            assert followed.session is known[session_id]
+            followed.tree.check_integrity()
+            assert followed.tree.context_len == followed.session.num_tokens
+            assert not followed.tree.lost
+            assert followed.num_fed <= followed.session.num_tokens
+        if not self.failure:
+            self.head.check_integrity()
+
+
+def union(several: Iterable[Features | None]) -> Features | None:
+    """The states that several heads read together; None: none."""
+    wanted = [features for features in several if features is not None]
+    if not wanted:
+        return None
+    boundaries = tuple(sorted({b for features in wanted for b in features.boundaries}))
+    return Features(boundaries, any(features.every_position for features in wanted))
