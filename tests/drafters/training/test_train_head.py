@@ -76,6 +76,7 @@ def options(target: Path, data: Path, cache: Path) -> Make:
             "prompt_tokens": 8,
             "held_out_rows": 6,
             "device": "cpu",
+            "dtype": "float32",  # what the machine is best at may be another one
         }
         return TrainingOptions(**(values | changes))
 

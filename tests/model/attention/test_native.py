@@ -26,7 +26,7 @@ from tests.support.rings import pairs_first
 from torch import Tensor
 
 from paceline.errors import EngineError
-from paceline.model import runner as runner_module
+from paceline.model import step_plan
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.paged import paged_attention
 from paceline.model.compiled.package import CompiledPackage, load_package
@@ -300,8 +300,8 @@ def test_bits_are_those_of_being_alone(seed, dtype, rows, row_len, pages, heads,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_model_verifies_what_it_decodes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole step, at contexts beside the edges of blocks, with the rules for query rows and keys switched off."""
-    monkeypatch.setattr(runner_module, "padded_row_len", lambda n: n)
-    monkeypatch.setattr(runner_module, "padded_pages", lambda n: n)
+    monkeypatch.setattr(step_plan, "padded_row_len", lambda n: n)
+    monkeypatch.setattr(step_plan, "padded_pages", lambda n: n)
     runner = prepare(random_model("llama", dtype=dtype), compile=False, attention="native").runner(12)
     assert check_invariance(runner).holds
     tokens = prompt(1, 140)
@@ -354,7 +354,6 @@ _INVARIANCE = """
 import sys
 from pathlib import Path
 from paceline.model.attention import native as cpu_attention
-from paceline.model import runner as runner_module
 cpu_attention._SOURCE = Path(sys.argv[1])
 cpu_attention._OPTIONS = (*cpu_attention._OPTIONS, *sys.argv[2:])
 assert cpu_attention.unavailable() is None
