@@ -112,8 +112,8 @@ def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str
         "--head",
         action="append",
         metavar="METHOD=MODEL[,TOKENS]",
-        help="a drafter inside the target, such as draft_model=DIRECTORY, and the most tokens that it proposes at once "
-        "(repeatable; beside --drafter, or alone with --drafter none)",
+        help="a drafter inside the target, such as draft_model=DIRECTORY or early_exit=BOUNDARY, and the most tokens "
+        "that it proposes at once (repeatable; beside --drafter, or alone with --drafter none)",
     )
     add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in ("dtype", "compile", "tensor_parallel_size")])
     return group
@@ -128,7 +128,9 @@ def heads_of(texts: Sequence[str] | None) -> list[HeadOptions]:
             body, tokens = text, ""
         method, _, model = body.partition("=")
         values: dict[str, Any] = {"method": method.strip()}
-        if model.strip():
+        if values["method"] == "early_exit" and model.strip().isdigit():
+            values["boundaries"] = [int(model)]
+        elif model.strip():
             values["model"] = model.strip()
         if tokens:
             values["num_speculative_tokens"] = int(tokens)

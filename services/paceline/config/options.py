@@ -55,7 +55,7 @@ class ModelOptions(Strict):
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
 
 
-HeadMethod = Literal["medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle", "draft_model"]
+HeadMethod = Literal["medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle", "early_exit", "draft_model"]
 """The kinds of heads, by the names of vLLM's ``speculative_config``."""
 
 
@@ -64,21 +64,22 @@ class HeadOptions(Strict):
     of all heads costs one edit: a field of this class."""
 
     method: HeadMethod
-    """``draft_model``: a smaller model with the target's tokenizer, in the target's process. The others read the
-    target's hidden states."""
+    """``draft_model``: a smaller model with the target's tokenizer, in the target's process. ``early_exit``: the first
+    layers of the target itself. The others read the target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
-    """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp`` only: the target's own
-    files hold it."""
+    """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp`` and ``early_exit``
+    only: the target's own files hold it."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
     """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``): b for the residual
-    stream before layer b, the number of layers for that after the last one."""
+    stream before layer b, the number of layers for that after the last one. ``early_exit`` needs one: the layers below
+    it draft."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     """The most tokens that it proposes in a round. With ``adaptive`` it makes as many of them as are expected to
     pay."""
     probe: bool = True
     """Ask the head, when the target starts, for some text that the target writes. One that predicts hardly any of it is
     refused, and one that would predict more with another setting is warned of, with that setting. False: take it as it
-    is. A draft model is not asked."""
+    is. A draft model and an early exit are not asked."""
     probe_file: str | None = Field(default=None, min_length=1)
     """A text file from whose first four paragraphs the target goes on for this. None: sentences of our own."""
 
@@ -88,22 +89,37 @@ class HeadOptions(Strict):
         return None if self.model is None else resolve(self.model)
 
     def __str__(self) -> str:
+        if self.method == "early_exit" and self.boundaries:
+            return f"early_exit at {self.boundaries[0]}"
         return self.method if self.model is None else f"{self.method} {self.model}"
 
     @model_validator(mode="after")
     def _of_method(self) -> Self:
-        if self.method != "mtp" and self.model is None:
+        if self.method == "early_exit":
+            self._check_exit()
+        elif self.method != "mtp" and self.model is None:
             raise Fault("model", f"is null: method {self.method!r} needs the directory or id of its checkpoint")
-        if self.boundaries is not None and self.method not in ("eagle3", "peagle"):
+        if self.boundaries is not None and self.method not in ("eagle3", "peagle", "early_exit"):
             raise Fault(
                 "boundaries",
                 f"is {self.boundaries} beside method {self.method!r}: only eagle3 and peagle read "
                 "more than the last state",
             )
-        if self.probe_file is not None and (not self.probe or self.method == "draft_model"):
-            why = "probe false" if self.method != "draft_model" else "method 'draft_model', which is not asked"
+        if self.probe_file is not None and not (self.probe and self.probed):
+            why = "probe false" if self.probed else f"method {self.method!r}, which is not asked"
             raise Fault("probe_file", f"is {self.probe_file!r} beside {why}: leave it out")
         return self
+
+    @property
+    def probed(self) -> bool:
+        """True if a head of this method can be asked about what its target writes."""
+        return self.method not in ("draft_model", "early_exit")
+
+    def _check_exit(self) -> None:
+        if self.model is not None:
+            raise Fault("model", f"is {self.model!r} beside method 'early_exit', whose weights are the target's own")
+        if self.boundaries is None or len(self.boundaries) != 1 or self.boundaries[0] < 1:
+            raise Fault("boundaries", f"is {self.boundaries}: method 'early_exit' needs one, of at least 1")
 
 
 class TargetOptions(ModelOptions):
@@ -137,6 +153,24 @@ class TargetOptions(ModelOptions):
     def _one_size(self) -> Self:
         if self.kv_pages is not None and self.kv_fraction is not None:
             raise Fault("kv_fraction", f"is {self.kv_fraction} while kv_pages is {self.kv_pages}: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_for_exits(self) -> Self:
+        if not any(head.method == "early_exit" for head in self.heads):
+            return self
+        if self.tensor_parallel_size > 1:
+            raise Fault(
+                "tensor_parallel_size",
+                f"is {self.tensor_parallel_size} beside a head of method 'early_exit', which needs whole layers: "
+                "1 is allowed",
+            )
+        if self.quantization is not None:
+            raise Fault(
+                "quantization",
+                f"is {self.quantization!r} beside a head of method 'early_exit', whose layers are plain weights: "
+                "null is allowed",
+            )
         return self
 
 

@@ -11,6 +11,7 @@ from paceline.checkpoint.tokenizer import require_same_tokens
 from paceline.config import HeadOptions, TargetSetup
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.heads.early_exit import ExitPlan, open_exit
 from paceline.drafters.heads.formats import TargetFacts
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head
 from paceline.drafters.heads.probe import HeadProbe
@@ -37,7 +38,7 @@ class OpenedHead:
     """A head of the configuration whose checkpoint fits the target."""
 
     options: HeadOptions
-    plan: HeadPlan | None
+    plan: HeadPlan | ExitPlan | None
     """None: a draft model."""
 
     @property
@@ -62,8 +63,11 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
     """
     opened = []
     for options in setup.options.heads:
-        plan = None
-        if options.method != "draft_model":
+        plan: HeadPlan | ExitPlan | None = None
+        if options.method == "early_exit":
+            assert options.boundaries is not None
+            plan = open_exit(target, options.boundaries[0])
+        elif options.method != "draft_model":
             boundaries = None if options.boundaries is None else tuple(options.boundaries)
             plan = open_head(
                 options.method,
@@ -90,7 +94,9 @@ def probe_of(opened: Sequence[OpenedHead], target: Checkpoint) -> HeadProbe | No
         ConfigError: a file of texts cannot be read, or the target has no tokenizer.
     """
     asked = [
-        (head.features.boundaries, head.options.probe_file) for head in opened if head.features and head.options.probe
+        (head.features.boundaries, head.options.probe_file)
+        for head in opened
+        if head.features and head.options.probe and head.options.probed
     ]
     return HeadProbe(asked, TargetFacts.of(target).num_layers, target.tokenizer.encode) if asked else None
 
@@ -107,6 +113,10 @@ def load_heads(
     for head in opened:
         if head.plan is None:
             mounted = _draft_model(setup, head.options, target, Placement(model.device, model.dtype))
+        elif isinstance(head.plan, ExitPlan):
+            whole = model.step.model if isinstance(model.step, Step) else None
+            exit_ = head.plan.load(model.dtype, model.device, target=whole, max_leaves=setup.options.max_sessions)
+            mounted = MountedHead(str(head.options), exit_, num_tokens=head.options.num_speculative_tokens)
         else:
             drafter = _load(setup, head.plan, model)
             if probe is not None and head.options.probe:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AttentionInterface, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
@@ -38,6 +38,13 @@ def with_our_attention(config: Any) -> Any:
     AttentionInterface.register(_NAME, _attention)
     config._attn_implementation = _NAME
     return config
+
+
+def attend_with_ours(model: PreTrainedModel) -> PreTrainedModel:
+    """``model``, changed so that its layers attend by the ``attend`` that it is called with."""
+    AttentionInterface.register(_NAME, _attention)
+    model.set_attn_implementation(_NAME)
+    return model
 
 
 def eagle_config(values: dict[str, Any]) -> PretrainedConfig:

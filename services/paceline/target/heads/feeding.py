@@ -85,6 +85,7 @@ class Feeding:
         if not mounted.every_position:
             if computed.logits_row < 0:
                 return None
+            followed.attachment = session.attachment
             every = self._features.every_position
             last = computed.row + stop - 1 - start if every else computed.logits_row + computed.num_accepted
             rows = self._columns(mounted, states[last : last + 1])

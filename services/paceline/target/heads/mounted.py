@@ -129,7 +129,11 @@ class MountedHead:
     def ready(self, followed: Followed) -> bool:
         """True if the head knows all of a session's context, and may be asked."""
         session = followed.session
-        if self.reads_states and (followed.num_fed != session.num_tokens - 1 or session.num_tokens < 2):
+        if self.reads_states and (
+            followed.num_fed != session.num_tokens - 1
+            or session.num_tokens < 2
+            or followed.attachment != session.attachment
+        ):
             return False
         if session.session_id in self.prefilling:
             if not self.head.ready(session.session_id):

@@ -1,0 +1,294 @@
+"""Self-speculation by early exit: the first layers of the target draft, all of them verify.
+
+Elhoushi et al. 2024 (LayerSkip, arXiv:2404.16710, section 4.3): the state after the first b of L layers goes through
+the target's final norm and LM head. Zhang et al. 2023 (Draft & Verify, arXiv:2309.08168) are the same idea with layers
+skipped in between. Nothing is trained and nothing is read but the target's own files.
+
+What the target keeps for committed tokens in its layers below b is what these layers would compute again, so it is read
+where it lies, on the session's pages, and never written there::
+
+    target's pages, layers 0 .. b - 1      rows 0 .. n - 2      committed, read only
+    the session's own rows                 n - 1, n, n + 1 ..   the anchor and the nodes below it, dropped when the
+                                                                target has decided
+
+A prompt is therefore never computed twice, and a prefix that is shared on the target is shared here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import draft_candidates
+from paceline.drafters.heads.drafter import TOP_M
+from paceline.drafters.heads.formats import TargetFacts, meta_model
+from paceline.drafters.heads.layers import attend_with_ours
+from paceline.drafters.heads.paged import Branches, Paged, Part
+from paceline.drafters.protocol import OUT, Candidates, DrafterSessionError, Features, Fed, Leaf
+from paceline.errors import ConfigError
+from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.loading import load_pretrained
+
+_ANCHOR = -1
+"""Stands for the anchor among the nodes whose keys and values a session keeps: its own id changes."""
+
+
+@dataclass(slots=True)
+class _Session:
+    sampler: SamplerState
+    num_tokens: int
+    """Length of the context; the anchor is its last token."""
+    anchor: int
+    """Token of the anchor."""
+    num_computed: int = 0
+    """Rows [0, num_computed) of ``pages`` hold committed tokens."""
+    pages: Sequence[int] = ()
+    branches: dict[int, Branches] = field(default_factory=dict)
+    """Keys and values of the anchor and of expanded nodes, by layer."""
+
+    @property
+    def ready(self) -> bool:
+        return 0 < self.num_computed == self.num_tokens - 1
+
+
+class EarlyExit:
+    """Implements ``paceline.drafters.protocol.Head`` with the first layers of the target."""
+
+    kind = "early_exit"
+    tokens_per_leaf = 1
+    conditional = True
+    features = Features((OUT,), every_position=False)
+    """The state itself is of no use here: that it comes says that the target has computed the rows before the
+    anchor, and on which pages."""
+    layers: tuple[LayerSpec, ...] = ()
+
+    def __init__(
+        self, model: PreTrainedModel, *, vocab_size: int, max_leaves: int = 64, num_candidates: int = TOP_M
+    ) -> None:
+        """Takes the first layers of the target as a model of its own (``ExitPlan.load``).
+
+        Args:
+            model: on the target's device, with its attention replaced by ``Attend``.
+            vocab_size: of the target.
+            max_leaves: the most leaves of one ``expand``.
+            num_candidates: of each leaf.
+        """
+        self.model = model.eval().requires_grad_(False)
+        self.max_leaves = max_leaves
+        self._top_m = min(num_candidates, vocab_size)
+        self._vocab_size = vocab_size
+        self._sessions: dict[str, _Session] = {}
+        self._cache: KVCache | None = None
+
+    def bind(self, cache: KVCache, first_layer: int) -> None:
+        """Reads the target's own layers of ``cache``."""
+        self._cache = cache
+
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
+        """Takes any session; it is ready once the target has computed its context."""
+        self._sessions[session_id] = _Session(sampler, len(token_ids), token_ids[-1])
+
+    def prefill(self) -> bool:
+        """Does nothing: the target computes the prompts."""
+        return False
+
+    def ready(self, session_id: str) -> bool:
+        """True if the target has computed all positions before the anchor."""
+        return self._session(session_id).ready
+
+    def feed(self, fed: Sequence[Fed]) -> None:
+        """Notes on which pages the target has computed the context."""
+        for each in fed:
+            session = self._session(each.session_id)
+            session.num_computed, session.pages = each.position + len(each.token_ids), each.pages
+
+    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
+        """Candidates of the leaves by one forward of the first layers; none for a session that is not ready."""
+        usable = [index for index, leaf in enumerate(leaves) if self._session(leaf.session_id).ready]
+        token_ids = torch.zeros(len(leaves), self._top_m, dtype=torch.long)
+        log_q = torch.full((len(leaves), self._top_m), float("-inf"))
+        if usable:
+            usable.sort(key=lambda index: leaves[index].session_id)
+            chosen = [leaves[index] for index in usable]
+            logits = self._forward(chosen)
+            rows = [Row(self._sessions[leaf.session_id].sampler, leaf.path) for leaf in chosen]
+            ids, scores = draft_candidates(logits, rows, self._top_m)
+            token_ids[usable, : ids.shape[1]], log_q[usable, : ids.shape[1]] = ids.cpu(), scores.cpu()
+        return Candidates(token_ids, log_q)
+
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
+        """Moves the anchor on; the target computes the committed rows itself, so nothing of them stays."""
+        session = self._session(session_id)
+        session.num_tokens += len(token_ids)
+        session.anchor = token_ids[-1]
+        session.branches.clear()
+
+    def close(self, session_id: str) -> None:
+        """Drops the session."""
+        self._sessions.pop(session_id, None)
+
+    def check_integrity(self) -> None:
+        """Asserts that every row belongs to one node."""
+        for session in self._sessions.values():
+            for branches in session.branches.values():
+                assert len(set(branches.nodes)) == len(branches.nodes), "two rows of one node"
+                assert branches.keys is None or len(branches.keys) == len(branches.nodes)
+
+    def shutdown(self) -> None:
+        """Does nothing: there are no resources outside this process."""
+
+    def _session(self, session_id: str) -> _Session:
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise DrafterSessionError(session_id, "not open in this head") from None
+
+    def _forward(self, leaves: Sequence[Leaf]) -> Tensor:
+        """[num_leaves, vocabulary] logits after leaves that are sorted by session; keeps their keys and values."""
+        parts: list[Part] = []
+        owners: list[tuple[_Session, list[int]]] = []
+        token_ids: list[int] = []
+        for leaf in leaves:
+            session = self._sessions[leaf.session_id]
+            if not owners or owners[-1][0] is not session:
+                start, num_rows = len(token_ids), session.num_tokens - 1
+                parts.append(Part(start, start, [], session.pages, 0, num_rows, branches=session.branches))
+                owners.append((session, []))
+            part = parts[-1]
+            part.stop += 1
+            part.positions.append(session.num_tokens - 1 + len(leaf.path))
+            part.above.append([_ANCHOR, *leaf.path_ids[:-1]] if leaf.path else [])
+            owners[-1][1].append(leaf.node_id if leaf.path else _ANCHOR)
+            token_ids.append(leaf.path[-1] if leaf.path else session.anchor)
+        device = self.model.device
+        positions = torch.tensor([[position for part in parts for position in part.positions]], device=device)
+        with torch.inference_mode():
+            logits: Tensor = self.model(
+                input_ids=torch.tensor([token_ids], device=device),
+                position_ids=positions,
+                use_cache=False,
+                attend=Paged(self._cache, 0, parts),
+            ).logits[0, :, : self._vocab_size]
+        for (session, nodes), part in zip(owners, parts, strict=True):
+            for layer, (keys, values) in part.made.items():
+                session.branches.setdefault(layer, Branches()).append(nodes, part.positions, keys, values)
+        return logits
+
+
+@dataclass(frozen=True)
+class ExitPlan:
+    """An early exit that fits its target; no weight has been read yet."""
+
+    boundary: int
+    """Layers below it draft."""
+    _target: Checkpoint
+    _vocab_size: int
+    features = EarlyExit.features
+    layers = EarlyExit.layers
+
+    def load(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        target: PreTrainedModel | None = None,
+        max_leaves: int = 64,
+    ) -> EarlyExit:
+        """Makes the drafter.
+
+        Args:
+            dtype: of the target.
+            device: of the target.
+            target: the target itself, whose weights are shared; None: the layers are read from its files once more.
+            max_leaves: the most leaves of one ``expand``.
+
+        Raises:
+            ConfigError: the target's files cannot be read.
+        """
+        if target is None:
+            config = truncated(meta_model(self._target).config, self.boundary)
+            model = load_pretrained(self._target, dtype, device, first_layers=config)
+            attend_with_ours(model)
+        else:
+            model = _first_layers(target, self.boundary)
+        return EarlyExit(model, vocab_size=self._vocab_size, max_leaves=max_leaves)
+
+
+def open_exit(target: Checkpoint, boundary: int) -> ExitPlan:
+    """Checks that the first layers of a target can draft, without reading a weight.
+
+    Raises:
+        ConfigError: the boundary is outside of the target, or the target is quantized, or its attention has parts that
+            heads lack.
+    """
+    facts = TargetFacts.of(target)
+    if not 1 <= boundary < facts.num_layers:
+        raise ConfigError(
+            f"boundaries is [{boundary}] of method 'early_exit': the target {target.path!r} has {facts.num_layers} "
+            f"layers, so 1 to {facts.num_layers - 1} are allowed"
+        )
+    if target.quantization is not None:
+        raise ConfigError(
+            f"method is 'early_exit': the target {target.path!r} is quantized, and layers of plain weights only can "
+            "draft"
+        )
+    whole = meta_model(target)
+    try:
+        _run_once(_without_weights(whole, boundary), boundary)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"method is 'early_exit': the target {target.path!r} is of a family whose first layers are no model by "
+            f"themselves ({type(whole).__name__}: {error})"
+        ) from error
+    return ExitPlan(boundary, target, facts.vocab_size)
+
+
+def truncated(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """A copy of a target's configuration with its first layers only."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(kinds := getattr(text, name, None), list):
+            setattr(text, name, kinds[:num_layers])
+    text.num_hidden_layers = num_layers
+    return config
+
+
+def _without_weights(whole: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """The first layers of a model as one of its class, on device ``meta``."""
+    make: Any = type(whole)
+    with torch.device("meta"):
+        return attend_with_ours(make(truncated(whole.config, num_layers)).to(whole.dtype).eval())
+
+
+def _first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """The first layers of a loaded target, on its own weights."""
+    model, weights, buffers = _without_weights(target, num_layers), target.state_dict(), dict(target.named_buffers())
+    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
+    for name, _ in list(model.named_buffers()):  # angles and the like, which no checkpoint holds
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, buffers[name])
+    return model
+
+
+def _run_once(model: PreTrainedModel, num_layers: int) -> None:
+    """Runs a token through layers without weights. Raises ConfigError if their attention has parts that heads lack."""
+    seen: set[int] = set()
+
+    def record(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        seen.add(layer)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=ids, use_cache=False, attend=record)
+    if seen != set(range(num_layers)):
+        raise ValueError(f"{len(seen)} of {num_layers} layers attend")

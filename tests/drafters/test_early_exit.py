@@ -1,0 +1,283 @@
+"""Early exit: what the first layers of the target say on the target's own pages, and no text that they change."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tests.support.models import prompt, random_model, save_pair
+from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.support.rings import slow
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.drafters.heads import early_exit
+from paceline.drafters.heads.early_exit import EarlyExit, open_exit, truncated
+from paceline.drafters.heads.paged import Paged
+from paceline.drafters.protocol import Candidates, Leaf
+from paceline.errors import ConfigError
+from paceline.messages import OpenSession
+from paceline.model.kv_cache import KVCache
+from paceline.model.loading import LoadedModel, prepare
+from paceline.model.step import Step
+from paceline.preflight.heads import heads_size
+from paceline.target.build import build_target_engine
+from paceline.target.heads.mounted import MountedHead
+from paceline.target.session import TargetSession
+from paceline.types import PAGE_SIZE, Acceptance, Result, SamplingParams, SpeculationParams, pages_for
+
+PREFIX = prompt(999, PAGE_SIZE)
+NUM_COMPARED = 60
+
+
+@functools.cache
+def target(family: str) -> LoadedModel:
+    return prepare(random_model(family), compile=False, features=EarlyExit.features)
+
+
+@functools.cache
+def first_layer(family: str) -> PreTrainedModel:
+    """The first layer of the target as transformers runs it."""
+    whole = random_model(family)
+    model = AutoModelForCausalLM.from_config(truncated(whole.config, 1)).eval()
+    weights = whole.state_dict()
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    return model
+
+
+def requests_of(temperature: float, acceptance: Acceptance = Acceptance.COUPLED) -> dict[str, Request]:
+    prompts = [prompt(n, n) for n in (2, 63, 64, 65, 129)] + [[*PREFIX, *prompt(i, i)] for i in (1, 40)]
+    speculation = SpeculationParams(max_draft_tokens=4, acceptance=acceptance)
+    return {
+        f"s{i}": Request(tokens, SamplingParams(temperature=temperature, max_tokens=20, seed=i), speculation)
+        for i, tokens in enumerate(prompts)
+    }
+
+
+@functools.cache
+def plain(family: str, temperature: float) -> dict[str, Result]:
+    return plain_reference(target(family), requests_of(temperature))
+
+
+class Watched(EarlyExit):
+    """Remembers what it was asked and has answered, and that the target's pages were as before."""
+
+    pump: Pump
+
+    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
+        assert self._cache is not None
+        before = [pool.clone() for pool in (*self._cache.keys, *self._cache.values)]
+        answer = super().expand(leaves)
+        for old, new in zip(before, (*self._cache.keys, *self._cache.values), strict=True):
+            assert torch.equal(old, new), "the target's pages are read only"
+        for i, leaf in enumerate(leaves):
+            session = self.pump.target._sessions[leaf.session_id]
+            held = pages_for(session.num_tokens - 1)
+            assert self._sessions[leaf.session_id].pages[:held] == session.pages[:held]
+            self.asked.append(([*session.tokens, *leaf.path], len(leaf.path), answer.token_ids[i], answer.log_q[i]))
+        return answer
+
+    @property
+    def asked(self) -> list[tuple[list[int], int, Tensor, Tensor]]:
+        return self.__dict__.setdefault("_asked", [])
+
+
+def pump_of(family: str, **options: Any) -> tuple[Pump, MountedHead, Watched]:
+    loaded = target(family)
+    assert isinstance(loaded.step, Step)
+    model = early_exit._first_layers(loaded.step.model, 1)
+    head = Watched(model, vocab_size=loaded.vocab_size, max_leaves=5)
+    mounted = MountedHead("early_exit at 1", head, num_tokens=4)
+    pump = Pump(loaded, None, heads=[mounted], **{"pages": 9, "late": 0.0, "adaptive": False} | options)
+    head.bind(pump.target.runner.cache, 0)
+    head.pump = pump
+    return pump, mounted, head
+
+
+def difference(family: str, head: Watched) -> float:
+    """The largest difference of its log probabilities from those of transformers, over answers of every depth."""
+    worst = 0.0
+    for tokens, _, ids, log_q in head.asked[:: max(1, len(head.asked) // NUM_COMPARED)]:
+        with torch.no_grad():
+            logits = first_layer(family)(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        some = ids[:20]
+        worst = max(worst, float((logits.log_softmax(-1)[some] - log_q[:20]).abs().max()))
+    return worst
+
+
+FAMILIES = ["llama", "gemma3", *slow(["qwen3", "mistral", "gpt2", "phi3", "qwen3_moe"])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_says_what_the_first_layers_say_and_no_text_changes(family: str) -> None:
+    """Prompts in chunks, a shared prefix, preemption, sliding windows, four tokens deep."""
+    pump, mounted, head = pump_of(family)
+    assert_same(pump.run(requests_of(1.0)), plain(family, 1.0))
+    assert not mounted.failure
+    assert pump.target.stats.preemptions > 0
+    assert pump.target.stats.cached_tokens > 0
+    assert {depth for _, depth, _, _ in head.asked} == {0, 1, 2, 3}
+    assert mounted.stats.rows > 100
+    assert difference(family, head) < 1e-3
+    assert pump.target.runner.cache.num_used == 0
+    assert not head._sessions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_greedy_and_adaptive_texts_are_plains(temperature: float) -> None:
+    pump, mounted, _ = pump_of("llama", adaptive=True, pages=40)
+    assert_same(pump.run(requests_of(temperature)), plain("llama", temperature))
+    assert mounted.stats.rows > 0
+
+
+def test_under_the_rejection_rule_its_tokens_are_drawn_and_some_are_accepted() -> None:
+    pump, mounted, _ = pump_of("llama")
+    results = pump.run(requests_of(1.0, Acceptance.REJECTION))
+    assert all(len(result.token_ids) == 20 for result in results.values())
+    assert 0 < mounted.stats.rows_used < mounted.stats.rows
+    assert not mounted.failure
+
+
+class _NextLayer(Paged):
+    """Reads the layer behind its own."""
+
+    def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
+        super().__init__(cache, first_layer + 1, parts)
+
+
+class _WithoutAnchor(Paged):
+    """Nodes do not see the anchor, which the target has not computed."""
+
+    def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
+        for part in parts:
+            part.above = [[node for node in nodes if node != early_exit._ANCHOR] for nodes in part.above]
+        super().__init__(cache, first_layer, parts)
+
+
+class _FirstRowHidden(Paged):
+    """Row 0, which other heads do not have."""
+
+    def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
+        for part in parts:
+            part.first_row = 1
+        super().__init__(cache, first_layer, parts)
+
+
+class _Writes(Paged):
+    """The last committed row on the pages gets the head's own keys: of the wrong token."""
+
+    def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
+        super().__init__(cache, first_layer, parts)
+        for part in parts:
+            at = part.num_rows - 1
+            cache.keys[0][part.pages[at // PAGE_SIZE], at % PAGE_SIZE] += 1.0
+
+
+@pytest.mark.parametrize("mutant", [_NextLayer, _WithoutAnchor, _FirstRowHidden])
+def test_wrong_rows_are_noticed(mutant: type[Paged], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text stays plain's; what is proposed is not what the first layers say."""
+    monkeypatch.setattr(early_exit, "Paged", mutant)
+    pump, _, head = pump_of("llama")
+    assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
+    assert difference("llama", head) > 1e-2
+
+
+def test_a_head_that_wrote_to_the_pages_would_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_exit, "Paged", _Writes)
+    monkeypatch.setattr(Watched, "expand", EarlyExit.expand)
+    pump, _, _ = pump_of("llama")
+    with pytest.raises(AssertionError):
+        assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_after_a_preemption_it_waits_for_its_pages(noticed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of a session may be cached when it comes back: nothing is computed then, and it lies elsewhere."""
+    if not noticed:
+        attach = TargetSession.attach_prefix
+
+        def uncounted(self: TargetSession, cache: KVCache) -> None:
+            attach(self, cache)
+            self.attachment = 1
+
+        monkeypatch.setattr(TargetSession, "attach_prefix", uncounted)
+    pump, _, head = pump_of("llama", pages=40)
+    tokens = tuple(prompt(5, PAGE_SIZE - 1))
+    engine = pump.target
+    params = SpeculationParams(max_draft_tokens=1)
+    engine.receive([OpenSession("s", 1, tokens, len(tokens), 1, SamplingParams(max_tokens=40, seed=1), params)])
+    while (session := engine._sessions["s"]).num_tokens < PAGE_SIZE + 1:
+        engine.step()
+    assert session.num_computed == PAGE_SIZE
+    engine._scheduler._preempt(session, [])
+    asked = len(head.asked)
+    engine.step()
+    assert (len(head.asked) == asked) == noticed
+    engine.step()
+    assert len(head.asked) > asked
+
+
+def test_a_compiled_target_cannot_lend_its_layers(tmp_path: Path) -> None:
+    """They are read from the files once more, and say the same."""
+    folder = save_pair(tmp_path) / "target"
+    checkpoint = Checkpoint.open(str(folder))
+    plan = open_exit(checkpoint, 1)
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    lent = plan.load(torch.float32, torch.device("cpu"), target=whole).model
+    read = plan.load(torch.float32, torch.device("cpu")).model
+    assert {p.data_ptr() for p in lent.parameters()} <= {p.data_ptr() for p in whole.parameters()}
+    own, theirs = read.state_dict(), lent.state_dict()
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], theirs[name]) for name in own)
+    options = TargetOptions(heads=[HeadOptions(method="early_exit", boundaries=[1])], compile=True)
+    size = checkpoint.size("float32", None)
+    assert size is not None
+    counted = heads_size(TargetSetup(str(folder), options), size, 256).weights_bytes
+    held = 4 * sum(p.numel() for p in {p.data_ptr(): p for p in read.parameters()}.values())
+    assert 0.99 * held <= counted <= 2 * held
+    eager = options.model_copy(update={"compile": False})
+    assert heads_size(TargetSetup(str(folder), eager), size, 256).weights_bytes == 0
+
+
+def test_bad_input_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save_pair(tmp_path) / "target"
+    for boundary in (2, 9):
+        head = HeadOptions(method="early_exit", boundaries=[boundary])
+        options = TargetOptions(dtype="float32", device="cpu", compile=False, heads=[head])
+        with pytest.raises(ConfigError, match=rf"^boundaries is \[{boundary}\] of method 'early_exit'.* 1 to 1 are"):
+            build_target_engine(TargetSetup(str(folder), options), lambda messages: None)
+    for fields, said in (
+        ({}, "boundaries is None: method 'early_exit' needs one"),
+        ({"boundaries": [0]}, "of at least 1"),
+        ({"boundaries": [1, 2]}, "needs one"),
+        ({"boundaries": [1], "model": "x"}, "model is 'x' beside method 'early_exit'"),
+        ({"boundaries": [1], "probe_file": "x"}, "which is not asked"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            HeadOptions(method="early_exit", **fields)
+    head = HeadOptions(method="early_exit", boundaries=[1])
+    for more, said in (
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 beside a head of method 'early_exit'"),
+        ({"quantization": "int8"}, "quantization is 'int8' beside"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            TargetOptions(heads=[head], **more)
+
+
+def test_attention_that_heads_lack_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    small = {"num_hidden_layers": 2, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+    GptOssConfig(vocab_size=64, architectures=["GptOssForCausalLM"], **sizes, **small).save_pretrained(tmp_path)
+    checkpoint = Checkpoint(str(tmp_path), 128, (), 64, folder=tmp_path, config={"num_hidden_layers": 2})
+    with pytest.raises(ConfigError, match="GptOssAttention attends with s_aux, which heads do not have"):
+        open_exit(checkpoint, 1)
+    with pytest.raises(ConfigError, match="is quantized, and layers of plain weights only can draft"):
+        open_exit(replace(checkpoint, quantization={"quant_method": "fp8"}), 1)
