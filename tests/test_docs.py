@@ -23,6 +23,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 from pydantic import BaseModel
+from tests.lossless.methods import methods_page
 
 from paceline.cli.main import build_parser, main
 from paceline.config import ServiceConfig
@@ -447,7 +448,7 @@ def configuration_page() -> str:
     return printed.getvalue()
 
 
-GENERATED = {"metrics.md": metrics_page, "configuration.md": configuration_page}
+GENERATED = {"metrics.md": metrics_page, "configuration.md": configuration_page, "methods.md": methods_page}
 
 
 @pytest.mark.parametrize("name", GENERATED)

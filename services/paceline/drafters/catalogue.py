@@ -1,0 +1,205 @@
+"""The drafting methods that are served: where each runs, what it reads, and the configuration that chooses it.
+
+One list, from which docs/methods.md is written, which ``tests/lossless/test_methods.py`` runs, and from which
+``paceline advise`` chooses. A new method is a new entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from paceline.types import Mode
+
+
+class Place(StrEnum):
+    """Where a drafter runs."""
+
+    POOL = "draft pool"
+    """In draft replicas, with devices of their own."""
+    TARGET = "target"
+    """In each target replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One drafting method in one place."""
+
+    name: str
+    """Unique, as the table has it."""
+    place: Place
+    kind: str
+    """``draft_config.kind`` in the draft pool, ``heads[].method`` in the target; empty: it needs no configuration."""
+    source: str
+    """The paper or project that it is from."""
+    reads: str
+    """The formats of its checkpoint; empty: it has none."""
+    when: str
+    """The texts and services that it is for."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options beside the checkpoint, by the keys of the configuration."""
+    mode: Mode = Mode.OVERLAPPED
+    """The mode of the requests."""
+
+    @property
+    def needs_model(self) -> bool:
+        """True if it reads a checkpoint that is not the target's own."""
+        return bool(self.reads) and self.kind != "mtp"
+
+    def configuration(self, target: str, model: str | None = None) -> dict[str, Any]:
+        """The configuration of a service with this drafter alone, as ``ServiceConfig.parse`` takes it.
+
+        ``target`` and ``model``: directories of checkpoints, or ids that transformers resolves. ``model`` is left out
+        where the method needs none.
+        """
+        assert model is not None or not self.needs_model, f"{self.name} reads a checkpoint"
+        engine: dict[str, Any] = {}
+        draft: dict[str, Any] | None = None
+        if self.place is Place.TARGET and self.kind:
+            engine["heads"] = [{"method": self.kind, **({} if model is None else {"model": model}), **self.options}]
+        elif self.place is Place.POOL:
+            draft = {"kind": self.kind}
+            if model is not None:
+                draft["model_loading_config"] = {"model_id": model}
+            if self.options:
+                draft["engine_kwargs"] = dict(self.options)
+        target_config: dict[str, Any] = {"model_loading_config": {"model_id": target}}
+        if engine:
+            target_config["engine_kwargs"] = engine
+        return {"target_config": target_config, "draft_config": draft}
+
+
+_TOKENS: Mapping[str, Any] = {"num_speculative_tokens": 4}
+
+METHODS: tuple[Method, ...] = (
+    Method(
+        "draft model, overlapped",
+        Place.POOL,
+        "model",
+        "speculative speculative decoding (2603.03251)",
+        "any causal language model with the target's tokenizer",
+        "general text where a smaller model of the family exists; one draft replica serves several targets",
+    ),
+    Method(
+        "draft model, sequential",
+        Place.POOL,
+        "model",
+        "speculative decoding (2211.17192, 2302.01318)",
+        "any causal language model with the target's tokenizer",
+        "comparisons with other servers: `mode: sequential` in the request",
+        mode=Mode.SEQUENTIAL,
+    ),
+    Method(
+        "n-grams",
+        Place.POOL,
+        "ngram",
+        "prompt lookup decoding (Saxena 2023)",
+        "",
+        "output that repeats its input: summaries, edits, extraction; no model, no training",
+    ),
+    Method(
+        "suffixes",
+        Place.POOL,
+        "suffix",
+        "suffix decoding (2411.04975)",
+        "",
+        "agents that write long passages again, within a session or across sessions (`shared_tokens`, `corpus`)",
+    ),
+    Method(
+        "plugin",
+        Place.POOL,
+        "plugin",
+        "your own ([example](own-drafters.md))",
+        "",
+        "whatever you know of your texts",
+        {"drafter": "bigrams"},
+    ),
+    Method(
+        "prompt lookup",
+        Place.TARGET,
+        "",
+        "prompt lookup decoding (Saxena 2023)",
+        "",
+        "always on with `adaptive`: it serves what the others miss, at no cost",
+    ),
+    Method(
+        "Medusa",
+        Place.TARGET,
+        "medusa",
+        "Medusa (2401.10774)",
+        "FasterDecoding, Medusa 2 without LM heads, vLLM's blocks",
+        "where such heads exist for the target; the cheapest ones to train",
+        _TOKENS,
+    ),
+    Method(
+        "MLP speculator",
+        Place.TARGET,
+        "mlp_speculator",
+        "MLP speculators (2404.19124)",
+        "IBM's, tied or not",
+        "where such heads exist for the target: the Granite and Llama families",
+        _TOKENS,
+    ),
+    Method(
+        "MTP",
+        Place.TARGET,
+        "mtp",
+        "DeepSeek-V3 (2412.19437)",
+        "the target's own files: DeepSeek, GLM, Qwen; or a folder of its modules alone",
+        "the first choice where the target comes with such modules",
+        _TOKENS,
+    ),
+    Method(
+        "EAGLE",
+        Place.TARGET,
+        "eagle",
+        "EAGLE (2401.15077), EAGLE-2 (2406.16858)",
+        "SafeAILab's",
+        "where no EAGLE-3 exists for the target",
+        _TOKENS,
+    ),
+    Method(
+        "EAGLE-3",
+        Place.TARGET,
+        "eagle3",
+        "EAGLE-3 (2503.01840)",
+        "SafeAILab's, vLLM's, the speculators library's",
+        "general text on dense targets; the format that most published heads have",
+        _TOKENS,
+    ),
+    Method(
+        "P-EAGLE",
+        Place.TARGET,
+        "peagle",
+        "P-EAGLE (2602.01469)",
+        "as EAGLE-3, with `mask_hidden`",
+        "as EAGLE-3, at many tokens a round: all of them come from one pass",
+        _TOKENS,
+    ),
+    Method(
+        "early exit",
+        Place.TARGET,
+        "early_exit",
+        "LayerSkip (2404.16710)",
+        "",
+        "targets that were trained for it, with layer dropout and an exit loss; no weights of its own",
+        {"boundaries": [6], **_TOKENS},
+    ),
+    Method(
+        "draft model, co-located",
+        Place.TARGET,
+        "draft_model",
+        "speculative decoding (2211.17192, 2302.01318)",
+        "any causal language model with the target's tokenizer",
+        "a draft so small that it needs no device of its own",
+        _TOKENS,
+    ),
+)
+"""All of them, in the order of the table."""
+
+
+def method_named(name: str) -> Method:
+    """The entry of this name. Raises KeyError if there is none."""
+    return {method.name: method for method in METHODS}[name]

@@ -1,0 +1,168 @@
+"""The table of docs/methods.md: which drafting method works where, and the page that says so.
+
+Each row is an entry of ``paceline.drafters.catalogue``; a cell is a run of ``tests/lossless/test_methods.py``, which
+holds what it claims. To add a row, add the entry there and its ``Row`` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import yaml
+
+from paceline.config import ServiceConfig
+from paceline.drafters.catalogue import METHODS, Method, Place
+from paceline.errors import ConfigError
+
+
+class Column(StrEnum):
+    """A part of the service that every method has to get on with."""
+
+    COUPLED = "coupled rule"
+    REJECTION = "rejection rule"
+    TREE = "trees"
+    RANKS = "tensor parallel"
+    PREFIX = "prefix cache"
+    PROCESSORS = "processors"
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a method is run by the tests, and what it does not do."""
+
+    model: str | None
+    """A checkpoint of the package, or ``synthetic:NAME`` for random weights in a published format
+    (``tests/drafters/head_files.py``, or a draft); None: it reads none."""
+    limits: Mapping[Column, str] = field(default_factory=dict)
+    """Columns in which its sessions have none of its tokens, or chains of them alone, and why."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the target for its runs."""
+    refused: Mapping[Column, Mapping[str, Any]] = field(default_factory=dict)
+    """Columns that are refused -> the option of the target with which its configuration is."""
+
+    @property
+    def trained(self) -> bool:
+        """True if its tokens are better than chance at the target of the run, so that some are accepted."""
+        return not (self.model or "").startswith("synthetic:")
+
+
+_DRAFT = Row("paceline/embedded-draft")
+ROWS: dict[str, Row] = {
+    "draft model, overlapped": _DRAFT,
+    "draft model, sequential": Row(
+        "paceline/embedded-draft", {Column.TREE: "chains: sequential sessions stay comparable"}
+    ),
+    "n-grams": Row(None),
+    "suffixes": Row(None),
+    "plugin": Row(None),
+    "prompt lookup": Row(
+        None,
+        {
+            Column.REJECTION: "at temperature 0 alone: otherwise it depends on what was drawn whether there is a match",
+            Column.TREE: "chains: a match has one continuation",
+        },
+        {"adaptive": True},
+    ),
+    "Medusa": Row("paceline/embedded-medusa"),
+    "MLP speculator": Row("synthetic:mlp_tied"),
+    "MTP": Row("paceline/embedded-mtp"),
+    "EAGLE": Row("synthetic:eagle_bias"),
+    "EAGLE-3": Row("paceline/embedded-eagle3"),
+    "P-EAGLE": Row("synthetic:peagle"),
+    "early exit": Row(None, refused={Column.RANKS: {"tensor_parallel_size": 2}}),
+    "draft model, co-located": _DRAFT,
+}
+"""By the names of the catalogue."""
+
+CASES = [(method.name, column) for method in METHODS for column in Column]
+
+_WORKS = "✓"
+_HEADER = """# Drafting methods
+
+Written by `python -m tests.test_docs` from `drafters/catalogue.py` and `tests/lossless/methods.py`.
+[Drafters](drafters.md) describes how they work.
+
+✓ is a run of `tests/lossless/test_methods.py` with that method alone: the text is that of plain decoding, token by
+token, and tokens of the method were verified and, where its weights are trained, accepted. A number is a sentence below
+the table. Under the rejection rule at temperature 1 there is no one text, so it is compared at temperature 0;
+[lossless](lossless.md) has the law.
+"""
+_COLUMNS = """
+| column | what is run |
+|---|---|
+| draft pool, target | the method there; a number is the refusal of its configuration in the other place |
+| coupled rule | temperatures 0 and 1, chains |
+| rejection rule | temperatures 0 and 1 |
+| trees | subtrees of random size in every step, siblings included |
+| tensor parallel | a target of two ranks |
+| prefix cache | prompts whose beginning is cached by earlier ones |
+| processors | logit bias, bad words, minimum length, all penalties, top-k, top-p, min-p together |
+"""
+
+
+def refusal(tree: Mapping[str, Any]) -> str:
+    """The sentence that refuses a configuration. Raises AssertionError if it is taken."""
+    try:
+        ServiceConfig.parse(tree)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError(f"{tree} is taken")
+
+
+def elsewhere(method: Method) -> dict[str, Any]:
+    """The configuration that asks for the method's kind in the other place."""
+    kind, target = method.kind or "lookup", {"model_loading_config": {"model_id": "my-model"}}
+    if method.place is Place.TARGET:
+        return {"target_config": target, "draft_config": {"kind": kind}}
+    heads = [{"method": kind, "model": "/models/other"}]
+    return {"target_config": {**target, "engine_kwargs": {"heads": heads}}, "draft_config": None}
+
+
+def with_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's configuration with some options of its target."""
+    tree = method.configuration("my-model", "/models/other" if method.needs_model else None)
+    tree["target_config"].setdefault("engine_kwargs", {}).update(options)
+    return tree
+
+
+def other_entry(method: Method) -> Method | None:
+    """The entry that has the same drafter in the other place."""
+    same = {"model": "draft_model", "draft_model": "model"}.get(method.kind)
+    return next((other for other in METHODS if other.kind == same and same is not None), None)
+
+
+def snippet(method: Method) -> str:
+    """The YAML that chooses the method."""
+    model = f"/models/my-model-{method.kind.replace('_', '-')}" if method.needs_model else None
+    tree = method.configuration("/models/my-model", model)
+    text: str = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
+    return text
+
+
+def methods_page() -> str:
+    """docs/methods.md: the table, its sentences, and each method with its configuration."""
+    notes: dict[str, int] = {}
+
+    def note(sentence: str) -> str:
+        return str(notes.setdefault(sentence, len(notes) + 1))
+
+    titles = ["method", *(place.value for place in Place), *(column.value for column in Column)]
+    lines = [_HEADER, f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for method in METHODS:
+        row, cells = ROWS[method.name], []
+        for place in Place:
+            there = place is method.place
+            cells.append(_WORKS if there or other_entry(method) else note(refusal(elsewhere(method))))
+        refused = {column: note(refusal(with_options(method, row.refused[column]))) for column in row.refused}
+        limits = {column: note(sentence) for column, sentence in row.limits.items()}
+        cells += [refused.get(column) or limits.get(column) or _WORKS for column in Column]
+        lines.append(f"| {method.name} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {sentence}" for sentence, number in notes.items()), _COLUMNS]
+    for method in METHODS:
+        reads = method.reads or "nothing"
+        lines += [f"## {method.name}", "", f"For {method.when}.", ""]
+        lines += [f"Source: {method.source}. Reads: {reads}.", "", "```yaml", snippet(method).rstrip(), "```", ""]
+    return "\n".join(lines).rstrip() + "\n"

@@ -1,0 +1,327 @@
+"""The cells of docs/methods.md: each method alone, built from its configuration, gives the text of plain decoding.
+
+The fast ring runs each column at least once, the slow ring every method at least once and two across ranks, the nightly
+ring all cells.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from tests.drafters.head_files import made, write_target
+from tests.drafters.test_plugins import installed
+from tests.lossless.methods import CASES, ROWS, Column, methods_page, refusal, with_options
+from tests.lossless.test_engines import PROCESSORS
+from tests.lossless.test_trees import any_subtrees
+from tests.support.pump import Pump, Request, assert_same
+from tests.support.rings import nightly, slow
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import LocalConfig, ServiceConfig, TargetSetup
+from paceline.config.options import HeadMethod
+from paceline.draft.build import build_draft_engine
+from paceline.drafters.catalogue import METHODS, Method, Place, method_named
+from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.protocol import Candidates
+from paceline.embedded import TARGET_DIR
+from paceline.local import LocalPipeline
+from paceline.model.device import resolve
+from paceline.model.loading import LoadedModel, load_model
+from paceline.target import engine as target_engine
+from paceline.target.control.allocation import Allocation
+from paceline.target.mount import bind_heads, features_of, load_heads, open_heads
+from paceline.types import PAGE_SIZE, Acceptance, Mode, Result, SamplingParams, SpeculationParams
+
+assert installed  # a fixture: the package of docs/own-drafters.md
+
+MODEL = {"dtype": "float32", "device": "cpu", "compile": False}
+MAX_TOKENS, DRAFT_TOKENS = 20, 5
+PUMP: dict[str, Any] = {"pages": 48, "max_step_tokens": 128, "max_model_len": 512, "tree_budget": 64}
+
+TEXT = '''class Point:
+    """A point."""
+
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def __repr__(self):
+        return "Point(%r, %r)" % (self.x, self.y)
+
+    def __eq__(self, other):
+        return self.x == other.x and self.y == other.y
+
+    def __hash__(self):
+        return hash((self.x, self.y))
+
+
+class Line:
+    """A line."""
+
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+'''
+ENDS = ("\n    def __repr__(self):\n        return", "\n    def __eq__(self, other):\n", "\n    def __hash__(self")
+"""Prompts have one beginning of more than a page, and repeat themselves."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for synthetic checkpoints."""
+    return tmp_path_factory.mktemp("methods")
+
+
+def sources(method: Method, folder: Path) -> tuple[str, str | None]:
+    """Directories of the target and of the method's checkpoint."""
+    model = ROWS[method.name].model
+    if model is None or not model.startswith("synthetic:"):
+        return "paceline/embedded-target", model
+    head = made(model.partition(":")[2])
+    target, path = folder / f"target-{head.target}", folder / model.partition(":")[2]
+    if not target.exists():
+        write_target(target, head.target)
+    return str(target), str(path if path.exists() else head.write(path))
+
+
+def configuration(method: Method, column: Column, folder: Path) -> ServiceConfig:
+    """That of the page, with these checkpoints, and engines that are small and always ask for all tokens."""
+    tree = method.configuration(*sources(method, folder))
+    options = {**MODEL, "batch_invariant": "off", "adaptive": column is Column.TREE, "max_model_len": 512}
+    engine = tree["target_config"].setdefault("engine_kwargs", {})
+    engine |= options | ROWS[method.name].options
+    if method.place is Place.POOL:
+        drafts = tree["draft_config"].setdefault("engine_kwargs", {})
+        drafts |= {"tree_step_tokens": 16, **(MODEL if method.needs_model else {})}
+    return ServiceConfig.parse(tree)
+
+
+@functools.cache
+def loaded(source: str, features: Any) -> LoadedModel:
+    """A target that returns these states."""
+    options = TargetSetup(source).options.model_copy(update=MODEL)
+    return load_model(Checkpoint.open(source), options, None, resolve(options, None), features)
+
+
+def pump_of(method: Method, config: ServiceConfig) -> Pump:
+    """Both engines of a configuration in one thread."""
+    setup, draft_setup = config.target_setup(), config.draft_setup()
+    checkpoint = Checkpoint.open(setup.source)
+    opened = open_heads(setup, checkpoint)
+    model = loaded(setup.source, features_of(opened))
+    heads = load_heads(setup, opened, checkpoint, model, None)
+    drafter = None if draft_setup is None else build_draft_engine(draft_setup, lambda _: None)._drafter
+    pump = Pump(model, None, heads=heads, drafter=drafter, adaptive=setup.options.adaptive, late=0.1, seed=1, **PUMP)
+    bind_heads(heads, pump.target.runner.cache)
+    return pump
+
+
+@functools.cache
+def plain(source: str, temperature: float, processed: bool) -> dict[str, Result]:
+    """The target alone, a token at a time."""
+    requests = requests_of(source, Column.PROCESSORS if processed else Column.COUPLED, temperature, Mode.PLAIN)
+    return Pump(loaded(source, None), None, late=0.0, **PUMP).run(requests)
+
+
+def requests_of(source: str, column: Column, temperature: float, mode: Mode) -> dict[str, Request]:
+    """Three sessions; some text where the target has a tokenizer, else numbers that repeat themselves."""
+    if source == str(TARGET_DIR):
+        encode = Checkpoint.open(source).tokenizer.encode
+        prompts = [list(encode(TEXT + end)) for end in ENDS]
+    else:
+        prompts = [[2 + (i * i) % 37 for i in range(72)] + [40 + n] * 2 for n in range(3)]
+    rule = Acceptance.REJECTION if column is Column.REJECTION else Acceptance.COUPLED
+    processors = PROCESSORS["all"] if column is Column.PROCESSORS else {}
+    return {
+        f"s{i}": Request(
+            prompt,
+            SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=i, ignore_eos=True, **processors),
+            SpeculationParams(mode=mode, acceptance=rule, max_draft_tokens=DRAFT_TOKENS),
+        )
+        for i, prompt in enumerate(prompts)
+    }
+
+
+def own(method: Method, results: Iterable[Result]) -> Counter[str]:
+    """Tokens of the method that were ``drafted``, which means verified, and ``accepted``."""
+    found: Counter[str] = Counter(drafted=0, accepted=0)
+    for result in results:
+        counted = result.speculation
+        heads, lookups = (
+            (counted.head_drafted, counted.head_accepted),
+            (counted.lookup_drafted, counted.lookup_accepted),
+        )
+        if method.place is Place.POOL:
+            parts = (counted.drafted - heads[0] - lookups[0], counted.accepted - heads[1] - lookups[1])
+        else:
+            parts = heads if method.kind else lookups
+        found.update(drafted=parts[0], accepted=parts[1])
+    return found
+
+
+def all_offers(patch: pytest.MonkeyPatch) -> None:
+    """Every token that is offered is verified, whatever the steps were measured to take."""
+    patch.setattr(Allocation, "allocate_draft_tokens", lambda self, offers, **options: [len(offer) for offer in offers])
+
+
+def check(method: Method, column: Column, folder: Path) -> None:
+    """Runs a cell; raises AssertionError if it does not do what the table says."""
+    config, branches = configuration(method, column, folder), 0
+    counted: Counter[str] = Counter()
+    source, limits = config.target_setup().source, ROWS[method.name].limits
+    for temperature in (0.0, 1.0):
+        requests = requests_of(source, column, temperature, method.mode)
+        with pytest.MonkeyPatch.context() as patch:
+            if column is Column.TREE:
+                any_subtrees(patch, most=8)
+            pump = pump_of(method, config)
+            if column is Column.PREFIX:
+                first = next(iter(requests))
+                pump.run({first: requests[first]})
+            results = pump.run({name: r for name, r in requests.items() if name not in pump.results}, arrivals=0.2)
+        assert pump.failures == {}
+        assert not any(mounted.failure for mounted in pump.target.heads.mounted)
+        if column is not Column.REJECTION or temperature == 0:
+            assert_same(results, plain(source, temperature, column is Column.PROCESSORS))
+        if column is Column.PREFIX:
+            assert pump.target.stats.cached_tokens >= 2 * PAGE_SIZE
+            results = {name: r for name, r in results.items() if name != first}
+        if column is not Column.REJECTION or column not in limits or temperature > 0:
+            counted.update(own(method, results.values()))
+        branches += pump.target.stats.branches
+    if column is Column.TREE:
+        assert (branches > 0) == (column not in limits)
+    require_tokens(method, column, counted)
+
+
+def check_ranks(method: Method, folder: Path) -> None:
+    """The same of a target of two ranks, each a process: its plain text, and tokens of the method."""
+    config = configuration(method, Column.RANKS, folder)
+    counted: Counter[str] = Counter()
+    setup, draft_setup = config.target_setup(), config.draft_setup()
+    target = setup.options.model_dump(exclude_unset=True) | {"path": setup.source, "tensor_parallel_size": 2}
+    draft: Any = draft_setup and draft_setup.options
+    if draft_setup is not None and method.needs_model:
+        draft = {"path": draft_setup.source, **draft_setup.options.model_dump(exclude_unset=True)}
+    local = LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if not method.kind:
+            all_offers(patch)
+        with LocalPipeline(local) as pipeline:
+            for temperature in (0.0, 1.0):
+                # In sequential mode a draft is waited for, however busy this machine is. Plain decoding comes last, as
+                # heads have nothing for pages that plain sessions have filled.
+                found = []
+                for mode in (Mode.SEQUENTIAL if method.place is Place.POOL else Mode.OVERLAPPED, Mode.PLAIN):
+                    running = [
+                        pipeline.submit(list(r.prompt), r.sampling, r.speculation)
+                        for r in requests_of(setup.source, Column.COUPLED, temperature, mode).values()
+                    ]
+                    found.append([generation.result for generation in running])
+                assert [r.token_ids for r in found[0]] == [r.token_ids for r in found[1]]
+                counted.update(own(method, found[0]))
+    require_tokens(method, Column.RANKS, counted)
+
+
+def require_tokens(method: Method, column: Column, counted: Counter[str]) -> None:
+    """Raises AssertionError unless the method had tokens, and trained ones accepted tokens, where it should."""
+    if column is Column.REJECTION and column in ROWS[method.name].limits:
+        assert counted["drafted"] == 0
+        return
+    assert counted["drafted"] > 0
+    assert counted["accepted"] > 0 or not ROWS[method.name].trained
+
+
+FAST = {
+    ("draft model, overlapped", Column.PROCESSORS),
+    ("n-grams", Column.PREFIX),
+    ("prompt lookup", Column.REJECTION),
+    ("MTP", Column.TREE),
+    ("MLP speculator", Column.COUPLED),
+    ("EAGLE", Column.PREFIX),
+    ("P-EAGLE", Column.REJECTION),
+}
+FAST |= {(name, column) for name, row in ROWS.items() for column in row.refused}
+SLOW = {("draft model, sequential", Column.RANKS), ("MTP", Column.RANKS)}
+SLOW |= {(m.name, Column.TREE) for m in METHODS if not any(m.name == name for name, _ in FAST | SLOW)}
+
+
+def in_rings(cases: Iterable[tuple[str, Column]]) -> list[Any]:
+    """The cases with the mark of their ring."""
+    cases = list(cases)
+    rest = [case for case in cases if case not in FAST | SLOW]
+    return [*(c for c in cases if c in FAST), *slow(c for c in cases if c in SLOW), *nightly(rest)]
+
+
+@pytest.mark.parametrize(("name", "column"), in_rings(CASES))
+def test_a_cell_is_what_the_table_says(name: str, column: Column, files: Path, request: pytest.FixtureRequest) -> None:
+    method = method_named(name)
+    if method.kind == "plugin":
+        request.getfixturevalue("installed")
+    if column in ROWS[name].refused:
+        assert refusal(with_options(method, ROWS[name].refused[column])) in methods_page()
+    elif column is Column.RANKS:
+        check_ranks(method, files)
+    else:
+        check(method, column, files)
+
+
+def test_every_method_has_a_row_and_every_kind_of_the_configuration_is_a_method() -> None:
+    assert [*ROWS] == [method.name for method in METHODS]
+    kinds = {place: {method.kind for method in METHODS if method.place is place} - {""} for place in Place}
+    assert kinds[Place.TARGET] == set(get_args(HeadMethod))
+    expected = refusal({"draft_config": {"kind": "none"}}).partition("must be ")[2]
+    assert kinds[Place.POOL] == set(re.findall(r"'(\w+)'", expected))
+
+
+# -- mutants: what a row would look like that has stopped working ----------------------------------------------------
+
+
+def _wrong_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The head's candidates are those of another token."""
+    expand = HeadDrafter.expand
+
+    def mutant(self: HeadDrafter, leaves: Any) -> Candidates:
+        found = expand(self, leaves)
+        return replace(found, token_ids=(found.token_ids + 1777) % self.vocab_size)
+
+    patch.setattr(HeadDrafter, "expand", mutant)
+
+
+def _raises(patch: pytest.MonkeyPatch) -> None:
+    """The head fails and is switched off; the text stays right."""
+
+    def mutant(self: HeadDrafter, leaves: Any) -> Candidates:
+        raise RuntimeError("broken")
+
+    patch.setattr(HeadDrafter, "expand", mutant)
+
+
+def _accepts_anything(patch: pytest.MonkeyPatch) -> None:
+    """The first token of each proposal is accepted as it is."""
+    decide = target_engine.decide
+
+    def mutant(logits: Any, rows: Any, proposals: Any, rules: Any) -> Any:
+        verdicts = decide(logits, rows, proposals, rules)
+        return [
+            replace(v, num_accepted=1, token_ids=(p.token_ids[0], v.token_ids[0]), logprobs=v.logprobs[:1] * 2)
+            if len(p) and not v.num_accepted
+            else v
+            for v, p in zip(verdicts, proposals, strict=True)
+        ]
+
+    patch.setattr(target_engine, "decide", mutant)
+
+
+@pytest.mark.parametrize("mutant", [_wrong_tokens, _raises, _accepts_anything], ids=lambda m: m.__name__.strip("_"))
+def test_a_row_that_stops_working_is_noticed(mutant: Any, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(method_named("MTP"), Column.COUPLED, files)
