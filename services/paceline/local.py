@@ -22,6 +22,7 @@ from typing import Self
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
+from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt, require_same_tokens
 from paceline.config import DraftModel, LocalConfig, RouterConfig
 from paceline.errors import (
@@ -113,6 +114,7 @@ class LocalPipeline:
         if tokenizer is None and isinstance(draft, DraftModel):
             draft_tokenizer = Checkpoint.open(draft.path, draft.trust_remote_code).tokenizer
             require_same_tokens(self.tokenizer, draft_tokenizer)
+        self._grammars = Grammars(self.tokenizer, self.tokenizer.vocab_size, self.checkpoint.eos_token_ids)
         self._loaded = True
 
     def start(self) -> None:
@@ -199,6 +201,8 @@ class LocalPipeline:
         eos_token_ids = self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids
         sampling.check_vocabulary(self.tokenizer.vocab_size)
         sampling.check_choice(self.tokenizer.vocab_size, eos_token_ids)
+        if sampling.structured_output is not None:
+            self._grammars.compile(sampling.structured_output)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -271,6 +275,8 @@ class LocalPipeline:
             prompt: str | Sequence[int] = request.prompt
             if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
                 prompt = await asyncio.to_thread(self.encode, prompt, request.sampling)
+            if request.sampling.structured_output is not None:
+                await asyncio.to_thread(self._grammars.compile, request.sampling.structured_output)
             generation = self.submit(
                 prompt,
                 request.sampling,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import json
 import math
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
@@ -31,6 +32,9 @@ MAX_SALT_LEN = 256
 """Most characters of a ``cache_salt``."""
 MAX_REQUEST_ID_LEN = 256
 """Most characters of a request id."""
+MAX_STRUCTURED_OUTPUT_BYTES = 65536
+"""Most bytes of a schema, a regular expression, a grammar, or of all choices together: what takes longest to compile
+takes a fifth of a second then."""
 
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
 
@@ -151,12 +155,74 @@ def _takes_bool(annotation: Any) -> bool:
     return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))
 
 
+class StructuredOutput(_RequestParams):
+    """Form that the whole output must have; exactly one field is given.
+
+    The tokens that it does not allow are forbidden, and the end-of-sequence tokens until the output may end. An output
+    that ``max_tokens``, a stop string or a stop token id cuts short is the beginning of one of this form.
+    """
+
+    json_schema: str | None = None
+    """A JSON value that this JSON Schema allows; text, or a mapping that is written as JSON."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """Text that this regular expression matches as a whole (Rust's syntax: no look-around, no backreferences)."""
+    grammar: str | None = None
+    """Text that this context-free grammar derives: GBNF, whose first rule is ``root``, or Lark, with ``start``."""
+    choice: tuple[str, ...] = ()
+    """One of these texts."""
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _as_json(cls, value: Any) -> Any:
+        try:
+            return json.dumps(value) if isinstance(value, Mapping) else value
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema cannot be written as JSON: {error}") from None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name) not in (None, False, ())]
+        if len(given) != 1:
+            held = " and ".join(given) if given else "nothing"
+            allowed = "exactly one of json_schema, json_object, regex, grammar and choice is allowed"
+            raise ValueError(f"structured_output holds {held}: {allowed}")
+        texts = self.choice if self.choice else (self.text,)
+        for i, text in enumerate(texts):
+            if not text:
+                name = f"choice[{i}]" if self.choice else self.kind
+                raise ValueError(f"structured_output.{name} is '': at least one character is needed")
+        try:
+            size = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"structured_output is not valid Unicode: {error.reason} at {error.start}") from None
+        if size > MAX_STRUCTURED_OUTPUT_BYTES:
+            allowed = f"at most {MAX_STRUCTURED_OUTPUT_BYTES} are allowed"
+            raise ValueError(f"structured_output.{self.kind} has {size} bytes: {allowed}")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is given."""
+        return next(name for name in type(self).model_fields if getattr(self, name) not in (None, False, ()))
+
+    @property
+    def text(self) -> str:
+        """The schema, regular expression or grammar; of choices their JSON list, of any object its schema."""
+        if self.json_object:
+            return '{"type": "object"}'
+        return json.dumps(self.choice) if self.choice else self.json_schema or self.regex or self.grammar or ""
+
+
 class SamplingParams(_RequestParams):
     """Choice of the next token from the target's logits. Validation errors name the field and the range.
 
     The processors run in the order of the fields (``core/processors.py`` states each formula).
     """
 
+    structured_output: StructuredOutput | None = None
+    """Forbids the tokens with which the output would not have this form."""
     logit_bias: dict[TokenId, float] = Field(default_factory=dict)
     """Added to the logits of these token ids; -inf forbids one."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
@@ -198,6 +264,9 @@ class SamplingParams(_RequestParams):
     def _check(self) -> Self:
         if self.min_tokens > self.max_tokens and "max_tokens" in self.model_fields_set:  # else see ``with_defaults``
             raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens ({self.max_tokens}) is allowed")
+        if self.structured_output is not None and self.ignore_eos:
+            allowed = "with structured_output, which an end-of-sequence token ends, only false is allowed"
+            raise ValueError(f"ignore_eos is true: {allowed}")
         for words in self.bad_words:
             if not words:
                 raise ValueError("bad_words holds an empty sequence: each needs at least one token id")

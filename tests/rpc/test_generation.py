@@ -44,6 +44,7 @@ from paceline.types import (
     ServerInfo,
     SpeculationParams,
     SpeculationStats,
+    StructuredOutput,
     Timing,
     Usage,
 )
@@ -74,6 +75,28 @@ def test_what_a_client_leaves_open_stays_open():
     proto = api.request_to_proto(Request("r", "Hi", SamplingParams(top_k=0), SpeculationParams()))
     assert [f.name for f, _ in proto.sampling_params.ListFields()] == ["top_k"]  # zero, but said
     assert proto.speculation.ListFields() == []
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"json_schema": {"type": "null"}}, {"json_object": True}, {"regex": "a+"}, {"grammar": 'root ::= "a"'}]
+    + [{"choice": ("yes", "n\u00f6")}],
+    ids=lambda form: next(iter(form)),
+)
+def test_a_structured_output_arrives_as_it_is(form):
+    sampling = SamplingParams(structured_output=StructuredOutput(**form))
+    proto = api.request_to_proto(Request("r", "Hi", sampling, SpeculationParams()))
+    assert api.request_from_proto(proto).sampling == sampling
+
+
+def test_a_structured_output_without_a_form_is_refused():
+    proto = generation_pb2.GenerateRequest(text="Hi")
+    proto.sampling_params.structured_output.SetInParent()
+    with pytest.raises(InvalidRequestError, match="holds nothing: exactly one of json_schema"):
+        api.request_from_proto(proto)
+    proto.sampling_params.structured_output.regex = ""
+    with pytest.raises(InvalidRequestError, match="is '': at least one character"):
+        api.request_from_proto(proto)
 
 
 def test_absent_parameters_take_our_defaults():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.grammar import Grammars
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.model.loading import LoadedModel
@@ -78,6 +79,7 @@ class Pump:
         adaptive: bool = True,
         step_s: Callable[[int], float] | None = None,
         heads: Sequence[MountedHead] = (),
+        grammars: Grammars | None = None,
     ) -> None:
         """``step_s``: seconds of a target forward by the number of its tokens; None: no time passes."""
         self.rng = random.Random(seed)
@@ -104,6 +106,7 @@ class Pump:
             max_model_len=max_model_len,
             adaptive=adaptive,
             heads=heads,
+            grammars=grammars,
             clock=self.clock,
         )
         if step_s is not None:
@@ -124,6 +127,7 @@ class Pump:
                 self.from_draft.extend,
                 vocab_size=target.vocab_size,
                 tree_budget=tree_budget,
+                grammars=grammars,
                 clock=self.clock,
             )
 

@@ -117,6 +117,14 @@ class Tokenizer:
         token_id = self._tokenizer.eos_token_id
         return () if token_id is None else (int(token_id),)
 
+    def backend_json(self) -> str | None:
+        """What ``tokenizer.json`` would hold, without padding and truncation; None if it has no such form."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        content = json.loads(backend.to_str())
+        return json.dumps({**content, "padding": None, "truncation": None})
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of vocabulary, merges and added tokens, 16 hex digits; not of roles such as "eos" or "pad"."""

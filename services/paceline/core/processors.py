@@ -1,5 +1,6 @@
 """The logit processors of a session, in the order in which they run, each on the logits x that the last one left:
 
+0. structured output    x[v] = -inf if no output of the form goes on with the row's tokens and v
 1. logit bias           x[v] += bias[v]
 2. bad words            x[last] = -inf if the tokens before the row end with the sequence's other tokens
 3. min tokens           x[v] = -inf for end-of-sequence and stop ids while fewer tokens have been emitted
@@ -23,8 +24,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core import rows as native
@@ -40,6 +44,21 @@ _UNIT_MASS = 2.0**44
 """The most likely token's mass in top-p, which counts in integers: their sums are exact in any order."""
 
 
+class Grammar(Protocol):
+    """The tokens that a structured output allows after the committed ones; ``checkpoint/grammar.py`` is one."""
+
+    failure: str
+    """Reason why some place could not be decided; empty if there was none."""
+
+    def append(self, token_ids: Sequence[int]) -> bool:
+        """Commits tokens; False if one of them was not allowed."""
+        ...
+
+    def masks(self, suffixes: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
+        """[rows, bytes]: bit v % 8 of byte v // 8 is set if token v may come after the committed ones and the row's."""
+        ...
+
+
 class SamplerState:
     """Processor state of one session, derived from its context. Owned by one engine; ``append`` on commit."""
 
@@ -53,13 +72,21 @@ class SamplerState:
         eos_token_ids: Sequence[int] = (),
         vocab_size: int,
         device: str | torch.device = "cpu",
+        grammar: Grammar | None = None,
     ) -> None:
         """Starts from a prompt, and after a failure from the tokens emitted since.
 
+        ``grammar``: that of ``params.structured_output``, after ``output_token_ids``.
+
         Raises:
-            InvalidRequestError: an id outside the vocabulary.
+            InvalidRequestError: an id outside the vocabulary, or a structured output without its grammar.
         """
+        if params.structured_output is not None and grammar is None:
+            raise InvalidRequestError(
+                "structured_output is given: there is no tokenizer here whose tokens it could bind"
+            )
         self.params = params
+        self.grammar = grammar
         self.seed = seed
         self.seed_bits = seed_bits(seed)
         self.vocab_size = vocab_size
@@ -102,12 +129,15 @@ class SamplerState:
         if self._tail_len:
             self._tail = (*self._tail, *token_ids)[-self._tail_len :]
         self._count(token_ids)
+        if self.grammar is not None:
+            self.grammar.append(token_ids)
 
     @property
     def only_scales(self) -> bool:
         """True if no processor but the temperature ever changes the logits of this session."""
         return not (
-            self.params.logit_bias
+            self.grammar is not None
+            or self.params.logit_bias
             or self.params.bad_words
             or self._stop_ids
             or self._repeats
@@ -127,7 +157,8 @@ class SamplerState:
     def edits(self) -> bool:
         """True if any processor before the temperature can change logits now."""
         return bool(
-            self.params.logit_bias
+            self.grammar is not None
+            or self.params.logit_bias
             or self.params.bad_words
             or (self._stop_ids and self.num_output_tokens < self.params.min_tokens)
             or self._repeats
@@ -136,6 +167,8 @@ class SamplerState:
 
     def edit_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
         """Applies the processors before the temperature in place to [rows, vocab] float32, one suffix per row."""
+        if self.grammar is not None:
+            _forbid_(logits, self.grammar.masks(suffixes))
         if self.params.logit_bias:
             logits[:, self._bias_ids] += self._bias
         if self.params.bad_words:
@@ -204,6 +237,19 @@ class SamplerState:
         if worst >= self.vocab_size or min(token_ids, default=0) < 0:
             bad = worst if worst >= self.vocab_size else min(token_ids)
             raise InvalidRequestError(f"{what} holds token id {bad}: ids in [0, {self.vocab_size}) are allowed")
+
+
+def _forbid_(logits: Tensor, allowed: NDArray[np.uint8]) -> None:
+    """Forbids in [rows, vocab] what is not allowed: one bit per token, the lowest of each byte first."""
+    logits[:, 8 * allowed.shape[1] :] = -math.inf  # ids that no token has
+    logits = logits[:, : 8 * allowed.shape[1]]
+    if logits.device.type == "cpu":
+        forbidden = np.unpackbits(~allowed, axis=-1, count=logits.shape[-1], bitorder="little")
+        logits.masked_fill_(torch.from_numpy(forbidden.view(np.bool_)), -math.inf)
+        return
+    packed = upload(torch.from_numpy(~allowed), logits.device)
+    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)
+    logits.masked_fill_(bits.bitwise_and_(1).flatten(1)[:, : logits.shape[-1]].bool(), -math.inf)
 
 
 class _BadWords:

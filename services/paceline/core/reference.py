@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.core.processors import Row, SamplerState
+from paceline.core.processors import Grammar, Row, SamplerState
 from paceline.core.sampling import process, sample_coupled
 from paceline.types import SamplingParams, noise_key
 
@@ -27,10 +27,14 @@ def speculative_decode(
     k: int,
     vocab_size: int,
     eos_token_ids: Sequence[int] = (),
+    grammar: Grammar | None = None,
 ) -> list[int]:
-    """The tokens after ``prompt``: the same for every ``draft`` and every ``k`` (0: plain decoding)."""
+    """The tokens after ``prompt``: the same for every ``draft`` and every ``k`` (0: plain decoding).
+
+    ``grammar``: that of ``params.structured_output``, before the first token.
+    """
     key = noise_key(seed, params.seed_scope, prompt)
-    state = SamplerState(params, key, prompt, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
+    state = SamplerState(params, key, prompt, eos_token_ids=eos_token_ids, vocab_size=vocab_size, grammar=grammar)
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     output: list[int] = []
 

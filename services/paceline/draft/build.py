@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.config import DraftOptions, DraftSetup, ModellessOptions, NgramOptions, SuffixOptions
 from paceline.core import rows
@@ -188,10 +189,19 @@ def _model_engine(setup: DraftSetup, emit: Emit, group: Collectives | None) -> D
         max_prefill_tokens=setup.max_step_tokens,
         top_m=options.draft_top_m,
     )
-    return _engine(setup, emit, drafter, target, max_context_len)
+    grammars = Grammars.of(target, target.vocab_size)
+    grammars.try_load()
+    return _engine(setup, emit, drafter, target, max_context_len, grammars)
 
 
-def _engine(setup: DraftSetup, emit: Emit, drafter: Drafter, target: Checkpoint, max_context_len: int) -> DraftEngine:
+def _engine(
+    setup: DraftSetup,
+    emit: Emit,
+    drafter: Drafter,
+    target: Checkpoint,
+    max_context_len: int,
+    grammars: Grammars | None = None,
+) -> DraftEngine:
     return DraftEngine(
         drafter,
         emit,
@@ -199,4 +209,5 @@ def _engine(setup: DraftSetup, emit: Emit, drafter: Drafter, target: Checkpoint,
         tree_budget=setup.options.tree_budget,
         fan_out=setup.options.fan_out,
         max_context_len=max_context_len,
+        grammars=grammars,
     )

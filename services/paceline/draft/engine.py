@@ -21,7 +21,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.processors import SamplerState
+from paceline.checkpoint.grammar import Grammars
+from paceline.core.processors import Grammar, SamplerState
 from paceline.core.tree import TreeNode
 from paceline.draft.growth import BestFirst, Growth, Sequential, geometric, uniform
 from paceline.draft.session import DraftSession
@@ -30,7 +31,7 @@ from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessio
 from paceline.drafters.ranking import Ranking, Rule, rank
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed
-from paceline.types import Mode, SpeculationParams
+from paceline.types import Mode, SamplingParams, SpeculationParams
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class DraftEngine:
         max_sessions: open sessions; more are refused.
         max_context_len: tokens; a session whose context is longer, or grows longer, is ended.
         device: of the candidates and sampler states.
+        grammars: compiles structured outputs; None: drafts are not bound by them, which costs acceptance only.
         clock: seconds.
     """
 
@@ -99,8 +101,10 @@ class DraftEngine:
         max_sessions: int = 4096,
         max_context_len: int = 1 << 20,
         device: str = "cpu",
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._grammars = grammars
         self.stats = DraftStats()
         self._drafter = drafter
         self._emit = emit
@@ -186,14 +190,16 @@ class DraftEngine:
         try:
             self._check_open(message)
             num_prompt_tokens = message.num_prompt_tokens
+            sampling, grammar = self._constrained(message)
             sampler = SamplerState(
-                message.sampling,
+                sampling,
                 message.seed,
                 message.token_ids[:num_prompt_tokens],
                 message.token_ids[num_prompt_tokens:],
                 eos_token_ids=message.eos_token_ids,
                 vocab_size=self._vocab_size,
                 device=self._device,
+                grammar=grammar,
             )
             session = DraftSession(message, sampler, self._growth(message.speculation), self._calibrations)
             self._drafter.open(message.session_id, message.token_ids, sampler, message.cache_salt)
@@ -203,6 +209,14 @@ class DraftEngine:
             self._report(message.session_id, message.epoch, error)
         else:
             self._sessions[message.session_id] = session
+
+    def _constrained(self, message: OpenSession) -> tuple[SamplingParams, Grammar | None]:
+        """The sampling parameters that are followed here, and the grammar of their structured output."""
+        sampling, form = message.sampling, message.sampling.structured_output
+        if form is None or self._grammars is None:
+            return sampling.model_copy(update={"structured_output": None}), None
+        output = message.token_ids[message.num_prompt_tokens :]
+        return sampling, self._grammars.matcher(form, output, lenient=True)
 
     def _check_open(self, message: OpenSession) -> None:
         """Raises if the session cannot be served; its sampler checks the sampling options."""

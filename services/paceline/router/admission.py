@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
 from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError, PacelineError, ResourceExhaustedError
@@ -90,6 +91,7 @@ class Admission:
         self.queue: deque[ActiveRequest] = deque()
         self._info, self._config, self._router_id = info, config, router_id
         self._metrics, self._clock = metrics, clock
+        self._grammars = Grammars(info.tokenizer, info.tokenizer.vocab_size, info.eos_token_ids)
         self._num_sessions = 0
         self._hints = RetryHints()
         self._tokenizing = ThreadPoolExecutor(1, "paceline-tokenize")
@@ -108,6 +110,8 @@ class Admission:
         if max(generated, default=0) >= info.tokenizer.vocab_size:
             allowed = f"ids in [0, {info.tokenizer.vocab_size}) are allowed"
             raise InvalidRequestError(f"generated_token_ids holds token id {max(generated)}: {allowed}")
+        if (form := request.sampling.structured_output) is not None:
+            await asyncio.to_thread(self._grammars.matcher, form, generated)  # only to see that it can be made
         token_ids = await self._tokenized(request.prompt)
         rooms = [(info.max_model_len, "fit the model's context")]
         if pages := max((status.kv_pages for status in targets), default=0):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from paceline.types import Cause, ReplicaStatus, Round, SamplingParams, SpeculationParams
+from paceline.types import Cause, ReplicaStatus, Round, SamplingParams, SpeculationParams, StructuredOutput
 from paceline.v1 import types_pb2
 
 CAUSES = {
@@ -90,7 +90,9 @@ def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
 
 def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_pb2.SamplingParams:
     """Sampling parameters as a message; of the scalars only those in ``names``, the others stay unset."""
+    form = params.structured_output
     return types_pb2.SamplingParams(
+        structured_output=None if form is None else _form_to_proto(form),
         logit_bias=params.logit_bias,
         bad_words=[types_pb2.TokenSequence(token_ids=words) for words in params.bad_words],
         stop_token_ids=params.stop_token_ids,
@@ -107,7 +109,23 @@ def sampling_fields(proto: types_pb2.SamplingParams) -> dict[str, Any]:
         fields["bad_words"] = tuple(tuple(words.token_ids) for words in proto.bad_words)
     if proto.stop_token_ids:
         fields["stop_token_ids"] = tuple(proto.stop_token_ids)
+    if proto.HasField("structured_output"):
+        fields["structured_output"] = _form_fields(proto.structured_output)
     return fields
+
+
+def _form_to_proto(form: StructuredOutput) -> types_pb2.StructuredOutput:
+    if form.choice:
+        return types_pb2.StructuredOutput(choice=types_pb2.StructuredOutput.Choice(texts=form.choice))
+    return types_pb2.StructuredOutput(**{form.kind: getattr(form, form.kind)})
+
+
+def _form_fields(proto: types_pb2.StructuredOutput) -> dict[str, Any]:
+    """Arguments of StructuredOutput: the field that the message holds, if it holds one."""
+    kind = proto.WhichOneof("format")
+    if kind is None:
+        return {}
+    return {kind: tuple(proto.choice.texts) if kind == "choice" else getattr(proto, kind)}
 
 
 def speculation_to_proto(params: SpeculationParams, names: Collection[str]) -> types_pb2.SpeculationOptions:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.size import gib
 from paceline.config import TargetSetup
 from paceline.errors import ConfigError
@@ -110,9 +111,18 @@ def _engine(
         trees=options.tree_verification == "auto",
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
         heads=heads,
+        grammars=_grammars(setup, model),
     )
     engine.calibrate()
     return engine
+
+
+def _grammars(setup: TargetSetup, model: LoadedModel) -> Grammars:
+    """What compiles structured outputs for the model's vocabulary, with the tokenizer read."""
+    checkpoint = Checkpoint.open(setup.source, setup.options.trust_remote_code)
+    grammars = Grammars.of(checkpoint, model.vocab_size)
+    grammars.try_load()
+    return grammars
 
 
 def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_len: int) -> InvarianceReport | None:

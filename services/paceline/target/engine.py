@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from paceline.checkpoint.grammar import Grammars
 from paceline.core.deferred import upload
 from paceline.core.processors import Row, SamplerState
 from paceline.core.tree import Proposal
@@ -75,6 +76,7 @@ class TargetEngine:
         trees: bool = True,
         batch_invariant: BatchInvariant = "untested",
         heads: Sequence[MountedHead] = (),
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Creates an engine without sessions.
@@ -88,9 +90,11 @@ class TargetEngine:
             trees: with ``adaptive``, verify siblings too, where they pay; False: chains only.
             batch_invariant: whether the model gave the same bits however its tokens were batched.
             heads: what proposes tokens where a session's draft has none; the first that is ready is asked.
+            grammars: compiles structured outputs; None: sessions that ask for one are refused.
             clock: seconds.
         """
         self.runner = runner
+        self._grammars = grammars
         self.batch_invariant = batch_invariant
         self.wait_policy = WaitPolicy()
         self.allocation = Allocation(adaptive, trees)
@@ -248,7 +252,9 @@ class TargetEngine:
         old = self._sessions.get(message.session_id)
         if old is not None:
             self._close(old)
+        form, output = message.sampling.structured_output, message.token_ids[message.num_prompt_tokens :]
         try:
+            grammar = None if form is None or self._grammars is None else self._grammars.matcher(form, output)
             session = TargetSession(
                 message,
                 vocab_size=self.runner.vocab_size,
@@ -259,6 +265,7 @@ class TargetEngine:
                 rejection=self.allocation.rejection,
                 lookups=self._lookups,
                 inside=(self.allocation.heads, self.allocation.lookups),
+                grammar=grammar,
             )
             self._check_fits(session)
         except PacelineError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from paceline.core.processors import SamplerState
+from paceline.core.processors import Grammar, SamplerState
 from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import Proposal, SpeculationTree
 from paceline.messages import OpenSession
@@ -55,6 +55,7 @@ class TargetSession:
         rejection: AcceptanceHistory | None = None,
         lookups: Sequence[DecayingRatio] | None = None,
         inside: Sequence[AcceptanceHistory] | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Opens a session.
 
@@ -63,6 +64,7 @@ class TargetSession:
             coupled, rejection: the engine's acceptance history under each rule.
             inside: that of heads and of lookups, whose nodes come from within the target.
             lookups: the engine's shares of right prompt lookups (``lookup.py``); None: no such proposals.
+            grammar: that of its structured output, after the output so far.
 
         Raises:
             InvalidRequestError: the prompt or an option names a token outside the vocabulary.
@@ -88,6 +90,7 @@ class TargetSession:
             eos_token_ids=message.eos_token_ids,
             vocab_size=vocab_size,
             device=device,
+            grammar=grammar,
         )
         self.rejection = speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0
         self.lookup: Lookup | None = None

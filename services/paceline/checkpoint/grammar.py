@@ -1,0 +1,286 @@
+"""Structured output: which tokens may come next, by llguidance over the tokenizer of a checkpoint.
+
+A grammar is compiled once and kept; each session then has a matcher of its own, which holds the state after the
+committed tokens. It answers for any continuation of these, as the rows of a verification ask, and goes back. Knows
+neither models nor logits; llguidance is imported by the first request that needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.json_schema import check_schema
+from paceline.checkpoint.tokenizer import Tokenizer
+from paceline.errors import ConfigError, InvalidRequestError, PacelineError
+from paceline.types import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MAX_COMPILED = 64
+"""Compiled grammars that are kept: those that were used last."""
+_MAX_GRAMMAR_SYMBOLS = 200_000
+_MAX_LEXER_STATES = 50_000
+"""Of one grammar, each of about 1 KiB: a regular expression whose automaton is exponential comes to its end here."""
+_MAX_ITEMS_OF_STEP = 50_000
+_LEXER_FUEL_OF_STEP = 200_000
+"""Work of a single mask; all of it takes about 15 ms."""
+_INITIAL_LEXER_FUEL = 1_000_000
+"""Work of compiling the regular expressions; all of it takes about 20 ms."""
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+"""Between the tokens of JSON. Bounded, for a model that begins to indent may never end."""
+_MAX_REASON_CHARS = 400
+_ATTRIBUTE = re.compile(r"^[ \t]*[A-Za-z_]\w*\[[^\]\n]*\b(temperature|max_tokens)\s*=", re.MULTILINE)
+"""Attributes of a Lark rule that ask for more than a form."""
+
+
+class Grammars:
+    """Compiles structured outputs for one vocabulary, and keeps what it has compiled. Thread-safe."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """Describes a vocabulary; nothing is read yet.
+
+        Args:
+            tokenizer: the target's, or what loads it when it is needed.
+            vocab_size: ids of the masks, at least those of the tokenizer.
+            eos_token_ids: allowed where the output may end, and nowhere else; none: those of the tokenizer.
+        """
+        self._source, self.vocab_size, self._given_eos = tokenizer, vocab_size, eos_token_ids
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, vocab_size: int) -> Self:
+        """Those of a checkpoint's own tokenizer, for a model of ``vocab_size`` ids; nothing is read yet."""
+        return cls(lambda: checkpoint.tokenizer, vocab_size, checkpoint.eos_token_ids)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        try:
+            source = self._source() if callable(self._source) else self._source
+        except ConfigError as error:
+            raise InvalidRequestError(f"structured_output is given, but {error}") from error
+        ends = sorted({token for token in self._given_eos or source.eos_token_ids if 0 <= token < self.vocab_size})
+        if not ends:
+            raise InvalidRequestError(
+                "structured_output is given, but the model has no end-of-sequence token that could end it"
+            )
+        if (description := source.backend_json()) is None:
+            raise InvalidRequestError(
+                f"structured_output is given, but the tokenizer {source.name!r} has no tokenizer.json form"
+            )
+        try:
+            return LLTokenizer(description, n_vocab=self.vocab_size, eos_token=ends)
+        except Exception as error:  # whatever its parser raises
+            raise InvalidRequestError(
+                f"structured_output is given, but the tokenizer {source.name!r} cannot be used for it: {error}"
+            ) from error
+
+    def compile(self, form: StructuredOutput) -> None:
+        """Compiles a form, unless that has been done. At most about a fifth of a second, without the interpreter lock.
+
+        Raises:
+            InvalidRequestError: it is malformed, too large, or not supported, with the place; or this vocabulary
+                cannot be constrained.
+        """
+        self._prototype(form)
+
+    def matcher(self, form: StructuredOutput, token_ids: Sequence[int] = (), *, lenient: bool = False) -> Matcher:
+        """The state of a session whose output is ``token_ids`` so far.
+
+        ``lenient``: places that exceed the bounds of a step are left unconstrained, as a draft may.
+
+        Raises:
+            InvalidRequestError: as ``compile``, or the tokens are not the beginning of an output of this form.
+        """
+        ends = self._tokenizer.eos_tokens
+        matcher = Matcher(self._prototype(form), lambda: self._new(form), self.vocab_size, ends, lenient=lenient)
+        if not matcher.append(token_ids):
+            raise InvalidRequestError(
+                f"the output so far, of {len(token_ids)} tokens, is not the beginning of one that "
+                f"structured_output.{form.kind} allows"
+            )
+        return matcher
+
+    def try_load(self) -> None:
+        """Reads the tokenizer now, so that no request has to wait; one that cannot be used is left to the requests."""
+        with contextlib.suppress(PacelineError):
+            _ = self._tokenizer
+
+    def _prototype(self, form: StructuredOutput) -> LLMatcher:
+        with self._lock:  # two requests with one grammar compile it once
+            found = self._compiled.get(form)
+            if found is None:
+                found = self._compiled[form] = self._compile(form)
+                if len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(form)
+            return found
+
+    def _compile(self, form: StructuredOutput) -> LLMatcher:
+        matcher = self._new(form)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequestError(f"structured_output.{form.kind} cannot be compiled: {_reason(matcher)}")
+        return matcher
+
+    def _new(self, form: StructuredOutput) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer = self._tokenizer
+        limits = LLParserLimits(
+            initial_lexer_fuel=_INITIAL_LEXER_FUEL,
+            step_lexer_fuel=_LEXER_FUEL_OF_STEP,
+            step_max_items=_MAX_ITEMS_OF_STEP,
+            max_lexer_states=_MAX_LEXER_STATES,
+            max_grammar_size=_MAX_GRAMMAR_SYMBOLS,
+            verbose_errors=False,
+        )
+        return LLMatcher(tokenizer, _grammar_of(form), log_level=0, limits=limits)
+
+
+def _grammar_of(form: StructuredOutput) -> str:
+    """The form in llguidance's own terms. Raises InvalidRequestError."""
+    from llguidance import LLMatcher, grammar_from
+
+    if form.regex is not None:
+        return str(LLMatcher.grammar_from_regex(form.regex))
+    if form.grammar is not None:
+        if found := _ATTRIBUTE.search(form.grammar):
+            raise InvalidRequestError(
+                f"structured_output.grammar gives a rule the attribute {found[1]!r}: it is not supported"
+            )
+        try:
+            return str(grammar_from("grammar", form.grammar))
+        except Exception as error:  # whatever its converter raises
+            raise InvalidRequestError(f"structured_output.grammar cannot be compiled: {error}") from error
+    if form.choice:
+        return str(grammar_from("choice", form.text))
+    if form.json_schema is not None:
+        check_schema(form.json_schema)
+    return str(LLMatcher.grammar_from_json_schema(form.text, overrides={"whitespace_pattern": _WHITESPACE}))
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """What is wrong, in one line of bounded length."""
+    text = re.sub(r"\s+", " ", matcher.get_error().split("<state>")[0]).strip()
+    text = text.removesuffix(" <non-verbose/>")
+    if text.startswith("NoExtension"):
+        return "no text has this form"
+    return text if len(text) <= _MAX_REASON_CHARS else text[:_MAX_REASON_CHARS] + "..."
+
+
+class Matcher:
+    """The state of one session's grammar after its committed tokens. Owned by one engine."""
+
+    def __init__(
+        self,
+        prototype: LLMatcher,
+        anew: Callable[[], LLMatcher],
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        lenient: bool = False,
+    ) -> None:
+        """``prototype``: its copies share what they have found out; ``anew``: one that has found out nothing."""
+        self.failure = ""
+        """Reason why some place could not be decided; empty while none exceeded the bounds."""
+        self._anew, self._vocab_size, self._lenient = anew, vocab_size, lenient
+        self._eos_token_ids = eos_token_ids
+        self._tokens: list[int] = []
+        self._state = prototype.deep_copy()
+        self._lost = False
+        self._num_bytes = 4 * -(-vocab_size // 32)
+
+    def append(self, token_ids: Sequence[int]) -> bool:
+        """Commits tokens; False if one of them was not allowed, after which none is.
+
+        What comes with or after the end-of-sequence token of a complete output is not looked at.
+        """
+        self._tokens += token_ids
+        num_consumed = self._consume(token_ids)
+        if self._state.is_error():
+            self._restart()
+            num_consumed = len(token_ids)  # unless it fails again, which the next mask shows
+        if num_consumed < len(token_ids) and not self._ends(token_ids[num_consumed]):
+            self._lost, self.failure = True, "a token came that it does not allow"
+        return not self._lost
+
+    def _ends(self, token_id: int) -> bool:
+        return token_id in self._eos_token_ids and bool(self._state.is_accepting() or self._state.is_stopped())
+
+    def masks(self, suffixes: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
+        """The tokens that may follow each of ``suffixes`` after the committed tokens.
+
+        Suffixes that begin alike share the work. One that the grammar forbids has no next token, and is left
+        unconstrained: no row below a forbidden token matters.
+
+        Returns:
+            [rows, bytes] with bit v % 8 of byte v // 8 set if token v is allowed; at least one byte per 8 tokens.
+        """
+        masks = np.full((len(suffixes), self._num_bytes), 0xFF, np.uint8)
+        if self._lost:
+            masks[:] = 0xFF if self._lenient else 0
+            return masks
+        path: list[int] = []
+        for row in sorted(range(len(suffixes)), key=suffixes.__getitem__):
+            path = self._move(path, suffixes[row])
+            if len(path) == len(suffixes[row]):
+                self._mask_into(masks[row])
+            if self._state.is_error():
+                path = self._again(masks[row], suffixes[row])
+        self._state.rollback(len(path))
+        return masks
+
+    def _move(self, path: list[int], suffix: tuple[int, ...]) -> list[int]:
+        """Goes from one continuation of the committed tokens to another, as far as the grammar allows."""
+        common = 0
+        while common < min(len(path), len(suffix)) and path[common] == suffix[common]:
+            common += 1
+        if len(path) > common:
+            self._state.rollback(len(path) - common)
+        return [*suffix[: common + self._consume(suffix[common:])]]
+
+    def _consume(self, token_ids: Sequence[int]) -> int:
+        """The number of tokens that were consumed; the first that was not is not allowed."""
+        known = next((i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size), len(token_ids))
+        return int(self._state.try_consume_tokens([*token_ids[:known]])) if known else 0
+
+    def _mask_into(self, mask: NDArray[np.uint8]) -> None:
+        self._state.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_bytes)
+
+    def _again(self, mask: NDArray[np.uint8], suffix: tuple[int, ...]) -> list[int]:
+        """Decides a row after a bound was exceeded, without what other rows and sessions have left in the caches.
+
+        Whether it can be decided then depends on its tokens alone, as in plain decoding.
+        """
+        self._restart()
+        path = self._move([], suffix)
+        if len(path) == len(suffix) and not self._state.is_error():
+            self._mask_into(mask)
+        if not self._state.is_error():
+            return path
+        self.failure = _reason(self._state) or "it exceeds the bounds of a step"
+        mask[:] = 0xFF if self._lenient else 0
+        self._lost = self._lenient
+        self._restart()
+        return []
+
+    def _restart(self) -> None:
+        self._state = self._anew()
+        self._consume(self._tokens)

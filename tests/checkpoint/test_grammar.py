@@ -1,0 +1,167 @@
+"""Structured outputs that cannot be compiled, bounds that are met, and what a session's state answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from tests.support.models import EOS, VOCAB
+from tests.support.schemas import json_grammars, json_tokenizer
+
+from paceline.checkpoint import grammar
+from paceline.checkpoint.grammar import Grammars, Matcher
+from paceline.checkpoint.json_schema import MAX_DEPTH
+from paceline.checkpoint.tokenizer import Tokenizer
+from paceline.errors import ConfigError, InvalidRequestError
+from paceline.types import MAX_STRUCTURED_OUTPUT_BYTES, SamplingParams, StructuredOutput
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": '{"type":'}, "json_schema is not JSON: Expecting value at line 1, column 9"),
+    ({"json_schema": "[" * 30_000}, "nested too deep: at most 64 levels"),
+    ({"json_schema": "[1]"}, "json_schema is not a JSON object"),
+    ({"json_schema": {"type": "objekt"}}, "json_schema cannot be compiled: Invalid type: objekt"),
+    ({"json_schema": {"requird": ["a"]}}, "json_schema: # has 'requird', a keyword that is not supported"),
+    ({"json_schema": {"items": {"uniqueItems": True}}}, "#/items has 'uniqueItems', a keyword that is not supported"),
+    ({"json_schema": {"properties": {"a": {"not": {}}}}}, "#/properties/a has 'not', a keyword that is not supported"),
+    ({"json_schema": {"anyOf": [{}, {"if": {}}]}}, "#/anyOf/1 has 'if', a keyword that is not supported"),
+    ({"json_schema": {"items": [{}]}}, "#/items is a list: prefixItems takes one"),
+    ({"json_schema": {"type": "string", "format": "color"}}, "cannot be compiled: Unknown format: color"),
+    ({"json_schema": {"$ref": "#/$defs/a"}}, "cannot be compiled: Pointer '/$defs/a' does not exist"),
+    ({"json_schema": {"$ref": "http://localhost/a"}}, "does not fetch resources"),
+    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
+    ({"json_schema": {"oneOf": [{"type": "number"}, {"minimum": 1}]}}, "oneOf constraints are not supported"),
+    ({"json_schema": nested(MAX_DEPTH + 1)}, "nested too deep: at most 64 levels"),
+    ({"regex": "[a-z"}, "regex cannot be compiled: at 1(8): invalid regex"),
+    ({"regex": r"(a)\1"}, "backreferences are not supported"),
+    ({"regex": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
+    ({"regex": r"a[^\s\S]"}, "regex cannot be compiled: no text has this form"),
+    ({"grammar": 'start: "a" b'}, 'grammar cannot be compiled: at 1(8): unknown name: "b"'),
+    ({"grammar": "root ::= foo"}, "grammar cannot be compiled: Failed to convert the grammar from GBNF"),
+    ({"grammar": 'start: item\nitem[temperature=0.5]: "a"'}, "gives a rule the attribute 'temperature'"),
+]
+
+
+@pytest.mark.parametrize(("form", "sentence"), REFUSED, ids=[sentence[:40] for _, sentence in REFUSED])
+def test_what_cannot_be_compiled_is_refused_with_the_place(form: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        json_grammars().compile(StructuredOutput(**form))
+    assert sentence in str(caught.value)
+    assert "structured_output" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({}, "holds nothing: exactly one of"),
+    ({"regex": "a", "choice": ("b",)}, "holds regex and choice: exactly one of"),
+    ({"regex": ""}, "structured_output.regex is '': at least one character is needed"),
+    ({"choice": ("a", "")}, r"structured_output.choice\[1\] is ''"),
+    ({"regex": "a" * (MAX_STRUCTURED_OUTPUT_BYTES + 1)}, "regex has 65537 bytes: at most 65536 are allowed"),
+    ({"choice": ("a" * 70_000,)}, "choice has 70000 bytes: at most 65536 are allowed"),
+    ({"json_schema": {"a": {1, 2}}}, "cannot be written as JSON"),
+    ({"json_schema": True}, "neither true nor false is allowed"),
+    ({"regex": "\ud800"}, "regex|Unicode"),
+]
+
+
+@pytest.mark.parametrize(("form", "sentence"), MALFORMED, ids=[sentence[:40] for _, sentence in MALFORMED])
+def test_a_malformed_one_is_refused_at_once(form: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        StructuredOutput(**form)
+
+
+def test_it_excludes_going_on_after_the_end() -> None:
+    with pytest.raises(ValidationError, match="ignore_eos is true: with structured_output"):
+        SamplingParams(ignore_eos=True, structured_output=StructuredOutput(json_object=True))
+
+
+def test_a_vocabulary_that_cannot_be_bound_is_refused() -> None:
+    form = StructuredOutput(json_object=True)
+
+    def nothing() -> Tokenizer:
+        raise ConfigError("no tokenizer could be loaded from 'x'")
+
+    class Slow:
+        eos_token_id = 7
+
+    class Endless(Slow):
+        eos_token_id = None
+
+    for source, sentence in (
+        (nothing, "structured_output is given, but no tokenizer could be loaded from 'x'"),
+        (Tokenizer("slow", Slow()), "the tokenizer 'slow' has no tokenizer.json form"),
+        (Tokenizer("endless", Endless()), "the model has no end-of-sequence token"),
+    ):
+        grammars = Grammars(source, VOCAB)
+        grammars.try_load()  # not an error for those who ask for no structured output
+        with pytest.raises(InvalidRequestError, match=sentence):
+            grammars.compile(form)
+
+
+def tokens_of(row: np.ndarray) -> set[int]:
+    return {int(i) for i in np.unpackbits(row, bitorder="little").nonzero()[0]}
+
+
+def matcher(form: StructuredOutput, text: str = "", **options: Any) -> Matcher:
+    return json_grammars().matcher(form, json_tokenizer().encode(text) if text else (), **options)
+
+
+def test_the_end_is_allowed_exactly_where_the_output_may_end() -> None:
+    encode = json_tokenizer().encode
+    state = matcher(StructuredOutput(regex="a(bc)*"))
+    a, b, c = (encode(text)[0] for text in "abc")
+    rows = [tokens_of(row) for row in state.masks([(), (a,), (a, b), (a, b, c), (a, EOS), (c,), (a, -1), (a, 9999)])]
+    assert rows[0] == {a}
+    assert rows[1] == rows[3] == {b, EOS}
+    assert rows[2] == {c}
+    assert all(len(row) >= VOCAB for row in rows[5:])  # below a forbidden token
+    assert tokens_of(state.masks([()])[0]) == {a}  # it went back
+    assert state.append((a, b, c, EOS))
+    assert not matcher(StructuredOutput(regex="a(bc)*")).append((a, b, EOS))
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_MAX_COMPILED", 2)
+    grammars, compiled = Grammars(json_tokenizer(), VOCAB, (EOS,)), []
+    make = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda form: (compiled.append(form.regex), make(form))[1])
+    for regex in ("a", "b", "a", "c", "a", "b"):
+        grammars.compile(StructuredOutput(regex=regex))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def test_a_bound_ends_the_session_and_not_by_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The automaton of this expression doubles with every character; drafts may not use up what is the text's."""
+    monkeypatch.setattr(grammar, "_MAX_LEXER_STATES", 40)
+    grammars = Grammars(json_tokenizer(), VOCAB, (EOS,))
+    form = StructuredOutput(regex="(a|b)*a(a|b){30}")
+    a, b = (json_tokenizer().encode(text)[0] for text in "ab")
+    plain, drafted, lenient = (grammars.matcher(form, lenient=lenient) for lenient in (False, False, True))
+    ends = []
+    for state in (plain, drafted):
+        for position in range(400):
+            if state is drafted:
+                state.masks([(a, b) * 3, (b, a) * 3, (b, b, a)])
+            allowed = tokens_of(state.masks([()])[0])
+            if not allowed:
+                break
+            assert {a, b} <= allowed
+            assert state.append(((a, b)[position * position % 3 % 2],))
+        else:
+            pytest.fail("no bound was met")
+        assert state.failure
+        ends.append(position)
+    assert ends[0] == ends[1]
+    for position in range(ends[0] + 1):
+        lenient.append(((a, b)[position * position % 3 % 2],))
+    assert len(tokens_of(lenient.masks([()])[0])) >= VOCAB
