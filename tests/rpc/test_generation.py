@@ -79,8 +79,13 @@ def test_what_a_client_leaves_open_stays_open():
 
 @pytest.mark.parametrize(
     "form",
-    [{"json_schema": {"type": "null"}}, {"json_object": True}, {"regex": "a+"}, {"grammar": 'root ::= "a"'}]
-    + [{"choice": ("yes", "n\u00f6")}],
+    [
+        {"json_schema": {"type": "null"}},
+        {"json_object": True},
+        {"regex": "a+"},
+        {"grammar": 'root ::= "a"'},
+        {"choice": ("yes", "n\u00f6")},
+    ],
     ids=lambda form: next(iter(form)),
 )
 def test_a_structured_output_arrives_as_it_is(form):
