@@ -1,4 +1,5 @@
-"""No page is lost, whatever comes in which order: subtrees, late nodes, cancels, preemptions, shared prefixes."""
+"""No page is lost, whatever comes in which order: subtrees, late nodes, cancels, preemptions, shared prefixes, and heads
+that keep rows on the pages, miss steps and give sessions up."""
 
 from __future__ import annotations
 
@@ -7,26 +8,118 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from tests.support.pump import Clock
 from tests.support.rings import nightly
 from tests.target.simulation import VOCAB, SyntheticRunner, next_token
 
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf
 from paceline.messages import CloseSession, DraftState, Node, Nodes, OpenSession, Outcome, SessionFailed
+from paceline.model.features import OUT, Features
+from paceline.model.kv_cache import KVCache, LayerSpec, flat_rows
 from paceline.target.control.allocation import Allocation
+from paceline.target.control.head_gate import HeadGate
 from paceline.target.engine import TargetEngine
+from paceline.target.heads.mounted import MountedHead
 from paceline.target.session import TargetSession
 from paceline.types import SamplingParams, SpeculationParams
 
 PAGES = 14
 
 
+class StatesRunner(SyntheticRunner):
+    """Its states are the token and the position of each row, and it copies pages for branches, as a runner does."""
+
+    features = Features((OUT,), every_position=True)
+
+    def forward(self, steps: Sequence[Any]) -> torch.Tensor:
+        self.cache.copy([pair for step in steps for pair in step.copies])
+        return super().forward(steps)
+
+    def forward_with_states(self, steps: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [pair for step in steps for pair in zip(step.token_ids, step.positions, strict=True)]
+        return self.forward(steps), torch.tensor(rows, dtype=torch.float32)
+
+
+class RowsHead:
+    """A head that keeps the token of each position on the target's pages, and reads all of them back when it is asked.
+
+    It is often right, and gives sessions up at random.
+    """
+
+    kind, features, layers = "rows", StatesRunner.features, (LayerSpec(1, 1, 1),)
+    max_leaves, tokens_per_leaf, conditional = 4, 1, True
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.texts: dict[str, list[int]] = {}
+        self.pages: dict[str, Sequence[int]] = {}
+        self.rows_checked = 0
+
+    def bind(self, cache: KVCache, first_layer: int) -> None:
+        self.rows = cache.keys[first_layer].view(-1)
+
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: Any, salt: str = "") -> None:
+        assert session_id not in self.texts
+        self.texts[session_id] = list(token_ids)
+
+    def prefill(self) -> bool:
+        return False
+
+    def ready(self, session_id: str) -> bool:
+        return session_id in self.pages
+
+    def feed(self, fed: Sequence[Fed]) -> None:
+        for item in fed:
+            if self._rng.random() < 0.002:
+                raise DrafterSessionError(item.session_id, "is given up")
+        for item in fed:
+            text, stop = self.texts[item.session_id], item.position + len(item.token_ids)
+            assert item.states.tolist() == [[text[p], p] for p in range(item.position, stop)]
+            assert list(item.token_ids) == text[item.position + 1 : stop + 1]
+            self.rows[torch.tensor(flat_rows(item.pages, item.position + 1, stop + 1))] = torch.tensor(
+                item.token_ids, dtype=torch.float32
+            )
+            self.pages[item.session_id] = item.pages
+
+    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
+        token_ids = []
+        for leaf in leaves:
+            text = self.texts[leaf.session_id]
+            rows = torch.tensor(flat_rows(self.pages[leaf.session_id], 1, len(text)))
+            assert self.rows[rows].tolist() == text[1:], "its rows lie on the session's pages, whole"
+            self.rows_checked += len(text)
+            right = next_token(leaf.path[-1] if leaf.path else text[-1], len(text) + len(leaf.path))
+            first = right if self._rng.random() < 0.7 else (right + 1) % VOCAB
+            token_ids.append([first, (first + 1) % VOCAB, (first + 2) % VOCAB])
+        return Candidates(torch.tensor(token_ids), torch.tensor([0.6, 0.3, 0.1]).log().expand(len(leaves), -1))
+
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
+        self.texts[session_id] += token_ids
+
+    def close(self, session_id: str) -> None:
+        del self.texts[session_id]
+        self.pages.pop(session_id, None)
+
+    def check_integrity(self) -> None:
+        assert self.pages.keys() <= self.texts.keys()
+
+    def shutdown(self) -> None:
+        pass
+
+
 class Storm:
     """One engine with a law in the place of a model, and messages at random."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, with_head: bool = False) -> None:
         self.rng = random.Random(seed)
         self.clock = Clock()
-        self.runner = SyntheticRunner(self.clock, lambda n: 0.01, PAGES, self.rng, 0.0)
+        runner = StatesRunner if with_head else SyntheticRunner
+        self.runner = runner(self.clock, lambda n: 0.01, PAGES, self.rng, 0.0)
+        self.head = RowsHead(self.rng)
+        self.mounted = [MountedHead("rows", self.head, num_tokens=5)] if with_head else []  # type: ignore[arg-type]
+        for each in self.mounted:
+            each.head.bind(self.runner.cache, self.runner.cache.add_layers(each.head.layers))
         self.sent: list[Any] = []
         self.engine = TargetEngine(
             self.runner,  # type: ignore[arg-type]
@@ -34,6 +127,7 @@ class Storm:
             max_sessions=6,
             max_step_tokens=96,
             max_model_len=400,
+            heads=self.mounted,
             clock=self.clock,
         )
         self.opened = 0
@@ -108,8 +202,15 @@ class Storm:
         self.sent.clear()
 
 
+def pause_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads miss one second in five, which is a hundred steps."""
+    monkeypatch.setattr(HeadGate, "wanted", lambda self, num_sessions, now: int(now) % 5 != 4)
+
+
+@pytest.mark.parametrize("with_head", [False, True], ids=["drafts", "heads"])
 @pytest.mark.parametrize("num_steps", [600, *nightly([100_000])])
-def test_pages_add_up_after_random_steps(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_add_up_after_random_steps(num_steps: int, with_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pause_now_and_then(monkeypatch)
     monkeypatch.setattr(Allocation, "offers_trees", lambda self: True)
     rng = random.Random(1)
     monkeypatch.setattr(
@@ -117,7 +218,7 @@ def test_pages_add_up_after_random_steps(num_steps: int, monkeypatch: pytest.Mon
         "allocate_draft_tokens",
         lambda self, offers, **options: [rng.randint(0, min(20, len(offer))) for offer in offers],
     )
-    storm = Storm(0)
+    storm = Storm(1, with_head=with_head)  # where a branch begins on a page with a head's row alone
     for index in range(num_steps):
         storm.step()
         if num_steps < 10_000 or index % 50 == 0:
@@ -129,6 +230,12 @@ def test_pages_add_up_after_random_steps(num_steps: int, monkeypatch: pytest.Mon
         storm.engine.receive([CloseSession(session.session_id, 1)])
     storm.engine.check_integrity()
     assert storm.runner.cache.num_used == 0
+    for mounted in storm.mounted:
+        assert not mounted.failure
+        assert min(mounted.stats.rounds, mounted.stats.rows_used) > num_steps / 10
+        assert mounted.stats.sessions_failed > 0
+        assert storm.head.rows_checked > 10 * num_steps
+    assert not storm.head.texts
 
 
 def test_a_page_that_is_kept_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,4 +257,20 @@ def test_a_page_that_is_kept_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
             storm.engine.check_integrity()
 
     with pytest.raises(AssertionError, match="reference counts"):
+        run()
+
+
+@pytest.mark.parametrize("name", ["drop", "advance"])
+def test_a_head_that_keeps_a_session_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not told of a session's end, or of its tokens."""
+    monkeypatch.setattr(MountedHead, name, lambda self, session, *token_ids: None)
+    storm = Storm(0, with_head=True)
+
+    def run() -> None:
+        for _ in range(300):
+            storm.step()
+            storm.engine.check_integrity()
+            assert not storm.mounted[0].failure
+
+    with pytest.raises(AssertionError):
         run()

@@ -13,6 +13,7 @@ from tests.support.rings import slow
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.drafters.heads import probe as probe_module
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.protocol import Leaf
 from paceline.errors import ConfigError
@@ -20,6 +21,7 @@ from paceline.messages import DraftState, OpenSession, Outcome, SessionFailed
 from paceline.model.loading import load_model
 from paceline.model.step_plan import SequenceStep
 from paceline.target.build import build_target_engine
+from paceline.target.control.report import explain
 from paceline.target.engine import TargetEngine
 from paceline.types import Mode, SamplingParams, SpeculationParams, pages_for
 
@@ -159,6 +161,19 @@ def test_a_head_that_predicts_nothing_is_refused_when_the_target_starts(tmp_path
     for fields in ({"probe": False}, {"method": "draft_model"}):
         with pytest.raises(ValueError, match="probe_file is 'x' beside "):
             HeadOptions(**{"method": "eagle3", "model": folder, "probe_file": "x"} | fields)
+
+
+def test_what_the_probe_warns_of_is_in_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the replica runs, not only in its log."""
+    write_target(tmp_path / "target")
+    letters_tokenizer(VOCAB).save_pretrained(tmp_path / "target")
+    folder = str(made("eagle3").write(tmp_path / "head"))
+    monkeypatch.setattr(probe_module, "judge", lambda name, scores, by_chance: f"head {name} reads the wrong layer")
+    head = HeadOptions(method="eagle3", model=folder)
+    for heads, said in (([head], True), ([head.model_copy(update={"probe": False})], False)):
+        sentence = explain(built(tmp_path / "target", heads))
+        assert f"head eagle3 {folder}: 0% of rounds" in sentence
+        assert (f"; warning of the probe at start-up: head eagle3 {folder} reads the wrong layer" in sentence) == said
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:

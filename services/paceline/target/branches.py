@@ -102,7 +102,7 @@ def sequence_steps(
             if row >= first:
                 number, i = owner[index]
                 also[number].append((i + (len(context) if number == 0 else 0), flat_rows(pages, row, row + 1)[0]))
-        if start > first:
+        if start >= first:  # row ``start`` is not the target's yet, but a head's that keeps rows on the pages
             step.copies = ((tables[0][page], pages[page]),)
     for step, pairs in zip(steps, also, strict=True):
         step.also = pairs

@@ -119,9 +119,11 @@ def load_heads(
             mounted = MountedHead(str(head.options), exit_, num_tokens=head.options.num_speculative_tokens)
         else:
             drafter = _load(setup, head.plan, model)
+            name, num_tokens = str(head.options), head.options.num_speculative_tokens
+            warning = None
             if probe is not None and head.options.probe:
-                probe.examine(str(head.options), drafter, head.options.probe_file)
-            mounted = MountedHead(str(head.options), drafter, num_tokens=head.options.num_speculative_tokens)
+                warning = probe.examine(name, drafter, head.options.probe_file)
+            mounted = MountedHead(name, drafter, num_tokens=num_tokens, warning=warning)
         heads.append(mounted)
         log.info("target: head %s is loaded", head.options)
     return heads

@@ -39,13 +39,16 @@ class HeadStats:
 class MountedHead:
     """One head in its target: the sessions that it follows, its acceptance and times, and whether it is on."""
 
-    def __init__(self, name: str, head: Head, *, num_tokens: int, max_len: int | None = None) -> None:
+    def __init__(
+        self, name: str, head: Head, *, num_tokens: int, max_len: int | None = None, warning: str | None = None
+    ) -> None:
         """``name``: for status and metrics. ``num_tokens``: the most that it proposes at once. ``max_len``: tokens of
-        the longest context that it can follow; None: any."""
+        the longest context that it can follow; None: any. ``warning``: what its probe has found, for the status."""
         self.name = name
         self.head = head
         self.num_tokens = num_tokens
         self.max_len = max_len
+        self.warning = warning
         self.stats = HeadStats()
         self.gate = HeadGate()
         self.coupled, self.rejection = AcceptanceHistory(), AcceptanceHistory()
@@ -72,7 +75,8 @@ class MountedHead:
         text += f"{stats.rows_used / max(stats.rows, 1):.0%} of it accepted"
         if depth_s is not None:
             text += f", {1e3 * depth_s:.3g} ms a depth of one session"
-        return text + (f", paused {self.gate.num_pauses} times" if self.gate.num_pauses else "")
+        text += f", paused {self.gate.num_pauses} times" if self.gate.num_pauses else ""
+        return text + (f"; warning of the probe at start-up: {self.warning}" if self.warning else "")
 
     def spend(self, seconds: float) -> None:
         """Takes time that the head took."""
