@@ -95,6 +95,7 @@ ONLY = {
     "fastapi": {"web"},
     "starlette": {"web"},
     "uvicorn": {"cli"},
+    "httpx2": {"web", "cli"},
 }
 """Library -> the only packages that may import it."""
 

@@ -38,14 +38,13 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
     keys = None if server.api_keys is None else KeyRing(server.api_keys)
     if (tls := server.tls) is not None and tls.client_ca is not None:
         raise ConfigError("server.tls.client_ca is set: the HTTP port asks for no certificate of the client")
-    chat = load_chat(config.target.path, server.chat_template, config.target.trust_remote_code)
     certificate, key = (None, None) if tls is None else (_file(tls.certificate), _file(tls.key))
-    with contextlib.closing(_listening(server)) as listening, LocalPipeline(config) as pipeline:
-        access = Access(keys, AccessMetrics(Registry()))
-        app = make_app(Edge(model_id, pipeline, access, server.max_message_bytes, chat=chat))
+    pipeline = LocalPipeline(config)
+    edge = local_edge(pipeline, server, model_id, keys)
+    with contextlib.closing(_listening(server)) as listening, pipeline:
         one = _Server(
             uvicorn.Config(
-                app,
+                make_app(edge),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -58,6 +57,14 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
         )
         with _signals():
             one.run([listening])
+
+
+def local_edge(pipeline: LocalPipeline, server: ServerConfig, model_id: str, keys: KeyRing | None = None) -> Edge:
+    """What answers HTTP over a pipeline of this machine. Raises ConfigError for a template that cannot be read."""
+    target = pipeline.config.target
+    chat = load_chat(target.path, server.chat_template, target.trust_remote_code)
+    access = Access(keys, AccessMetrics(Registry()))
+    return Edge(model_id, pipeline, access, server.max_message_bytes, chat=chat)
 
 
 def _listening(server: ServerConfig) -> socket.socket:

@@ -26,6 +26,7 @@ from paceline.errors import ConfigError, InvalidRequestError, PacelineError
 COMMANDS = {
     "generate": "continue a prompt",
     "chat": "chat in the terminal",
+    "batch": "answer a file of requests in OpenAI's batch format",
     "serve": "run the service",
     "status": "report how a running service is",
     "check": "report whether the service would start, and what memory it takes",

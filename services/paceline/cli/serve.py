@@ -164,10 +164,14 @@ def _run_local(args: argparse.Namespace) -> int:
     names = [*(key.rpartition(".")[2] for key in _SERVER_KEYS), *_FILE_KEYS]
     given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}
     server = ServiceConfig().with_overrides([_override(key, value) for key, value in given.items()]).server
-    loading = {"model_id": EMBEDDED_TARGET} if args.target is None else _loading("--target", args.target)
     with_draft = args.drafter != "none"
-    serve_local(local_config(args, with_draft), server, loading["model_id"])
+    serve_local(local_config(args, with_draft), server, served_name(args.target))
     return EXIT_DONE
+
+
+def served_name(target: str | None) -> str:
+    """The name of the model that ``--target`` names, for clients. Raises ConfigError for an empty one."""
+    return EMBEDDED_TARGET if target is None else _loading("--target", target)["model_id"]
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -1,0 +1,125 @@
+"""``paceline batch``: answers a file of requests, with engines on this machine or with a running service over HTTP.
+
+Ctrl-C, or a service that is gone, ends it with what was answered kept; the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import ssl
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
+from paceline.cli.flags import flag_of
+from paceline.cli.generate import add_engine_flags, local_config
+from paceline.errors import ConfigError, PacelineError
+from paceline.web.batch import Batch, read_requests
+
+_NOT_REMOTE = (
+    *("local", "target", "draft", "drafter", "head", "dtype", "compile"),
+    "tensor_parallel_size",
+    "chat_template",
+)
+_REMOTE = ("api_key", "tls_ca")
+_CONCURRENCY = 32
+_CONNECT_S = 30.0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline batch``."""
+    parser.description = "Answer the requests of a file in OpenAI's batch format; an interrupted batch goes on."
+    parser.add_argument("-i", "--input", required=True, type=Path, metavar="FILE", help="JSONL: a request in each line")
+    parser.add_argument(
+        "-o", "--output", required=True, type=Path, metavar="FILE", help="JSONL: their answers, in the same order"
+    )
+    parser.add_argument("--concurrency", type=int, metavar="N", help=f"requests at once (default: {_CONCURRENCY})")
+    add_engine_flags(parser, "run both engines on this machine (the default)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the target)")
+    group = parser.add_argument_group("service")
+    group.add_argument("--address", metavar="URL", help="http://HOST:PORT of a running service instead of --local")
+    group.add_argument("--api-key", metavar="KEY", help="default: the environment variable PACELINE_API_KEY")
+    group.add_argument("--tls-ca", metavar="FILE", help="the authorities of an https service, PEM")
+    parser.set_defaults(run=run_batch)
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    """Runs ``paceline batch``. Exit status 1: some answers are errors, which the output tells."""
+    remote = args.address is not None
+    for name in _NOT_REMOTE if remote else _REMOTE:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{flag_of(name)} is given {'with' if remote else 'without'} --address")
+    concurrency = _CONCURRENCY if args.concurrency is None else args.concurrency
+    if concurrency < 1:
+        raise ConfigError(f"--concurrency is {concurrency}: at least 1 is needed")
+    requests = read_requests(args.input)
+    batch = Batch(requests, args.output)
+    if batch.num_done:
+        print(f"{batch.num_done} of {len(requests)} were answered before", file=sys.stderr)
+    began, before = time.monotonic(), batch.num_done
+    try:
+        with _remote(args) if remote else _local(args) as client:
+            asyncio.run(_run(client, batch, concurrency))
+    except (KeyboardInterrupt, PacelineError):
+        done = f"{batch.num_done} of {len(requests)} are answered"
+        print(f"{done}: the same command goes on from there", file=sys.stderr)
+        raise
+    refused = batch.num_refused
+    batch.finish()
+    seconds = time.monotonic() - began
+    errors = f", {refused} of them by an error" if refused else ""
+    print(f"{len(requests) - before} requests answered in {seconds:.1f} s{errors}", file=sys.stderr)
+    return EXIT_FAILED if refused else EXIT_DONE
+
+
+async def _run(client: httpx2.AsyncClient, batch: Batch, concurrency: int) -> None:
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    async with client:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+            task = bars.add_task("")
+            await batch.run(
+                client, concurrency, progress=lambda done, total: bars.update(task, completed=done, total=total)
+            )
+
+
+@contextlib.contextmanager
+def _local(args: argparse.Namespace) -> Iterator[httpx2.AsyncClient]:
+    """A client of engines in processes of this machine, without a port."""
+    from paceline.cli.local_service import local_edge
+    from paceline.cli.serve import served_name
+    from paceline.config import ServerConfig
+    from paceline.local import LocalPipeline
+    from paceline.web.app import make_app
+
+    pipeline = LocalPipeline(local_config(args))
+    edge = local_edge(pipeline, ServerConfig(chat_template=args.chat_template), served_name(args.target))
+    with pipeline:
+        transport = httpx2.ASGITransport(make_app(edge), raise_app_exceptions=False)
+        yield httpx2.AsyncClient(transport=transport, base_url="http://local", timeout=None)
+
+
+@contextlib.contextmanager
+def _remote(args: argparse.Namespace) -> Iterator[httpx2.AsyncClient]:
+    url = args.address.rstrip("/").removesuffix("/v1")
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise ConfigError(f"--address is {args.address!r}: http://HOST:PORT or https://HOST:PORT is needed")
+    key = args.api_key or os.environ.get("PACELINE_API_KEY")
+    yield httpx2.AsyncClient(
+        base_url=url,
+        headers={"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {}),
+        verify=ssl.create_default_context(cafile=args.tls_ca) if url.startswith("https") else True,
+        timeout=httpx2.Timeout(None, connect=_CONNECT_S),
+        limits=httpx2.Limits(max_connections=None),
+        trust_env=False,
+    )
