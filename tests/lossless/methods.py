@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -83,7 +84,7 @@ _WORKS = "✓"
 _HEADER = """# Drafting methods
 
 Written by `python -m tests.test_docs` from `drafters/catalogue.py` and `tests/lossless/methods.py`.
-[Drafters](drafters.md) describes how they work.
+[Drafters](drafters.md) describes how they work; [`paceline advise`](plan.md#which-method) chooses among them.
 
 ✓ is a run of `tests/lossless/test_methods.py` with that method alone: the text is that of plain decoding, token by
 token, and tokens of the method were verified and, where its weights are trained, accepted. A number is a sentence below
@@ -101,6 +102,21 @@ _COLUMNS = """
 | prefix cache | prompts whose beginning is cached by earlier ones |
 | processors | logit bias, bad words, minimum length, all penalties, top-k, top-p, min-p together |
 """
+
+
+_MEASURED = """
+## Measured
+
+The embedded target's own heads and draft, and what needs no weights, as `benchmarks/methods.py` serves them. Heads and
+draft are small and were trained for minutes ([model card](../services/paceline/embedded/README.md)): the figures show
+that each method works, not what it brings elsewhere. The machine was busy, so that tokens per second, and the steps of
+overlapped drafting, say little.
+
+```
+{results}
+```
+"""
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "methods.txt"
 
 
 def refusal(tree: Mapping[str, Any]) -> str:
@@ -160,7 +176,8 @@ def methods_page() -> str:
         limits = {column: note(sentence) for column, sentence in row.limits.items()}
         cells += [refused.get(column) or limits.get(column) or _WORKS for column in Column]
         lines.append(f"| {method.name} | {' | '.join(cells)} |")
-    lines += ["", *(f"{number}. {sentence}" for sentence, number in notes.items()), _COLUMNS]
+    lines += ["", *(f"{number}. {sentence}" for sentence, number in notes.items()), _COLUMNS.rstrip()]
+    lines += [_MEASURED.format(results=RESULTS.read_text(encoding="utf-8").rstrip())]
     for method in METHODS:
         reads = method.reads or "nothing"
         lines += [f"## {method.name}", "", f"For {method.when}.", ""]

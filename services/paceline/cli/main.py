@@ -32,6 +32,7 @@ COMMANDS = {
     "check": "report whether the service would start, and what memory it takes",
     "config": "print the configuration, or its reference",
     "plan": "how many targets and drafts, of which K, at what cost",
+    "advise": "which drafting methods suit a target, and what they should bring",
     "demo": "overlapped against plain decoding",
     "train-head": "train a drafting head for a target",
 }

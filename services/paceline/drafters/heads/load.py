@@ -36,6 +36,26 @@ class HeadPlan:
     _form: HeadForm
     _facts: TargetFacts
 
+    @property
+    def one_pass(self) -> bool:
+        """True if one forward makes all tokens of a proposal."""
+        return self._form.module.parallel or not self._form.module.conditional
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that it can draft in a row; None: any number."""
+        return self._form.module.max_depth
+
+    @property
+    def num_read(self) -> int:
+        """Parameters that one forward reads: its own but for tables of embeddings, and the LM head that it borrows."""
+        module = self._form.module
+        tables = sum(part.weight.numel() for part in module.modules() if isinstance(part, torch.nn.Embedding))
+        own = self.num_parameters - tables
+        if not self.one_pass and self.most_tokens is not None:  # each depth has weights of its own
+            own //= self.most_tokens
+        return own + self._facts.vocab_size * self._facts.hidden_size * int(module.borrows_lm_head)
+
     def load(
         self,
         dtype: torch.dtype,

@@ -1,0 +1,142 @@
+"""Acceptance and tokens per step of every drafting method that has trained weights for the embedded target.
+
+    python benchmarks/methods.py > benchmarks/results/methods.txt
+
+Each method is served alone, as docs/methods.md configures it, one held-out prompt after another; each text is then
+written again by plain decoding of the same engine, and must be the same. In the target and in sequential mode the
+tokens of a step depend on no clock; those of the overlapped draft also depend on how fast this machine is. The same
+prompts are taken by transformers' own assisted generation and prompt lookup. Tokens per second are given as a ratio to
+plain decoding by the same engine, taken in turns with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cli.table import table
+from paceline.config import LocalConfig, ServiceConfig
+from paceline.drafters.catalogue import METHODS, Method, Place
+from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from paceline.local import LocalPipeline
+from paceline.types import Mode, Result, SamplingParams, SpeculationParams
+from paceline_bench.baselines import GenerateProcess, GenerateRequest
+from paceline_bench.prompts import Prompt, held_out_prompts
+
+MODEL = {"dtype": "float32", "device": "cpu", "compile": False}
+CHAINS = (2, 4, 6)
+"""Draft tokens of the embedded draft in sequential mode, of which the fastest is its best chain."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method at one temperature, all prompts together."""
+
+    name: str
+    k: int
+    steps: int
+    tokens: int
+    """Without the first of each text, which the prompt's own step brings."""
+    drafted: int | None = None
+    accepted: int | None = None
+    """None: not counted by who serves it."""
+    times_plain: float | None = None
+
+
+def model_of(method: Method) -> str | None:
+    """The checkpoint of the package that a method reads; None: it needs none, or there is none."""
+    if method.kind in HEAD_DIRS:
+        return f"paceline/embedded-{method.kind}"
+    return "paceline/embedded-draft" if method.kind in ("model", "draft_model") else None
+
+
+def measured() -> list[Method]:
+    """The methods that can be measured: with weights of the package, or without any."""
+    return [m for m in METHODS if m.kind != "plugin" and (model_of(m) is not None or not m.reads)]
+
+
+def local_config(method: Method, k: int) -> LocalConfig:
+    """The configuration of the page for one process, every token asked for and verified."""
+    config = ServiceConfig.parse(method.configuration("paceline/embedded-target", model_of(method)))
+    setup, draft_setup = config.target_setup(), config.draft_setup()
+    heads = [{**head.model_dump(exclude_unset=True), "num_speculative_tokens": k} for head in setup.options.heads]
+    target = MODEL | {"path": setup.source, "adaptive": not method.kind, "heads": heads}
+    draft = draft_setup and draft_setup.options
+    if draft_setup is not None and draft_setup.source is not None:
+        draft = MODEL | {"path": draft_setup.source}
+    return LocalConfig(target=target, draft=draft, worker="thread")
+
+
+def timed(
+    pipeline: LocalPipeline, prompt: Prompt, sampling: SamplingParams, mode: Mode, k: int
+) -> tuple[Result, float]:
+    """The result of a request, and the seconds from its first tokens to its last."""
+    speculation = SpeculationParams(mode=mode, max_draft_tokens=k)
+    generation, times = pipeline.submit(list(prompt.token_ids), sampling, speculation), []
+    for _ in generation:
+        times.append(time.perf_counter())
+    return generation.result, times[-1] - times[0]
+
+
+def runs(method: Method, prompts: Sequence[Prompt], k: int, max_tokens: int, temperature: float) -> Run:
+    """One method at one temperature. Raises AssertionError if a text is not that of plain decoding."""
+    steps = tokens = drafted = accepted = 0
+    seconds = {Mode.PLAIN: 0.0, method.mode: 0.0}
+    with LocalPipeline(local_config(method, k)) as pipeline:
+        for i, prompt in enumerate(prompts):
+            sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i, ignore_eos=True)
+            result, took_s = timed(pipeline, prompt, sampling, method.mode, k)
+            plain, plain_s = timed(pipeline, prompt, sampling, Mode.PLAIN, k)
+            assert result.token_ids == plain.token_ids, f"{method.name}: another text than plain decoding's"
+            seconds[method.mode], seconds[Mode.PLAIN] = seconds[method.mode] + took_s, seconds[Mode.PLAIN] + plain_s
+            counted = result.speculation
+            steps, tokens = steps + counted.rounds - 1, tokens + len(result.token_ids) - 1
+            drafted, accepted = drafted + counted.drafted, accepted + counted.accepted
+    return Run(method.name, k, steps, tokens, drafted, accepted, seconds[Mode.PLAIN] / seconds[method.mode])
+
+
+def transformers_runs(prompts: Sequence[Prompt], max_tokens: int, temperature: float) -> Iterator[Run]:
+    """transformers' own methods on the same prompts."""
+    with GenerateProcess(str(TARGET_DIR), str(DRAFT_DIR), "float32", None) as process:
+        for mode, name in (("assisted", "transformers, assisted"), ("lookup", "transformers, prompt lookup")):
+            ids, limits = tuple(p.token_ids for p in prompts), (max_tokens,) * len(prompts)
+            replies = process.generate(GenerateRequest(mode, ids, limits, temperature, 0))
+            steps = sum(len(reply.rounds) for reply in replies)
+            yield Run(name, 0, steps, sum(len(reply.token_ids) for reply in replies))
+
+
+def row(run: Run) -> tuple[str, ...]:
+    """A line of the table."""
+    share = f"{run.accepted / run.drafted:.3f}" if run.accepted is not None and run.drafted else "-"
+    ratio = f"{run.times_plain:.2f}" if run.times_plain is not None else "-"
+    return run.name, str(run.k or "own"), share, f"{run.tokens / run.steps:.3f}", ratio
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--draft-tokens", type=int, default=4, help="K of all but the draft's chains")
+    args = parser.parse_args()
+    prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), args.prompts)
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    command = f"python benchmarks/methods.py --prompts {args.prompts} --max-tokens {args.max_tokens}"
+    print(f"{command}     ({cores} cores with a load of {load:.0f} at the start)")
+    for temperature in (0.0, 1.0):
+        found = [Run("plain", 0, 1, 1, times_plain=1.0)]
+        for method in measured():
+            chain = method.place is Place.POOL and method.mode is Mode.SEQUENTIAL and method.kind == "model"
+            for k in CHAINS if chain else (args.draft_tokens,):
+                found.append(runs(method, prompts, k, args.max_tokens, temperature))
+        found += transformers_runs(prompts, args.max_tokens, temperature)
+        header = (f"temperature {temperature:g}", "K", "accepted/drafted", "tokens/step", "tokens/s / plain")
+        print("", *table([header, *map(row, found)]), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

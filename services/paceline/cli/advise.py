@@ -1,0 +1,305 @@
+"""``paceline advise``: a target and what is at hand in, the methods that are possible out, with what they should bring.
+
+Loads nothing unless ``--measure`` is given. Exit status as in ``exit.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from paceline.cli.exit import EXIT_DONE
+from paceline.cli.flags import heads_of
+from paceline.cli.table import table, working
+from paceline.config import ServiceConfig
+from paceline.errors import ConfigError
+from paceline.plan.advice import Candidate, Forecast, Site, forecasts
+from paceline.plan.assumed import TEXTS, assumed
+from paceline.plan.times import StepTable
+
+if TYPE_CHECKING:
+    from paceline.drafters.at_hand import AtHand
+
+_RIDGE = 295
+"""Tokens of a bf16 step whose arithmetic takes as long as reading the weights on an H100, as in ``paceline plan``."""
+_BANDWIDTH_GB_S = 3350.0
+_LOOKUP = StepTable.affine(1e-4, 1e-5)
+"""Seconds of a step of a drafter without weights, by its places: Python dictionaries."""
+_MOST_TOKENS = 8
+_EMBEDDED_HEADS = ("mtp", "eagle3", "medusa")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``paceline advise``."""
+    parser.description = (
+        "Reports which drafting methods can serve a target with the checkpoints at hand, what each should bring on the "
+        "devices against plain decoding, and the configuration of the best one."
+    )
+    group = parser.add_argument_group("at hand")
+    group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one, with its own)")
+    group.add_argument("--draft", metavar="ID_OR_PATH", help="a smaller model with the target's tokenizer")
+    group.add_argument(
+        "--head", action="append", metavar="METHOD=MODEL", help="a head, as for paceline generate (repeatable)"
+    )
+    group = parser.add_argument_group("service")
+    group.add_argument("--devices", type=_count, default=1, metavar="N", help="of all replicas together (default 1)")
+    group.add_argument("--target-devices", type=_count, default=1, metavar="N", help="of one target (default 1)")
+    group.add_argument("--sessions", type=_count, default=1, metavar="N", help="requests at once (default 1)")
+    group.add_argument(
+        "--bandwidth-gb-s",
+        type=_positive,
+        metavar="GB/S",
+        help=f"at which a device reads weights (default {_BANDWIDTH_GB_S:g}: an H100)",
+    )
+    group.add_argument(
+        "--target-step-ms",
+        type=_positive,
+        metavar="MS",
+        help="measured step of one token, from which the bandwidth follows (default: weights over bandwidth)",
+    )
+    group.add_argument("--text", choices=TEXTS, default="chat", help="what is written, for assumed acceptance")
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--measure", action="store_true", help="load the models and count how many draft tokens are accepted"
+    )
+    group.add_argument("--prompts-file", type=Path, metavar="FILE", help="prompts of --measure, one a line")
+    group.add_argument("--temperature", type=float, metavar="T", help="of --measure (default 0)")
+    parser.add_argument("--method", metavar="NAME", help="print the configuration of this one, not of the best")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_advise)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to 100000 is needed")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 is needed")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Acceptance of a method's tokens, and where it is from."""
+
+    value: float
+    source: str
+
+
+def run_advise(args: argparse.Namespace) -> int:
+    """Runs ``paceline advise``."""
+    from paceline.checkpoint.files import Checkpoint
+    from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, resolve
+    from paceline.drafters.at_hand import methods_at_hand
+
+    _check(args)
+    target, draft, heads = args.target, args.draft, heads_of(args.head)
+    if target is None:
+        target, draft = EMBEDDED_TARGET, draft or EMBEDDED_DRAFT
+        given = {head.method for head in heads}
+        heads += heads_of([f"{kind}=paceline/embedded-{kind}" for kind in _EMBEDDED_HEADS if kind not in given])
+    checkpoint = Checkpoint.open(resolve(target))
+    size = checkpoint.size()
+    if size is None:
+        raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
+    found = methods_at_hand(checkpoint, draft and resolve(draft), heads)
+    found = [_if_served(each, target, args.target_devices) for each in found]
+    possible = [each for each in found if not each.refusal]
+    site, bytes_per_s = _site(args, size.weights_bytes)
+    with working("measuring"):
+        acceptances = {e.method.name: _acceptance(args, target, e) for e in possible}
+    ranked = forecasts(site, [_candidate(each, acceptances[each.method.name].value, bytes_per_s) for each in possible])
+    chosen = _chosen(args.method, ranked, found)
+    tree = configuration(site, target, chosen, {each.method.name: each for each in possible})
+    if args.json:
+        print(json.dumps(as_json(site, ranked, acceptances, found, tree), indent=2))
+    else:
+        print("\n".join(report(site, ranked, acceptances, found)))
+        print(f"\n# {chosen.name}, of a service (--config); each request: --draft-tokens {chosen.predicted.k}")
+        print(yaml.safe_dump(tree, sort_keys=False), end="")
+    return EXIT_DONE
+
+
+def _if_served(each: AtHand, target: str, target_devices: int) -> AtHand:
+    """The method, refused where a service with so many ranks refuses its configuration."""
+    if each.refusal:
+        return each
+    tree = each.method.configuration(target, each.model)
+    tree["target_config"].setdefault("engine_kwargs", {})["tensor_parallel_size"] = target_devices
+    try:
+        ServiceConfig.parse(tree)
+    except ConfigError as error:
+        return replace(each, refusal=str(error))
+    return each
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that contradict each other."""
+    if args.devices < args.target_devices:
+        raise ConfigError(
+            f"--devices is {args.devices} while --target-devices is {args.target_devices}: no target fits"
+        )
+    for flag, value in (("--prompts-file", args.prompts_file), ("--temperature", args.temperature)):
+        if value is not None and not args.measure:
+            raise ConfigError(f"{flag} is {value} without --measure: only that runs the models")
+    if args.target_step_ms is not None and args.bandwidth_gb_s is not None:
+        raise ConfigError(
+            f"--target-step-ms is {args.target_step_ms:g} while --bandwidth-gb-s is {args.bandwidth_gb_s:g}: give one"
+        )
+    if args.temperature is not None and not 0 <= args.temperature <= 2:
+        raise ConfigError(f"--temperature is {args.temperature:g}: it must be from 0 to 2")
+
+
+def _site(args: argparse.Namespace, weights_bytes: int) -> tuple[Site, float]:
+    """What there is, and the bytes of weights that a device reads in a second."""
+    bytes_per_s, share = (args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9, weights_bytes / args.target_devices
+    if args.target_step_ms is not None:
+        bytes_per_s = share / (args.target_step_ms / 1e3)
+    return Site(_steps(share, bytes_per_s), args.devices, args.target_devices, args.sessions), bytes_per_s
+
+
+def _steps(weights_bytes: float, bytes_per_s: float) -> StepTable:
+    """Steps that read their weights once, whatever the number of tokens, and compute ``_RIDGE`` tokens meanwhile."""
+    step_s = weights_bytes / bytes_per_s
+    return StepTable.affine(step_s, step_s / _RIDGE)
+
+
+def _candidate(each: AtHand, acceptance: float, bytes_per_s: float) -> Candidate:
+    """In numbers: a forward reads its weights once, on one device."""
+    from paceline.drafters.catalogue import Place
+
+    apart = each.method.place is Place.POOL
+    step = _steps(each.forward_bytes, bytes_per_s) if each.forward_bytes else _LOOKUP
+    devices, most = int(apart and each.forward_bytes > 0), min(_MOST_TOKENS, each.most_tokens)
+    return Candidate(each.method.name, acceptance, step, apart, devices, each.one_pass, most)
+
+
+def _acceptance(args: argparse.Namespace, target: str, each: AtHand) -> Acceptance:
+    if not args.measure:
+        return Acceptance(*assumed(each.method.kind, args.text))
+    from paceline.cli.measure import acceptance_of
+
+    return Acceptance(*acceptance_of(target, each, _prompts(args.prompts_file), args.temperature or 0.0))
+
+
+def _prompts(path: Path | None) -> Sequence[str]:
+    """The lines of a file; None: those of the start-up probe. Raises ConfigError."""
+    from paceline.drafters.heads.probe import TEXTS as PROBE_TEXTS
+
+    if path is None:
+        return PROBE_TEXTS
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--prompts-file is {str(path)!r}: it cannot be read ({error})") from error
+    if not lines:
+        raise ConfigError(f"--prompts-file is {str(path)!r}: it has no prompt")
+    return lines
+
+
+def _chosen(name: str | None, ranked: Sequence[Forecast], found: Sequence[AtHand]) -> Forecast:
+    """The forecast whose configuration is printed. Raises ConfigError."""
+    if name is None:
+        return ranked[0]
+    for forecast in ranked:
+        if forecast.name == name:
+            return forecast
+    refusal = next((each.refusal for each in found if each.method.name == name), "")
+    there = ", ".join(forecast.name for forecast in ranked)
+    raise ConfigError(f"--method is {name!r}: {refusal or f'possible on these devices are {there}'}")
+
+
+def configuration(site: Site, target: str, chosen: Forecast, found: dict[str, AtHand]) -> dict[str, Any]:
+    """The service's configuration for a forecast, as ``ServiceConfig.parse`` takes it."""
+    k, per_target = max(1, chosen.predicted.k), math.ceil(site.sessions / chosen.targets)
+    tree: dict[str, Any] = {"target_config": {"model_loading_config": {"model_id": target}}, "draft_config": None}
+    if (each := found.get(chosen.name)) is not None:
+        method = each.method
+        if "num_speculative_tokens" in method.options:
+            method = replace(method, options={**method.options, "num_speculative_tokens": k})
+        tree = method.configuration(target, each.model)
+    engine = tree["target_config"].setdefault("engine_kwargs", {})
+    engine |= {"max_sessions": min(1024, per_target), "tensor_parallel_size": site.target_devices}
+    if per_target * (1 + k) > 256:
+        engine["max_step_tokens"] = min(65536, per_target * (1 + k))
+    tree["target_config"]["deployment_config"] = {"num_replicas": chosen.targets}
+    if tree["draft_config"] is not None and chosen.drafts:
+        tree["draft_config"]["deployment_config"] = {"num_replicas": chosen.drafts}
+        if each is not None and each.forward_bytes:
+            most = min(16384, math.ceil(site.sessions / chosen.drafts))
+            tree["draft_config"].setdefault("engine_kwargs", {})["max_sessions"] = most
+    return tree
+
+
+def as_json(
+    site: Site,
+    ranked: Sequence[Forecast],
+    acceptances: dict[str, Acceptance],
+    found: Sequence[AtHand],
+    tree: dict[str, Any],
+) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    return {
+        "site": asdict(site),
+        "forecasts": [asdict(forecast) for forecast in ranked],
+        "acceptance": {name: asdict(acceptance) for name, acceptance in acceptances.items()},
+        "refused": {each.method.name: each.refusal for each in found if each.refusal},
+        "configuration": tree,
+    }
+
+
+def report(
+    site: Site, ranked: Sequence[Forecast], acceptances: dict[str, Acceptance], found: Sequence[AtHand]
+) -> Iterator[str]:
+    """The lines that are printed before the configuration."""
+    yield (
+        f"{site.devices} devices, {site.target_devices} for a target, {site.sessions} sessions at once; "
+        f"a target's step of one token takes {site.target.seconds(1) * 1e3:.3g} ms"
+    )
+    yield ""
+    header = ("", "where", "targets", "drafts", "K", "acceptance", "tok/round", "ms/token", "tokens/s", "x plain")
+    places = {each.method.name: each.method.place.value for each in found}
+    yield from table([header, *(_row(forecast, places, acceptances) for forecast in ranked)], sys.stdout)
+    yield ""
+    by_source: dict[str, list[str]] = {}
+    for name, acceptance in acceptances.items():
+        by_source.setdefault(acceptance.source, []).append(name)
+    yield from (f"acceptance of {', '.join(names)}: {source}" for source, names in by_source.items())
+    yield "prompt lookup is always on beside these, where its tokens are likely to be accepted"
+    shown = {forecast.name for forecast in ranked}
+    for each in found:
+        if each.refusal:
+            yield f"not {each.method.name}: {each.refusal}"
+        elif each.method.name not in shown:
+            yield f"not {each.method.name}: --devices {site.devices} leaves no device beside one target"
+
+
+def _row(forecast: Forecast, places: dict[str, str], acceptances: dict[str, Acceptance]) -> tuple[str, ...]:
+    predicted, acceptance = forecast.predicted, acceptances.get(forecast.name)
+    return (
+        forecast.name,
+        places.get(forecast.name, "-"),
+        str(forecast.targets),
+        str(forecast.drafts or "-"),
+        str(predicted.k or "-"),
+        "-" if acceptance is None else f"{acceptance.value:.2f}",
+        f"{predicted.tokens_per_round:.2f}",
+        f"{predicted.itl_s * 1e3:.3g}",
+        f"{predicted.tokens_per_s:,.0f}",
+        f"{forecast.times_plain:.2f}",
+    )

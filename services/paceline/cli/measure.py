@@ -1,0 +1,54 @@
+"""The acceptance of a drafter's tokens by running it: some prompts through the engines of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.config import DraftModel, DraftOptions, LocalConfig, ServiceConfig, TargetModel
+from paceline.local import LocalPipeline
+from paceline.types import Mode, SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from paceline.drafters.at_hand import AtHand
+
+_NUM_TOKENS = 48
+_DRAFT_TOKENS = 4
+
+
+def acceptance_of(target: str, each: AtHand, prompts: Sequence[str], temperature: float) -> tuple[float, str]:
+    """(acceptance, how it was measured) of a method that can be used.
+
+    Acceptance is that of a token given those before it: accepted tokens over those that were decided, which are the
+    accepted ones and of each proposal that was cut the first that was not.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    accepted = cut = 0
+    with LocalPipeline(_local(ServiceConfig.parse(each.method.configuration(target, each.model)))) as pipeline:
+        mode = Mode.OVERLAPPED if each.method.place == "target" else Mode.SEQUENTIAL  # a draft is waited for
+        for seed, prompt in enumerate(prompts):
+            sampling = SamplingParams(temperature=temperature, max_tokens=_NUM_TOKENS, seed=seed, ignore_eos=True)
+            speculation = SpeculationParams(mode=mode, max_draft_tokens=_DRAFT_TOKENS)
+            generation = pipeline.generate(prompt, sampling, speculation)
+            for chunk in generation:
+                if (done := chunk.round) is not None and done.num_drafted:
+                    accepted, cut = accepted + done.num_accepted, cut + (done.num_accepted < done.num_drafted)
+    if not accepted + cut:
+        return 0.0, f"measured, {len(prompts)} prompts: it proposed nothing"
+    most = min(accepted / (accepted + cut), 0.99)
+    return most, f"measured, {len(prompts)} prompts of {_NUM_TOKENS} tokens at temperature {temperature:g}"
+
+
+def _local(config: ServiceConfig) -> LocalConfig:
+    """The configuration for this process: every token asked for, nothing compiled for so few."""
+    setup, draft_setup = config.target_setup(), config.draft_setup()
+    options = setup.options.model_dump(exclude_unset=True)
+    target = TargetModel(**{**options, "path": setup.source, "adaptive": False, "compile": False})
+    if draft_setup is None:
+        return LocalConfig(target=target, worker="thread")
+    if isinstance(draft_setup.options, DraftOptions):
+        draft = DraftModel(path=draft_setup.model[0], compile=False)
+        return LocalConfig(target=target, draft=draft, worker="thread")
+    return LocalConfig(target=target, draft=draft_setup.options, worker="thread")

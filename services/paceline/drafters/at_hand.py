@@ -1,0 +1,90 @@
+"""Which methods can draft for a target with the checkpoints that are at hand, and what one forward of each reads.
+
+Reads configurations and headers of weight files; loads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.tokenizer import require_same_tokens
+from paceline.config import HeadOptions
+from paceline.drafters.catalogue import METHODS, Method, Place
+from paceline.drafters.heads.early_exit import open_exit
+from paceline.drafters.heads.load import mtp_layers, open_head
+from paceline.errors import ConfigError, PacelineError
+from paceline.types import MAX_DRAFT_TOKENS, Mode
+
+
+@dataclass(frozen=True, slots=True)
+class AtHand:
+    """A method and what it takes, or why it cannot be used."""
+
+    method: Method
+    model: str | None = None
+    """Its checkpoint."""
+    refusal: str = ""
+    """One sentence; empty: it can be used."""
+    forward_bytes: int = 0
+    """Bytes of weights that one of its forwards reads; 0: it has none."""
+    one_pass: bool = False
+    """One forward makes all tokens of a proposal; else one forward makes one."""
+    most_tokens: int = MAX_DRAFT_TOKENS
+    """Tokens that it can draft in a row."""
+
+
+def methods_at_hand(target: Checkpoint, draft: str | None, heads: Sequence[HeadOptions]) -> list[AtHand]:
+    """Every method of the catalogue that draws no comparison only, with its refusal where there is one.
+
+    Args:
+        target: the target, on this machine.
+        draft: directory or id of a smaller model; None: there is none.
+        heads: heads that are at hand, at most one of a method counts.
+    """
+    found = []
+    for method in METHODS:
+        if method.mode is Mode.SEQUENTIAL or not method.kind:  # for comparisons; always on
+            continue
+        given = next((head for head in heads if head.method == method.kind), None)
+        source = None if given is None else given.source
+        if given is None and method.kind in ("model", "draft_model"):
+            source = draft
+        try:
+            found.append(_examined(method, target, source, given))
+        except PacelineError as error:
+            found.append(AtHand(method, source, " ".join(str(error).split())))
+    return found
+
+
+def _examined(method: Method, target: Checkpoint, source: str | None, given: HeadOptions | None) -> AtHand:
+    """Raises ConfigError or TokenizerMismatchError if the method cannot be used."""
+    size = target.size()
+    assert size is not None
+    if method.kind == "plugin":
+        raise ConfigError("what a plugin brings is known to its author alone: measure it with paceline bench local")
+    if method.needs_model and source is None:
+        flag = "--draft DIRECTORY" if method.kind in ("model", "draft_model") else f"--head {method.kind}=DIRECTORY"
+        raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")
+    if method.kind == "early_exit":
+        if given is None or given.boundaries is None:
+            raise ConfigError("no layer is named at which the target was trained to exit: --head early_exit=LAYER")
+        plan = open_exit(target, given.boundaries[0])
+        share = plan.boundary / size.num_layers
+        exits = replace(method, options={**method.options, "boundaries": given.boundaries})
+        return AtHand(exits, None, forward_bytes=int(share * size.weights_bytes))
+    if method.kind in ("model", "draft_model"):
+        assert source is not None
+        draft = Checkpoint.open(source)
+        require_same_tokens(target.tokenizer, draft.tokenizer)
+        drafts = draft.size()
+        assert drafts is not None
+        return AtHand(method, source, forward_bytes=drafts.weights_bytes)
+    if method.place is Place.POOL:
+        return AtHand(method)
+    if method.kind == "mtp" and source is None and not mtp_layers(target):
+        raise ConfigError(f"the target {target.path!r} comes without MTP modules: --head mtp=DIRECTORY names others")
+    head = open_head(method.kind, source, target)
+    most = head.most_tokens or MAX_DRAFT_TOKENS
+    return AtHand(method, source, "", head.num_read * size.item_bytes, head.one_pass, most)

@@ -1,0 +1,132 @@
+"""The best use of some devices for one target with each drafter that is at hand, in closed form (``closed_form.py``).
+
+A drafter inside the target is drafted with and verified in turn, on the target's own devices; one in the draft pool
+runs while the target verifies, on devices that could have been targets. So every forecast is held against plain
+decoding by targets on all devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.plan.closed_form import Load, Prediction, System, colocated, overlapped, plain
+from paceline.plan.outcomes import Outcomes
+from paceline.plan.times import StepTable
+
+_MOST_SPLITS = 12
+"""Numbers of drafts that are looked at."""
+_AS_GOOD = 0.999
+"""Of several K those within this share of the best count as equal, and the least is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What there is: devices, sessions, and the target's step."""
+
+    target: StepTable
+    """Seconds of a target step by its tokens."""
+    devices: int
+    target_devices: int
+    """Devices of one target replica. At least one replica fits."""
+    sessions: int
+    """At once, on all targets together."""
+    link_s: float = 0.0002
+    """One way between target and draft."""
+
+    @property
+    def targets(self) -> int:
+        """Targets that all devices hold."""
+        return self.devices // self.target_devices
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A drafter in numbers."""
+
+    name: str
+    acceptance: float
+    """Probability that a draft token is accepted, given those before it."""
+    step: StepTable
+    """Seconds of its forward by its tokens."""
+    apart: bool
+    """It runs in draft replicas; else inside the targets."""
+    devices: int = 0
+    """Devices of one of its replicas; 0: they run on cores that are there anyway."""
+    one_pass: bool = False
+    """One forward makes all tokens of a proposal; else one forward makes one."""
+    most_tokens: int = 8
+    """The longest proposal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The best that a drafter is expected to bring on the devices."""
+
+    name: str
+    targets: int
+    drafts: int
+    predicted: Prediction
+    times_plain: float
+    """Tokens per second over those of plain decoding by targets on all devices."""
+
+
+def forecasts(site: Site, candidates: Sequence[Candidate]) -> list[Forecast]:
+    """Plain decoding and every candidate, the most tokens per second first.
+
+    Candidates whose replicas need a device where the targets leave none are missing.
+    """
+    found = [(name, load, p) for name, load, p in _all(site, candidates)]
+    base = next(p.tokens_per_s for name, _, p in found if name == "plain")
+    ranked = sorted(found, key=lambda each: -each[2].tokens_per_s)
+    return [Forecast(name, load.targets, load.drafts, p, p.tokens_per_s / base) for name, load, p in ranked]
+
+
+def _all(site: Site, candidates: Sequence[Candidate]) -> Iterator[tuple[str, Load, Prediction]]:
+    load = Load(site.sessions, site.targets)
+    yield "plain", load, plain(_system(site, None), load)
+    for candidate in candidates:
+        options = list(_options(site, candidate))
+        if options:
+            yield (candidate.name, *max(options, key=lambda each: each[1].tokens_per_s))
+
+
+def _options(site: Site, candidate: Candidate) -> Iterator[tuple[Load, Prediction]]:
+    for load in _loads(site, candidate):
+        tried = [_predict(site, candidate, load, k) for k in range(1, candidate.most_tokens + 1)]
+        best = max(p.tokens_per_s for p in tried)
+        yield load, next(p for p in tried if p.tokens_per_s >= _AS_GOOD * best)
+
+
+def _loads(site: Site, candidate: Candidate) -> Iterator[Load]:
+    """The ways to divide the devices among targets and drafts."""
+    if not candidate.apart or candidate.devices == 0:
+        yield Load(site.sessions, site.targets, int(candidate.apart))
+        return
+    most = (site.devices - site.target_devices) // candidate.devices
+    growth = max(1.0, most ** (1 / _MOST_SPLITS))
+    numbers = {math.ceil(growth**i) for i in range(_MOST_SPLITS + 1)} | set(range(1, min(most, _MOST_SPLITS) + 1))
+    for drafts in sorted(n for n in numbers if n <= most):
+        yield Load(site.sessions, (site.devices - drafts * candidate.devices) // site.target_devices, drafts)
+
+
+def _predict(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction:
+    system = _system(site, candidate, k)
+    return overlapped(system, load, k) if candidate.apart else colocated(system, load, k)
+
+
+def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
+    """The model's system; the K forwards that it counts for a proposal are one where one forward makes all tokens."""
+    tokens = site.sessions * (1 + k)
+    if candidate is None:
+        return System(site.target, site.target, Outcomes.derived(0.0), max_step_tokens=max(256, tokens))
+    step = candidate.step.times(1 / k) if candidate.one_pass else candidate.step
+    system = System(
+        site.target,
+        step,
+        Outcomes.derived(candidate.acceptance),
+        link_s=site.link_s if candidate.apart else 0.0,
+        max_step_tokens=max(256, tokens),
+    )
+    return replace(system, colocated=not candidate.apart)

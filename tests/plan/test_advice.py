@@ -1,0 +1,104 @@
+"""The best use of some devices: what is compared, and that nothing better was overlooked."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.drafters.catalogue import METHODS
+from paceline.plan import advice
+from paceline.plan.advice import Candidate, Forecast, Site, forecasts
+from paceline.plan.assumed import ASSUMED, TEXTS, assumed
+from paceline.plan.closed_form import Load, System, colocated, overlapped, plain
+from paceline.plan.outcomes import Outcomes
+from paceline.plan.times import StepTable
+
+TARGET = StepTable.affine(0.010, 0.010 / 295)
+
+
+def site(devices: int, target_devices: int = 1, sessions: int = 8) -> Site:
+    return Site(TARGET, devices, target_devices, sessions)
+
+
+def draft(acceptance: float = 0.8, *, share: float = 0.1, apart: bool = False, **options: object) -> Candidate:
+    """A drafter whose forward takes a share of the target's."""
+    step = TARGET.times(share)
+    return Candidate("apart" if apart else "inside", acceptance, step, apart, int(apart), **options)  # type: ignore[arg-type]
+
+
+def best(where: Site, candidate: Candidate) -> Forecast:
+    return next(f for f in forecasts(where, [candidate]) if f.name != "plain")
+
+
+def test_plain_decoding_is_the_measure_and_the_best_comes_first() -> None:
+    found = forecasts(site(4), [draft(0.02, share=0.5), draft(0.9, share=0.02, apart=True)])
+    assert [f.predicted.tokens_per_s for f in found] == sorted((f.predicted.tokens_per_s for f in found), reverse=True)
+    by_name = {f.name: f for f in found}
+    assert by_name["plain"].times_plain == 1.0
+    assert by_name["inside"].times_plain < 1.0 < by_name["apart"].times_plain
+    assert by_name["plain"].predicted == plain(
+        System(TARGET, TARGET, Outcomes.derived(0.0)), Load(sessions=8, targets=4)
+    )
+
+
+@pytest.mark.parametrize("target_devices", [1, 2])
+@pytest.mark.parametrize("devices", [2, 5, 8])
+def test_no_division_of_the_devices_and_no_k_is_better(devices: int, target_devices: int) -> None:
+    """Against every number of drafts and every K, by the closed form itself."""
+    where, options = site(devices, target_devices), {"max_step_tokens": 256}
+    inside, apart = draft(0.7), draft(0.7, apart=True)
+    system = System(TARGET, inside.step, Outcomes.derived(0.7), colocated=True, **options)
+    load = Load(8, devices // target_devices)
+    most = max(colocated(system, load, k).tokens_per_s for k in range(1, 9))
+    assert best(where, inside).predicted.tokens_per_s >= 0.999 * most
+    if devices == target_devices:
+        return
+    system = System(TARGET, apart.step, Outcomes.derived(0.7), link_s=where.link_s, **options)
+    loads = [Load(8, (devices - n) // target_devices, n) for n in range(1, devices - target_devices + 1)]
+    most = max(overlapped(system, each, k).tokens_per_s for each in loads for k in range(1, 9))
+    found = best(where, apart)
+    assert found.predicted.tokens_per_s >= 0.999 * most
+    assert found.targets * target_devices + found.drafts <= devices
+
+
+def test_a_heavy_draft_belongs_on_a_device_of_its_own_and_a_light_one_beside_its_target() -> None:
+    where = site(17, 4, sessions=4)
+    for share, apart_wins in ((0.25, True), (0.01, False)):
+        ratio = (
+            best(where, draft(share=share, apart=True)).predicted.tokens_per_s
+            / best(where, draft(share=share)).predicted.tokens_per_s
+        )
+        assert (ratio > 1.05) == apart_wins
+
+
+def test_a_drafter_that_needs_a_device_is_left_out_where_there_is_none() -> None:
+    assert [f.name for f in forecasts(site(4, 4), [draft(apart=True)])] == ["plain"]
+    lookup = Candidate("n-grams", 0.5, StepTable.affine(1e-4, 1e-5), apart=True)
+    assert best(site(4, 4), lookup).targets == 1
+
+
+def test_one_pass_costs_one_forward_however_many_tokens() -> None:
+    one, many = best(site(1), draft(0.8, share=0.2, one_pass=True)), best(site(1), draft(0.8, share=0.2))
+    assert one.predicted.k > many.predicted.k
+    assert one.predicted.round_s == pytest.approx(
+        0.2 * TARGET.seconds(8) + TARGET.seconds(8 * (1 + one.predicted.k)), rel=1e-6
+    )
+    assert best(site(1), draft(0.8, share=0.2, one_pass=True, most_tokens=2)).predicted.k <= 2
+
+
+def test_a_forecast_that_forgets_what_drafting_costs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: drafting is free, so that a draft as slow as its target seems to pay."""
+    heavy = draft(0.8, share=1.0)
+    assert best(site(1), heavy).times_plain < 1.1
+    monkeypatch.setattr(advice, "colocated", lambda system, load, k: overlapped(system, Load(8, 1, 1000), k))
+    assert best(site(1), heavy).times_plain > 1.1
+
+
+def test_every_method_has_an_assumption_with_its_source() -> None:
+    kinds = {method.kind for method in METHODS} - {"", "plugin"}
+    assert kinds == set(ASSUMED)
+    for kind in kinds:
+        for text in TEXTS:
+            value, source = assumed(kind, text)
+            assert 0 < value < 1
+            assert source.startswith("assumed, ")
+    assert assumed("peagle", "code")[0] > assumed("peagle", "edits")[0] == assumed("peagle", "chat")[0]
