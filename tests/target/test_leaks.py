@@ -1,4 +1,4 @@
-"""No page is lost, whatever comes in which order: subtrees, late nodes, cancels, preemptions, shared prefixes, and heads
+"""No page is lost, whatever comes in which order: subtrees, late nodes, cancels, preemptions, shared prefixes, heads
 that keep rows on the pages, miss steps and give sessions up."""
 
 from __future__ import annotations
