@@ -90,6 +90,16 @@ class RoundTotals:
         return self.accepted / self.drafted if self.drafted else None
 
 
+def by_producer(records: Sequence[RequestRecord]) -> dict[str, tuple[int, Share]]:
+    """Decode rounds of each producer of proposals, and how many of its tokens were accepted."""
+    later = [r for record in records for r in record.rounds[1:] if r.producer]
+    return {
+        name: (len(own), Share(sum(r.accepted for r in own), sum(r.drafted for r in own)))
+        for name in ("draft", "head", "lookup")
+        if (own := [r for r in later if r.producer == name])
+    }
+
+
 def decode_amount(unit: Sequence[RequestRecord]) -> Amount:
     """Tokens and time from the first outcome of any request to the last of any, without that first outcome's."""
     first = min(unit, key=lambda r: r.prefill_s)

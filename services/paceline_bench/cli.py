@@ -7,9 +7,11 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline.checkpoint.files import embedded_paths
 from paceline.errors import ConfigError
 from paceline.types import Acceptance
 from paceline_bench import flags
+from paceline_bench.drafting import Drafting
 from paceline_bench.endpoint import EndpointSettings
 from paceline_bench.local import LocalBench, differs
 from paceline_bench.machine import measure_floor
@@ -71,14 +73,26 @@ def add_parser(subparsers: Any) -> None:
 def run_local(args: argparse.Namespace) -> int:
     """Runs ``paceline bench local``. Returns 1 if a text differs that is claimed to be plain decoding's."""
     _check_common(args)
-    baselines = args.baselines
-    if baselines is None:
-        baselines = _ONE_BASELINES if args.sessions == 1 else _SEVERAL_BASELINES
+    drafting = Drafting(args.drafter, tuple(args.head or ()))
+    modes = drafting.modes(args.modes)
+    baselines = drafting.baselines(args.baselines, _ONE_BASELINES if args.sessions == 1 else _SEVERAL_BASELINES)
     prompts = args.num_prompts if args.num_prompts is not None else None if args.prompts_file else 8
     if prompts is not None and prompts % args.sessions:
         raise ConfigError(f"--prompts is {prompts}: it must be a multiple of --sessions ({args.sessions})")
     acceptance = Acceptance(args.acceptance)
-    given = _settings(LocalSettings, args, num_prompts=prompts, baselines=baselines, acceptance=acceptance)
+    of_model = {"--draft": args.draft, "--grow-draft": args.grow_draft, "--tree-step-tokens": args.tree_step_tokens}
+    drafting.check(modes, of_model)
+    draft = (args.draft or str(embedded_paths()[1])) if drafting.has_model else ""
+    given = _settings(
+        LocalSettings,
+        args,
+        num_prompts=prompts,
+        modes=modes,
+        baselines=baselines,
+        acceptance=acceptance,
+        draft=draft,
+        heads=drafting.heads,
+    )
     settings = with_grown_models(given)
     labels = model_labels(settings)
     floor = measure_floor(settings.target, settings.draft, settings.dtype)
@@ -87,7 +101,8 @@ def run_local(args: argparse.Namespace) -> int:
     title = (
         f"{len({r.prompt for r in records})} prompts x {settings.repeats}, {settings.max_tokens} tokens each, "
         f"{settings.sessions} at once; {settings.acceptance.value} acceptance, {settings.growth} growth, "
-        f"{settings.tree_step_tokens or 'as many as cost little more than one'} nodes per draft step"
+        f"{settings.tree_step_tokens or 'as many as cost little more than one'} nodes per draft step; "
+        f"drafter {settings.drafter}" + "".join(f", head {head}" for head in settings.heads)
     )
     print(local_text(labels, settings.dtype, records, title, floor))
     if args.json is not None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from paceline.checkpoint.files import embedded_paths
+from paceline.cli.flags import MODELLESS
 from paceline.config import DType
+from paceline.config.plugins import plugin_names
 from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode
 from paceline_bench.endpoint import APIS
 from paceline_bench.latency import LIMITED
@@ -25,9 +27,14 @@ _T = TypeVar("_T")
 def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several_: Sequence[str]) -> None:
     """Adds the flags of ``paceline bench local``; ``one`` and ``several_`` are its default baselines."""
     models = _add_model_flags(parser)
+    models.set_defaults(draft=None)
+    kinds = ["model", *MODELLESS, *plugin_names(), "none"]
+    models.add_argument("--drafter", choices=kinds, default="model", help="what proposes tokens (default: model)")
+    help_ = "a drafter inside the target, such as eagle3=DIRECTORY, and its most tokens at once (repeatable)"
+    models.add_argument("--head", action="append", metavar="METHOD=MODEL[,TOKENS]", help=help_)
     models.add_argument("--worker", choices=["process", "thread"], default="process")
     group = parser.add_argument_group("what is compared")
-    group.add_argument("--modes", type=several(mode), default=tuple(Mode), metavar="MODE,...")
+    group.add_argument("--modes", type=several(mode), metavar="MODE,...", help="default: all, but those without sense")
     defaults = f"default: {','.join(one)}, for several sessions {','.join(several_)}"
     help_ = f"{', '.join(BASELINES)}, all or none ({defaults})"
     group.add_argument("--baselines", type=baselines, metavar="NAME,...", help=help_)

@@ -11,7 +11,7 @@ from typing import Self
 
 from paceline.errors import EngineError
 from paceline.local import LocalPipeline
-from paceline.types import Acceptance, Chunk, Mode, Result, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Chunk, Mode, Result, Round, SamplingParams, SpeculationParams
 from paceline_bench.prompts import Prompt
 from paceline_bench.records import RequestRecord, RoundRecord
 
@@ -74,10 +74,18 @@ class Reply:
 
 def _rounds(chunks: TimedChunks) -> tuple[RoundRecord, ...]:
     return tuple(
-        RoundRecord(c.round.num_drafted, c.round.num_accepted, len(c.token_ids), c.round.cause.value, at)
+        RoundRecord(
+            c.round.num_drafted, c.round.num_accepted, len(c.token_ids), c.round.cause.value, at, _producer(c.round)
+        )
         for c, at in chunks
         if c.round is not None
     )
+
+
+def _producer(round_: Round) -> str:
+    if round_.num_drafted == 0:
+        return ""
+    return "head" if round_.head else "lookup" if round_.lookup else "draft"
 
 
 def speculation(mode: Mode, draft_tokens: int, acceptance: Acceptance, growth: str) -> SpeculationParams:

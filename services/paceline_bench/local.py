@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.config import DraftModel, LocalConfig, TargetModel
+from paceline.config import LocalConfig, TargetModel
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.runtime.workers import available_cores
 from paceline.types import Acceptance, Mode, SamplingParams
 from paceline_bench import baselines, replicas
 from paceline_bench.baselines import GenerateProcess, GenerateRequest
+from paceline_bench.drafting import Drafting
 from paceline_bench.jobs import Job, Reply, run_jobs, speculation
 from paceline_bench.prompts import Prompt, choose
 from paceline_bench.records import RequestRecord
@@ -89,24 +90,28 @@ class LocalBench:
             settings = self.settings
             steps = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
             self._target_log, self._draft_log = steps / "target", steps / "draft"
+            drafting = Drafting(settings.drafter, settings.heads)
             run: dict[str, Any] = {"dtype": settings.dtype, "compile": settings.compile}
+            target = TargetModel(path=settings.target, max_sessions=self._max_sessions, **run)
             config = LocalConfig(
-                target=TargetModel(path=settings.target, max_sessions=self._max_sessions, **run),
-                draft=DraftModel(path=settings.draft, tree_step_tokens=settings.tree_step_tokens, **run),
+                target=target.model_copy(update={"heads": drafting.head_options()}),
+                draft=drafting.draft_options(settings.draft, settings.tree_step_tokens, run),
                 worker=settings.worker,
                 generation_config="none",
             )
             draft_setup = config.draft_setup()
-            assert draft_setup is not None
+            draft_factory = None
+            if draft_setup is not None:
+                draft_factory = WatchedFactory(draft_setup, self._draft_log, timed_draft)
             self._pipeline = stack.enter_context(
                 LocalPipeline(
                     config,
                     target_factory=WatchedFactory(config.target_setup(), self._target_log, timed_target),
-                    draft_factory=WatchedFactory(draft_setup, self._draft_log, timed_draft),
+                    draft_factory=draft_factory,
                 )
             )
             if any(mode in replicas.MODES for mode in settings.baselines):
-                self._replicas = stack.enter_context(Replicas(config))
+                self._replicas = stack.enter_context(Replicas(config.model_copy(update={"target": target})))
             if any(mode in baselines.MODES for mode in settings.baselines):
                 cores = available_cores()
                 draft = settings.draft if "assisted" in settings.baselines else None

@@ -134,10 +134,12 @@ def step_bytes(path: str, dtype: str) -> dict[str, int | None]:
 
 
 def measure_floor(target: str, draft: str, dtype: str) -> dict[str, Any]:
-    """Measures the ``floor`` of a report: bandwidth of the target's core, and the bytes that a step reads."""
+    """Measures the ``floor`` of a report: bandwidth of the target's core, and the bytes that a step reads. ``draft``:
+    empty if there is no draft model."""
     cores = available_cores()
     found = bandwidth(cores[0] if len(cores) >= 2 else None)
-    return {**asdict(found), "target": step_bytes(target, dtype), "draft": step_bytes(draft, dtype)}
+    roles = {"target": target, "draft": draft}
+    return {**asdict(found), **{role: step_bytes(path, dtype) for role, path in roles.items() if path}}
 
 
 def floor_s(floor: Mapping[str, Any], role: str, tokens: float) -> float | None:

@@ -59,8 +59,9 @@ def model_label(path: str) -> ModelLabel:
 
 
 def model_labels(settings: RunSettings) -> dict[str, ModelLabel]:
-    """Labels by role."""
-    return {"target": model_label(settings.target), "draft": model_label(settings.draft)}
+    """Labels by role; no label of a model that is not there."""
+    paths = {"target": settings.target, "draft": settings.draft}
+    return {role: model_label(path) for role, path in paths.items() if path}
 
 
 def grown(path: str, size: int, dtype: str) -> str:

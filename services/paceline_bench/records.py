@@ -27,6 +27,8 @@ class RoundRecord:
     """A ``types.Cause``; empty for other servers, which do not report one."""
     at_s: float
     """Seconds from the submission of the request until the client saw the round."""
+    producer: str = ""
+    """What proposed the tokens: ``draft``, ``head`` or ``lookup``; empty if none were, or where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

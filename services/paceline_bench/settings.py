@@ -56,6 +56,10 @@ class LocalSettings(RunSettings):
     draft_tokens: tuple[int, ...] = (8,)
     sequential_draft_tokens: tuple[int, ...] = (2, 3, 4, 6)
     sessions: int = 1
+    drafter: str = "model"
+    """``Drafting.drafter``; without a draft model ``draft`` is empty."""
+    heads: tuple[str, ...] = ()
+    """``Drafting.heads``."""
     acceptance: Acceptance = Acceptance.COUPLED
     growth: str = "best_first"
     tree_step_tokens: int | None = None

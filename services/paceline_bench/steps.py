@@ -82,6 +82,11 @@ class TimedEngine(_Watched):
             self._file.write(_RECORD.pack(started, duration, new_width - width))
         return worked
 
+    def close(self) -> None:
+        """Closes the engine and the file."""
+        super().close()
+        self._file.close()
+
 
 class CountedEngine(_Watched):
     """A target engine that writes its counters to a file when it is idle, so never at the cost of a request."""

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
+from paceline.config import NgramOptions
 from paceline.embedded import TARGET_DIR
+from paceline.types import Mode
 from paceline_bench.arithmetic import (
     Amount,
     Share,
+    by_producer,
     decode_amount,
     end_to_end_amount,
     hit_shares,
@@ -20,6 +23,7 @@ from paceline_bench.arithmetic import (
     rate,
     ratio,
 )
+from paceline_bench.drafting import Drafting
 from paceline_bench.models import ModelLabel, model_label
 from paceline_bench.records import RequestRecord, RoundRecord
 from paceline_bench.report.summaries import best_of, summarize
@@ -64,6 +68,37 @@ def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys
     message = output.err.strip().splitlines()[-1]
     assert named in message
     assert message.startswith("paceline")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--head", "eagle9=x"], "--head eagle9=x: method is 'eagle9'"),
+        (
+            ["--head", "medusa=x", "--modes", "plain,sequential"],
+            "--head medusa=x is given without overlapped in --modes",
+        ),
+        (["--drafter", "none", "--modes", "plain,sequential"], "--modes holds sequential beside --drafter none"),
+        (["--drafter", "ngram", "--baselines", "assisted"], "--baselines holds assisted beside --drafter ngram"),
+        (["--drafter", "none", "--draft", "x"], "--draft x is given with --drafter none, which has no draft model"),
+        (["--drafter", "ngram", "--tree-step-tokens", "4"], "--tree-step-tokens 4 is given with --drafter ngram"),
+    ],
+)
+def test_drafters_that_make_no_sense_together(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "local", *arguments]) == 2
+    assert capsys.readouterr().err.strip().startswith(f"paceline: {named}")
+
+
+def test_what_a_drafter_leaves_of_the_defaults() -> None:
+    default = ("transformers", "assisted", "lookup")
+    assert Drafting().modes(None) == Drafting("ngram").modes(None) == tuple(Mode)
+    assert Drafting("none").modes(None) == (Mode.PLAIN, Mode.OVERLAPPED)
+    assert Drafting().baselines(None, default) == default
+    assert Drafting("ngram").baselines(None, default) == ("transformers", "lookup")
+    assert isinstance(Drafting("ngram").draft_options("", None, {}), NgramOptions)
+    assert Drafting("none").draft_options("", None, {}) is None
 
 
 def _round(drafted: int, accepted: int, cause: str, at_s: float = 0.0) -> RoundRecord:
@@ -132,6 +167,13 @@ def test_hits_are_told_apart_by_how_the_round_before_ended() -> None:
     assert hit_shares([_record("overlapped K=8", rounds=rounds)]) == (Share(1, 2), Share(1, 2), Share(0, 2))
 
 
+def test_rounds_are_counted_for_their_producer() -> None:
+    made = [("", 0, 0), ("draft", 4, 2), ("head", 3, 3), ("head", 3, 0), ("lookup", 8, 1), ("", 0, 0)]
+    rounds = tuple(RoundRecord(n, a, a + 1, "hit", 0.0, name) for name, n, a in [("draft", 9, 9), *made])
+    found = by_producer([_record("overlapped K=8", rounds=rounds)])
+    assert found == {"draft": (1, Share(2, 4)), "head": (2, Share(3, 6)), "lookup": (1, Share(1, 8))}, "but the first"
+
+
 def test_summary_of_synthetic_records() -> None:
     plain = _record(identical=True, target_steps=((1, 0.5), (1, 0.25), (1, 0.75)))
     rounds = (_round(0, 0, "start"), _round(4, 2, "hit"), _round(2, 0, "token"))
@@ -182,6 +224,24 @@ def test_the_label_of_a_checkpoint() -> None:
     assert 10e6 < label.num_parameters < 20e6
     assert label.grown_from is None
     assert model_label("some/hub-id") == ModelLabel("some/hub-id", None, None)
+
+
+def test_a_head_alone_is_measured_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    run = ["--prompts", "1", "--max-tokens", "24", "--temperatures", "0", "--dtype", "float32", "--no-compile"]
+    drafter = ["--drafter", "none", "--head", "medusa=paceline/embedded-medusa,3", "--baselines", "none"]
+    assert main(["bench", "local", *run, *drafter, "--worker", "thread", "--json", str(file)]) == 0
+    assert "drafter none, head medusa=paceline/embedded-medusa,3" in capsys.readouterr().out
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert [s["method"] for s in data["summaries"]] == ["plain", "overlapped K=8"]
+    plain, headed = data["summaries"]
+    assert plain["producers"] == {}
+    assert headed["identical"] == {"hits": 1, "events": 1}
+    rounds, tokens = headed["producers"]["head"]
+    assert rounds > 0
+    assert tokens["events"] >= rounds
+    assert data["settings"]["heads"] == ["medusa=paceline/embedded-medusa,3"]
+    assert "draft" not in data["models"]
 
 
 @pytest.mark.nightly

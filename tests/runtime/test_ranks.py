@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from paceline.checkpoint.tokenizer import load_tokenizer
-from paceline.config import LocalConfig
+from paceline.config import HeadOptions, LocalConfig
 from paceline.core.processors import Row, SamplerState
+from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError, EngineError
 from paceline.local import LocalPipeline
 from paceline.messages import OpenSession, Outcome
@@ -114,6 +115,29 @@ def test_the_tokens_are_those_of_plain_decoding_in_one_process(
 
 def _rejection() -> SpeculationParams:
     return SpeculationParams(acceptance=Acceptance.REJECTION, max_draft_tokens=4)
+
+
+@pytest.mark.parametrize("method", [*slow(["eagle3"]), *nightly(["medusa", "draft_model"])])
+def test_the_head_of_a_sharded_target_changes_no_text(method: str) -> None:
+    """The embedded target in two ranks, whose first one runs the head: its states and tokens are whole."""
+    name = "draft" if method == "draft_model" else method
+    head = HeadOptions(method=method, model=f"paceline/embedded-{name}", num_speculative_tokens=4)
+    prompts, options = ["def read_file(path):", "import os\n"], SAMPLING[:4]
+    found = []
+    for degree, heads in ((1, []), (2, [head])):
+        config = config_of(TARGET_DIR.parent, target=degree, draft=None)
+        config = config.model_copy(update={"target": config.target.model_copy(update={"heads": heads})})
+        with LocalPipeline(config) as pipeline:
+            running = [
+                pipeline.submit(prompt, SamplingParams(max_tokens=24, seed=i, **each), MODES[1])
+                for prompt in prompts
+                for i, each in enumerate(options)
+            ]
+            found.append([generation.result for generation in running])
+    plain, headed = found
+    assert [r.token_ids for r in headed] == [r.token_ids for r in plain]
+    assert sum(r.speculation.head_accepted for r in headed) > len(headed)
+    assert not any(r.speculation.drafted for r in plain)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from paceline_bench.arithmetic import (
     RoundTotals,
     Share,
     all_shares,
+    by_producer,
     decode_amount,
     end_to_end_amount,
     hit_shares,
@@ -52,6 +53,8 @@ class Summary:
     after_full_acceptance: Share
     after_no_proposal: Share
     causes: dict[str, int]
+    producers: dict[str, tuple[int, Share]]
+    """Rounds by what proposed their tokens (``RoundRecord.producer``), and the tokens accepted of those proposed."""
     target_step_s: float | None
     """Median."""
     draft_step_s: float | None
@@ -101,6 +104,7 @@ def _summary(records: Sequence[RequestRecord], plain: Sequence[RequestRecord]) -
         after_full_acceptance=after_full,
         after_no_proposal=after_none,
         causes=totals.causes,
+        producers=by_producer(records),
         target_step_s=median(s for _, s in target_steps) if target_steps else None,
         draft_step_s=median(s for _, s in draft_steps) if draft_steps else None,
         draft_step_nodes=sum(w for w, _ in draft_steps) / len(draft_steps) if draft_steps else None,

@@ -139,7 +139,13 @@ def _method_draft(s: Summary) -> Row:
         ("target step", "-" if s.target_step_s is None else f"{s.target_step_s * 1e3:.2f} ms"),
         ("draft step (nodes)", draft),
         ("rounds by cause", counts(s.causes)),
+        ("rounds by producer (accepted)", _producers(s)),
     )
+
+
+def _producers(s: Summary) -> str:
+    """``draft 40 (71 %), head 12 (35 %)``."""
+    return ", ".join(f"{name} {rounds} ({percent(of.rate)})" for name, (rounds, of) in s.producers.items()) or "-"
 
 
 def _method_latency(s: Summary, records: Sequence[RequestRecord]) -> Row:
