@@ -32,6 +32,7 @@ GUARDS_ELSEWHERE = {
     "k8s/test_manifests.py::test_a_policy_without_one_of_them_is_noticed": {"tools"},
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": {"tools"},
     "k8s/test_weights.py::test_one_option_with_two_values_is_noticed": {"tools"},
+    "lossless/test_pool_drafters.py::test_a_wrong_q_is_caught": {"slow"},
     "model/attention/test_native.py::test_mutants_are_noticed": {"slow"},
     "model/test_quantized.py::test_verifying_with_another_copy_of_the_weights_is_caught": {"slow"},
     "runtime/test_ranks.py::test_a_rank_that_draws_by_another_seed_is_caught": {"slow"},

@@ -23,7 +23,8 @@ from typing import Self
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.grammar import Grammars
-from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt, require_same_tokens
+from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
+from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import DraftModel, LocalConfig, RouterConfig
 from paceline.errors import (
     EngineError,
@@ -113,7 +114,7 @@ class LocalPipeline:
         self.tokenizer = tokenizer or self.checkpoint.tokenizer
         if tokenizer is None and isinstance(draft, DraftModel):
             draft_tokenizer = Checkpoint.open(draft.path, draft.trust_remote_code).tokenizer
-            require_same_tokens(self.tokenizer, draft_tokenizer)
+            require_tokens(self.tokenizer, draft_tokenizer, draft.vocabulary)
         self._grammars = Grammars(self.tokenizer, self.tokenizer.vocab_size, self.checkpoint.eos_token_ids)
         self._loaded = True
 

@@ -88,6 +88,13 @@ class Tokenizer:
         _num_bytes(text)
         return tuple(self._tokenizer.encode(text))
 
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of ``text`` alone, without special tokens around it."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return list(backend.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         """Text of ``token_ids``, spaces as they are; special tokens are left out unless ``special`` is true."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -101,6 +108,22 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids, added ones included."""
         return len(self._tokenizer)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Ids of all tokens as the tokenizer writes them, added ones included."""
+        return dict(self._tokenizer.get_vocab())
+
+    @property
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """Texts of the added tokens by id, and whether each is special."""
+        return {int(i): (str(token), bool(token.special)) for i, token in self._tokenizer.added_tokens_decoder.items()}
+
+    @property
+    def decoder(self) -> dict[str, Any]:
+        """How ``tokenizer.json`` makes text of tokens; {} where it does not say."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
 
     @functools.cached_property
     def max_token_bytes(self) -> int:
@@ -249,14 +272,14 @@ def read_json_tokenizer(path: str) -> JsonTokenizer | None:
     return JsonTokenizer(backend, eos.get("content") if isinstance(eos, dict) else eos)
 
 
-def require_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises TokenizerMismatchError unless both tokenizers have the same content."""
+def require_same_tokens(target: Tokenizer, draft: Tokenizer, remedy: str = "") -> None:
+    """Raises TokenizerMismatchError, with a further ``remedy``, unless both tokenizers have the same content."""
     if target.fingerprint != draft.fingerprint:
         raise TokenizerMismatchError(
             f"the draft's tokenizer differs in content from the target's: draft {draft.name!r} has "
             f"fingerprint {draft.fingerprint} ({draft.vocab_size} tokens), target {target.name!r} has "
             f"{target.fingerprint} ({target.vocab_size} tokens); choose a draft that was trained "
-            "with the target's tokenizer"
+            f"with the target's tokenizer{remedy}"
         )
 
 

@@ -20,7 +20,8 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.handle import DeploymentHandle
 
 from paceline import logs
-from paceline.checkpoint.tokenizer import load_tokenizer, require_same_tokens
+from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.checkpoint.vocabulary import require_tokens
 from paceline.cluster import local_streams
 from paceline.cluster.rank_actors import actor_ranks
 from paceline.config import (
@@ -169,7 +170,7 @@ class EngineDeployment:
         """Builds the engine; returns when it is ready. Raises ConfigError or EngineError.
 
         ``model``: the name that statuses show. ``tokenizers``: sources of the target's and the draft's, which must
-        have the same content, and whether their code is trusted.
+        fit together, and whether their code is trusted.
         """
         apply_worker_environment()
         started = time.monotonic()
@@ -192,7 +193,8 @@ class EngineDeployment:
             startup = Pusher(lambda: self._note_startup(notes.text, time.monotonic() - started))
         try:
             if tokenizers:
-                require_same_tokens(*(load_tokenizer(source, trusted) for source, trusted in tokenizers))
+                target, draft = (load_tokenizer(source, trusted) for source, trusted in tokenizers)
+                require_tokens(target, draft, getattr(setup.options, "vocabulary", "same"))
             self._server = engine_server(
                 setup,
                 replica_id=self._replica_id,
@@ -297,7 +299,7 @@ class Draft(EngineDeployment):
     _setup: DraftSetup
 
     def _runs_on_cpu(self) -> bool:
-        return self._setup.source is not None and super()._runs_on_cpu()
+        return self._setup.runs_model and super()._runs_on_cpu()
 
 
 def replica_id() -> str:

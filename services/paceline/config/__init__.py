@@ -19,6 +19,7 @@ from paceline.config.environment import apply_worker_environment, cache_dir, wan
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
 from paceline.config.local import DraftModel, LocalConfig, TargetModel
 from paceline.config.options import (
+    CascadeOptions,
     DraftOptions,
     DraftSetup,
     DType,
@@ -35,6 +36,7 @@ from paceline.config.options import (
 )
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
 from paceline.config.pools import (
+    CascadeDraftConfig,
     ModelDraftConfig,
     NgramDraftConfig,
     PluginDraftConfig,
@@ -52,6 +54,8 @@ __all__ = [
     "MONITOR_SCALING",
     "UPSCALE_DELAY_S",
     "AutoscalingConfig",
+    "CascadeDraftConfig",
+    "CascadeOptions",
     "DType",
     "DeploymentConfig",
     "DraftAutoscaling",

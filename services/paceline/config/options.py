@@ -1,7 +1,7 @@
 """Options of the engines, each declared here and nowhere else. Knows nothing of Ray Serve and of files.
 
     ModelOptions ──▶ TargetOptions
-         └─────────▶ DraftOptions ◀── Growing ──▶ NgramOptions, SuffixOptions, PluginOptions
+         └─────────▶ DraftOptions ◀── Growing ──▶ NgramOptions, SuffixOptions, PluginOptions, CascadeOptions
 
 YAML holds them as ``engine_kwargs``, ``LocalConfig`` with a path, and the builders take them inside a TargetSetup or
 DraftSetup, which are what one engine is built from.
@@ -9,10 +9,10 @@ DraftSetup, which are what one engine is built from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.loading import resolve
@@ -194,6 +194,12 @@ class DraftOptions(Growing, ModelOptions):
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)
     """Candidates of the distribution that are ranked; the rest of its tail is never proposed."""
+    parallel_tokens: int | None = Field(default=None, ge=1, le=MAX_DRAFT_TOKENS)
+    """Tokens that a PARD model predicts with one forward. None: 8 if the checkpoint is one (its config.json names a
+    ``pard_token``), else 1."""
+    vocabulary: Literal["same", "shared"] = "same"
+    """``same``: a draft whose tokenizer differs from the target's is refused. ``shared``: such a draft proposes the
+    tokens that both have; it is refused where those are too few."""
 
 
 class NgramOptions(Growing):
@@ -249,8 +255,76 @@ class PluginOptions(Growing):
     """Keyword arguments for it."""
 
 
-ModellessOptions = NgramOptions | SuffixOptions | PluginOptions
-"""Options of a drafter that needs no draft model."""
+class CascadeDrafter(Strict):
+    """One drafter of a cascade."""
+
+    kind: Literal["model", "ngram", "suffix"] = "model"
+    model: str | None = Field(default=None, min_length=1)
+    """Directory of the checkpoint of a draft model, or an id that transformers resolves."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The engine_kwargs that a pool of this kind of drafter would have, but for those that are the cascade's."""
+
+    def full_options(self, cascade: CascadeOptions) -> DraftOptions | NgramOptions | SuffixOptions:
+        """The options of this drafter, with those of the cascade that it shares."""
+        kinds = {"model": DraftOptions, "ngram": NgramOptions, "suffix": SuffixOptions}
+        return kinds[self.kind](**self.options, **{key: getattr(cascade, key) for key in Growing.model_fields})
+
+    @model_validator(mode="after")
+    def _of_kind(self) -> Self:
+        if (self.model is None) == (self.kind == "model"):
+            allowed = "needs the directory or id of its checkpoint" if self.model is None else "has none"
+            raise Fault(
+                "model", f"is {'null' if self.model is None else repr(self.model)}: kind {self.kind!r} {allowed}"
+            )
+        for key in (*Growing.model_fields, "max_sessions", "tensor_parallel_size"):
+            if key in self.options:
+                raise Fault("options", f"has {key}: the drafters of a cascade share the cascade's own, in one process")
+        return self
+
+
+class CascadeOptions(Growing):
+    """Options of drafters that draft together in one replica, the largest one first. A new option costs one edit: a
+    field of this class."""
+
+    drafters: list[CascadeDrafter] = Field(min_length=2, max_length=4)
+    """``vertical``: each is guessed for by the next one, so all but the last are draft models. ``horizontal``: each
+    drafts the positions behind those of the one before."""
+    arrangement: Literal["vertical", "horizontal"] = "vertical"
+    lengths: list[int] | None = None
+    """One for each drafter but the last. ``vertical``: tokens, 1 to 16, that the next one guesses for a forward of it.
+    ``horizontal``: positions, 1 to 32, that it drafts. None: 4 and 2."""
+
+    @property
+    def all_lengths(self) -> tuple[int, ...]:
+        """``lengths``, or the ones that stand for None."""
+        default = 4 if self.arrangement == "vertical" else 2
+        return tuple(self.lengths or [default] * (len(self.drafters) - 1))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        num, most = len(self.drafters) - 1, 16 if self.arrangement == "vertical" else MAX_DRAFT_TOKENS
+        if self.lengths is not None and len(self.lengths) != num:
+            raise Fault("lengths", f"has {len(self.lengths)} entries beside {num + 1} drafters: {num} are needed")
+        if wrong := [length for length in self.lengths or () if not 1 <= length <= most]:
+            raise Fault(
+                "lengths", f"holds {wrong[0]}: 1 to {most} are allowed where arrangement is {self.arrangement!r}"
+            )
+        for i, drafter in enumerate(self.drafters):
+            if self.arrangement == "vertical" and i < num and drafter.kind != "model":
+                raise Fault(
+                    f"drafters[{i}].kind", f"is {drafter.kind!r}: only a model verifies what others guess for it"
+                )
+            try:
+                drafter.full_options(self)
+            except ValidationError as error:
+                problem = error.errors()[0]
+                key = ".".join(str(part) for part in problem["loc"])
+                raise Fault(f"drafters[{i}].options", f"has a wrong {key}: {problem['msg']}") from None
+        return self
+
+
+ModellessOptions = NgramOptions | SuffixOptions | PluginOptions | CascadeOptions
+"""Options of a drafter that is not a draft model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +361,8 @@ class DraftSetup:
     """Prompt tokens of one forward."""
     trusts_target: bool = False
     """True if code that comes with the target's checkpoint may run."""
+    tokenizers: tuple[str, str] | None = None
+    """Directories or ids of the target's and the draft model's tokenizers. None: those of their checkpoints."""
 
     @classmethod
     def for_target(cls, target: TargetSetup, source: str | None, options: DraftOptions | ModellessOptions) -> Self:
@@ -301,6 +377,22 @@ class DraftSetup:
             target.options.max_step_tokens,
             target.options.trust_remote_code,
         )
+
+    @property
+    def parts(self) -> tuple[DraftSetup, ...]:
+        """The setups of the drafters of a cascade, as if each were alone; () for any other drafter."""
+        options = self.options
+        if not isinstance(options, CascadeOptions):
+            return ()
+        return tuple(
+            replace(self, source=drafter.model and resolve(drafter.model), options=drafter.full_options(options))
+            for drafter in options.drafters
+        )
+
+    @property
+    def runs_model(self) -> bool:
+        """True if there is a draft model, alone or in a cascade."""
+        return self.source is not None or any(part.source is not None for part in self.parts)
 
     @property
     def model(self) -> tuple[str, DraftOptions]:

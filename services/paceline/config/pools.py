@@ -18,6 +18,7 @@ from paceline.config.deployments import (
 )
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
 from paceline.config.options import (
+    CascadeOptions,
     DraftOptions,
     ModelOptions,
     NgramOptions,
@@ -179,6 +180,14 @@ class SuffixDraftConfig(_Replicas):
     deployment_config: DraftDeployment = DraftDeployment()
 
 
+class CascadeDraftConfig(_Replicas):
+    """The pool of drafts: several drafters that draft together in each replica."""
+
+    kind: Literal["cascade"] = "cascade"
+    engine_kwargs: CascadeOptions
+    deployment_config: DraftDeployment = DraftDeployment()
+
+
 class PluginDraftConfig(_Replicas):
     """The pool of drafts: a drafter of an installed package."""
 
@@ -198,6 +207,7 @@ DraftConfig = Annotated[
     Annotated[ModelDraftConfig, Tag("model")]
     | Annotated[NgramDraftConfig, Tag("ngram")]
     | Annotated[SuffixDraftConfig, Tag("suffix")]
+    | Annotated[CascadeDraftConfig, Tag("cascade")]
     | Annotated[PluginDraftConfig, Tag("plugin")],
     Discriminator(_kind),
 ]

@@ -5,6 +5,7 @@ back as YAML, and cut into the slices that the monitor and the engine builders a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -162,8 +163,11 @@ class ServiceConfig(Strict):
         draft = self.draft_config
         if draft is None:
             return None
-        source = draft.model_loading_config.source if isinstance(draft, ModelDraftConfig) else None
-        return DraftSetup.for_target(self.target_setup(), source, draft.engine_kwargs)
+        if not isinstance(draft, ModelDraftConfig):
+            return DraftSetup.for_target(self.target_setup(), None, draft.engine_kwargs)
+        target, loading = self.target_config.model_loading_config, draft.model_loading_config
+        setup = DraftSetup.for_target(self.target_setup(), loading.source, draft.engine_kwargs)
+        return replace(setup, tokenizers=(target.tokenizer, loading.tokenizer))
 
 
 _ELSEWHERE = {

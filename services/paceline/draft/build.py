@@ -7,20 +7,26 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
+from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from paceline.config import DraftOptions, DraftSetup, ModellessOptions, NgramOptions, SuffixOptions
+from paceline.checkpoint.vocabulary import require_tokens
+from paceline.config import CascadeOptions, DraftOptions, DraftSetup, ModellessOptions, NgramOptions, SuffixOptions
 from paceline.core import rows
 from paceline.draft.engine import DraftEngine
+from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.parallel import ParallelDrafter
 from paceline.drafters.plugins import DrafterContext, make_plugin
 from paceline.drafters.protocol import Drafter
 from paceline.drafters.suffix import SuffixDrafter
+from paceline.drafters.translation import Translation
 from paceline.errors import ConfigError
 from paceline.messages import Nodes, SessionFailed
 from paceline.model.compiled.buckets import Limits
@@ -87,10 +93,11 @@ def build_draft_engine(
         EngineError: another rank has failed.
     """
     rows.prepare()
+    target = Checkpoint.open(setup.target_source, setup.trusts_target)
     if not isinstance(setup.options, DraftOptions):
-        return _modelless_engine(setup, setup.options, emit)
+        return _engine(setup, emit, target, *_modelless_drafter(setup, setup.options, target))
     with ranked(*setup.model, rendezvous) as group:
-        return _model_engine(setup, emit, group)
+        return _engine(setup, emit, target, *_model_drafter(setup, target, group))
 
 
 def build_draft_follower(setup: DraftSetup, rendezvous: Rendezvous) -> Follower:
@@ -113,8 +120,11 @@ def _runner(setup: DraftSetup, group: Collectives | None) -> tuple[LoadedModel, 
     return model, model.runner(draft_pages(setup, max_len)), max_len
 
 
-def _modelless_engine(setup: DraftSetup, options: ModellessOptions, emit: Emit) -> DraftEngine:
-    target = Checkpoint.open(setup.target_source, setup.trusts_target)
+def _modelless_drafter(
+    setup: DraftSetup, options: DraftOptions | ModellessOptions, target: Checkpoint
+) -> tuple[Drafter, int]:
+    """A drafter that is not a draft model alone, and the longest context that it holds."""
+    assert not isinstance(options, DraftOptions)
     max_context_len = min(setup.max_model_len or target.max_model_len, target.max_model_len)
     max_leaves = options.tree_step_tokens or _MODELLESS_WIDTH
     drafter: Drafter
@@ -130,12 +140,31 @@ def _modelless_engine(setup: DraftSetup, options: ModellessOptions, emit: Emit) 
             corpus=_corpus(setup, options.corpus, target.vocab_size) if options.corpus else (),
             max_leaves=max_leaves,
         )
+    elif isinstance(options, CascadeOptions):
+        drafter, max_context_len = _cascade(setup, options, target)
     else:
         context = DrafterContext(
             setup.target_source, target.vocab_size, max_context_len, setup.num_sessions, max_leaves
         )
         drafter = make_plugin(options.drafter, context, options.options)
-    return _engine(setup, emit, drafter, target, max_context_len)
+    return drafter, max_context_len
+
+
+def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> tuple[Drafter, int]:
+    """The drafters of a cascade, and the longest context that all of them hold. Built from the last one on."""
+    made: list[tuple[Drafter, int]] = []
+    for part, length in zip(reversed(setup.parts), (0, *reversed(options.all_lengths)), strict=True):
+        guesser = made[-1][0] if made and options.arrangement == "vertical" else None
+        if isinstance(part.options, DraftOptions):
+            made.append(_model_drafter(part, target, None, guesser, length, is_part=True))
+        else:
+            made.append(_modelless_drafter(part, part.options, target))
+    max_context_len = min(max_len for _, max_len in made)
+    drafters = [drafter for drafter, _ in reversed(made)]
+    log.info("draft: a %s cascade of %s", options.arrangement, ", ".join(drafter.kind for drafter in drafters))
+    if options.arrangement == "vertical":
+        return drafters[0], max_context_len
+    return HorizontalDrafter(drafters, options.all_lengths), max_context_len
 
 
 def _corpus(setup: DraftSetup, paths: Sequence[str], vocab_size: int) -> Iterator[Sequence[int]]:
@@ -174,34 +203,75 @@ def _line(path: str, number: int, line: str, tokenizer: Tokenizer, vocab_size: i
     )
 
 
-def _model_engine(setup: DraftSetup, emit: Emit, group: Collectives | None) -> DraftEngine:
-    target = Checkpoint.open(setup.target_source, setup.trusts_target)
-    _, options = setup.model
+def _model_drafter(
+    setup: DraftSetup,
+    target: Checkpoint,
+    group: Collectives | None,
+    guesser: Drafter | None = None,
+    num_guesses: int = 0,
+    *,
+    is_part: bool = False,
+) -> tuple[Drafter, int]:
+    """A draft model, and the longest context that it holds. ``guesser``: who guesses tokens for each of its forwards;
+    ``is_part``: of a cascade.
+
+    Raises:
+        ConfigError: see ``build_draft_engine``.
+    """
+    source, options = setup.model
     model, runner, max_len = _runner(setup, group)
     max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
-    most = options.tree_step_tokens or _WIDTHS[-1]
+    tokens_per_leaf, pard_token = parallel_draft(
+        Checkpoint.open(source, options.trust_remote_code), options.parallel_tokens
+    )
+    if guesser is not None:
+        if tokens_per_leaf > 1:
+            raise ConfigError(f"{source!r} is a PARD model, for which nobody guesses: set its parallel_tokens to 1")
+        tokens_per_leaf = num_guesses + 1
+    most = max(options.tree_step_tokens or _WIDTHS[-1], tokens_per_leaf)
     max_pages = min(pages_for(max_context_len + options.tree_budget) + 1, runner.cache.num_pages)
     limits = Limits(min(most, setup.num_sessions), most, max_pages, is_tree=True)
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
-    drafter = ModelDrafter(
-        runner,
-        max_leaves=options.tree_step_tokens or affordable_width(runner),
-        max_prefill_tokens=setup.max_step_tokens,
-        top_m=options.draft_top_m,
-    )
-    grammars = Grammars.of(target, target.vocab_size)
-    grammars.try_load()
-    return _engine(setup, emit, drafter, target, max_context_len, grammars)
+    sizes: dict[str, Any] = {
+        "max_leaves": max(1, (options.tree_step_tokens or affordable_width(runner)) // tokens_per_leaf),
+        "max_prefill_tokens": setup.max_step_tokens,
+        "top_m": options.draft_top_m,
+        "translation": _translation(setup, target, runner.vocab_size, is_part=is_part),
+        "max_len": max_context_len,
+    }
+    drafter: Drafter
+    if guesser is not None:
+        drafter = VerticalDrafter(runner, guesser=guesser, num_guesses=num_guesses, **sizes)
+    elif tokens_per_leaf > 1:
+        log.info("draft: %r predicts %d tokens per forward", source, tokens_per_leaf)
+        drafter = ParallelDrafter(runner, pard_token=pard_token, tokens_per_leaf=tokens_per_leaf, **sizes)
+    else:
+        drafter = ModelDrafter(runner, **sizes)
+    return drafter, max_context_len
 
 
-def _engine(
-    setup: DraftSetup,
-    emit: Emit,
-    drafter: Drafter,
-    target: Checkpoint,
-    max_context_len: int,
-    grammars: Grammars | None = None,
-) -> DraftEngine:
+def _translation(setup: DraftSetup, target: Checkpoint, draft_vocab_size: int, *, is_part: bool) -> Translation | None:
+    """Between the tokens of both models; None if they are the same. Raises ConfigError if they share too little.
+
+    ``is_part``: of a cascade.
+    """
+    source, options = setup.model
+    if options.vocabulary == "same" and not is_part:
+        return None  # it was checked before
+    target_source, draft_source = setup.tokenizers or (setup.target_source, source)
+    target_tokenizer = load_tokenizer(target_source, setup.trusts_target)
+    draft_tokenizer = load_tokenizer(draft_source, options.trust_remote_code)
+    shared = require_tokens(target_tokenizer, draft_tokenizer, options.vocabulary)
+    if shared is None:
+        return None
+    log.info("draft: the vocabularies share %s", shared.overlap)
+    return Translation(shared, target.vocab_size, draft_vocab_size, *draft_tokenizer.eos_token_ids[:1])
+
+
+def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, drafter: Drafter, max_context_len: int) -> DraftEngine:
+    grammars = Grammars.of(target, target.vocab_size) if setup.runs_model else None
+    if grammars is not None:
+        grammars.try_load()
     return DraftEngine(
         drafter,
         emit,

@@ -21,6 +21,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from paceline.checkpoint.grammar import Grammars
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.tree import TreeNode
@@ -351,9 +353,14 @@ class DraftEngine:
         if not chosen:
             return False
         leaves = [session.leaf(node) for session, node in chosen]
-        rows = [session.ranking_row(leaf) for (session, _), leaf in zip(chosen, leaves, strict=True)]
+        rows = []
+        if self._drafter.tokens_per_leaf == 1:
+            rows = [session.ranking_row(leaf) for (session, _), leaf in zip(chosen, leaves, strict=True)]
         for indices, candidates in self._expand(leaves, range(len(leaves))):
             self.stats.leaves += len(indices)
+            if self._drafter.tokens_per_leaf > 1:
+                self._publish_blocks([chosen[i] for i in indices], candidates)
+                continue
             rankings = rank(candidates, [rows[i] for i in indices])
             for i, ranking in zip(indices, rankings, strict=True):
                 self._publish(*chosen[i], ranking)
@@ -376,7 +383,7 @@ class DraftEngine:
         while heap and len(chosen) < self._drafter.max_leaves:
             _, order, session = heapq.heappop(heap)
             chosen.append((session, session.frontier.pop()))
-            planned[order] += session.growth.fan_out
+            planned[order] += session.growth.fan_out * self._drafter.tokens_per_leaf
             if node := session.next_leaf(self._tree_budget, planned[order]):
                 heapq.heappush(heap, (session.tree.anchor.log_path - node.log_path, order, session))
         return chosen
@@ -401,8 +408,38 @@ class DraftEngine:
                 parts += self._expand(leaves, [i for i in indices if leaves[i].session_id == session_id])
             return parts
 
-    def _publish(self, session: DraftSession, parent: TreeNode, ranking: Ranking) -> None:
-        """Attaches and queues the children of an expanded node, all of one expansion together."""
+    def _publish_blocks(self, chosen: Sequence[tuple[DraftSession, TreeNode]], candidates: Candidates) -> None:
+        """Publishes what a drafter of several tokens at once predicts, depth by depth.
+
+        The next depth continues the token that the drafter has guessed, or the likeliest one if it guesses none; it
+        is left to a later step where no tokens are worth having there.
+        """
+        known = candidates.log_q.isfinite().any(-1).tolist()  # [leaves][depths]
+        at = list(enumerate(chosen))
+        for depth in range(self._drafter.tokens_per_leaf):
+            if not at:
+                return
+            rows = [session.ranking_row(session.leaf(node)) for _, (session, node) in at]
+            index = torch.tensor([leaf for leaf, _ in at], device=candidates.log_q.device)
+            of_depth = Candidates(candidates.token_ids[index, depth], candidates.log_q[index, depth])
+            further = []
+            for (leaf, (session, node)), ranking in zip(at, rank(of_depth, rows), strict=True):
+                follow = None
+                if any(known[leaf][depth + 1 :]) and ranking.token_ids:
+                    follow = _continued(session, candidates, leaf, depth, ranking)
+                child = self._publish(session, node, ranking, follow)
+                if child is not None:
+                    further.append((leaf, (session, child)))
+            at = further
+
+    def _publish(
+        self, session: DraftSession, parent: TreeNode, ranking: Ranking, follow: int | None = None
+    ) -> TreeNode | None:
+        """Attaches and queues the children of an expanded node, all of one expansion together.
+
+        Returns the child of the token ``follow``, if it is worth expanding: its own children are published next.
+        """
+        followed = None
         parent.expanded, parent.gaps = True, ranking.evidence.gaps
         probs = session.calibration.probabilities(ranking.evidence)
         for r, (token_id, prob) in enumerate(zip(ranking.token_ids, probs, strict=True)):
@@ -412,9 +449,14 @@ class DraftEngine:
             node = session.publish(
                 token_id, parent, prob, sampled=first or ranking.q is None, q=ranking.q if first else None
             )
-            if node is not None:
+            if node is None:
+                continue
+            self.stats.nodes_published += 1
+            if token_id == follow and len(session.tree) < self._tree_budget and session.frontier.wants(node):
+                followed = node
+            else:
                 session.frontier.push(node)
-                self.stats.nodes_published += 1
+        return followed
 
     def _flush(self) -> bool:
         """Sends queued nodes and failures, and announces once per commit that a session is idle."""
@@ -438,6 +480,17 @@ class DraftEngine:
             self.stats.messages += len(messages)
             self._emit(messages)
         return bool(messages)
+
+
+def _continued(session: DraftSession, candidates: Candidates, leaf: int, depth: int, ranking: Ranking) -> int | None:
+    """The token that the candidates of the next depth follow; None if there is none.
+
+    Under the rejection rule nothing may depend on what was drawn, so no guess is compared with it.
+    """
+    if not candidates.guesses:
+        return ranking.token_ids[0]
+    guesses = candidates.guesses[leaf]
+    return guesses[depth] if depth < len(guesses) and session.rule is not Rule.REJECTION else None
 
 
 def _remember(epochs: OrderedDict[str, int], session_id: str, epoch: int) -> None:

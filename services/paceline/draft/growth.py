@@ -160,6 +160,17 @@ class Frontier:
 
     def push(self, node: TreeNode) -> None:
         """Adds a new unexpanded node of the tree."""
+        key = self._key(node)
+        if key is None:
+            self._unwanted.append(node)
+        else:
+            heapq.heappush(self._heap, (key, node.node_id, node))
+
+    def wants(self, node: TreeNode) -> bool:
+        """True if a node, of the frontier or not, is worth expanding before the next commit."""
+        return self._key(node) is not None
+
+    def _key(self, node: TreeNode) -> tuple[float, float] | None:
         # The path up to the proposal in flight has ``ahead`` tokens, the rest up to the anchor ``position`` ones.
         position, ahead = 0, 0
         at: TreeNode | None = node
@@ -168,13 +179,9 @@ class Frontier:
             at = at.parent
         if at is not None:
             position = at.position - self._tree.anchor.position
-        key = None
         if self.reach is None or ahead <= self.reach.tokens:
-            key = self._growth.key(node, self._tree.anchor, position, ahead, self._num_in_flight)
-        if key is None:
-            self._unwanted.append(node)
-        else:
-            heapq.heappush(self._heap, (key, node.node_id, node))
+            return self._growth.key(node, self._tree.anchor, position, ahead, self._num_in_flight)
+        return None
 
     def peek(self) -> TreeNode | None:
         """The node to expand next, None if no node is worth expanding before the next commit."""

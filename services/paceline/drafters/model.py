@@ -19,6 +19,7 @@ from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
+from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache, page_hash, root_hash
 from paceline.model.runner import ModelRunner
@@ -72,6 +73,42 @@ class _Session:
         return rows
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Tokens that follow a leaf in the forward, and are not of the tree."""
+
+    inputs: tuple[int, ...] = ()
+    """The model's ids."""
+    path: tuple[int, ...] = ()
+    """The tokens of the tree that they stand for; () if they stand for whatever comes."""
+
+
+NO_TAIL = Tail()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One session's part in a forward."""
+
+    session: _Session
+    step: SequenceStep
+    num_pending: int
+    """Its first tokens are pending ones."""
+    node_rows: Mapping[int, int]
+    """Rows of nodes that are computed; what has a negative id is not kept."""
+
+    def keep(self) -> None:
+        """After the forward: pending tokens are cached, nodes have their rows, all others are free again."""
+        session, rows = self.session, self.step.rows
+        session.committed.numpy()[list(rows[: self.num_pending])] = True
+        session.num_cached += self.num_pending
+        nodes = {node_id: row for node_id, row in self.node_rows.items() if node_id >= 0}
+        session.free_rows.extend(session.node_rows[node_id] for node_id in nodes if node_id in session.node_rows)
+        session.node_rows.update(nodes)
+        if len(nodes) + self.num_pending < len(rows):
+            session.free_rows.extend(set(rows[self.num_pending :]) - set(nodes.values()))
+
+
 class ModelDrafter:
     """A draft model behind the ``Drafter`` protocol, with the ``top_m`` likeliest candidates of q per node."""
 
@@ -79,8 +116,29 @@ class ModelDrafter:
     tokens_per_leaf = 1
     conditional = True
 
-    def __init__(self, runner: ModelRunner, *, max_leaves: int, max_prefill_tokens: int, top_m: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_leaves: int,
+        max_prefill_tokens: int,
+        top_m: int,
+        translation: Translation | None = None,
+        max_len: int = 1 << 30,
+    ) -> None:
+        """Keeps what every session needs.
+
+        Args:
+            runner: the model, and the cache of its keys and values.
+            max_leaves: of one ``expand``.
+            max_prefill_tokens: of one ``prefill``.
+            top_m: candidates per node.
+            translation: between the target's tokens and the model's; None: they are the same.
+            max_len: the model's own tokens of the longest context, which may be more than the target's.
+        """
         self.max_leaves = max_leaves
+        self._translation = translation
+        self._max_len = max_len
         self._runner = runner
         self._cache = runner.cache
         self._max_prefill_tokens = max_prefill_tokens
@@ -89,9 +147,10 @@ class ModelDrafter:
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session; refuses a context that the whole cache cannot hold."""
-        if pages_for(len(token_ids)) > self._cache.num_pages:
-            room = self._cache.num_pages * PAGE_SIZE
-            raise ResourceExhaustedError(f"the context has {len(token_ids)} tokens: the draft's cache holds {room}")
+        if self._translation is not None:
+            token_ids = self._translation.context(token_ids)
+        if pages_for(len(token_ids)) > self._cache.num_pages or len(token_ids) > self._max_len:
+            raise ResourceExhaustedError(self._too_long(len(token_ids)))
         session = _Session(list(token_ids), sampler, num_prefill=len(token_ids) - 1, root=root_hash(salt))
         session.pages, session.hashes = self._cache.match_prefix(token_ids, session.root)
         session.num_cached = session.num_rows = len(session.pages) * PAGE_SIZE
@@ -154,43 +213,50 @@ class ModelDrafter:
         groups: dict[str, list[int]] = {}
         for index, leaf in enumerate(leaves):
             groups.setdefault(leaf.session_id, []).append(index)
-        steps: list[SequenceStep] = []
-        order: list[int] = []  # leaf of each row of logits
-        taken: list[tuple[_Session, list[int], list[int]]] = []  # rows by session, and the leaves they are of
+        tails = self._tails(leaves)
+        parts: list[_Part] = []
+        order: list[tuple[int, int]] = []  # leaf and depth of each row of logits
         try:
             for session_id, indices in groups.items():
                 session = self._session(session_id)
+                usable = self._usable(session, leaves, indices)
                 try:
-                    step, rows = self._step(session, [leaves[i] for i in indices])
+                    part = self._part(session, [(leaves[i], tails[i]) for i in usable]) if usable else None
                 except ResourceExhaustedError:
                     continue
-                steps.append(step)
-                order.extend(indices)
-                taken.append((session, rows, indices))
+                if part is not None:
+                    parts.append(part)
+                    order.extend((i, depth) for i in usable for depth in range(len(tails[i].inputs) + 1))
             m = self._num_candidates(groups)
-            if not steps:
-                return _no_candidates(len(leaves), m)
-            logits = self._runner.forward(steps)
-            samplers = [Row(self._sessions[leaves[i].session_id].sampler, leaves[i].path) for i in order]
-            ids, scores = draft_candidates(logits, samplers, m)
+            if not parts:
+                return self._candidates(leaves, tails, m)
+            samplers = [
+                Row(self._sessions[leaves[i].session_id].sampler, (*leaves[i].path, *tails[i].path[:depth]))
+                for i, depth in order
+            ]
+            ids, scores = draft_candidates(self._logits([part.step for part in parts]), samplers, m)
         except BaseException:
-            for session, rows, _ in taken:
-                session.free_rows.extend(rows)
+            for part in parts:
+                part.session.free_rows.extend(part.step.rows)
             raise
-        for session, rows, indices in taken:
-            self._keep(session, rows, [leaves[i] for i in indices])
+        for part in parts:
+            part.keep()
         ids, scores = download(ids, scores)
-        if order == list(range(len(leaves))):
+        if self.tokens_per_leaf == 1 and order == [(i, 0) for i in range(len(leaves))]:
             return Candidates(ids, scores)
-        everyone = _no_candidates(len(leaves), m)
-        at = torch.tensor(order)
-        everyone.token_ids[at], everyone.log_q[at] = ids, scores
+        everyone = self._candidates(leaves, tails, m)
+        at, depths = torch.tensor(order).T
+        of_leaves = (at,) if self.tokens_per_leaf == 1 else (at, depths)
+        everyone.token_ids[of_leaves], everyone.log_q[of_leaves] = ids, scores
         return everyone
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Declares the rows of committed nodes committed, and frees those of nodes that are not ``kept``."""
         session = self._session(session_id)
-        for token_id, node_id in zip(token_ids, node_ids, strict=True):
+        pairs: Iterable[tuple[int, int]] = zip(token_ids, node_ids, strict=True)
+        if self._translation is not None:
+            pairs = self._translation.committed(token_ids, node_ids)
+        for token_id, node_id in pairs:
             row = session.node_rows.get(node_id)
             # Only a row right behind the cached tokens extends them; after a gap the token is pending.
             if row is not None and session.ready and session.num_cached == len(session.tokens):
@@ -201,6 +267,8 @@ class ModelDrafter:
         keep = set(kept)
         for node_id in [n for n in session.node_rows if n not in keep]:
             session.free_rows.append(session.node_rows.pop(node_id))
+        if len(session.tokens) > self._max_len:
+            raise ResourceExhaustedError(self._too_long(len(session.tokens)))
 
     def shutdown(self) -> None:
         """Leaves the other ranks of the model, if there are any."""
@@ -224,10 +292,30 @@ class ModelDrafter:
             assert rows == list(range(session.num_rows)), "a row leaked or has two uses"
             assert len(committed) == session.num_cached <= len(session.tokens)
 
+    def _too_long(self, num_tokens: int) -> str:
+        room = min(self._cache.num_pages * PAGE_SIZE, self._max_len)
+        return f"the context has {num_tokens} tokens: the draft's cache holds {room}"
+
+    def _tails(self, leaves: Sequence[Leaf]) -> list[Tail]:
+        """What follows each leaf in the forward, at most ``tokens_per_leaf`` - 1 tokens."""
+        return [NO_TAIL] * len(leaves)
+
+    def _logits(self, steps: Sequence[SequenceStep]) -> Tensor:
+        """Logits of the steps over the tokens of the trees."""
+        logits = self._runner.forward(steps)
+        return logits if self._translation is None else self._translation.logits(logits)
+
     def _num_candidates(self, session_ids: Iterable[str]) -> int:
         """Candidates per node: few are enough where no session samples, as q alone orders the children then."""
         greedy = all(self._session(session_id).sampler.greedy for session_id in session_ids)
-        return min(_GREEDY_TOP_M if greedy else self._top_m, self._top_m, self._runner.vocab_size)
+        vocabulary = self._runner if self._translation is None else self._translation
+        return min(_GREEDY_TOP_M if greedy else self._top_m, self._top_m, vocabulary.vocab_size)
+
+    def _candidates(self, leaves: Sequence[Leaf], tails: Sequence[Tail], m: int) -> Candidates:
+        """No candidates for anything yet."""
+        shape = (len(leaves), m) if self.tokens_per_leaf == 1 else (len(leaves), self.tokens_per_leaf, m)
+        none = torch.zeros(shape, dtype=torch.long), torch.full(shape, float("-inf"))
+        return Candidates(*none, tuple(tail.path for tail in tails) if any(tail.path for tail in tails) else ())
 
     def _session(self, session_id: str) -> _Session:
         try:
@@ -235,39 +323,78 @@ class ModelDrafter:
         except KeyError:
             raise DrafterSessionError(session_id, "not open in this drafter") from None
 
-    def _step(self, session: _Session, leaves: Sequence[Leaf]) -> tuple[SequenceStep, list[int]]:
-        """One session's part in the forward and its rows: pending tokens for the anchor, else one token per leaf."""
+    def _own(self, token_id: int) -> int | None:
+        """The model's id of a token of a tree; None if it has none."""
+        return token_id if self._translation is None else self._translation.token(token_id)
+
+    def _usable(self, session: _Session, leaves: Sequence[Leaf], indices: list[int]) -> list[int]:
+        """The leaves that the model can compute: all tokens on the path are its own, and one is to be computed."""
+        if self._translation is None and session.num_cached < len(session.tokens):
+            return indices
+        return [
+            i
+            for i in indices
+            if (leaves[i].path or session.num_cached < len(session.tokens))
+            and (self._translation is None or None not in map(self._own, leaves[i].path))
+        ]
+
+    def _part(self, session: _Session, leaves: Sequence[tuple[Leaf, Tail]]) -> _Part:
+        """One session's part in the forward: pending tokens, nodes above leaves that have no row, then every leaf and
+        its tail, which logits are wanted of.
+
+        The engine gives a drafter of one token per leaf no other nodes than leaves, and pending tokens only with the
+        anchor (``protocol.py``): then this is one token per leaf.
+
+        Raises:
+            ResourceExhaustedError: there is no room for the rows.
+        """
         num_tokens = len(session.tokens)
-        if not leaves[0].path:
-            tokens = session.tokens[session.num_cached :]
-            rows = session.take_rows(self._cache, len(tokens))
-            positions = list(range(session.num_cached, num_tokens))
-            above = [rows[: i + 1] for i in range(len(rows))]
-            num_logits = 1
-        else:
-            tokens = [leaf.path[-1] for leaf in leaves]
-            rows = session.take_rows(self._cache, len(tokens))
-            positions = [num_tokens + len(leaf.path) - 1 for leaf in leaves]
-            above = [
-                [row, *(session.node_rows[n] for n in leaf.path_ids[:-1])]
-                for row, leaf in zip(rows, leaves, strict=True)
-            ]
-            num_logits = len(tokens)
+        pending = session.tokens[session.num_cached :]
+        missing: dict[int, tuple[int, int]] = {}  # token and position by node, ancestors first
+        for leaf, _ in leaves:
+            for depth, node_id in enumerate(leaf.path_ids[:-1]):
+                if node_id not in session.node_rows:
+                    missing[node_id] = leaf.path[depth], num_tokens + depth
+        own = [self._own(token_id) for token_id, _ in missing.values()]
+        tokens = [*pending, *(token_id for token_id in own if token_id is not None)]
+        positions = [*range(session.num_cached, num_tokens), *(position for _, position in missing.values())]
+        num_logits = 0
+        for leaf, tail in leaves:
+            last = self._own(leaf.path[-1]) if leaf.path else None
+            block = tail.inputs if last is None else (last, *tail.inputs)
+            first = num_tokens + len(leaf.path) - bool(leaf.path)
+            tokens.extend(block)
+            positions.extend(range(first, first + len(block)))
+            num_logits += 1 + len(tail.inputs)
+        rows = session.take_rows(self._cache, len(tokens))
+        session.positions.numpy()[rows] = positions
         # seen: [tokens, num_rows] bool: each token attends to the committed rows, those above it, and its own.
         # Through numpy: indexing tensors this small costs torch ten times as much.
-        session.positions.numpy()[rows] = positions
         seen = np.repeat(session.committed.numpy()[None, : session.num_rows], len(tokens), axis=0)
-        for token, seen_rows in zip(seen, above, strict=True):
-            token[seen_rows] = True
+        num_pending, at = len(pending), len(pending)
+        for i in range(num_pending):
+            seen[i, rows[: i + 1]] = True
+        at_nodes = dict(zip(missing, rows[at:], strict=False))
+        node_rows = session.node_rows if not at_nodes else session.node_rows | at_nodes
+        kept = dict(at_nodes)
+        for leaf, _ in leaves if at_nodes else ():
+            for depth, node_id in enumerate(leaf.path_ids[:-1]):
+                if node_id in at_nodes:
+                    above = [node_rows[n] for n in leaf.path_ids[: depth + 1]]
+                    seen[num_pending + list(missing).index(node_id), [*rows[:num_pending], *above]] = True
+        at += len(missing)
+        for leaf, tail in leaves:
+            above = [*rows[:num_pending], *(node_rows[n] for n in leaf.path_ids[:-1])]
+            count = len(tail.inputs) + bool(leaf.path)
+            if leaf.path:
+                kept[leaf.node_id] = rows[at]
+            for i in range(at, at + count):
+                above.append(rows[i])
+                seen[i, above] = True
+            at += count
         visible, key_positions = torch.from_numpy(seen), session.positions[: session.num_rows]
-        return SequenceStep(tokens, positions, rows, session.pages, num_logits, visible, key_positions), rows
-
-    def _keep(self, session: _Session, rows: Sequence[int], leaves: Sequence[Leaf]) -> None:
-        if not leaves[0].path:
-            session.committed.numpy()[list(rows)] = True
-            session.num_cached += len(rows)
-        else:
-            session.node_rows.update((leaf.node_id, row) for leaf, row in zip(leaves, rows, strict=True))
+        step = SequenceStep(tokens, positions, rows, session.pages, num_logits, visible, key_positions)
+        return _Part(session, step, num_pending, kept)
 
     def _publish(self, session: _Session) -> None:
         while (len(session.hashes) + 1) * PAGE_SIZE <= session.num_cached:
@@ -276,10 +403,6 @@ class ModelDrafter:
             digest = page_hash(previous, session.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             session.hashes.append(digest)
             self._cache.publish(session.pages[index], digest)
-
-
-def _no_candidates(num_leaves: int, m: int) -> Candidates:
-    return Candidates(torch.zeros(num_leaves, m, dtype=torch.long), torch.full((num_leaves, m), float("-inf")))
 
 
 def _prompt_chunk(session: _Session, stop: int) -> SequenceStep:

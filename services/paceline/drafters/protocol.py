@@ -28,6 +28,10 @@ For a drafter that keeps a row per node, this is the contract that makes every n
 - The drafter alone knows which rows it holds: a node for which it had no room counts as pending when it is
   committed, although the engine has expanded it.
 
+A drafter of several tokens per leaf (``tokens_per_leaf``) answers for the tokens after the leaf, too: the engine makes
+children of the leaf, of one of these children, and so on, by one call. All these nodes count as expanded, whether the
+drafter holds rows of them or not; those that it does not hold may be above a leaf, and are its to compute.
+
 A *head* (``Head``) is a drafter inside the target replica. After every step of the target it is fed with the hidden
 states of the step and the tokens that follow them, in one call for all sessions, prefill chunks included::
 
@@ -105,6 +109,9 @@ class Candidates:
     log_q: Tensor
     """The shape of ``token_ids``, float: log probabilities (nats) after the session's processors; -inf: no candidate.
     The probabilities of a row may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
+    guesses: tuple[tuple[int, ...], ...] = ()
+    """For each leaf the tokens that its candidates after the first ones follow, at most K - 1; (): none were guessed,
+    and those of a depth are the same for whatever token comes before."""
 
 
 class Drafter(Protocol):

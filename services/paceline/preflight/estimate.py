@@ -14,10 +14,11 @@ A replica of several ranks splits its matrices and its KV heads among them; all 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.checkpoint.size import ModelSize
-from paceline.config import DraftSetup, ModelOptions, SuffixOptions, TargetSetup
+from paceline.config import DraftOptions, DraftSetup, ModelOptions, SuffixOptions, TargetSetup
 from paceline.core import native
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
@@ -47,6 +48,8 @@ _NODE_BYTES = 1024
 _SUFFIX_BYTES = 400
 """A token in a suffix automaton (measured on source code)."""
 """A node of a speculation tree: Python objects in tree, frontier and row tables."""
+_TOKEN_BYTES = 2048
+"""Memory of a token in a tokenizer and in what is known of it, merges included."""
 _FLOAT32_BYTES = 4
 
 
@@ -194,7 +197,7 @@ def draft_estimate(
     longest = draft_session_pages(options, max_len)
     typical = draft_session_pages(options, min(max_len, DEFAULT_SESSION_TOKENS))
     return MemoryEstimate(
-        process_bytes=ENGINE_PROCESS_BYTES,
+        process_bytes=ENGINE_PROCESS_BYTES + _vocabulary_bytes(options, size),
         weights_bytes=size.weights_bytes,
         packed_bytes=_packed_bytes(options, size, on_gpu),
         kv_bytes=size.kv_bytes(num_pages),
@@ -222,6 +225,26 @@ def modelless_estimate(setup: DraftSetup) -> MemoryEstimate:
     """Estimates the memory of a draft replica without a model. A plugin's own is not known."""
     shared = setup.options.shared_tokens * _SUFFIX_BYTES if isinstance(setup.options, SuffixOptions) else 0
     return MemoryEstimate(ENGINE_PROCESS_BYTES + shared, tree_bytes=_draft_tree_bytes(setup))
+
+
+def cascade_estimate(setup: DraftSetup, parts: Sequence[MemoryEstimate], *, on_gpu: bool = False) -> MemoryEstimate:
+    """Estimates the memory of a draft replica whose drafters, each estimated alone, share one process and one tree."""
+    return MemoryEstimate(
+        ENGINE_PROCESS_BYTES + sum(part.process_bytes - ENGINE_PROCESS_BYTES for part in parts),
+        weights_bytes=sum(part.weights_bytes for part in parts),
+        packed_bytes=sum(part.packed_bytes for part in parts),
+        kv_bytes=sum(part.kv_bytes for part in parts),
+        least_kv_bytes=sum(part.least_kv_bytes for part in parts),
+        tree_bytes=_draft_tree_bytes(setup),
+        workspace_bytes=max(part.workspace_bytes for part in parts),
+        on_gpu=on_gpu,
+    )
+
+
+def _vocabulary_bytes(options: DraftOptions, size: ModelSize) -> int:
+    """Bytes of two tokenizers and of the table of the tokens that they share; the target's counts as large as the
+    draft's."""
+    return 2 * size.vocab_size * _TOKEN_BYTES if options.vocabulary == "shared" else 0
 
 
 def _draft_tree_bytes(setup: DraftSetup) -> int:

@@ -15,11 +15,16 @@ from dataclasses import dataclass, replace
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
+from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.size import ModelSize, gib
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
+from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import (
+    CascadeDraftConfig,
+    DraftOptions,
     DraftSetup,
     ModelDraftConfig,
+    ModelLoadingConfig,
     ServiceConfig,
     TargetConfig,
     TargetOptions,
@@ -31,6 +36,7 @@ from paceline.preflight.estimate import (
     RAY_BYTES,
     ROUTER_PROCESS_BYTES,
     MemoryEstimate,
+    cascade_estimate,
     draft_estimate,
     modelless_estimate,
     target_estimate,
@@ -133,16 +139,19 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
     if isinstance(draft_config, ModelDraftConfig):
         draft = _read_model(_DRAFT, draft_config, findings, here=memory)
     left = available_bytes() if memory else None
+    parts = _read_cascade(config, draft_setup, target, findings, here=memory)
     pools = (
         _target_pool(config, target_setup, target, left or 0),
-        *_draft_pools(config, draft_setup, target, draft),
+        *_draft_pools(config, draft_setup, target, draft, parts),
         _router_pool(config),
     )
     if target is not None:
         findings += _check_lengths(target_setup.options, target.limit)
         findings += _check_heads(target_setup, target)
         if draft is not None:
-            findings += _check_together(target, draft, target.max_len(target_setup.options.max_model_len))
+            assert draft_setup is not None
+            max_len, (_, options) = target.max_len(target_setup.options.max_model_len), draft_setup.model
+            findings += _check_together(target, draft, max_len, options)
     if left is not None:
         findings += _check_memory(target_setup, draft_setup, pools, target, draft, left)
     if memory:
@@ -230,6 +239,31 @@ def _read_model(
     return _Model(checkpoint, tokenizer, size)
 
 
+def _read_cascade(
+    config: ServiceConfig, setup: DraftSetup | None, target: _Model | None, findings: list[Finding], *, here: bool
+) -> list[_Model | None]:
+    """The models of a cascade's drafters, None for those without; what is wrong with them is added to ``findings``."""
+    if setup is None or not isinstance(config.draft_config, CascadeDraftConfig):
+        return []
+    models: list[_Model | None] = []
+    for i, (part, drafter) in enumerate(zip(setup.parts, config.draft_config.engine_kwargs.drafters, strict=True)):
+        model = None
+        if drafter.model is not None:
+            _, options = part.model
+            key = f"{_DRAFT}.engine_kwargs.drafters[{i}]"
+            alone = ModelDraftConfig(
+                model_loading_config=ModelLoadingConfig(model_id=drafter.model), engine_kwargs=options
+            )
+            found: list[Finding] = []
+            model = _read_model(key, alone, found, here=here)
+            if model is not None and target is not None:
+                max_len = target.max_len(config.target_config.engine_kwargs.max_model_len)
+                found += _check_together(target, model, max_len, options)
+            findings += [replace(finding, key=f"{key}.model") for finding in found]
+        models.append(model)
+    return models
+
+
 def _check_degree(key: str, size: int, checkpoint: Checkpoint) -> list[Finding]:
     """Checks that ranks can share out whole attention heads. Other rules are those of the model's class
     (``model/parallel/plan.py``)."""
@@ -271,11 +305,12 @@ def _check_heads(setup: TargetSetup, target: _Model) -> list[Finding]:
     return findings
 
 
-def _check_together(target: _Model, draft: _Model, max_len: int) -> list[Finding]:
+def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftOptions) -> list[Finding]:
     findings = []
     key = f"{_DRAFT}.model_loading_config"
     try:
-        require_same_tokens(target.tokenizer, draft.tokenizer)
+        require_tokens(target.tokenizer, draft.tokenizer, options.vocabulary)
+        parallel_draft(draft.checkpoint, options.parallel_tokens)
     except ConfigError as error:
         findings.append(Finding.error(key, f"does not fit: {error}"))
     limit = draft.limit
@@ -310,13 +345,19 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
 
 
 def _draft_pools(
-    config: ServiceConfig, setup: DraftSetup | None, target: _Model | None, draft: _Model | None
+    config: ServiceConfig,
+    setup: DraftSetup | None,
+    target: _Model | None,
+    draft: _Model | None,
+    parts: Sequence[_Model | None],
 ) -> Iterator[Pool]:
     """The pool of drafts, if there is one."""
     part = config.draft_config
     if part is None or setup is None:
         return
-    if not isinstance(part, ModelDraftConfig):
+    if isinstance(part, CascadeDraftConfig):
+        yield _cascade_pool(part, setup, target, parts)
+    elif not isinstance(part, ModelDraftConfig):
         yield Pool(_DRAFT, None, part.deployment_config.first_replicas, False, modelless_estimate(setup))
     else:
         on_gpu = _on_gpu(part)
@@ -326,6 +367,23 @@ def _draft_pools(
             estimate = draft_estimate(setup, draft.size, max_len, on_gpu=on_gpu)
         model_id = part.model_loading_config.model_id
         yield Pool(_DRAFT, model_id, part.deployment_config.first_replicas, on_gpu, estimate)
+
+
+def _cascade_pool(
+    part: CascadeDraftConfig, setup: DraftSetup, target: _Model | None, models: Sequence[_Model | None]
+) -> Pool:
+    """``models``: of its drafters, None for one without a model, or whose model is not here."""
+    on_gpu = bool(part.deployment_options()["ray_actor_options"].get("num_gpus"))
+    estimates = []
+    for alone, model in zip(setup.parts, models, strict=True):
+        if alone.source is None:
+            estimates.append(modelless_estimate(alone))
+        elif model is not None:
+            max_len = min(model.max_len(setup.max_model_len), target.limit if target is not None else model.limit)
+            estimates.append(draft_estimate(alone, model.size, max_len, on_gpu=on_gpu))
+    known = len(estimates) == len(models)
+    estimate = cascade_estimate(setup, estimates, on_gpu=on_gpu) if known else None
+    return Pool(_DRAFT, None, part.deployment_config.first_replicas, on_gpu, estimate)
 
 
 def _router_pool(config: ServiceConfig) -> Pool:

@@ -1,0 +1,232 @@
+"""The tokens that two tokenizers share, so that a draft model of another vocabulary can propose tokens of the target.
+
+Tokens are compared by the bytes of text that they stand for, whatever the tokenizers write for a space or a byte;
+special tokens by their name, and the ends of sequence by their role. This is token-level intersection (Timor et al.
+2025, arXiv 2502.05202, algorithm 4): the draft proposes shared tokens only, its distribution renormalized over them.
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.checkpoint.tokenizer import Tokenizer, require_same_tokens
+from paceline.errors import TokenizerMismatchError
+
+Vocabulary = Literal["same", "shared"]
+
+LEAST_MASS = 0.9
+"""Share of the sample's tokens that a draft must be able to propose."""
+LEAST_SHARED = 0.25
+"""Share of the smaller vocabulary that the other one must have."""
+
+_PROSE = (
+    "The lighthouse had stood on the rocks for two hundred years, and in all that time nobody had thought to ask who "
+    "first carried the stones across the bay. When the council finally sent a surveyor, she found 1,482 blocks, none "
+    "of which had been cut on the island; most came from quarries more than fifty miles away.\n\n"
+    "Why does it matter? Because the cheapest explanation is often wrong. For example, if each boat held only a dozen "
+    "blocks, then over a hundred and twenty crossings were needed, and the records show fewer than 40.\n\n"
+)
+_CODE = (
+    "def merge(left, right):\n"
+    '    """Merge two sorted lists into one."""\n'
+    "    result = []\n"
+    "    i = j = 0\n"
+    "    while i < len(left) and j < len(right):\n"
+    "        if left[i] <= right[j]:\n"
+    "            result.append(left[i])\n"
+    "            i += 1\n"
+    "        else:\n"
+    "            result.append(right[j])\n"
+    "            j += 1\n"
+    "    return result + left[i:] + right[j:]\n\n\n"
+    "class Counter(dict):\n"
+    "    def update(self, values, default=None):\n"
+    "        for key in values:\n"
+    '            self[key] = self.get(key, 0) + 1  # raises ValueError if "key" is not hashable\n'
+)
+_DATA = '{"name": "status", "items": [{"id": 17, "ok": true}, {"id": 18, "ok": false}], "error": null}\n'
+SAMPLE = (_PROSE, _CODE, _DATA)
+"""Prose, code and data on which the share of shared tokens is measured."""
+
+_SPACE = "\u2581"
+
+
+class SharedVocabulary:
+    """The tokens of a target that a draft's tokenizer has too, and the target's texts in the draft's tokens."""
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
+        self._target, self._draft = _Pieces(target), _Pieces(draft)
+        ids = self._draft.ids
+        self.draft_ids: dict[int, int] = {
+            target_id: ids[piece] for piece, target_id in self._target.ids.items() if piece in ids
+        }
+        """Ids of the draft by ids of the target, of the tokens that both have: one each."""
+        for target_id, draft_id in zip(target.eos_token_ids, draft.eos_token_ids, strict=False):
+            if target_id not in self.draft_ids and draft_id not in self.draft_ids.values():
+                self.draft_ids[target_id] = draft_id
+
+    def encode(self, token_ids: Sequence[int], *, start: bool = True) -> list[int]:
+        """The draft's tokens for the text of the target's tokens; special tokens that it lacks are left out.
+
+        ``start``: the text begins there, with whatever the draft's tokenizer puts before one.
+        """
+        encoded: list[int] = []
+        for is_text, run in itertools.groupby(token_ids, lambda token_id: isinstance(self._piece(token_id), bytes)):
+            if is_text:
+                text = b"".join(bytes_at(self._target.pieces, token_id) for token_id in run)
+                encoded += self._draft.encode(text, start=start and not encoded)
+            else:
+                encoded += [self.draft_ids[token_id] for token_id in run if token_id in self.draft_ids]
+        prefix = self._draft.prefix if start else []
+        return encoded if encoded[: len(prefix)] == prefix else [*prefix, *encoded]
+
+    def _piece(self, token_id: int) -> bytes | str:
+        return self._target.pieces.get(token_id, b"")
+
+    @functools.cached_property
+    def overlap(self) -> Overlap:
+        """How much the two share, measured on ``SAMPLE``."""
+        sample = [token_id for text in SAMPLE for token_id in self._target.tokenizer.encode(text)]
+        shared = sum(token_id in self.draft_ids for token_id in sample)
+        return Overlap(
+            len(self.draft_ids),
+            self._target.tokenizer.vocab_size,
+            self._draft.tokenizer.vocab_size,
+            shared / len(sample) if sample else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What two vocabularies share."""
+
+    num_shared: int
+    target_size: int
+    draft_size: int
+    mass: float
+    """Share of the tokens of a sample, as the target's tokenizer cuts it, that the draft can propose."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_shared} tokens of the target's {self.target_size} and the draft's {self.draft_size}, which "
+            f"are {100 * self.mass:.1f} % of the tokens of a sample"
+        )
+
+
+def require_tokens(target: Tokenizer, draft: Tokenizer, vocabulary: Vocabulary) -> SharedVocabulary | None:
+    """What a draft needs to propose tokens of the target; None where the tokenizers have the same content.
+
+    Raises:
+        TokenizerMismatchError: the tokenizers differ while ``vocabulary`` is "same", or share too little.
+    """
+    if vocabulary == "same":
+        require_same_tokens(target, draft, ", or set vocabulary to shared to propose the tokens that both have")
+        return None
+    if target.fingerprint == draft.fingerprint:
+        return None
+    shared = SharedVocabulary(target, draft)
+    overlap, fewest = shared.overlap, LEAST_SHARED * min(target.vocab_size, draft.vocab_size)
+    if overlap.num_shared < fewest or overlap.mass < LEAST_MASS:
+        raise TokenizerMismatchError(
+            f"vocabulary is shared: the draft {draft.name!r} and the target {target.name!r} share too little: "
+            f"{overlap}; at least {100 * LEAST_MASS:g} % and {-(-fewest // 1):g} tokens are needed"
+        )
+    return shared
+
+
+class _Pieces:
+    """What each token of a tokenizer stands for: bytes, or the name of a special token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        kinds = {decoder["type"]: decoder for decoder in _decoders(tokenizer.decoder)}
+        special = tokenizer.added_tokens
+        self.pieces: dict[int, bytes | str] = {}
+        """By id."""
+        for token, token_id in sorted(tokenizer.vocab.items(), key=lambda item: item[1]):
+            if token_id in special:
+                name, is_special = special[token_id]
+                self.pieces[token_id] = name if is_special else name.encode()
+            else:
+                self.pieces[token_id] = _bytes_of(token, kinds)
+        self.ids: dict[bytes | str, int] = {}
+        """The first id of each piece."""
+        for token_id, piece in self.pieces.items():
+            if piece:
+                self.ids.setdefault(piece, token_id)
+        around = tokenizer.encode("")
+        self.prefix = [token_id for token_id in around if token_id not in tokenizer.eos_token_ids]
+        """What the tokenizer puts before a text."""
+        first = tokenizer.encode_text("a")[:1]
+        self._adds_space = bool(first) and bytes_at(self.pieces, first[0]).startswith(b" ")
+
+    def encode(self, text: bytes, *, start: bool) -> list[int]:
+        """Tokens of a text; bytes that are no UTF-8 become tokens of one byte, as far as there are any."""
+        encoded: list[int] = []
+        while text:
+            try:
+                return encoded + self._encode(text.decode(), start=start and not encoded)
+            except UnicodeDecodeError as error:
+                if error.start:
+                    encoded += self._encode(text[: error.start].decode(), start=start and not encoded)
+                single = [self.ids.get(text[i : i + 1]) for i in range(error.start, error.end)]
+                encoded += [token_id for token_id in single if token_id is not None]
+                text = text[error.end :]
+        return encoded
+
+    def _encode(self, text: str, *, start: bool) -> list[int]:
+        """Tokens of a text; one that does not begin at the ``start`` gets no space that it has not."""
+        if not self._adds_space:
+            return self.tokenizer.encode_text(text)
+        if start:
+            return self.tokenizer.encode_text(text.removeprefix(" "))
+        token_ids, behind = self.tokenizer.encode_text("\n" + text), len(b" \n")
+        for i, token_id in enumerate(token_ids):
+            behind -= len(bytes_at(self.pieces, token_id))
+            if behind <= 0:
+                return token_ids[i + 1 :] if behind == 0 else self.tokenizer.encode_text(text)
+        return []
+
+
+def bytes_at(pieces: dict[int, bytes | str], token_id: int) -> bytes:
+    """The bytes of a token, none of a special one."""
+    piece = pieces.get(token_id, b"")
+    return piece if isinstance(piece, bytes) else b""
+
+
+def _decoders(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A decoder, or its parts."""
+    if decoder.get("type") == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _decoders(part)
+    elif decoder:
+        yield decoder
+
+
+def _bytes_of(token: str, decoders: dict[str, dict[str, Any]]) -> bytes:
+    """The bytes that an ordinary token stands for, by the decoders of its tokenizer."""
+    if "ByteLevel" in decoders:
+        alphabet = _byte_level()
+        return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
+    if "ByteFallback" in decoders and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
+        return bytes([int(token[3:5], 16)])
+    if "WordPiece" in decoders:
+        prefix = str(decoders["WordPiece"].get("prefix", "##"))
+        return (token.removeprefix(prefix) if token.startswith(prefix) else " " + token).encode()
+    if "Metaspace" in decoders or _SPACE in json.dumps(decoders.get("Replace"), ensure_ascii=False):
+        token = token.replace(_SPACE, " ")
+    return token.encode()
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """The byte that each character of byte-level tokens stands for (the alphabet of GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
