@@ -58,6 +58,7 @@ ROWS: dict[str, Row] = {
     ),
     "n-grams": Row(None),
     "suffixes": Row(None),
+    "cascade": Row(None),
     "plugin": Row(None),
     "prompt lookup": Row(
         None,

@@ -100,6 +100,8 @@ def configuration(method: Method, column: Column, folder: Path) -> ServiceConfig
     if method.place is Place.POOL:
         drafts = tree["draft_config"].setdefault("engine_kwargs", {})
         drafts |= {"tree_step_tokens": 16, **(MODEL if method.needs_model else {})}
+        if method.kind == "cascade":
+            drafts["drafters"] = [d | ({"options": dict(MODEL)} if "model" in d else {}) for d in drafts["drafters"]]
     return ServiceConfig.parse(tree)
 
 

@@ -64,6 +64,8 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
     assert size is not None
     if method.kind == "plugin":
         raise ConfigError("what a plugin brings is known to its author alone: measure it with paceline bench local")
+    if method.kind == "cascade":
+        raise ConfigError("what a cascade brings depends on its drafters: measure it with paceline bench local")
     if method.needs_model and source is None:
         flag = "--draft DIRECTORY" if method.kind in ("model", "draft_model") else f"--head {method.kind}=DIRECTORY"
         raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")

@@ -108,6 +108,15 @@ METHODS: tuple[Method, ...] = (
         "agents that write long passages again, within a session or across sessions (`shared_tokens`, `corpus`)",
     ),
     Method(
+        "cascade",
+        Place.POOL,
+        "cascade",
+        "cascade speculative drafting (2312.11462)",
+        "",
+        "draft models that are slow themselves: a smaller drafter guesses for them, or drafts behind them",
+        {"drafters": [{"model": "paceline/embedded-draft"}, {"kind": "ngram"}]},
+    ),
+    Method(
         "plugin",
         Place.POOL,
         "plugin",
