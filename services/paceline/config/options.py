@@ -266,6 +266,7 @@ class CascadeDrafter(Strict):
 
     def full_options(self, cascade: CascadeOptions) -> DraftOptions | NgramOptions | SuffixOptions:
         """The options of this drafter, with those of the cascade that it shares."""
+        kinds: dict[str, type[DraftOptions | NgramOptions | SuffixOptions]]
         kinds = {"model": DraftOptions, "ngram": NgramOptions, "suffix": SuffixOptions}
         return kinds[self.kind](**self.options, **{key: getattr(cascade, key) for key in Growing.model_fields})
 
