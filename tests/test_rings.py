@@ -35,6 +35,7 @@ GUARDS_ELSEWHERE = {
     "lossless/test_pool_drafters.py::test_a_wrong_q_is_caught": {"slow"},
     "model/attention/test_native.py::test_mutants_are_noticed": {"slow"},
     "model/test_quantized.py::test_verifying_with_another_copy_of_the_weights_is_caught": {"slow"},
+    "plan/test_advice.py::test_a_forecast_that_forgets_what_drafting_costs_is_noticed": {"tools"},
     "runtime/test_ranks.py::test_a_rank_that_draws_by_another_seed_is_caught": {"slow"},
     "service/hostile/test_clients.py::test_a_host_that_waits_for_ever_is_caught": {"slow"},
     "service/hostile/test_clients.py::test_a_host_without_the_guard_is_caught": {"fast", "slow"},

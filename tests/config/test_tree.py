@@ -10,6 +10,7 @@ import yaml
 from tests.config.support import nested, refusal
 
 from paceline.config import (
+    CascadeOptions,
     DraftModel,
     DraftOptions,
     DraftSetup,
@@ -73,14 +74,20 @@ TARGET_VALUES = {
 }  # fmt: skip
 MODEL_VALUES = {name: TARGET_VALUES[name] for name in DraftOptions.model_fields if name in TARGET_VALUES}
 GROWING_VALUES = {"tree_budget": 32, "tree_step_tokens": 4, "fan_out": 2}
-DRAFT_VALUES = MODEL_VALUES | GROWING_VALUES | {"max_sessions": 6, "draft_top_m": 16}
+DRAFT_VALUES = MODEL_VALUES | GROWING_VALUES | {
+    "max_sessions": 6, "draft_top_m": 16, "parallel_tokens": 3, "vocabulary": "shared",
+}  # fmt: skip
 NGRAM_VALUES = GROWING_VALUES | {"min_match": 2, "max_match": 6}
 SUFFIX_VALUES = GROWING_VALUES | {
     "max_tree_depth": 9, "min_match": 2, "max_spec_factor": 1.5, "min_token_prob": 0.2, "shared_tokens": 50,
     "corpus": ["a.txt"],
 }  # fmt: skip
 PLUGIN_VALUES = GROWING_VALUES | {"drafter": "mine", "options": {"width": 3}}
-MODELLESS = {NgramOptions: "ngram", SuffixOptions: "suffix", PluginOptions: "plugin"}
+CASCADE_VALUES = GROWING_VALUES | {
+    "drafters": [{"kind": "model", "model": "m", "options": {}}, {"kind": "ngram", "model": None, "options": {}}],
+    "arrangement": "horizontal", "lengths": [3],
+}  # fmt: skip
+MODELLESS = {NgramOptions: "ngram", SuffixOptions: "suffix", PluginOptions: "plugin", CascadeOptions: "cascade"}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +98,7 @@ MODELLESS = {NgramOptions: "ngram", SuffixOptions: "suffix", PluginOptions: "plu
         (NgramOptions, NGRAM_VALUES),
         (SuffixOptions, SUFFIX_VALUES),
         (PluginOptions, PLUGIN_VALUES),
+        (CascadeOptions, CASCADE_VALUES),
     ],
 )
 def test_every_option_goes_from_yaml_and_from_a_local_config_to_the_builder(options, values, tmp_path):

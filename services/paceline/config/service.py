@@ -167,6 +167,8 @@ class ServiceConfig(Strict):
             return DraftSetup.for_target(self.target_setup(), None, draft.engine_kwargs)
         target, loading = self.target_config.model_loading_config, draft.model_loading_config
         setup = DraftSetup.for_target(self.target_setup(), loading.source, draft.engine_kwargs)
+        if draft.engine_kwargs.vocabulary == "same":
+            return setup
         return replace(setup, tokenizers=(target.tokenizer, loading.tokenizer))
 
 

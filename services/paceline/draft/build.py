@@ -226,7 +226,7 @@ def _model_drafter(
     )
     if guesser is not None:
         if tokens_per_leaf > 1:
-            raise ConfigError(f"{source!r} is a PARD model, for which nobody guesses: set its parallel_tokens to 1")
+            raise ConfigError(f"{source!r} is a PARD model, which takes no guesses: set its parallel_tokens to 1")
         tokens_per_leaf = num_guesses + 1
     most = max(options.tree_step_tokens or _WIDTHS[-1], tokens_per_leaf)
     max_pages = min(pages_for(max_context_len + options.tree_budget) + 1, runner.cache.num_pages)
