@@ -10,8 +10,13 @@ import yaml
 from tests.drafters.head_files import made
 from tests.support.models import save_pair
 
+from paceline.cli import measure as measure_module
 from paceline.cli.main import main
+from paceline.cli.measure import acceptance_of
 from paceline.config import ServiceConfig
+from paceline.drafters.at_hand import AtHand
+from paceline.drafters.catalogue import method_named
+from paceline.errors import ConfigError
 
 STEP = ["--target-step-ms", "10"]
 
@@ -108,13 +113,36 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: 
 
 
 @pytest.mark.slow
-def test_measured_acceptance_ranks_the_heads_as_their_card_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_acceptance_ranks_heads_as_their_card_does() -> None:
+    found = {}
+    for name in ("Medusa", "MTP"):
+        each = AtHand(method_named(name), f"paceline/embedded-{name.lower()}")
+        found[name], source = acceptance_of("paceline/embedded-target", each, ["def read(self, size):\n"], 0.0)
+        assert source == "measured, 1 x 48 tokens at temperature 0"
+    assert 0 < found["Medusa"] < found["MTP"] < 0.99
+
+
+@pytest.mark.nightly
+def test_all_that_is_possible_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text("def read(self, size):\n\nclass Reader:\nimport os\n", encoding="utf-8")
     found = advised(capsys, *STEP, "--measure", "--prompts-file", str(prompts))
     measured = {name: each["value"] for name, each in found["acceptance"].items()}
     assert 0 < measured["Medusa"] < measured["EAGLE-3"] < measured["MTP"] < 0.99
     assert 0.5 < measured["draft model, co-located"] == measured["draft model, overlapped"]
-    assert all("3 prompts of 48 tokens at temperature 0" in each["source"] for each in found["acceptance"].values())
+    assert all("3 x 48 tokens at temperature 0" in each["source"] for each in found["acceptance"].values())
+
+
+def test_what_a_measurement_refuses_is_not_possible(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(target: str, each: AtHand, *_: object) -> tuple[float, str]:
+        if each.method.kind == "medusa":
+            raise ConfigError("it predicts nothing")
+        return 0.5, "measured"
+
+    monkeypatch.setattr(measure_module, "acceptance_of", measure)
+    found = advised(capsys, *STEP, "--measure")
+    assert found["refused"]["Medusa"] == "it predicts nothing"
+    assert "Medusa" not in {forecast["name"] for forecast in found["forecasts"]}
+    assert set(found["acceptance"]) > {"MTP", "EAGLE-3"}

@@ -119,10 +119,10 @@ def run_advise(args: argparse.Namespace) -> int:
         raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
     found = methods_at_hand(checkpoint, draft and resolve(draft), heads)
     found = [_if_served(each, target, args.target_devices) for each in found]
-    possible = [each for each in found if not each.refusal]
     site, bytes_per_s = _site(args, size.weights_bytes)
     with working("measuring"):
-        acceptances = {e.method.name: _acceptance(args, target, e) for e in possible}
+        found, acceptances = _weighed(args, target, found)
+    possible = [each for each in found if not each.refusal]
     ranked = forecasts(site, [_candidate(each, acceptances[each.method.name].value, bytes_per_s) for each in possible])
     chosen = _chosen(args.method, ranked, found)
     tree = configuration(site, target, chosen, {each.method.name: each for each in possible})
@@ -161,6 +161,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--target-step-ms is {args.target_step_ms:g} while --bandwidth-gb-s is {args.bandwidth_gb_s:g}: give one"
         )
+    if args.measure:
+        _prompts(args.prompts_file)
     if args.temperature is not None and not 0 <= args.temperature <= 2:
         raise ConfigError(f"--temperature is {args.temperature:g}: it must be from 0 to 2")
 
@@ -187,6 +189,21 @@ def _candidate(each: AtHand, acceptance: float, bytes_per_s: float) -> Candidate
     step = _steps(each.forward_bytes, bytes_per_s) if each.forward_bytes else _LOOKUP
     devices, most = int(apart and each.forward_bytes > 0), min(_MOST_TOKENS, each.most_tokens)
     return Candidate(each.method.name, acceptance, step, apart, devices, each.one_pass, most)
+
+
+def _weighed(
+    args: argparse.Namespace, target: str, found: Sequence[AtHand]
+) -> tuple[list[AtHand], dict[str, Acceptance]]:
+    """The methods, refused too where measuring them refuses, and the acceptance of those that are possible."""
+    examined, acceptances = [], {}
+    for each in found:
+        if not each.refusal:
+            try:
+                acceptances[each.method.name] = _acceptance(args, target, each)
+            except ConfigError as error:
+                each = replace(each, refusal=" ".join(str(error).split()))
+        examined.append(each)
+    return examined, acceptances
 
 
 def _acceptance(args: argparse.Namespace, target: str, each: AtHand) -> Acceptance:

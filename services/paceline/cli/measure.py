@@ -35,10 +35,10 @@ def acceptance_of(target: str, each: AtHand, prompts: Sequence[str], temperature
             for chunk in generation:
                 if (done := chunk.round) is not None and done.num_drafted:
                     accepted, cut = accepted + done.num_accepted, cut + (done.num_accepted < done.num_drafted)
+    what = f"measured, {len(prompts)} x {_NUM_TOKENS} tokens at temperature {temperature:g}"
     if not accepted + cut:
-        return 0.0, f"measured, {len(prompts)} prompts: it proposed nothing"
-    most = min(accepted / (accepted + cut), 0.99)
-    return most, f"measured, {len(prompts)} prompts of {_NUM_TOKENS} tokens at temperature {temperature:g}"
+        return 0.0, f"{what}: it proposed nothing"
+    return min(accepted / (accepted + cut), 0.99), what
 
 
 def _local(config: ServiceConfig) -> LocalConfig:
