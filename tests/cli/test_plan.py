@@ -133,6 +133,8 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
         ({"--requests-per-s": "1"}, "one of --sessions and --requests-per-s is needed, and not both"),
         ({"--from": "nothing.json"}, "nothing.json cannot be read as JSON"),
         ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
+        ({"--head-acceptance": "0.6"}, "--head-acceptance 0.6 is given without --head-step-ms"),
+        ({"--head-step-ms": "1", "--head-tokens": "3"}, "--head-step-ms 1 is given without --head-acceptance"),
     ],
 )
 def test_flags_at_odds(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +151,21 @@ def test_what_is_not_given_comes_from_a_run(capsys: pytest.CaptureFixture[str]) 
     assert assumed["target"]["points"][0][1] == pytest.approx(0.0187, abs=1e-3)
     assert plan(none | {"--from": source, "--at-temperature": "0.5"}) == EXIT_USAGE
     assert "which has 0, 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": ["medusa=x"]}, "was measured with the head medusa=x: the time of its target's steps holds that"),
+        ({"drafter": "ngram"}, "was measured with --drafter ngram: a run with a draft model is needed"),
+    ],
+)
+def test_a_run_with_another_drafter_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    data = json.loads((RESULTS / "local-heavy.json").read_text(encoding="utf-8"))
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(data | {"settings": data["settings"] | settings}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read(path)
 
 
 @pytest.mark.parametrize("content", [[], {}, {"requests": [{}], "summaries": []}])
@@ -208,6 +225,30 @@ def test_the_same_devices_in_four_ways(capsys: pytest.CaptureFixture[str]) -> No
     assert ways["overlapped"]["per_device"] == pytest.approx(ways["overlapped"]["tokens_per_s"] / 3)
     assert ways["co-located"]["load"]["targets"] == 1  # the third device is too little for a target
     assert ways["overlapped"]["tokens_per_s"] > ways["co-located"]["tokens_per_s"] > ways["plain"]["tokens_per_s"]
+
+
+def test_a_head_in_the_place_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    """A depth of a twentieth of a step, acceptance 0.6: K tokens cost K / 20 steps and bring 0.6 + 0.36 + .."""
+    head: dict[str, str | None] = {"--head-step-ms": "0.575", "--head-acceptance": "0.6", "--sessions": "1"}
+    assert plan(head, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["head"]["share"] == pytest.approx(4 * 0.05)
+    assert found["head"]["accepted"] == pytest.approx(0.6 + 0.36 + 0.216 + 0.1296)
+    ways = {way["name"]: way for way in found["same_devices"]}
+    assert list(ways) == ["plain", "co-located", "head", "sequential", "overlapped"]
+    headed, plainly = ways["head"]["predicted"], ways["plain"]["predicted"]
+    k = headed["k"]
+    assert 1 <= k <= 4
+    row = 1 / 295
+    gain = (1 - 0.6 ** (k + 1)) / 0.4 / (k * 0.05 + 1 + k * row)
+    assert headed["tokens_per_s"] / plainly["tokens_per_s"] == pytest.approx(gain, rel=0.01)
+    assert ways["head"]["tokens_per_s"] == pytest.approx(headed["tokens_per_s"], rel=0.05)
+    assert plan(head) == 0
+    printed = capsys.readouterr().out
+    assert "its 4 tokens take 20% of a step, and 1.31 of them are accepted" in printed
+    assert "In the place of the drafts, with at most" in printed
+    assert plan(head | {"--slo-itl-ms": "0.1"}) == 1
+    assert "none of whose devices a head could make another use" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from paceline.cli.table import table, working
 from paceline.errors import ConfigError
 from paceline.plan import measured
 from paceline.plan.closed_form import Requests, System
-from paceline.plan.devices import Devices, Way, ways
+from paceline.plan.devices import Devices, HeadTimes, Way, ways
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.search import (
     MOST_FAN_OUT,
@@ -40,6 +40,7 @@ from paceline.plan.search import (
     whole,
 )
 from paceline.plan.times import StepTable
+from paceline.types import MAX_DRAFT_TOKENS
 
 _RIDGE = 295
 """Tokens of a bf16 step whose arithmetic takes as long as reading the weights on an H100: 989 TFLOP/s over 3.35 TB/s,
@@ -47,6 +48,7 @@ with 2 FLOP and 2 bytes for each weight."""
 _BANDWIDTH_GB_S = 3350
 _DEVICE_COST = 2.5
 _OUTPUT_TOKENS = 256
+_HEAD_TOKENS = 4
 _HIT_K = 4
 """--hit-rate is that of so many draft tokens."""
 
@@ -101,6 +103,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="overlapped steps take so many times as long: cores or memory that both kinds share (default 1)",
     )
+    group = parser.add_argument_group("a head of the target, in the place of a draft")
+    help_ = "one depth of one session, as paceline status says; being fed is part of the target's step"
+    group.add_argument("--head-step-ms", type=_number(0, open_low=True), metavar="MS", help=help_)
+    help_ = f"each further session (default: 1/{_RIDGE} of that)"
+    group.add_argument("--head-row-ms", type=_number(0), metavar="MS", help=help_)
+    help_ = "probability that one of its tokens is accepted, given those before it"
+    group.add_argument("--head-acceptance", type=_number(0, 1, open_high=True), metavar="A", help=help_)
+    help_ = f"the most that it proposes at once (default {_HEAD_TOKENS})"
+    group.add_argument("--head-tokens", type=_count_to(MAX_DRAFT_TOKENS), metavar="N", help=help_)
     group = parser.add_argument_group("keys and values that each step reads, for requests")
     group.add_argument("--target-kv-kib", type=_number(0), metavar="KIB", help="of a token, in one rank (default 0)")
     group.add_argument("--draft-kv-kib", type=_number(0), metavar="KIB", help="the same of the draft (default 0)")
@@ -251,6 +262,22 @@ def system_of(args: argparse.Namespace) -> System:
     )
 
 
+def head_of(args: argparse.Namespace) -> HeadTimes | None:
+    """The head that the flags describe; None: none. Raises ConfigError."""
+    given = {
+        flag: getattr(args, flag[2:].replace("-", "_"))
+        for flag in ("--head-step-ms", "--head-acceptance", "--head-row-ms", "--head-tokens")
+    }
+    if all(value is None for value in given.values()):
+        return None
+    for flag in ("--head-step-ms", "--head-acceptance"):
+        if given[flag] is None:
+            other, value = next((name, value) for name, value in given.items() if value is not None)
+            raise ConfigError(f"{other} {value:g} is given without {flag}: a head needs its time and its acceptance")
+    depth = _steps(args.head_step_ms, args.head_row_ms, None, "--head")
+    return HeadTimes(depth, args.head_acceptance, args.head_tokens or _HEAD_TOKENS)
+
+
 def _steps(step_ms: float | None, row_ms: float | None, known: StepTable | None, flag: str) -> StepTable:
     if step_ms is not None:
         return StepTable.affine(step_ms / 1e3, (step_ms / _RIDGE if row_ms is None else row_ms) / 1e3)
@@ -321,7 +348,7 @@ def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Runs ``paceline plan``."""
-    system, wish = system_of(args), wish_of(args)
+    system, wish, head = system_of(args), wish_of(args), head_of(args)
     devices = Devices(args.target_devices, args.draft_devices)
     prices = prices_of(args, devices)
     same: list[Way] = []
@@ -331,13 +358,16 @@ def run_plan(args: argparse.Namespace) -> int:
         plain = plain and whole(system, wish, plain, seed=args.seed)
         overlapped = overlapped and whole(system, wish, overlapped, seed=args.seed)
         if overlapped is not None:
-            same = list(ways(system, overlapped.load, overlapped.predicted.k, devices, seed=args.seed))
+            k = overlapped.predicted.k
+            same = list(ways(system, overlapped.load, k, devices, head=head, seed=args.seed))
     if args.json:
-        print(json.dumps(as_json(system, wish, prices, plain, overlapped, same), indent=2))
+        print(json.dumps(as_json(system, wish, prices, plain, overlapped, same, head), indent=2))
     else:
         print("\n".join(report(system, wish, prices, plain, overlapped)))
         if same:
             print("\n".join(("", *same_devices(devices, same))))
+        if head is not None:
+            print("\n".join(("", *about_head(system, head, same))))
     return EXIT_DONE if plain or overlapped else EXIT_FAILED
 
 
@@ -348,6 +378,7 @@ def as_json(
     plain: Fleet | None,
     overlapped: Fleet | None,
     same: Sequence[Way],
+    head: HeadTimes | None = None,
 ) -> dict[str, Any]:
     """The object that ``--json`` prints; null where no fleet keeps the limit, and for what there is none of."""
     found = {
@@ -358,6 +389,7 @@ def as_json(
         "config": settings_of(system, overlapped) if overlapped else None,
         "speculation_pays": pays(plain, overlapped),
         "same_devices": [asdict(way) for way in same],
+        "head": asdict(head) | {"accepted": head.accepted, "share": head.share(system.target)} if head else None,
     }
     finite: dict[str, Any] = _finite(found)
     return finite
@@ -454,6 +486,25 @@ def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:
         for way in same
     ]
     yield from table(rows, sys.stdout)
+
+
+def about_head(system: System, head: HeadTimes, same: Sequence[Way]) -> Iterator[str]:
+    """What a head costs and brings, and what it yields in the place of drafts."""
+    yield (
+        f"head: {head.depth.seconds(1) * 1e3:.3g} ms a depth of one session, acceptance {head.acceptance:.3g}: its "
+        f"{_number_of(head.num_tokens, 'token')} take {head.share(system.target):.0%} of a step, and "
+        f"{head.accepted:.2f} of them are accepted"
+    )
+    of = {way.name: way for way in same}
+    if "head" not in of:
+        yield "No fleet with drafts keeps the limit, so there is none of whose devices a head could make another use."
+        return
+    headed, plainly, drafted = (of[name].per_device for name in ("head", "plain", "overlapped"))
+    k = _number_of(of["head"].simulated.k, "token")
+    yield (
+        f"In the place of the drafts, with at most {k} at once, it yields {headed / plainly:.2f} times what "
+        f"plain decoding does on each device, and {headed / drafted:.2f} times what overlapped decoding does."
+    )
 
 
 def _two(seconds: Mapping[int, float]) -> str:

@@ -93,6 +93,13 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
     requests = [r for r in data["requests"] if r["temperature"] == temperature and r["mode"] in modes]
     of = {mode: [r for r in requests if r["mode"] == mode.value] for mode in Mode}
     sessions = int(data["settings"]["sessions"])
+    if heads := data["settings"].get("heads"):
+        raise ConfigError(
+            f"{path} was measured with the head {heads[0]}: the time of its target's steps holds that of the head, so "
+            "measure without --head, and give --head-step-ms and --head-acceptance"
+        )
+    if (drafter := data["settings"].get("drafter", "model")) != "model":
+        raise ConfigError(f"{path} was measured with --drafter {drafter}: a run with a draft model is needed")
     target = StepTable.measured(_steps(requests, "target_steps"))
     draft = StepTable.measured(_steps(requests, "draft_steps"))
     widths = [width for width, _ in _steps(of[Mode.OVERLAPPED], "draft_steps")]
@@ -103,6 +110,8 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
     trials = accepted = 0
     for request in (*of[Mode.SEQUENTIAL], *of[Mode.OVERLAPPED]):
         for r in request["rounds"]:
+            if r.get("producer") == "lookup":
+                continue
             accepted += r["accepted"]
             trials += min(r["drafted"], r["accepted"] + 1)
     if not trials:
