@@ -132,6 +132,8 @@ def speculation_of(result: Result) -> dict[str, Any]:
         "acceptance_histogram": {str(i): count for i, count in sorted(stats.acceptance_histogram.items())},
         "lookup_drafted": stats.lookup_drafted,
         "lookup_accepted": stats.lookup_accepted,
+        "head_drafted": stats.head_drafted,
+        "head_accepted": stats.head_accepted,
         "timing": {
             "queue_s": timing.queue_s,
             "prefill_s": timing.prefill_s,
@@ -145,6 +147,6 @@ def round_of(chunk: Chunk) -> dict[str, Any]:
     """Which text of a chunk was drafted, and how its round went: the extension field of an event."""
     found: dict[str, Any] = {"segments": [{"text": text, "drafted": drafted} for text, drafted in chunk.segments]}
     if (one := chunk.round) is not None:
-        counts = {"drafted": one.num_drafted, "accepted": one.num_accepted, "lookup": one.lookup}
-        found["round"] = {"cause": one.cause.value, **counts}
+        counts = {"drafted": one.num_drafted, "accepted": one.num_accepted}
+        found["round"] = {"cause": one.cause.value, **counts, "lookup": one.lookup, "head": one.head}
     return found

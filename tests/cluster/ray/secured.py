@@ -91,6 +91,16 @@ class Secured:
         with pytest.raises(OSError):
             urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=30)
 
+    def completion(self, port: int, sampling: dict) -> dict:
+        """The body of a completion over HTTP."""
+        context = ssl.create_default_context(cafile=str(self.public.ca))
+        body = json.dumps({"prompt": "hello", **sampling}).encode()
+        request = urllib.request.Request(
+            f"https://{HOST}:{port}/v1/completions", body, {"Authorization": "Bearer key-of-alice"}
+        )
+        with urllib.request.urlopen(request, context=context, timeout=30) as reply:
+            return json.loads(reply.read())
+
     def metrics(self, port: int, line: str) -> str:
         """The metrics page, once it shows a line."""
         context = ssl.create_default_context(cafile=str(self.public.ca))

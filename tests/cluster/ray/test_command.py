@@ -30,6 +30,7 @@ from paceline.cluster.launch import reserved_cpus
 from paceline.cluster.ports import free_ports
 from paceline.cluster.watch import reason_of
 from paceline.errors import ConfigError, EngineError
+from paceline.types import Mode, SpeculationParams
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -249,6 +250,49 @@ def require_streams_without_a_controller(running, pids, secured):
     assert "stopping" not in running.text()
 
 
+def require_heads(running, secured):
+    """Tokens of a head are told by rounds, results, HTTP, the metrics and ``paceline status``, and change no text.
+
+    Its draft has something for most rounds, so it takes a few requests until the head has had its turn.
+    """
+    end, seed = time.monotonic() + 60, 0
+    with secured.client(running.grpc_port, "alice") as client:
+        while True:
+            assert time.monotonic() < end, "no token of the head was accepted"
+            seed += 1
+            sampling = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": seed}
+            stream = client.generate("hello", **sampling)
+            rounds = [chunk.round for chunk in stream if chunk.round is not None and chunk.round.head]
+            result = stream.result
+            assert sum(each.num_drafted for each in rounds) == result.speculation.head_drafted
+            assert sum(each.num_accepted for each in rounds) == result.speculation.head_accepted
+            if result.speculation.head_accepted:
+                break
+        plain = client.generate("hello", speculation=SpeculationParams(mode=Mode.PLAIN), **sampling).result
+        assert plain.token_ids == result.token_ids
+        assert plain.speculation.drafted == 0
+    page = secured.metrics(running.http_port, 'paceline_controller_head_on{head="draft_model"')
+    (used,) = re.findall(r"^paceline_target_head_rows_used_total(?:\{.*\})? (\S+)$", page, re.MULTILINE)
+    assert float(used) >= result.speculation.head_accepted
+    end = time.monotonic() + 60
+    while True:  # the same request over HTTP, which the draft may have answered this time
+        (choice,) = secured.completion(running.http_port, sampling | {"return_token_ids": True})["choices"]
+        assert choice["token_ids"] == list(result.token_ids)
+        if choice["speculation"]["head_accepted"]:
+            break
+        assert time.monotonic() < end
+    flags = ["--address", f"{HOST}:{running.grpc_port}", "--tls-ca", str(secured.public.ca)]
+    printed = subprocess.run(
+        [sys.executable, "-m", "paceline", "status", *flags, "--api-key", "key-of-alice"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert re.search(r"head draft_model .*: [1-9]\d*% of rounds had its proposal, \d+% of it accepted", printed), (
+        printed
+    )
+
+
 def is_ours(pid):
     """Whether a process is a replica, the proxy before them, or what watches over that."""
     with contextlib.suppress(OSError):
@@ -268,9 +312,11 @@ def wait_gone(pids, timeout_s=30):
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), *nightly([(signal.SIGKILL, -9)])])
 def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(pair, tmp_path, number, status):
     secured = Secured(tmp_path)
-    with Running(pair, tmp_path, *secured.flags) as running:
+    head = ["--head", f"draft_model={pair / 'draft'},3", "--set", "target_config.engine_kwargs.adaptive=false"]
+    with Running(pair, tmp_path, *secured.flags, *head) as running:
         running.wait_for("ready\n")
         secured.check(running.grpc_port, running.http_port)
+        require_heads(running, secured)
         family = require_table(running)
         assert len(family) > 6
         sockets_of_ray = (part for pid in family for part in command_line(pid) if "/sockets/" in part)
