@@ -51,7 +51,9 @@ def model_of(method: Method) -> str | None:
     """The checkpoint of the package that a method reads; None: it needs none, or there is none."""
     if method.kind in HEAD_DIRS:
         return f"paceline/embedded-{method.kind}"
-    return "paceline/embedded-draft" if method.kind in ("model", "draft_model") else None
+    if method.options.get("vocabulary") == "shared" or "parallel_tokens" in method.options:
+        return None
+    return "paceline/embedded-draft" if method.kind in ("model", "draft_model", "cascade") else None
 
 
 def measured() -> list[Method]:
@@ -67,7 +69,7 @@ def local_config(method: Method, k: int) -> LocalConfig:
     target = MODEL | {"path": setup.source, "adaptive": not method.kind, "heads": heads}
     draft = draft_setup and draft_setup.options
     if draft_setup is not None and draft_setup.source is not None:
-        draft = MODEL | {"path": draft_setup.source}
+        draft = draft_setup.options.model_dump(exclude_unset=True) | MODEL | {"path": draft_setup.source}
     return LocalConfig(target=target, draft=draft, worker="thread")
 
 

@@ -61,7 +61,7 @@ MANY_CASES = {
     "drafters/test_head_formats.py::test_what_does_not_fit_is_refused_in_one_sentence_before_weights_are_read": _TABLE,
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
     "lossless/test_engines.py::test_alone_everywhere": _PRODUCT,
-    "lossless/test_methods.py::test_a_cell_is_what_the_table_says": "the table of methods; all but 20 are nightly",
+    "lossless/test_methods.py::test_a_cell_is_what_the_table_says": "the table; all but about 20 are nightly",
     "model/attention/test_native.py::test_it_is_attention": _PRODUCT,
     "model/compiled/test_linear.py::test_every_number_of_rows_that_is_computed_together": "all but eight are nightly",
     "model/test_families.py::test_a_family_conforms_or_is_refused_with_the_reason": "all but six are nightly",

@@ -35,8 +35,8 @@ class Row:
     """How a method is run by the tests, and what it does not do."""
 
     model: str | None
-    """A checkpoint of the package, or ``synthetic:NAME`` for random weights in a published format
-    (``tests/drafters/head_files.py``, or a draft); None: it reads none."""
+    """A checkpoint of the package, ``made:NAME`` for one that is made of the embedded draft, or ``synthetic:NAME`` for
+    random weights in a published format (``tests/drafters/head_files.py``); None: it reads none."""
     limits: Mapping[Column, str] = field(default_factory=dict)
     """Columns in which its sessions have none of its tokens, or chains of them alone, and why."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -56,9 +56,12 @@ ROWS: dict[str, Row] = {
     "draft model, sequential": Row(
         "paceline/embedded-draft", {Column.TREE: "chains: sequential sessions stay comparable"}
     ),
+    "draft of another vocabulary": Row("made:other_vocabulary"),
+    "PARD": Row("made:pard"),
+    "cascade, vertical": _DRAFT,
+    "cascade, horizontal": _DRAFT,
     "n-grams": Row(None),
     "suffixes": Row(None),
-    "cascade": Row(None),
     "plugin": Row(None),
     "prompt lookup": Row(
         None,
@@ -134,7 +137,8 @@ def elsewhere(method: Method) -> dict[str, Any]:
     kind, target = method.kind or "lookup", {"model_loading_config": {"model_id": "my-model"}}
     if method.place is Place.TARGET:
         return {"target_config": target, "draft_config": {"kind": kind}}
-    heads = [{"method": kind, "model": "/models/other"}]
+    options = method.options if kind == "model" else {}
+    heads = [{"method": "draft_model" if kind == "model" else kind, "model": "/models/other", **options}]
     return {"target_config": {**target, "engine_kwargs": {"heads": heads}}, "draft_config": None}
 
 
@@ -148,7 +152,9 @@ def with_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
 def other_entry(method: Method) -> Method | None:
     """The entry that has the same drafter in the other place."""
     same = {"model": "draft_model", "draft_model": "model"}.get(method.kind)
-    return next((other for other in METHODS if other.kind == same and same is not None), None)
+    if same is None or (method.place is Place.POOL and method.options):
+        return None
+    return next(other for other in METHODS if other.kind == same)
 
 
 def snippet(method: Method) -> str:

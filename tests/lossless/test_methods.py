@@ -1,15 +1,17 @@
 """The cells of docs/methods.md: each method alone, built from its configuration, gives the text of plain decoding.
 
-The fast ring runs each column at least once, the slow ring every method at least once and two across ranks, the nightly
+The fast ring runs each column at least once, the slow ring every method at least once and one across ranks, the nightly
 ring all cells.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
+import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +24,7 @@ from tests.lossless.test_engines import PROCESSORS
 from tests.lossless.test_trees import any_subtrees
 from tests.support.pump import Pump, Request, assert_same
 from tests.support.rings import nightly, slow
+from tests.support.vocabularies import other_vocabulary
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import LocalConfig, ServiceConfig, TargetSetup
@@ -30,7 +33,7 @@ from paceline.draft.build import build_draft_engine
 from paceline.drafters.catalogue import METHODS, Method, Place, method_named
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.protocol import Candidates
-from paceline.embedded import TARGET_DIR
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.local import LocalPipeline
 from paceline.model.device import resolve
 from paceline.model.loading import LoadedModel, load_model
@@ -79,13 +82,27 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("methods")
 
 
+def pard(folder: Path) -> Path:
+    """The embedded draft, which was never taught what its pard token means: it is right about the first token alone."""
+    shutil.copytree(DRAFT_DIR, folder, dirs_exist_ok=True)
+    config = json.loads((DRAFT_DIR / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"spd_type": "pard", "pard_token": 1}), encoding="utf-8")
+    return folder
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {"other_vocabulary": other_vocabulary, "pard": pard}
+
+
 def sources(method: Method, folder: Path) -> tuple[str, str | None]:
     """Directories of the target and of the method's checkpoint."""
     model = ROWS[method.name].model
-    if model is None or not model.startswith("synthetic:"):
+    kind, _, name = (model or "").rpartition(":")
+    if kind == "made":
+        return "paceline/embedded-target", str(MAKERS[name](folder / name))
+    if kind != "synthetic":
         return "paceline/embedded-target", model
-    head = made(model.partition(":")[2])
-    target, path = folder / f"target-{head.target}", folder / model.partition(":")[2]
+    head = made(name)
+    target, path = folder / f"target-{head.target}", folder / name
     if not target.exists():
         write_target(target, head.target)
     return str(target), str(path if path.exists() else head.write(path))
@@ -99,9 +116,9 @@ def configuration(method: Method, column: Column, folder: Path) -> ServiceConfig
     engine |= options | ROWS[method.name].options
     if method.place is Place.POOL:
         drafts = tree["draft_config"].setdefault("engine_kwargs", {})
-        drafts |= {"tree_step_tokens": 16, **(MODEL if method.needs_model else {})}
+        drafts |= {"tree_step_tokens": 16, **(MODEL if method.kind == "model" else {})}
         if method.kind == "cascade":
-            drafts["drafters"] = [d | ({"options": dict(MODEL)} if "model" in d else {}) for d in drafts["drafters"]]
+            drafts["drafters"][0]["options"] = MODEL
     return ServiceConfig.parse(tree)
 
 
@@ -210,7 +227,7 @@ def check_ranks(method: Method, folder: Path) -> None:
     setup, draft_setup = config.target_setup(), config.draft_setup()
     target = setup.options.model_dump(exclude_unset=True) | {"path": setup.source, "tensor_parallel_size": 2}
     draft: Any = draft_setup and draft_setup.options
-    if draft_setup is not None and method.needs_model:
+    if draft_setup is not None and method.kind == "model":
         draft = {"path": draft_setup.source, **draft_setup.options.model_dump(exclude_unset=True)}
     local = LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)
     with pytest.MonkeyPatch.context() as patch:
@@ -251,7 +268,7 @@ FAST = {
     ("P-EAGLE", Column.REJECTION),
 }
 FAST |= {(name, column) for name, row in ROWS.items() for column in row.refused}
-SLOW = {("draft model, sequential", Column.RANKS), ("MTP", Column.RANKS)}
+SLOW = {("MTP", Column.RANKS)}
 SLOW |= {(m.name, Column.TREE) for m in METHODS if not any(m.name == name for name, _ in FAST | SLOW)}
 
 

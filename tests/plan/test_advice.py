@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.drafters.at_hand import UNFORECAST
 from paceline.drafters.catalogue import METHODS
 from paceline.plan import advice
 from paceline.plan.advice import Candidate, Forecast, Site, forecasts
@@ -94,7 +95,7 @@ def test_a_forecast_that_forgets_what_drafting_costs_is_noticed(monkeypatch: pyt
 
 
 def test_every_method_has_an_assumption_with_its_source() -> None:
-    kinds = {method.kind for method in METHODS} - {"", "plugin", "cascade"}
+    kinds = {method.kind for method in METHODS} - {"", *UNFORECAST}
     assert kinds == set(ASSUMED)
     for kind in kinds:
         for text in TEXTS:

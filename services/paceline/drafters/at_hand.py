@@ -9,13 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.tokenizer import require_same_tokens
+from paceline.checkpoint.pard import parallel_draft
+from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import HeadOptions
 from paceline.drafters.catalogue import METHODS, Method, Place
 from paceline.drafters.heads.early_exit import open_exit
 from paceline.drafters.heads.load import mtp_layers, open_head
 from paceline.errors import ConfigError, PacelineError
 from paceline.types import MAX_DRAFT_TOKENS, Mode
+
+UNFORECAST = {
+    "plugin": "what a plugin brings is known to its author alone",
+    "cascade": "several drafters at once are not forecast",
+}
+"""Kinds of drafters that can be configured, but not weighed against the others -> why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +69,8 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
     """Raises ConfigError or TokenizerMismatchError if the method cannot be used."""
     size = target.size()
     assert size is not None
-    if method.kind == "plugin":
-        raise ConfigError("what a plugin brings is known to its author alone: measure it with paceline bench local")
-    if method.kind == "cascade":
-        raise ConfigError("what a cascade brings depends on its drafters: measure it with paceline bench local")
+    if method.kind in UNFORECAST:
+        raise ConfigError(f"{UNFORECAST[method.kind]}: measure it with paceline bench local")
     if method.needs_model and source is None:
         flag = "--draft DIRECTORY" if method.kind in ("model", "draft_model") else f"--head {method.kind}=DIRECTORY"
         raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")
@@ -78,11 +83,13 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
         return AtHand(exits, None, forward_bytes=int(share * size.weights_bytes))
     if method.kind in ("model", "draft_model"):
         assert source is not None
-        draft = Checkpoint.open(source)
-        require_same_tokens(target.tokenizer, draft.tokenizer)
+        draft, vocabulary = Checkpoint.open(source), method.options.get("vocabulary", "same")
+        if require_tokens(target.tokenizer, draft.tokenizer, vocabulary) is None and vocabulary == "shared":
+            raise ConfigError(f"the draft {source!r} has the target's tokens: it needs no other vocabulary")
+        at_once, _ = parallel_draft(draft, method.options.get("parallel_tokens"))
         drafts = draft.size()
         assert drafts is not None
-        return AtHand(method, source, forward_bytes=drafts.weights_bytes)
+        return AtHand(method, source, forward_bytes=drafts.weights_bytes, one_pass=at_once > 1)
     if method.place is Place.POOL:
         return AtHand(method)
     if method.kind == "mtp" and source is None and not mtp_layers(target):

@@ -65,6 +65,9 @@ class Method:
                 draft["model_loading_config"] = {"model_id": model}
             if self.options:
                 draft["engine_kwargs"] = dict(self.options)
+            if self.kind == "cascade":  # its first drafter is the model
+                first = draft.pop("model_loading_config")["model_id"]
+                draft["engine_kwargs"]["drafters"] = [{"model": first}, *self.options["drafters"]]
         target_config: dict[str, Any] = {"model_loading_config": {"model_id": target}}
         if engine:
             target_config["engine_kwargs"] = engine
@@ -92,6 +95,42 @@ METHODS: tuple[Method, ...] = (
         mode=Mode.SEQUENTIAL,
     ),
     Method(
+        "draft of another vocabulary",
+        Place.POOL,
+        "model",
+        "token-level intersection (2502.05202)",
+        "any causal language model that shares most tokens of ordinary text with the target",
+        "targets for which no draft was trained",
+        {"vocabulary": "shared"},
+    ),
+    Method(
+        "PARD",
+        Place.POOL,
+        "model",
+        "PARD (2504.18583)",
+        "a causal language model whose config.json names a `pard_token`",
+        "several tokens for the time of one, where such a draft exists",
+        {"parallel_tokens": 8},
+    ),
+    Method(
+        "cascade, vertical",
+        Place.POOL,
+        "cascade",
+        "cascade speculative drafting (2312.11462)",
+        "any causal language model with the target's tokenizer",
+        "a draft model that is slow itself: n-grams guess for it",
+        {"arrangement": "vertical", "drafters": [{"kind": "ngram"}], "lengths": [4]},
+    ),
+    Method(
+        "cascade, horizontal",
+        Place.POOL,
+        "cascade",
+        "cascade speculative drafting (2312.11462)",
+        "any causal language model with the target's tokenizer",
+        "long proposals: suffixes draft the positions behind those of a draft model",
+        {"arrangement": "horizontal", "drafters": [{"kind": "suffix"}], "lengths": [2]},
+    ),
+    Method(
         "n-grams",
         Place.POOL,
         "ngram",
@@ -106,15 +145,6 @@ METHODS: tuple[Method, ...] = (
         "suffix decoding (2411.04975)",
         "",
         "agents that write long passages again, within a session or across sessions (`shared_tokens`, `corpus`)",
-    ),
-    Method(
-        "cascade",
-        Place.POOL,
-        "cascade",
-        "cascade speculative drafting (2312.11462)",
-        "",
-        "draft models that are slow themselves: a smaller drafter guesses for them, or drafts behind them",
-        {"drafters": [{"model": "paceline/embedded-draft"}, {"kind": "ngram"}]},
     ),
     Method(
         "plugin",
