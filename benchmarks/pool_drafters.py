@@ -102,7 +102,7 @@ def adapted_for_pard(folder: Path, tokens_at_once: int, num_steps: int) -> str:
 
 def measure(draft: Any, temperature: float, k: int, max_tokens: int) -> str:
     """One line of figures of one drafter."""
-    target = TargetModel(path=str(TARGET_DIR), adaptive=False, **RUN)
+    target = TargetModel(path=str(TARGET_DIR), adaptive=False, batch_invariant="off", **RUN)
     config = LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)
     setup = config.draft_setup()
     assert setup is not None

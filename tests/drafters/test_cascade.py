@@ -201,6 +201,7 @@ def test_its_setup_and_its_memory_are_those_of_its_parts() -> None:
     assert "draft_config.engine_kwargs.drafters[0].model" in keys
 
 
+@pytest.mark.slow
 def test_a_pipeline_serves_it() -> None:
     run = {"dtype": "float32", "compile": False}
     options = CascadeOptions.model_validate({"drafters": [EMBEDDED, {"kind": "ngram"}], "tree_step_tokens": 8})

@@ -135,6 +135,25 @@ def test_mutants_are_caught(folder: str, checked, mutant, monkeypatch: pytest.Mo
         walk(folder, checked)
 
 
+def test_a_token_without_any_of_the_draft_is_passed_over(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A special token that the draft lacks: nothing to compute, nothing proposed, and then it goes on."""
+    drafter, shared = drafter_of(folder)
+    prompt = Checkpoint.open(str(TARGET_DIR)).tokenizer.encode(PROMPT)
+    sampler = SamplerState(SamplingParams(), 1, prompt, vocab_size=VOCAB)
+    drafter.open("s", prompt, sampler)
+    while drafter.prefill():
+        pass
+    before = drafter.expand([Leaf("s", 0, (), ())])
+    lacking = next(i for i in range(VOCAB) if i not in shared.draft_ids)
+    monkeypatch.setattr(shared, "encode", lambda token_ids, start=True: [])
+    drafter.advance("s", [lacking], [1], [])
+    assert not drafter.expand([Leaf("s", 1, (), ())]).log_q.isfinite().any()
+    drafter.check_integrity()
+    drafter.advance("s", [int(before.token_ids[0, 0])], [2], [])
+    assert drafter.expand([Leaf("s", 2, (), ())]).log_q.isfinite().any()
+    drafter.check_integrity()
+
+
 def test_a_context_that_the_draft_cannot_hold_is_refused(folder: str) -> None:
     """It may have more tokens than the target's; at the start, or when it has grown."""
     target = Checkpoint.open(str(TARGET_DIR)).tokenizer

@@ -95,7 +95,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
     return {"shared vocabulary": shared, "pard": pard, "vertical": vertical, "horizontal": horizontal}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:3], *slow(KINDS[3:])])
 @pytest.mark.parametrize(
     ("temperature", "acceptance"),
     [(1.0, Acceptance.COUPLED), *slow([(0.0, Acceptance.COUPLED)]), *nightly([(0.0, Acceptance.REJECTION)])],
