@@ -59,6 +59,7 @@ MANY_CASES = {
     "drafters/test_head_formats.py::test_a_known_mistake_is_no_longer_what_the_oracle_computes": "every known mistake",
     "drafters/test_head_formats.py::test_every_published_format_loads_and_computes_what_the_oracle_computes": _FORMATS,
     "drafters/test_head_formats.py::test_what_does_not_fit_is_refused_in_one_sentence_before_weights_are_read": _TABLE,
+    "drafters/test_head_sessions.py::test_fed_in_any_chunks_on_any_pages_the_tree_is_that_of_one_forward": _FORMATS,
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
     "lossless/test_engines.py::test_alone_everywhere": _PRODUCT,
     "lossless/test_methods.py::test_a_cell_is_what_the_table_says": "the table; all but about 20 are nightly",
@@ -80,7 +81,7 @@ MANY_CASES = {
 COMPARISONS = {
     "bench/test_load.py": 14,
     "draft/test_rejection.py": 4,
-    "lossless/test_engines.py": 3,
+    "lossless/test_engines.py": 4,
     "lossless/test_seeds.py": 12,
     "lossless/test_statistical.py": 20,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class HeadFile:
     file: str = "model.safetensors"
     boundaries: tuple[int, ...] = (-1,)
     target: str = "llama"
+    beside: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors in files of their own."""
 
     def write(self, folder: Path) -> Path:
         """Writes config.json and the weights; ``.index.json`` in the name: two shards."""
@@ -50,6 +52,8 @@ class HeadFile:
             save_file(tensors, folder / self.file)
         else:
             torch.save(tensors, folder / self.file)
+        for name, tensor in self.beside.items():
+            torch.save(tensor, folder / f"{name}.pt")
         return folder
 
     @property
@@ -223,6 +227,98 @@ def eagle3(
     return HeadFile(method, config, tensors, head_oracles.eagle3, boundaries=used)
 
 
+BLOCK, TAPS, GROUP, RANK, TOP_K = 6, 2, 8, 12, 16
+MASK = VOCAB - 2
+
+
+def block(
+    method: str = "dflash",
+    *,
+    form: str = "z-lab",
+    num_layers: int = 2,
+    second: bool = False,
+    rank: int = 0,
+    gated: bool = False,
+    draft: int = VOCAB,
+    embed: bool = False,
+    mask: bool = False,
+    family: str = "qwen3",
+    confidence: str = "",
+    layer_ids: list[int] | None = None,
+    **own: Any,
+) -> HeadFile:
+    """DFlash, DFlash 2 (``second``), DSpark (``rank``) and JetSpec, by the keys of ``form``: z-lab, deepspec,
+    speculators. ``confidence``: what its head sees, "row" or "row and token". ``own``: further keys."""
+    ids = [1, 4] if layer_ids is None else layer_ids  # layers whose output is read
+    tensors = {"fc.weight": normal(SIZE, len(ids) * SIZE), "hidden_norm.weight": norm(), "norm.weight": norm()}
+    for i in range(num_layers):
+        tensors |= layer(f"layers.{i}", qk_norm=family == "qwen3")
+        tensors[f"layers.{i}.input_layernorm.weight"] = norm()
+        for part in ("attention_conv", "mlp_conv") if second else ():
+            base = 0.3 * torch.randn(2, TAPS, SIZE, generator=_GENERATOR)
+            base[:, 0] += 1
+            tensors[f"layers.{i}.{part}.base_kernel"] = base
+            tensors[f"layers.{i}.{part}.kernel_projection.weight"] = 0.3 * normal(2 * TAPS * SIZE // GROUP, SIZE)
+    if second:
+        for name in ("predecessor", "successor"):
+            tensors[f"candidate_selector.{name}_codebook"] = torch.randn(VOCAB, RANK, generator=_GENERATOR)
+        tensors["candidate_selector.hidden_projection.weight"] = normal(RANK, SIZE)
+    if rank:
+        tensors["markov_head.markov_w1.weight"] = torch.randn(VOCAB, rank, generator=_GENERATOR)
+        tensors["markov_head.markov_w2.weight"] = normal(draft, rank)
+    if gated:
+        tensors["markov_head.gate_proj.weight"] = normal(rank, SIZE + rank)
+        tensors["markov_head.gate_proj.bias"] = 0.3 * normal(rank)
+    if confidence:
+        tensors["confidence_head.proj.weight"] = 0.1 * normal(1, SIZE + rank * (confidence == "row and token"))
+        tensors["confidence_head.proj.bias"] = torch.ones(1)
+    if embed:
+        tensors |= {"embed_tokens.weight": normal(VOCAB, SIZE) * SIZE**0.5}
+    if embed or draft != VOCAB:
+        tensors |= {"lm_head.weight": normal(draft, SIZE)}
+    if draft != VOCAB:
+        drafted = torch.randperm(VOCAB, generator=_GENERATOR)[:draft].sort().values
+        t2d = torch.zeros(VOCAB, dtype=torch.bool)
+        t2d[drafted] = True
+        tensors |= {"d2t": drafted - torch.arange(draft), "t2d": t2d}
+    beside = {"mask_embedding": torch.randn(SIZE, generator=_GENERATOR)} if mask else {}
+    layers = {**LAYER, "num_hidden_layers": num_layers, "head_dim": DIM, "model_type": "qwen3"}
+    sizes: dict[str, Any] = {"block_size": BLOCK, "mask_token_id": MASK}
+    if second:
+        sizes |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": TOP_K}
+    chain: dict[str, Any] = {"markov_rank": rank, "markov_head_type": "gated" if gated else "vanilla"} if rank else {}
+    if confidence:
+        chain |= {"enable_confidence_head": True, "confidence_head_with_markov": confidence == "row and token"}
+    architecture = "DFlash2DraftModel" if second else "DFlashDraftModel"
+    if form == "speculators":
+        kind = "dflash2" if second else method
+        for name in [*own]:
+            if name in ("layer_types", "sliding_window", "use_sliding_window"):
+                layers[name] = own.pop(name)
+        config = {"speculators_model_type": kind, "speculators_version": "0.9.0", "draft_vocab_size": draft, **sizes}
+        config |= {"architectures": [architecture], "transformer_layer_config": layers, "target_hidden_size": None}
+        config |= {"aux_hidden_state_layer_ids": [i + 1 for i in ids], "sliding_window_non_causal": second, **chain}
+        config |= {"sample_from_anchor": method == "dspark", "speculators_config": {"algorithm": kind}, **own}
+    elif form == "deepspec":
+        config = {**layers, "architectures": ["Qwen3DSparkModel"], **sizes, **chain, "target_layer_ids": ids}
+        config |= {"num_anchors": 512, "num_target_layers": LAYERS, "tie_word_embeddings": False, **own}
+    else:
+        nested = {**sizes, "target_layer_ids": ids, **own.pop("dflash_config", {})}
+        config = {**layers, "architectures": [architecture], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+        config |= {"num_target_layers": LAYERS, "dflash_config": nested, **chain, **own}
+        if not second:
+            config["block_size"] = nested.pop("block_size")
+    if family == "llama":
+        config["model_type"] = "llama"
+    if draft != VOCAB:
+        config["draft_vocab_size"] = draft
+
+    def oracle(w: dict[str, Tensor], *rest: Any) -> Tensor:
+        return head_oracles.block(w | beside, *rest, causal_block=method == "jetspec")
+
+    return HeadFile(method, config, tensors, oracle, boundaries=tuple(i + 1 for i in ids), beside=beside)
+
+
 def mtp(names: str = "deepseek", *, own_tables: bool = False, sharded: bool = False) -> HeadFile:
     """The MTP layer and the target around it, in one set of files."""
     kind = "qwen3" if names == "qwen" else "llama"
@@ -285,12 +381,50 @@ FILES: dict[str, Callable[[], HeadFile]] = {
     "eagle3_two_layers": lambda: eagle3(prefix="layers.0", num_layers=2),
     "peagle": lambda: eagle3(mask=True, prefix="layers.0", embed=True, num_layers=2, attention_bias=True),
     "peagle_speculators": lambda: eagle3(mask=True, speculators=True, prefix="layers.0", embed=True),
+    "dflash": lambda: block(),
+    "dflash_llama": lambda: block(family="llama", embed=True, num_layers=1),
+    "dflash_default_layers": lambda: _without_layers(block(layer_ids=[1, 5])),
+    "dflash_windows": lambda: block(
+        layer_types=["sliding_attention", "full_attention"], sliding_window=5, use_sliding_window=True, mask=True
+    ),
+    "dflash_from_anchor": lambda: block(dflash_config={"sample_from_anchor": True}, draft=DRAFT),
+    "dflash_speculators": lambda: block(
+        form="speculators",
+        draft=DRAFT,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=5,
+        use_sliding_window=True,
+    ),
+    "dflash2": lambda: block(
+        second=True,
+        dflash_config={
+            "input_embedding_scale": 0.7,
+            "output_multiplier": 1.3,
+            "final_logit_softcapping": 4.0,
+            "use_swa": True,
+            "swa_window_size": 7,
+        },
+    ),
+    "dflash2_speculators": lambda: block(form="speculators", second=True),
+    "dspark": lambda: block("dspark", form="deepspec", rank=10, embed=True, confidence="row and token"),
+    "dspark_bonus_anchor": lambda: block("dspark", rank=10, dspark_bonus_anchor=True, dflash_query_causal=True),
+    "dspark_speculators": lambda: block(
+        "dspark", form="speculators", rank=10, gated=True, draft=DRAFT, confidence="row"
+    ),
+    "jetspec": lambda: block("jetspec", dflash_config={"causal_head": True}),
+    "jetspec_unsaid": lambda: block("jetspec"),
     "mtp_deepseek": lambda: mtp(),
     "mtp_own_tables": lambda: mtp(own_tables=True),
     "mtp_sharded": lambda: mtp(sharded=True),
     "mtp_qwen": lambda: mtp("qwen"),
 }
 """Every published format; each call draws the same weights."""
+
+
+def _without_layers(head: HeadFile) -> HeadFile:
+    """A head that reads the layers of its format's default."""
+    del head.config["dflash_config"]["target_layer_ids"]
+    return head
 
 
 def _in(head: HeadFile, file: str) -> HeadFile:

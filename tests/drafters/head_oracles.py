@@ -172,3 +172,91 @@ def mtp(w: Weights, config: dict, target: Weights, states: Tensor, tokens: list[
         return rms(y, norm["out"], eps)
 
     return _recurrent(step, states, tokens, lambda state: state @ lm_head.T)
+
+
+def _convolved(x: Tensor, kernels: Tensor, base: Tensor) -> Tensor:
+    """y[i, c] = sum over taps t of x[i - t, c] (base[t, c] + kernels[i, t, group of c])."""
+    out = torch.zeros_like(x)
+    for i in range(len(x)):
+        for tap in range(min(len(base), i + 1)):
+            share = x.shape[1] // kernels.shape[-1]
+            out[i] += x[i - tap] * (base[tap] + kernels[i, tap].repeat_interleave(share))
+    return out
+
+
+def _block_attention(
+    w: Weights, at: str, c: Tensor, y: Tensor, heads: int, causal: bool, window: int | None, eps: float = 1e-5
+) -> Tensor:
+    """The rows y of a block behind the context c, whose keys and values are projections of it."""
+    n = len(c)
+
+    def project(name: str, rows: Tensor) -> Tensor:
+        out = (rows @ w[f"{at}.{name}_proj.weight"].T).view(len(rows), -1, w[f"{at}.o_proj.weight"].shape[1] // heads)
+        return rms(out, w[f"{at}.{name}_norm.weight"], eps) if f"{at}.{name}_norm.weight" in w else out
+
+    at_rows = torch.arange(n, n + len(y))
+    q = rope(project("q", y), at_rows)
+    k = torch.cat([rope(project("k", c), torch.arange(n)), rope(project("k", y), at_rows)])
+    v, share = torch.cat([project("v", c), project("v", y)]), heads // k.shape[1]
+    out = []
+    for row in range(len(y)):
+        seen = torch.ones(len(k), dtype=torch.bool)
+        if causal:
+            seen[n + row + 1 :] = False
+        if window is not None:
+            seen[: max(0, n + row - window + 1)] = False
+        scores = [k[seen, h // share] @ q[row, h] / math.sqrt(q.shape[-1]) for h in range(heads)]
+        out.append(torch.cat([score.softmax(0) @ v[seen, h // share] for h, score in enumerate(scores)]))
+    return torch.stack(out) @ w[f"{at}.o_proj.weight"].T
+
+
+def block(
+    w: Weights, config: dict, target: Weights, states: Tensor, tokens: list[int], causal_block: bool = False
+) -> Tensor:
+    """DFlash, DFlash 2, DSpark, JetSpec: the rows of [anchor, mask, ..] at positions T, T + 1, .. after T states."""
+    flat = {**config, **config.get("transformer_layer_config", {}), **config.get("dflash_config", {})}
+    heads, eps, context, depths = flat["num_attention_heads"], 1e-5, len(states), len(tokens) - len(states)
+    first = int(not flat.get("sample_from_anchor", "markov_rank" in flat) or bool(flat.get("dspark_bonus_anchor")))
+    everywhere = causal_block or bool(flat.get("causal_head") or flat.get("dflash_query_causal"))
+    windows = flat.get("layer_types") or ["full_attention"] * flat["num_hidden_layers"]
+    windows = ["sliding_attention"] * len(windows) if flat.get("use_swa") else windows
+    ids = [tokens[context]] + [flat["mask_token_id"]] * (first + depths - 1)
+    x = w.get("embed_tokens.weight", target["embed"])[ids] * flat.get("input_embedding_scale", 1.0)
+    if "mask_embedding" in w:
+        x[1:] = w["mask_embedding"]
+    c = rms(states @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+    for i, kind in enumerate(windows):
+        at, window = f"layers.{i}", flat.get("swa_window_size", flat.get("sliding_window"))
+        sliding = kind != "full_attention"
+        causal = everywhere or (flat.get("sliding_window_non_causal") is False and sliding)
+
+        for norm, conv in (("input", "attention"), ("post_attention", "mlp")):
+            y = rms(x, w[f"{at}.{norm}_layernorm.weight"], eps)
+            name, kernels = f"{at}.{conv}_conv", None
+            if f"{name}.base_kernel" in w:
+                taps = w[f"{name}.base_kernel"].shape[1]
+                kernels = (y @ w[f"{name}.kernel_projection.weight"].T).view(len(y), 2, taps, -1)
+                y = _convolved(y, kernels[:, 0], w[f"{name}.base_kernel"][0])
+            if conv == "mlp":
+                y = mlp(w, f"{at}.mlp", y)
+            else:
+                y = _block_attention(w, f"{at}.self_attn", c, y, heads, causal, window if sliding else None)
+            x = x + (y if kernels is None else _convolved(y, kernels[:, 1], w[f"{name}.base_kernel"][1]))
+    h = rms(x, w["norm.weight"], eps)[first:]
+    logits = h @ w.get("lm_head.weight", target["lm_head"]).T * flat.get("output_multiplier", 1.0)
+    if cap := flat.get("final_logit_softcapping"):
+        logits = cap * torch.tanh(logits / cap)
+    for depth, before in enumerate(tokens[context:]):
+        if "markov_head.markov_w1.weight" in w:
+            e = w["markov_head.markov_w1.weight"][before]
+            if "markov_head.gate_proj.weight" in w:
+                gate = w["markov_head.gate_proj.weight"] @ torch.cat([h[depth], e]) + w["markov_head.gate_proj.bias"]
+                e = e * gate.sigmoid()
+            logits[depth] += w["markov_head.markov_w2.weight"] @ e
+        if "candidate_selector.predecessor_codebook" in w:
+            top = logits[depth].topk(flat["selector_top_k"]).indices
+            e = w["candidate_selector.predecessor_codebook"][before]
+            e = e * (w["candidate_selector.hidden_projection.weight"] @ h[depth])
+            scores = logits[depth][top] + w["candidate_selector.successor_codebook"][top] @ e
+            logits[depth] = torch.full_like(logits[depth], float("-inf")).scatter(0, top, scores)
+    return logits

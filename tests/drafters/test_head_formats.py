@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,7 +92,7 @@ class Loaded:
 
 def differs(loaded: Loaded) -> float:
     """The largest difference of a logit from the oracle's."""
-    return float((loaded.logits() - loaded.oracle()).abs().max())
+    return float((loaded.logits().clamp(min=-99) - loaded.oracle().clamp(min=-99)).abs().max())
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -120,11 +121,14 @@ GOLDEN = {
     "eagle3": [[0.15326, 0.74746, -0.32838], [0.25485, 1.03264, 0.20186], [0.76403, 1.33559, 0.29225]],
     "eagle3_speculators": [[1.31585, -0.74271, 0.10149], [0.80993, -1.00442, 0.56866], [0.68831, -1.35016, 0.67752]],
     "eagle3_norm_output": [[0.15326, 0.74746, -0.32838], [0.01457, 0.85782, 0.12585], [0.51485, 0.8371, 0.03401]],
+    "dflash": [[0.07986, 0.02523, -0.02727], [0.06648, 0.01951, -0.05428], [0.10174, -0.01641, -0.06825]],
+    "dflash2_speculators": [[-math.inf] * 3, [-math.inf, 1.07213, -math.inf], [2.01217, -0.87283, -math.inf]],
+    "dspark_speculators": [[1.20578, 0.72906, 0.45386], [0.78319, -0.02746, 1.10549], [0.54799, -0.39324, 0.01248]],
     "mtp_qwen": [[-0.12598, -0.0908, -0.01293], [0.00101, 0.01627, 0.02373], [-0.10786, 0.09767, -0.10392]],
 }
 """The first logits of three recurrent steps by the authors' own code on the same files: MLP by fms-extras, EAGLE-1 and
-EAGLE-3 by SafeAILab's cnets1.py and cnets.py, the last three by speculators 0.9.0. All of their logits were within 1e-6
-of the modules'."""
+EAGLE-3 by SafeAILab's cnets1.py and cnets.py, DFlash by z-lab's model.py, the others by speculators 0.9.0. All of their
+logits were within 1e-5 of the modules'."""
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -233,6 +237,49 @@ def next_head(head: Loaded) -> None:
     head.head.module.logits = lambda state, depth: logits(state, depth + 1)
 
 
+def block_form(**changes: object) -> Callable[[Loaded], None]:
+    """A block head of another form."""
+
+    def mutate(head: Loaded) -> None:
+        head.head.module.form = replace(head.head.module.form, **changes)
+
+    return mutate
+
+
+def other_mask(head: Loaded) -> None:
+    """Rows see the whole block where they saw those before them, or the other way round."""
+    module = head.head.module
+    module.bidirectional = frozenset(range(len(module.layers))) - module.bidirectional
+
+
+def without_windows(head: Loaded) -> None:
+    for layer in head.head.module.layers:
+        layer.window = None
+
+
+def rows_late(head: Loaded) -> None:
+    """The rows of the block are rotated by positions one too late."""
+    ahead = head.head.module.ahead
+    head.head.module.ahead = lambda ids, state, positions, attend: ahead(ids, state, positions + 1, attend)
+
+
+def stale_states(head: Loaded) -> None:
+    """The newest state is that of the position before it."""
+    step = head.head.module.step
+    head.head.module.step = lambda ids, state, *rest: step(ids, torch.cat([state[:, :1], state[:, :-1]], 1), *rest)
+
+
+def token_one_late(head: Loaded) -> None:
+    """The Markov chain and the selector take the token before the one that is before the predicted one."""
+    predict = head.head.module.predict
+    head.head.module.predict = lambda state, ids, depth: predict(state, ids.roll(1, -1), depth)
+
+
+def convolution_of_the_future(head: Loaded) -> None:
+    for layer in head.head.module.layers:
+        layer.attention_conv.base_kernel.data = layer.attention_conv.base_kernel.data.flip(1)
+
+
 MUTANTS = {
     "eagle: state before embedding": ("eagle_bias", swap_inputs),
     "eagle: bias dropped": ("eagle_bias", drop_bias),
@@ -259,6 +306,23 @@ MUTANTS = {
     "mlp: LayerNorm": ("mlp", layer_norm),
     "mlp: input not scaled": ("mlp_tied", unscaled),
     "medusa: heads one too far": ("medusa_v1", next_head),
+    "dflash: the anchor's row": ("dflash", block_form(first_row=0)),
+    "dspark: the row behind the anchor's": ("dspark", block_form(first_row=1)),
+    "dflash: state not normed": ("dflash", without("hidden_norm")),
+    "dflash: last norm skipped": ("dflash", without("norm")),
+    "dflash: rows see those before them only": ("dflash", other_mask),
+    "jetspec: rows see the whole block": ("jetspec", other_mask),
+    "dflash: windows of the speculators library open": ("dflash_speculators", other_mask),
+    "dflash: no windows": ("dflash_windows", without_windows),
+    "dflash: rows one position late": ("dflash", rows_late),
+    "dflash: stale states": ("dflash", stale_states),
+    "dflash: embedding of the mask ignored": ("dflash_windows", block_form(own_mask=False)),
+    "dflash 2: kernels reversed": ("dflash2", convolution_of_the_future),
+    "dflash 2: no selector": ("dflash2", block_form(selector=None)),
+    "dflash 2: selector by another token": ("dflash2", token_one_late),
+    "dflash 2: embedding not scaled": ("dflash2", block_form(embedding_scale=1.0)),
+    "dspark: no chain": ("dspark", block_form(markov=None)),
+    "dspark: chain by another token": ("dspark", token_one_late),
 }
 
 
@@ -351,6 +415,15 @@ def config(**values: object) -> Callable[[HeadFile], None]:
     return lambda file: file.config.update(values)
 
 
+def nested(**values: object) -> Callable[[HeadFile], None]:
+    return lambda file: file.config["dflash_config"].update(values)
+
+
+def called(method: str) -> Callable[[HeadFile], None]:
+    """The configuration names another method."""
+    return lambda file: setattr(file, "method", method)
+
+
 REFUSED = {
     "medusa, unknown tensor": ("medusa_v1", renamed("0.0.linear.bias", "0.0.bias"), "holds '0.0.bias', which its"),
     "medusa, no head": ("medusa_v1", lambda file: file.tensors.clear(), "no weight file holds '0.0.linear.weight'"),
@@ -425,6 +498,69 @@ REFUSED = {
         config(mask_token_id=VOCAB),
         "mask_token_id is 61 in .* has 61 tokens",
     ),
+    "dflash, missing": ("dflash", dropped("hidden_norm.weight"), "no weight file holds 'hidden_norm.weight'"),
+    "dflash, unknown": ("dflash", renamed("norm.weight", "norm.scale"), "holds 'norm.scale', which its format"),
+    "dflash, key": ("dflash", config(prefix_gru=True), "config.json of .* has 'prefix_gru': what is not known"),
+    "dflash, nested key": ("dflash", nested(gate=1), "dflash_config of .* has 'gate', which is not known here"),
+    "dflash, layer key": (
+        "dflash_speculators",
+        lambda file: file.config["transformer_layer_config"].update(gate=1),
+        "transformer_layer_config of .* has 'gate', which is not known here",
+    ),
+    "dflash, two values": ("dflash", config(mask_token_id=3), "mask_token_id is 3 and 59 in config.json of"),
+    "dflash, value": ("dflash", config(num_attention_heads="many"), "config.json of .* is not valid: "),
+    "dflash, boundary": ("dflash", nested(target_layer_ids=[1, LAYERS]), f"reads boundary {LAYERS + 1}: the target"),
+    "dflash, layers": ("dflash", nested(target_layer_ids="1"), "target_layer_ids is '1' in .*: numbers are needed"),
+    "dflash, layers named twice": (
+        "dflash",
+        config(eagle_aux_hidden_state_layer_ids=[1, 4]),
+        "target_layer_ids and eagle_aux_hidden_state_layer_ids of .* name different layers",
+    ),
+    "dflash, number of states": ("dflash", nested(target_layer_ids=[1]), r"is \[32, 64\]: .* be \[32, 32\]"),
+    "dflash, target": ("dflash", config(num_target_layers=7), "num_target_layers is 7 in .* has 8"),
+    "dflash, vocabulary": ("dflash", config(vocab_size=62), "vocab_size is 62 in .* has 61"),
+    "dflash, draft vocabulary": ("dflash", config(draft_vocab_size=9), "has 9 tokens, not 61: .* 'lm_head.weight'"),
+    "dflash, mask": ("dflash", nested(mask_token_id=VOCAB), "mask_token_id is 61 in .* has 61 tokens"),
+    "dflash, no mask": ("dflash", nested(mask_token_id=None), "mask_token_id is None in .*: a number of at least 0"),
+    "dflash, block": ("dflash", config(block_size=1), "block_size is 1 in .*: a number of at least 2"),
+    "dflash, sinks": (
+        "dflash",
+        nested(attention_sink_bias=True),
+        "attention_sink_bias is true in .*: only its absence",
+    ),
+    "dflash, pairs": ("dflash", config(is_neox_style=False), "is_neox_style is false in .*: heads rotate halves"),
+    "dflash, window": ("dflash", config(layer_types=["sliding_attention"] * 2), "sliding_window is None in .*: a numb"),
+    "dflash, layer types": ("dflash", config(layer_types=["full_attention"]), "layer_types is .*: 2 of 'sliding_att"),
+    "dflash, masks that differ": (
+        "dflash",
+        nested(causal=True, causal_head=False),
+        "causal and causal_head of .* contra",
+    ),
+    "dflash, rows that differ": (
+        "dspark_bonus_anchor",
+        config(sample_from_anchor=True),
+        "sample_from_anchor and dspark_bonus_anchor of .* contradict each other",
+    ),
+    "dflash, table promised": ("dflash", config(has_embed_tokens=True), "has_embed_tokens is true in .*: no weight fi"),
+    "dflash, Markov head": ("dspark", called("dflash"), "has a Markov head: its method is 'dspark'"),
+    "dspark, DFlash 2": ("dflash2", called("dspark"), "has the parts of DFlash 2: its method is 'dflash'"),
+    "jetspec, open rows": ("jetspec", nested(causal_head=False), "see the whole block: its method is 'dflash'"),
+    "dflash 2, group": ("dflash2", nested(conv_group_size=5), "conv_group_size is 5 in .*: it must divide hidden_size"),
+    "dflash 2, no convolution": (
+        "dflash2",
+        dropped("layers.1.mlp_conv.base_kernel"),
+        "no weight file holds 'layers.1.mlp_conv.base_kernel'",
+    ),
+    "dflash 2, rank": ("dflash2", nested(selector_rank=8), r"is \[12, 32\]: .* be \[8, 32\]|12\]: .* be \[61, 8\]"),
+    "dflash 2, vocabulary": ("dflash2", config(draft_vocab_size=23), "a DFlash 2 head has all tokens, 61"),
+    "dspark, no Markov head": (
+        "dspark",
+        dropped("markov_head.markov_w1.weight"),
+        "no weight file holds 'markov_head.markov_w1.weight'",
+    ),
+    "dspark, recurrent": ("dspark", config(markov_head_type="rnn"), "markov_head_type is 'rnn' in .*: vanilla, gated"),
+    "dspark, ranks": ("dspark", config(dspark_markov_rank=3), "markov_rank and dspark_markov_rank of .* contradict"),
+    "dspark, confidence": ("dspark", config(confidence_head_with_markov=False), r"is \[1, 42\]: .* be \[1, 32\]"),
     "mtp, none": (
         "mtp_deepseek",
         lambda file: [file.tensors.pop(n) for n in list(file.tensors) if f"layers.{LAYERS}." in n],
@@ -452,7 +588,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence_before_weights_are_read(
     monkeypatch.setattr(WeightFiles, "read", lambda *_: pytest.fail("weights were read"))
     target = Checkpoint.open(str(folder if file.method == "mtp" else targets[file.target][0]))
     with pytest.raises(ConfigError, match=message) as error:
-        open_head(file.method, None if file.method == "mtp" else str(folder), target)
+        open_head(file.method, None if file.method == "mtp" else str(folder), target, num_tokens=DEPTHS)
     assert "\n" not in str(error.value)
 
 
@@ -507,7 +643,9 @@ def test_the_files_of_a_target_say_how_many_mtp_modules_they_hold(tmp_path: Path
         assert mtp_layers(Checkpoint.open(str(made(name).write(tmp_path / name)))) == 1
 
 
-@pytest.mark.parametrize("name", ["medusa_v1", "mlp_tied", "eagle_bias", "eagle3", "peagle", "mtp_deepseek"])
+@pytest.mark.parametrize(
+    "name", ["medusa_v1", "mlp_tied", "eagle_bias", "eagle3", "peagle", "mtp_deepseek", "dflash", "dspark"]
+)
 def test_in_bfloat16_candidates_are_close_to_those_in_float32(name: str, tmp_path: Path, targets: dict) -> None:
     loaded = Loaded(made(name), tmp_path, targets)
     ids, log_q = loaded.served()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from paceline.drafters.heads.block import BlockForm, BlockHead
 from paceline.drafters.heads.eagle import Eagle, Eagle3, PEagle
 from paceline.drafters.heads.layers import eagle_config
 from paceline.drafters.heads.medusa import Medusa
@@ -23,6 +26,8 @@ VALUES = {
     "num_hidden_layers": 1,
     "vocab_size": VOCAB,
 }
+
+KINDS = ["medusa", "mlp", "eagle", "eagle3", "peagle", "mtp", "mtp2", "dflash", "dspark", "jetspec"]
 
 
 def heads() -> dict[str, tuple[HeadModule, int]]:
@@ -50,6 +55,16 @@ def heads() -> dict[str, tuple[HeadModule, int]]:
         "mtp": (Mtp(target.config, target.model, 1, embed=embed, lm_head=lm_head), SIZE),
         "mtp2": (Mtp(target.config, target.model, 2, embed=embed, lm_head=lm_head), SIZE),
     }
+    config = eagle_config(VALUES | {"model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2})
+    form = BlockForm(3 * SIZE, 3, DEPTHS, 1, windows=(None, None), causal=(False, False))
+    of_target = {"vocab_size": VOCAB, "embed": embed, "lm_head": lm_head}
+    for kind, changes in {
+        "dflash": {},
+        "dspark": {"first_row": 0, "markov": 7, "gated": True, "convolution": (2, 8)},
+        "jetspec": {"causal": (True, True), "windows": (20, None)},
+    }.items():
+        head = BlockHead(config, replace(form, **changes), draft_vocab_size=None, **of_target)
+        made[kind] = (head, 3 * SIZE)
     for head, _ in made.values():
         for parameter in head.parameters():
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
@@ -61,7 +76,7 @@ def unrolled(head: HeadModule, states: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack(list(head.unroll(states, tokens, DEPTHS)))
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mlp", "eagle", "eagle3", "peagle", "mtp", "mtp2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_a_row_depend_on_nothing_behind_it_and_all_that_is_not_the_targets_learns(kind: str) -> None:
     head, width = heads()[kind]
     states, tokens = torch.randn(2, 9, width), torch.randint(VOCAB, (2, 9 + DEPTHS))
@@ -76,7 +91,7 @@ def test_logits_of_a_row_depend_on_nothing_behind_it_and_all_that_is_not_the_tar
     assert not any("_embed" in name or "_lm_head" in name for name in head.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mlp", "eagle", "eagle3", "peagle", "mtp", "mtp2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_conditional_heads_see_the_tokens_that_they_have_drafted(kind: str) -> None:
     head, width = heads()[kind]
     states, tokens = torch.randn(1, 1, width), torch.randint(VOCAB, (1, 1 + DEPTHS))

@@ -209,6 +209,8 @@ def unrolled(drafter: HeadDrafter) -> Tensor:
         ("eagle3", None, "set norm_before_residual to true in its config.json"),
         ("eagle3_norm_before_residual", None, "set norm_before_residual to false in its config.json"),
         ("eagle3", None, "set norm_output to true in its config.json"),
+        ("dflash", None, "set sample_from_anchor to true in its config.json"),
+        ("dspark", None, "set sample_from_anchor to false in its config.json"),
         ("eagle", "fc.weight", "swap their halves"),
         ("mtp_deepseek", f"model.layers.{LAYERS}.eh_proj.weight", "swap their halves"),
     ],

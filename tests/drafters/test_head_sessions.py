@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from tests.drafters.test_head_modules import DEPTHS, SIZE, VOCAB, heads
+from tests.drafters.test_head_modules import DEPTHS, KINDS, SIZE, VOCAB, heads
 from tests.support.rings import slow
 from torch import Tensor
 
 from paceline.core.processors import SamplerState
-from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.heads.block import Confidence
+from paceline.drafters.heads.drafter import LEAST_CONFIDENCE, HeadDrafter
 from paceline.drafters.protocol import OUT, DrafterSessionError, Features, Fed, Leaf
 from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE, SamplingParams
 
-KINDS = ["medusa", "mlp", "eagle", "eagle3", "peagle", "mtp", "mtp2"]
 LONG = PAGE_SIZE + 30
 
 
@@ -111,7 +113,7 @@ def test_fed_in_any_chunks_on_any_pages_the_tree_is_that_of_one_forward(kind: st
         twin.catch_up(lengths, most)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "dspark", "jetspec"])
 def test_pages_of_a_prefix_serve_another_session(kind: str) -> None:
     """A second session that begins behind a cached page computes what the first one would."""
     twin = Twin(kind)
@@ -159,3 +161,34 @@ def test_states_with_a_gap_end_their_session_alone() -> None:
     twin.head.close("a")
     with pytest.raises(DrafterSessionError, match="not open"):
         twin.head.ready("a")
+
+
+def test_a_block_head_reads_its_block_again_when_more_is_decided() -> None:
+    """The rows of a pass belong to one anchor: what was read for the last one is not answered for the next."""
+    twin = Twin("dflash")
+    twin.open("a", 10)
+    twin.catch_up({"a": 10}, 9)
+    before = twin.head.expand([Leaf("a", 0, (), ())])
+    assert twin.module.ahead_rows == 1 + DEPTHS
+    twin.head.advance("a", twin.texts["a"][10:11], [1], [])
+    assert twin.head.expand([Leaf("a", 1, (), ())]).log_q.isneginf().all()
+    twin.catch_up({"a": 11}, 9)
+    after = twin.head.expand([Leaf("a", 1, (), ())])
+    twin.check("a", 11, Leaf("a", 1, (), ()), after.token_ids[0], after.log_q[0])
+    assert not torch.equal(before.token_ids, after.token_ids)
+
+
+def test_a_proposal_ends_where_the_head_itself_expects_no_acceptance() -> None:
+    twin = Twin("dspark")
+    twin.module.form = replace(twin.module.form, confidence=True)
+    twin.module.confidence_head = head = Confidence(SIZE + 7, bias=True).requires_grad_(False)
+    head.proj.weight.zero_()
+    twin.open("a", 10)
+    twin.catch_up({"a": 10}, 9)
+    leaves = [Leaf("a", 0, (), ()), Leaf("a", 1, (1,), (5,)), Leaf("a", 2, (1, 2), (5, 6))]
+    share = LEAST_CONFIDENCE**0.5  # of each token: two are expected to be accepted just often enough, three are not
+    head.proj.bias.fill_(math.log(share / (1 - share)) + 1e-3)
+    found = twin.head.expand(leaves).log_q.isfinite().any(-1)
+    assert found.tolist() == [True, True, False]
+    head.proj.bias.fill_(20)
+    assert twin.head.expand(leaves).log_q.isfinite().any(-1).all()

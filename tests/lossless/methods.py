@@ -77,6 +77,9 @@ ROWS: dict[str, Row] = {
     "EAGLE": Row("synthetic:eagle_bias"),
     "EAGLE-3": Row("paceline/embedded-eagle3"),
     "P-EAGLE": Row("synthetic:peagle"),
+    "DFlash, DFlash 2": Row("synthetic:dflash2"),
+    "DSpark": Row("synthetic:dspark"),
+    "JetSpec": Row("synthetic:jetspec"),
     "early exit": Row(None, refused={Column.RANKS: {"tensor_parallel_size": 2}}),
     "draft model, co-located": _DRAFT,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.drafters.head_files import VOCAB, made, write_target
+from tests.drafters.head_files import SIZE, VOCAB, made, write_target
 from tests.support.models import letters_tokenizer, save_pair
 from tests.support.rings import slow
 
@@ -20,9 +20,11 @@ from paceline.errors import ConfigError
 from paceline.messages import DraftState, OpenSession, Outcome, SessionFailed
 from paceline.model.loading import load_model
 from paceline.model.step_plan import SequenceStep
+from paceline.preflight.heads import heads_size
 from paceline.target.build import build_target_engine
 from paceline.target.control.report import explain
 from paceline.target.engine import TargetEngine
+from paceline.target.mount import open_heads
 from paceline.types import Mode, SamplingParams, SpeculationParams, pages_for
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "compile": False, "batch_invariant": "off", "max_step_tokens": 40}
@@ -91,6 +93,8 @@ KINDS = [
     "mlp_tied",
     "eagle3",
     "mtp_deepseek",
+    "dspark_speculators",
+    *slow(["dflash", "dflash2", "dflash_windows", "dspark", "jetspec"]),
     *slow(["eagle_bias", "medusa_v2", "peagle", "eagle3_fc_norm"]),
 ]
 
@@ -140,6 +144,24 @@ def test_a_published_head_drafts_what_its_module_says(
         compared += 1
     assert compared > 20
     assert right >= 0.95 * compared, "but for ties"
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash_default_layers", "dflash2_speculators", "dspark", "jetspec"])
+def test_the_memory_of_a_block_head_is_known_from_its_files(kind: str, tmp_path: Path) -> None:
+    """What is counted before anything is loaded is what the head keeps on the target's pages."""
+    write_target(tmp_path / "target")
+    file = made(kind)
+    head = HeadOptions(method=file.method, model=str(file.write(tmp_path / "head")))
+    setup = TargetSetup(str(tmp_path / "target"), TargetOptions(**OPTIONS, heads=[head]))
+    checkpoint = Checkpoint.open(setup.source)
+    target = checkpoint.size("float32", None)
+    assert target is not None
+    counted = heads_size(setup, target, 256)
+    (opened,) = open_heads(setup, checkpoint)
+    assert opened.plan is not None
+    assert counted.page_values == len(opened.plan.features.boundaries) * SIZE
+    assert counted.kv_values == sum(layer.kv_bytes(torch.float32) // 4 for layer in opened.plan.layers)
+    assert counted.weights_bytes >= 4 * opened.plan.num_parameters
 
 
 def test_a_head_that_predicts_nothing_is_refused_when_the_target_starts(tmp_path: Path) -> None:

@@ -30,8 +30,12 @@ class WeightFiles:
     """The shape of each tensor."""
 
     @classmethod
-    def open(cls, folder: Path) -> WeightFiles:
+    def open(cls, folder: Path, single: Iterable[str] = ()) -> WeightFiles:
         """Reads the headers. Pickled files are read whole, and may hold nothing but tensors.
+
+        Args:
+            folder: the checkpoint.
+            single: stems of ``.pt`` files that may lie beside them with one tensor each, which is named by its stem.
 
         Raises:
             ConfigError: there are no weights, or a file is missing, cut short, or holds anything else.
@@ -50,6 +54,9 @@ class WeightFiles:
                 raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
             files.update(dict.fromkeys(found, path))
             shapes.update(found)
+        for path in (folder / f"{stem}.pt" for stem in single):
+            if path.is_file():
+                files[path.stem], shapes[path.stem] = path, tuple(_unpickled(path)[path.stem].shape)
         return cls(folder, files, shapes)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -113,6 +120,8 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         raise ConfigError(
             f"{str(path)!r} is not a file of tensors that torch.save has written, or is cut short: nothing else is read"
         ) from error
+    if isinstance(found, torch.Tensor):
+        return {path.stem: found}
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise ConfigError(f"{str(path)!r} holds something other than named tensors: a state dict is needed")
     return found

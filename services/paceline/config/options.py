@@ -55,8 +55,22 @@ class ModelOptions(Strict):
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
 
 
-HeadMethod = Literal["medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle", "early_exit", "draft_model"]
+HeadMethod = Literal[
+    "medusa",
+    "mlp_speculator",
+    "mtp",
+    "eagle",
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dspark",
+    "jetspec",
+    "early_exit",
+    "draft_model",
+]
 """The kinds of heads, by the names of vLLM's ``speculative_config``."""
+
+_OF_LAYERS = ("eagle3", "peagle", "dflash", "dspark", "jetspec")
 
 
 class HeadOptions(Strict):
@@ -70,9 +84,9 @@ class HeadOptions(Strict):
     """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp`` and ``early_exit``
     only: the target's own files hold it."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
-    """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``): b for the residual
-    stream before layer b, the number of layers for that after the last one. ``early_exit`` needs one: the layers below
-    it draft."""
+    """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``, ``dflash``,
+    ``dspark``, ``jetspec``): b for the residual stream before layer b, the number of layers for that after the last
+    one. ``early_exit`` needs one: the layers below it draft."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     """The most tokens that it proposes in a round. With ``adaptive`` it makes as many of them as are expected to
     pay."""
@@ -99,10 +113,10 @@ class HeadOptions(Strict):
             self._check_exit()
         elif self.method != "mtp" and self.model is None:
             raise Fault("model", f"is null: method {self.method!r} needs the directory or id of its checkpoint")
-        if self.boundaries is not None and self.method not in ("eagle3", "peagle", "early_exit"):
+        if self.boundaries is not None and self.method not in (*_OF_LAYERS, "early_exit"):
             raise Fault(
                 "boundaries",
-                f"is {self.boundaries} beside method {self.method!r}: only eagle3 and peagle read "
+                f"is {self.boundaries} beside method {self.method!r}: only {', '.join(_OF_LAYERS)} read "
                 "more than the last state",
             )
         if self.probe_file is not None and not (self.probe and self.probed):

@@ -29,6 +29,12 @@ ASSUMED: dict[str, dict[Text, tuple[float, str]]] = {
         "chat": (0.65, "model card of gpt-oss-120b-p-eagle: MT-Bench, K = 5, 2.68 tokens a step"),
         "code": (0.74, "model card of gpt-oss-120b-p-eagle: HumanEval, K = 5, 3.15 tokens a step"),
     },
+    "dflash": {
+        "chat": (0.74, "DFlash 2 for Qwen3.8-27B, K = 7: 3 to 4 tokens a step of prose"),
+        "code": (0.87, "2606.18394: DFlash for Qwen3-8B, K = 15: 6.9 tokens a step of mathematics, with chains"),
+    },
+    "dspark": {"chat": (0.87, "DSpark for Kimi-K3, K = 7: 5.2 tokens a step; of texts that are not named")},
+    "jetspec": {"chat": (0.74, "as DFlash"), "code": (0.87, "as DFlash")},
     "early_exit": {"chat": (0.62, "the embedded target, not trained for it, layer 6 of 8: 1.41 of 4 tokens accepted")},
 }
 """By kind of drafter and text; a kind of text that is missing counts as chat."""

@@ -6,6 +6,9 @@ has a KV cache of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.size import ModelSize, count_weights, size_of
@@ -17,7 +20,8 @@ TREE_BUDGET = 64
 """Rows of a session's nodes that the KV pages of a draft model in the target have room for."""
 
 _STATES = {"medusa": 0, "mlp_speculator": 0, "mtp": 1, "eagle": 1, "eagle3": 3, "peagle": 3}
-"""Hidden states per position that a method reads of all positions."""
+"""Hidden states per position that a method reads of all positions; of the others the configuration says how many."""
+_LAYER_IDS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 
 
 def draft_setup_of(setup: TargetSetup, head: HeadOptions) -> DraftSetup:
@@ -65,7 +69,7 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
         compiled = not on_gpu if setup.options.compile == "auto" else setup.options.compile
         below = max(0, target.weights_bytes - tables) * (head.boundaries or [0])[0] // max(1, target.num_layers)
         return HeadsSize(tables + below if compiled else 0)  # an eager target lends its layers
-    page_values = _STATES[head.method] * target.hidden_size
+    page_values = _STATES.get(head.method, 0) * target.hidden_size
     kv_values = (target.kv_values or 0) // max(1, target.num_layers)
     if head.source is None:  # MTP: its weights are among those of the target's files
         return HeadsSize(tables, kv_values, page_values)
@@ -77,5 +81,16 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
         return HeadsSize(weights)
     if head.method == "mtp":
         return HeadsSize(weights + tables, kv_values, page_values)
-    own = size_of(read_json(folder, "config.json"), 0, target.item_bytes)
+    config = read_json(folder, "config.json")
+    own = size_of(config.get("transformer_layer_config") or config, 0, target.item_bytes)
+    if head.method not in _STATES:
+        page_values = _num_states(head, config, own) * target.hidden_size
     return HeadsSize(weights + tables, own.kv_values or 0, page_values)
+
+
+def _num_states(head: HeadOptions, config: Mapping[str, Any], own: ModelSize) -> int:
+    """Layers of the target that a block head reads: those that are named, else one for each layer of its own."""
+    if head.boundaries is not None:
+        return len(head.boundaries)
+    values = {**config, **(config.get("dflash_config") or {})}
+    return next((len(values[key]) for key in _LAYER_IDS if isinstance(values.get(key), list)), own.num_layers)

@@ -12,9 +12,9 @@ from paceline.config import HeadOptions, TargetSetup
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
-from paceline.drafters.heads.formats import TargetFacts
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head
 from paceline.drafters.heads.probe import HeadProbe
+from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.protocol import Features
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps

@@ -3,7 +3,8 @@
 What the target computed is fed in one call: its rows go through ``step`` at depth 0, their keys and values to the
 session's own pages (row P + 1 for the state of P), and the last state of each session is kept for its anchor. Nodes
 below the anchor go through deeper steps; what these make is kept by the session and dropped when the target has
-decided otherwise. What the target decides is fed and computed again from its own states.
+decided otherwise. What the target decides is fed and computed again from its own states. A head that drafts all depths
+in one pass does so when its anchor is asked for; deeper nodes are rows of that pass.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ TOP_M = 256
 """Candidates of a leaf. The noise of a session that samples may choose any of them: at temperature 1 a round of 4 of
 the embedded MTP head brings 0.77 tokens with 16 candidates, 0.96 with 256, and 1.03 with all 4,096."""
 
+LEAST_CONFIDENCE = 0.02
+"""A proposal ends where a head with a confidence of its own (DSpark) expects the next token to be accepted, along with
+those before it, less often. Tokens that are drawn later have no part in that, so the rejection rule stays exact."""
+
 
 @dataclass(slots=True)
 class _Session:
@@ -34,6 +39,8 @@ class _Session:
     """Length of the context; the anchor is its last token."""
     num_fed: int = 0
     """Positions whose states have come, or lie on cached pages: those below it."""
+    anchor: int = 0
+    """The last token that came with these states."""
     pages: Sequence[int] = ()
     states: list[Tensor] = field(default_factory=list)
     """[state_size] behind the last fed token, by variant of the module."""
@@ -141,7 +148,7 @@ class HeadDrafter:
             session = self._sessions[each.session_id]
             session.states = [states[0, part.stop - 1].clone() for states in made]
             session.num_fed, session.pages = each.position + len(each.token_ids), each.pages
-            session.ahead = None
+            session.anchor, session.ahead = each.token_ids[-1], None
 
     def _shifted(self, fed: Sequence[Fed], parts: Sequence[Part], states: Tensor, variant: int) -> Tensor:
         """State behind the row before each row, which the next module takes (zeros where it never was)."""
@@ -163,17 +170,19 @@ class HeadDrafter:
         token_ids = torch.zeros(len(leaves), self._top_m, dtype=torch.long)
         log_q = torch.full((len(leaves), self._top_m), float("-inf"))
         with torch.inference_mode():
-            pending = [i for i in usable if leaves[i].path and self.conditional]
-            self._step([leaves[i] for i in pending])
             if self.module.parallel:
                 self._look_ahead({leaves[i].session_id for i in usable})
+                usable = self._trusted(leaves, usable)
+            elif self.conditional:
+                self._step([leaves[i] for i in usable if leaves[i].path])
             groups: dict[int, list[int]] = {}
             for index in usable:
                 groups.setdefault(self._variant(len(leaves[index].path)), []).append(index)
             for variant, indices in groups.items():
                 chosen = [leaves[i] for i in indices]
                 states = torch.stack([self._state(leaf) for leaf in chosen])
-                logits = self.module.to_target_ids(self.module.logits(states, variant), self._vocab_size)
+                last = torch.tensor([self._tokens(leaf)[-1] for leaf in chosen], device=states.device)
+                logits = self.module.to_target_ids(self.module.predict(states, last, variant), self._vocab_size)
                 rows = [Row(self._sessions[leaf.session_id].sampler, leaf.path) for leaf in chosen]
                 ids, scores = draft_candidates(logits, rows, self._top_m)
                 token_ids[indices, : ids.shape[1]], log_q[indices, : ids.shape[1]] = ids.cpu(), scores.cpu()
@@ -267,23 +276,42 @@ class HeadDrafter:
     def _look_ahead(self, session_ids: set[str]) -> None:
         """All depths of sessions in one pass over rows that the head fills in by itself (P-EAGLE)."""
         sessions = [s for name in sorted(session_ids) if (s := self._sessions[name]).ahead is None]
-        depths = (self.module.max_depth or 1) - 1
         if not sessions:
             return
-        parts = []
+        parts: list[Part] = []
+        rows = self.module.ahead_rows
         for index, session in enumerate(sessions):
-            positions = [session.num_tokens + i for i in range(depths)]
-            part = Part(index * depths, (index + 1) * depths, positions, session.pages, 1, session.num_tokens)
-            part.chain = True
+            positions = [session.num_tokens + i for i in range(rows)]
+            part = Part(index * rows, (index + 1) * rows, positions, session.pages, 1, session.num_tokens)
+            part.chain, part.bidirectional = True, self.module.bidirectional
             parts.append(part)
-        first = torch.stack([session.states[0] for session in sessions])
-        if depths:
-            states = first.repeat_interleave(depths, 0)[None]
-            at = _positions(parts, states.device)
-            made = self.module.step(torch.zeros_like(at), states, at, self._attend(parts), 1)
-            made = made.view(len(sessions), depths, -1)
-        for index, session in enumerate(sessions):
-            session.ahead = first[index, None] if not depths else torch.cat([first[index, None], made[index]])
+        states = torch.stack([session.states[0] for session in sessions])
+        anchors = torch.tensor([session.anchor for session in sessions], device=states.device)
+        made = self.module.ahead(anchors, states, _positions(parts, states.device), self._attend(parts))
+        for session, ahead in zip(sessions, made, strict=True):
+            session.ahead = ahead
+
+    def _trusted(self, leaves: Sequence[Leaf], indices: list[int]) -> list[int]:
+        """Leaves below which the head expects a token to be accepted, by its own confidence; all if it has none."""
+        if not indices:
+            return indices
+        states: list[Tensor] = []
+        tokens: list[int] = []
+        for i in indices:
+            ahead = self._sessions[leaves[i].session_id].ahead
+            assert ahead is not None
+            tokens += self._tokens(leaves[i])
+            states.append(ahead[: len(leaves[i].path) + 1])
+        stacked = torch.cat(states)
+        confidence = self.module.confidence(stacked, torch.tensor(tokens, device=stacked.device))
+        if confidence is None:
+            return indices
+        by_leaf = torch.split(confidence.float().cpu(), [len(part) for part in states])
+        return [i for i, each in zip(indices, by_leaf, strict=True) if float(each.prod()) >= LEAST_CONFIDENCE]
+
+    def _tokens(self, leaf: Leaf) -> list[int]:
+        """The anchor and the tokens below it."""
+        return [self._sessions[leaf.session_id].anchor, *leaf.path]
 
 
 def _positions(parts: Sequence[Part], device: torch.device) -> Tensor:

@@ -197,7 +197,7 @@ class PEagle(Eagle3):
             **rest: as of ``Eagle3``.
         """
         super().__init__(config, form, **rest)
-        self.mask_token_id, self.max_depth = mask_token_id, depths
+        self.mask_token_id, self.max_depth, self.ahead_rows = mask_token_id, depths, depths - 1
         wide = self.form.num_boundaries * (self.form.target_hidden_size or config.hidden_size)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, wide))
 
@@ -207,3 +207,12 @@ class PEagle(Eagle3):
             token_ids = torch.full_like(token_ids, self.mask_token_id)
             state = self.fuse(self.mask_hidden).to(state.dtype).expand_as(state)
         return super().step(token_ids, state, positions, attend, depth)
+
+    def ahead(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The anchor's state, and those of rows that are filled in with the mask's."""
+        if not self.ahead_rows:
+            return state[:, None]
+        size = self.state_size
+        states = state.repeat_interleave(self.ahead_rows, 0).view(*positions.shape, size)
+        made = self.step(torch.zeros_like(positions), states, positions, attend, 1)
+        return torch.cat([state[:, None], made.view(-1, self.ahead_rows, size)], 1)

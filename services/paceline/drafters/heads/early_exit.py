@@ -29,9 +29,9 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.heads.drafter import TOP_M
-from paceline.drafters.heads.formats import TargetFacts, meta_model
 from paceline.drafters.heads.layers import attend_with_ours
 from paceline.drafters.heads.paged import Branches, Paged, Part
+from paceline.drafters.heads.reading import TargetFacts, meta_model
 from paceline.drafters.protocol import OUT, Candidates, DrafterSessionError, Features, Fed, Leaf
 from paceline.errors import ConfigError
 from paceline.model.kv_cache import KVCache, LayerSpec

@@ -8,6 +8,7 @@ Each method has one or more published formats:
 - ``eagle``: SafeAILab's ``fc.*`` and ``layers.0.*``.
 - ``eagle3``: SafeAILab's ``midlayer.*``, or ``layers.{i}.*`` of vLLM and of the speculators library.
 - ``peagle``: ``eagle3`` and ``mask_hidden``.
+- ``dflash``, ``dspark``, ``jetspec``: z-lab's, DeepSpec's and the speculators library's (``block_formats.py``).
 - ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen.
 """
 
@@ -15,170 +16,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.size import size_of
-from paceline.checkpoint.weights import WeightFiles
+from paceline.drafters.heads.block_formats import read_block
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.layers import FAMILIES, eagle_config
 from paceline.drafters.heads.medusa import Medusa
 from paceline.drafters.heads.mlp import MLPSpeculator
-from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.mtp import Mtp
+from paceline.drafters.heads.reading import (
+    HeadForm,
+    Reading,
+    borrowed_embedding,
+    drop_output_bias,
+    later,
+    matched_tensors,
+    meta_model,
+    named,
+)
 from paceline.errors import ConfigError
 from paceline.model.features import OUT
-
-_NUM_NAMED = 3
-_COMMON = {
-    *("architectures", "model_type", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype"),
-    *("base_model_name_or_path", "speculators_version", "use_cache", "tokenizer_class"),
-}
-"""Keys of any config.json that say nothing about what a head computes."""
-_IGNORED = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$|^verifier_")
-"""Tensors that a head has no use for: what they say is known otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFacts:
-    """Facts of the target that a head's files are judged by."""
-
-    checkpoint: Checkpoint
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> TargetFacts:
-        """The sizes of a target by its configuration."""
-        size = size_of(checkpoint.config, 0, 1)
-        return cls(checkpoint, size.num_layers, size.hidden_size, checkpoint.vocab_size)
-
-
-@dataclass(frozen=True)
-class HeadForm:
-    """A head as its configuration describes it: the module without weights, and which tensors they are."""
-
-    module: HeadModule
-    boundaries: tuple[int, ...]
-    names: Mapping[str, str]
-    """Name of the module -> name in the files."""
-    experts: Mapping[str, tuple[tuple[str, ...], ...]]
-    """Name of the module -> of each expert the names in the files that are stacked for it."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Source that a format is read from."""
-
-    what: str
-    config: Mapping[str, Any]
-    files: WeightFiles
-    facts: TargetFacts
-    num_tokens: int
-    boundaries: tuple[int, ...] | None
-
-    @property
-    def keys(self) -> list[str]:
-        """Names in the files that may be weights."""
-        return [name for name in self.files.shapes if not _IGNORED.search(name)]
-
-    def require_config(self, known: Iterable[str]) -> None:
-        """Raises ConfigError for a key that is neither in ``known`` nor harmless."""
-        if unknown := sorted(set(self.config) - set(known) - _COMMON):
-            raise ConfigError(
-                f"config.json of {self.what} has {_named(unknown)}: what is not known here could change what the head "
-                "computes"
-            )
-
-    def integer(self, *names: str) -> int | None:
-        """The whole number under the first of these keys that is there."""
-        for name in names:
-            value = self.config.get(name)
-            if value is not None:
-                if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                    raise ConfigError(f"{name} is {value!r} in config.json of {self.what}: a whole number is needed")
-                return value
-        return None
-
-    def require_equal(self, name: str, value: int | None, wanted: int) -> None:
-        """Raises ConfigError if a size of the head is given and is not the target's."""
-        if value is not None and value != wanted:
-            raise ConfigError(f"{name} is {value} in {self.what}: the target {self.target!r} has {wanted}")
-
-    @property
-    def target(self) -> str:
-        return self.facts.checkpoint.path
-
-
-def _named(names: Iterable[str]) -> str:
-    """The first few names, and how many there are beyond them."""
-    listed = list(names)
-    more = len(listed) - _NUM_NAMED
-    return ", ".join(map(repr, listed[:_NUM_NAMED])) + (f" and {more} more" if more > 0 else "")
-
-
-def _matched(
-    reading: Reading,
-    module: HeadModule,
-    rename: Callable[[str], str | None],
-    publish: Callable[[str], str] = str,
-) -> tuple[dict[str, str], dict[str, tuple[tuple[str, ...], ...]]]:
-    """The file's name of each tensor of the module, and the parts of its stacked experts.
-
-    Args:
-        reading: the files.
-        module: the head, without weights.
-        rename: a name in the files -> a name of the module; None: no part of this head.
-        publish: a name of the module -> the name that it would have in the files.
-
-    Raises:
-        ConfigError: a name of the files is unknown, or one of the module is missing.
-    """
-    own = dict(module.state_dict())
-    names: dict[str, str] = {}
-    parts: dict[str, dict[int, dict[str, str]]] = {}
-    unknown = []
-    for published in reading.keys:
-        name = rename(published)
-        if name is None:
-            continue
-        if name in own:
-            names[name] = published
-        elif (found := _EXPERT.fullmatch(name)) and (stacked := _stacked(found)) in own:
-            parts.setdefault(stacked, {}).setdefault(int(found["expert"]), {})[found["part"]] = published
-        else:
-            unknown.append(published)
-    if unknown:
-        raise ConfigError(f"{reading.what} holds {_named(sorted(unknown))}, which its format does not have")
-    experts = {}
-    for name, by_expert in parts.items():
-        wanted = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
-        count = own[name].shape[0]
-        before = publish(name).rpartition(".")[0]
-        missing = [
-            f"{before}.{i}.{part}.weight" for i in range(count) for part in wanted if part not in by_expert.get(i, {})
-        ]
-        if missing:
-            raise ConfigError(f"{reading.what} is not whole: of {count} experts it lacks {_named(missing)}")
-        if len(by_expert) > count:
-            raise ConfigError(f"{reading.what} has {len(by_expert)} experts: by config.json it must have {count}")
-        experts[name] = tuple(tuple(by_expert[i][part] for part in wanted) for i in range(count))
-    if missing := sorted(map(publish, own.keys() - names.keys() - experts.keys())):
-        raise ConfigError(f"{reading.what} is not whole: no weight file holds {_named(missing)}")
-    return names, experts
-
-
-_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
-
-
-def _stacked(found: re.Match[str]) -> str:
-    return f"{found['before']}.{'down_proj' if found['part'] == 'down_proj' else 'gate_up_proj'}"
 
 
 def _medusa(reading: Reading) -> HeadForm:
@@ -220,11 +80,11 @@ def _medusa(reading: Reading) -> HeadForm:
         num_layers,
         vocab_size=rows if found and not shared else None,
         shared_vocab_size=rows if shared else None,
-        lm_head=None if found else _later,
+        lm_head=None if found else later,
         bias=any(str(name).endswith(".linear.bias") for name in shapes),
         token_map_size=rows if found and rows != vocab else None,
     )
-    names, experts = _matched(reading, module, rename)
+    names, experts = matched_tensors(reading, module, rename)
     return HeadForm(module, (OUT,), names, experts)
 
 
@@ -255,7 +115,7 @@ def _mlp(reading: Reading) -> HeadForm:
     published = {key.removeprefix("speculator."): key for key in reading.keys}
     distinct = dict(module.named_parameters())
     if unknown := sorted(published[key] for key in published.keys() - module.state_dict().keys()):
-        raise ConfigError(f"{reading.what} holds {_named(unknown)}, which its format does not have")
+        raise ConfigError(f"{reading.what} holds {named(unknown)}, which its format does not have")
     for name in distinct:  # tied ones count once, and may be there more than once
         kind, depth, part = name.split(".")
         same = [f"{kind}.{i}.{part}" for i in range(int(depth), depths)] if tied else [name]
@@ -292,7 +152,7 @@ def _eagle_layers(reading: Reading) -> PretrainedConfig:
     reading.require_config(known | _EAGLE_KEYS)
     nested = reading.config.get("eagle_config") or {}
     if unknown := sorted(set(nested) - _EAGLE_CONFIG_KEYS):
-        raise ConfigError(f"eagle_config of {reading.what} has {_named(unknown)}, which is not known here")
+        raise ConfigError(f"eagle_config of {reading.what} has {named(unknown)}, which is not known here")
     for name in ("layernorms", "add_para_norm", "fusion_bias"):
         if reading.config.get(name):
             raise ConfigError(f"{name} is {reading.config[name]!r} in {reading.what}: only its absence is allowed")
@@ -315,33 +175,16 @@ def _eagle_names(key: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", key.removeprefix("model."))
 
 
-def _borrowed_embedding(reading: Reading, names: set[str], config: PretrainedConfig) -> Function | None:
-    """None if the head has an embedding of its own; else that of the target, whose width must be the head's."""
-    if "embed_tokens.weight" in names:
-        reading.require_equal("vocab_size", int(config.vocab_size), reading.facts.vocab_size)
-        return None
-    reading.require_equal("hidden_size (it has no embed_tokens)", int(config.hidden_size), reading.facts.hidden_size)
-    return _later
-
-
 def _eagle(reading: Reading) -> HeadForm:
     config = _eagle_layers(reading)
     names = {_eagle_names(key) for key in reading.keys}
     reading.require_equal("hidden_size", int(config.hidden_size), reading.facts.hidden_size)
     reading.require_equal("vocab_size", int(config.vocab_size), reading.facts.vocab_size)
-    embed = _borrowed_embedding(reading, names, config)
-    module = Eagle(config, embed=embed, lm_head=_later, bias="fc.bias" in names)
-    _drop_output_bias(module, names)
-    matched, experts = _matched(reading, module, _eagle_names)
+    embed = borrowed_embedding(reading, names, config)
+    module = Eagle(config, embed=embed, lm_head=later, bias="fc.bias" in names)
+    drop_output_bias(module, names)
+    matched, experts = matched_tensors(reading, module, _eagle_names)
     return HeadForm(module, (OUT,), matched, experts)
-
-
-def _drop_output_bias(module: Eagle | Eagle3, names: Iterable[str]) -> None:
-    """Attention of Qwen 2 has biases, but for its output."""
-    held = set(names)
-    for index, layer in enumerate(module.layers):
-        if f"layers.{index}.self_attn.q_proj.bias" in held and f"layers.{index}.self_attn.o_proj.bias" not in held:
-            layer.self_attn.o_proj.bias = None
 
 
 def _eagle3(reading: Reading) -> HeadForm:
@@ -378,8 +221,8 @@ def _eagle3(reading: Reading) -> HeadForm:
     )
     rest: dict[str, Any] = {
         "draft_vocab_size": draft if has_head else None,
-        "embed": _borrowed_embedding(reading, set(names), config),
-        "lm_head": None if has_head else _later,
+        "embed": borrowed_embedding(reading, set(names), config),
+        "lm_head": None if has_head else later,
         "target_ids": torch.zeros(draft, dtype=torch.long) if "d2t" in names else None,
     }
     if not has_head and "embed_tokens.weight" in names and config.tie_word_embeddings:
@@ -399,8 +242,8 @@ def _eagle3(reading: Reading) -> HeadForm:
         if not speculators and any(own.get(key) is not None for key in ("mask_token_id", "pard_token")):
             raise ConfigError(f"{reading.what} drafts all tokens in one pass: its method is 'peagle'")
         module = Eagle3(config, form, **rest)
-    _drop_output_bias(module, names)
-    matched, experts = _matched(reading, module, _eagle_names)
+    drop_output_bias(module, names)
+    matched, experts = matched_tensors(reading, module, _eagle_names)
     return HeadForm(module, tuple(chosen), matched, experts)
 
 
@@ -441,14 +284,14 @@ def _mtp(reading: Reading) -> HeadForm:
             config,
             decoder,
             len(modules),
-            embed=None if "embed_tokens.weight" in own else _later,
-            lm_head=None if "lm_head.weight" in own else _later,
+            embed=None if "embed_tokens.weight" in own else later,
+            lm_head=None if "lm_head.weight" in own else later,
         )
     except (AttributeError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise ConfigError(
             f"{reading.what} has MTP layers of a family that they cannot be made of ({type(model).__name__}): {error}"
         ) from error
-    matched, experts = _matched(reading, module, rename, _mtp_publish(facts.num_layers, renamed))
+    matched, experts = matched_tensors(reading, module, rename, _mtp_publish(facts.num_layers, renamed))
     return HeadForm(module, (OUT,), matched, experts)
 
 
@@ -511,16 +354,7 @@ READ: dict[str, Callable[[Reading], HeadForm]] = {
     "eagle": _eagle,
     "eagle3": _eagle3,
     "peagle": _eagle3,
+    "dflash": read_block,
+    "dspark": read_block,
+    "jetspec": read_block,
 }
-
-
-def _later(x: Tensor) -> Tensor:
-    """Stands for the target's embedding or LM head until the weights are loaded."""
-    raise AssertionError("the head has not been given the target's tables")
-
-
-def meta_model(checkpoint: Checkpoint) -> Any:
-    """The target's model without weights."""
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(checkpoint.location, trust_remote_code=checkpoint.trust_remote_code)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code)

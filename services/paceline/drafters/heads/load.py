@@ -12,9 +12,11 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
+from paceline.drafters.heads.block_formats import SINGLE
 from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
-from paceline.drafters.heads.formats import READ, HeadForm, Reading, TargetFacts, meta_model, mtp_modules
+from paceline.drafters.heads.formats import READ, mtp_modules
 from paceline.drafters.heads.module import Function
+from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model
 from paceline.errors import ConfigError
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import LayerSpec
@@ -132,8 +134,9 @@ def open_head(
         method: one of ``READ``.
         source: directory or id of the checkpoint; None: the target's own (``mtp``).
         target: the target that it drafts for.
-        num_tokens: tokens that it will draft in a row; a P-EAGLE head computes all of them in one pass.
-        boundaries: states to read in place of those that the configuration names (EAGLE-3, P-EAGLE).
+        num_tokens: tokens that it will draft in a row; P-EAGLE and block heads compute all of them in one pass.
+        boundaries: states to read in place of those that the configuration names (EAGLE-3, P-EAGLE, DFlash,
+            DSpark, JetSpec).
 
     Raises:
         ConfigError: with the reason in one sentence: an unknown key or tensor, one that is missing or of another shape,
@@ -144,7 +147,7 @@ def open_head(
     folder = _folder(target.path if source is None else source)
     facts = TargetFacts.of(target)
     what = f"{method} head {str(folder)!r}"
-    files = WeightFiles.open(folder)
+    files = WeightFiles.open(folder, single=SINGLE.get(method, ()))
     config = read_json(folder, "config.json")
     with torch.device("meta"):
         head = READ[method](Reading(what, config, files, facts, num_tokens, boundaries))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,15 @@ class Attend(Protocol):
         ...
 
 
+@runtime_checkable
+class Keep(Attend, Protocol):
+    """Attention that also takes rows which ask for nothing: the context of a block head."""
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keeps keys and values; arguments as of ``Attend``."""
+        ...
+
+
 Function = Callable[[Tensor], Tensor]
 
 
@@ -65,7 +74,11 @@ class HeadModule(nn.Module, ABC):
     conditional: bool = True
     """False: its logits of a depth do not depend on the tokens of the path."""
     parallel: bool = False
-    """True: rows behind the anchor need neither its state nor tokens: all depths are one pass (P-EAGLE)."""
+    """True: rows behind the anchor need neither its state nor tokens: all depths are one pass, ``ahead``."""
+    ahead_rows: int = 0
+    """Rows of that pass, at the anchor's position + 1 and on (``HeadModule.unroll``)."""
+    bidirectional: frozenset[int] = frozenset()
+    """Layers in which the rows of that pass also see those behind them."""
     num_variants: int = 1
     """Depths that have weights and context of their own (MTP modules); deeper ones use the last of them."""
     target_ids: Tensor | None = None
@@ -90,6 +103,32 @@ class HeadModule(nn.Module, ABC):
     @abstractmethod
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """Logits ``[..., draft vocabulary]`` of the token after those that ``state`` has seen."""
+
+    def ahead(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The states of all depths by one pass: ``[N, max_depth, state_size]``. Of ``parallel`` heads only.
+
+        Args:
+            token_ids: [N] the anchors.
+            state: [N, state_size] behind them, after depth 0.
+            positions: [B, N / B * ahead_rows] of the rows of the pass.
+            attend: how the rows see each other and the context.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts one token after the other")
+
+    def predict(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
+        """``logits`` given the token before the one that is predicted, where the head asks for it beside its state.
+
+        Args:
+            state: [..., state_size] of one depth.
+            token_ids: [...] the tokens before.
+            depth: 0 for the token after the anchor.
+        """
+        return self.logits(state, depth)
+
+    def confidence(self, state: Tensor, token_ids: Tensor) -> Tensor | None:
+        """Probability ``[...]`` that the token predicted by ``predict`` of the same arguments is accepted, if those
+        before it are; None: the head does not say."""
+        return None
 
     def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
         """Logits of ``depths`` recurrent steps of every position at once, for training and as the reference.

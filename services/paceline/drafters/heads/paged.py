@@ -61,7 +61,9 @@ class Part:
     above: list[list[int]] = field(default_factory=list)
     """Else, of each row: the nodes that it sees; beside them it sees itself."""
     chain: bool = False
-    """Each row also sees the rows of this part before it."""
+    """Each row also sees the rows of this part before it,"""
+    bidirectional: frozenset[int] = frozenset()
+    """and in these layers those behind it."""
     branches: dict[int, Branches] = field(default_factory=dict)
     """The session's nodes by layer; they are read only."""
     made: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -79,20 +81,30 @@ class Paged:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """As ``Attend``: [1, heads, T, dim] -> [1, T, heads, value_dim]."""
-        assert self._cache is not None, "the head is bound to a cache before it attends"
-        keys = self._cache.keys[self._first + layer].flatten(0, 1)
-        values = self._cache.values[self._first + layer].flatten(0, 1)
+        keys, values = self._pools(layer)
+        self.keep(layer, key, value)
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, kv heads, dim]
-        written = [(row, at) for part in self._parts if part.write for row, at in _placed(part)]
-        if written:
-            rows, at = (torch.tensor(numbers, device=key.device) for numbers in zip(*written, strict=True))
-            keys[rows], values[rows] = key[at].to(keys.dtype), value[at].to(values.dtype)
         out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
         few = [part for part in self._parts if part.stop - part.start <= _FEW]
         for group in [few, *([part] for part in self._parts if part.stop - part.start > _FEW)]:
             if group:
                 self._group(layer, group, query[0].transpose(0, 1), key, value, keys, values, scaling, window, out)
         return out[None]
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Writes the rows of parts that are written: [1, kv heads, T, dim]."""
+        written = [(row, at) for part in self._parts if part.write for row, at in _placed(part)]
+        if written:
+            keys, values = self._pools(layer)
+            rows, at = (torch.tensor(numbers, device=key.device) for numbers in zip(*written, strict=True))
+            keys[rows] = key[0].transpose(0, 1)[at].to(keys.dtype)
+            values[rows] = value[0].transpose(0, 1)[at].to(values.dtype)
+
+    def _pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer of the head, by flat rows."""
+        assert self._cache is not None, "the head is bound to a cache before it attends"
+        index = self._first + layer
+        return self._cache.keys[index].flatten(0, 1), self._cache.values[index].flatten(0, 1)
 
     def _group(
         self,
@@ -125,7 +137,7 @@ class Paged:
             at = torch.arange(context + extra)
             at[context : context + len(positions)] = torch.tensor(positions, dtype=torch.long)
             own = torch.tensor(part.positions)[:, None]
-            visible = at <= own
+            visible = (at <= own) | (layer in part.bidirectional)
             if window is not None:
                 visible &= at > own - window
             visible[:, : part.first_row] = False
@@ -172,7 +184,9 @@ def _others(
     own = key[part.start : part.stop], value[part.start : part.stop]
     part.made[layer] = own
     held = part.branches.get(layer, Branches())
-    among = torch.ones(n, n, dtype=torch.bool).tril() if part.chain else torch.eye(n, dtype=torch.bool)
+    among = torch.ones(n, n, dtype=torch.bool) if part.chain else torch.eye(n, dtype=torch.bool)
+    if layer not in part.bidirectional:
+        among = among.tril()
     before = torch.zeros(n, len(held.nodes), dtype=torch.bool)
     if part.above:
         index = {node: i for i, node in enumerate(held.nodes)}

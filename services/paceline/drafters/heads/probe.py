@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.eagle import Eagle, Eagle3
 from paceline.drafters.heads.module import HeadModule
@@ -152,13 +153,16 @@ def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
     (own, *others), module = boundaries_to_try(head.features.boundaries, num_layers), head.module
     found = [Setting(own, "")]
     for boundaries in others:
-        key = "set" if isinstance(module, Eagle3) and OUT not in boundaries else "let it read"
+        key = "set" if isinstance(module, Eagle3 | BlockHead) and OUT not in boundaries else "let it read"
         found.append(Setting(boundaries, f"{key} boundaries {'to ' if key == 'set' else ''}{list(boundaries)}"))
     if isinstance(module, Eagle3):
         for flag in ("norm_before_residual", "norm_output"):
             value = not getattr(module.form, flag)
             advice = f"set {flag} to {str(value).lower()} in its config.json"
             found.append(Setting(own, advice, partial(_form, flag, value)))
+    if isinstance(module, BlockHead):
+        value = module.form.first_row == 1
+        found.append(Setting(own, f"set sample_from_anchor to {str(value).lower()} in its config.json", _other_row))
     if isinstance(module, Eagle | Mtp):
         found.append(
             Setting(own, "its weights are for the hidden state before the embedding: swap their halves", _swapped)
@@ -172,6 +176,18 @@ def _form(flag: str, value: bool, module: HeadModule) -> Iterator[None]:
     assert isinstance(module, Eagle3)
     form = module.form
     module.form = replace(form, **{flag: value})
+    try:
+        yield
+    finally:
+        module.form = form
+
+
+@contextlib.contextmanager
+def _other_row(module: HeadModule) -> Iterator[None]:
+    """A block head whose first token is that of another row."""
+    assert isinstance(module, BlockHead)
+    form = module.form
+    module.form = replace(form, first_row=1 - form.first_row)
     try:
         yield
     finally:

@@ -1,0 +1,193 @@
+"""The source of a head: its configuration, the names of its tensors, and what its target says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.size import size_of
+from paceline.checkpoint.weights import WeightFiles
+from paceline.drafters.heads.module import Function, HeadModule
+from paceline.errors import ConfigError
+
+_NUM_NAMED = 3
+COMMON_KEYS = {
+    *("architectures", "model_type", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype"),
+    *("base_model_name_or_path", "speculators_version", "use_cache", "tokenizer_class"),
+}
+"""Keys of any config.json that say nothing about what a head computes."""
+_IGNORED = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$|^verifier_")
+"""Tensors that a head has no use for: what they say is known otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """Facts of the target that a head's files are judged by."""
+
+    checkpoint: Checkpoint
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> TargetFacts:
+        """The sizes of a target by its configuration."""
+        size = size_of(checkpoint.config, 0, 1)
+        return cls(checkpoint, size.num_layers, size.hidden_size, checkpoint.vocab_size)
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """A head as its configuration describes it: the module without weights, and which tensors they are."""
+
+    module: HeadModule
+    boundaries: tuple[int, ...]
+    names: Mapping[str, str]
+    """Name of the module -> name in the files."""
+    experts: Mapping[str, tuple[tuple[str, ...], ...]]
+    """Name of the module -> of each expert the names in the files that are stacked for it."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Source that a format is read from."""
+
+    what: str
+    config: Mapping[str, Any]
+    files: WeightFiles
+    facts: TargetFacts
+    num_tokens: int
+    boundaries: tuple[int, ...] | None
+
+    @property
+    def keys(self) -> list[str]:
+        """Names in the files that may be weights."""
+        return [name for name in self.files.shapes if not _IGNORED.search(name)]
+
+    def require_config(self, known: Iterable[str]) -> None:
+        """Raises ConfigError for a key that is neither in ``known`` nor harmless."""
+        if unknown := sorted(set(self.config) - set(known) - COMMON_KEYS):
+            raise ConfigError(
+                f"config.json of {self.what} has {named(unknown)}: what is not known here could change what the head "
+                "computes"
+            )
+
+    def integer(self, *names: str) -> int | None:
+        """The whole number under the first of these keys that is there."""
+        for name in names:
+            value = self.config.get(name)
+            if value is not None:
+                if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                    raise ConfigError(f"{name} is {value!r} in config.json of {self.what}: a whole number is needed")
+                return value
+        return None
+
+    def require_equal(self, name: str, value: int | None, wanted: int) -> None:
+        """Raises ConfigError if a size of the head is given and is not the target's."""
+        if value is not None and value != wanted:
+            raise ConfigError(f"{name} is {value} in {self.what}: the target {self.target!r} has {wanted}")
+
+    @property
+    def target(self) -> str:
+        return self.facts.checkpoint.path
+
+
+def named(names: Iterable[str]) -> str:
+    """The first few names, and how many there are beyond them."""
+    listed = list(names)
+    more = len(listed) - _NUM_NAMED
+    return ", ".join(map(repr, listed[:_NUM_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def matched_tensors(
+    reading: Reading,
+    module: HeadModule,
+    rename: Callable[[str], str | None],
+    publish: Callable[[str], str] = str,
+) -> tuple[dict[str, str], dict[str, tuple[tuple[str, ...], ...]]]:
+    """The file's name of each tensor of the module, and the parts of its stacked experts.
+
+    Args:
+        reading: the files.
+        module: the head, without weights.
+        rename: a name in the files -> a name of the module; None: no part of this head.
+        publish: a name of the module -> the name that it would have in the files.
+
+    Raises:
+        ConfigError: a name of the files is unknown, or one of the module is missing.
+    """
+    own = dict(module.state_dict())
+    names: dict[str, str] = {}
+    parts: dict[str, dict[int, dict[str, str]]] = {}
+    unknown = []
+    for published in reading.keys:
+        name = rename(published)
+        if name is None:
+            continue
+        if name in own:
+            names[name] = published
+        elif (found := _EXPERT.fullmatch(name)) and (stacked := _stacked(found)) in own:
+            parts.setdefault(stacked, {}).setdefault(int(found["expert"]), {})[found["part"]] = published
+        else:
+            unknown.append(published)
+    if unknown:
+        raise ConfigError(f"{reading.what} holds {named(sorted(unknown))}, which its format does not have")
+    experts = {}
+    for name, by_expert in parts.items():
+        wanted = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        count = own[name].shape[0]
+        before = publish(name).rpartition(".")[0]
+        missing = [
+            f"{before}.{i}.{part}.weight" for i in range(count) for part in wanted if part not in by_expert.get(i, {})
+        ]
+        if missing:
+            raise ConfigError(f"{reading.what} is not whole: of {count} experts it lacks {named(missing)}")
+        if len(by_expert) > count:
+            raise ConfigError(f"{reading.what} has {len(by_expert)} experts: by config.json it must have {count}")
+        experts[name] = tuple(tuple(by_expert[i][part] for part in wanted) for i in range(count))
+    if missing := sorted(map(publish, own.keys() - names.keys() - experts.keys())):
+        raise ConfigError(f"{reading.what} is not whole: no weight file holds {named(missing)}")
+    return names, experts
+
+
+_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+
+
+def _stacked(found: re.Match[str]) -> str:
+    return f"{found['before']}.{'down_proj' if found['part'] == 'down_proj' else 'gate_up_proj'}"
+
+
+def borrowed_embedding(reading: Reading, names: set[str], config: PretrainedConfig) -> Function | None:
+    """None if the head has an embedding of its own; else that of the target, whose width must be the head's."""
+    if "embed_tokens.weight" in names:
+        reading.require_equal("vocab_size", int(config.vocab_size), reading.facts.vocab_size)
+        return None
+    reading.require_equal("hidden_size (it has no embed_tokens)", int(config.hidden_size), reading.facts.hidden_size)
+    return later
+
+
+def drop_output_bias(module: Any, names: Iterable[str]) -> None:
+    """Attention of Qwen 2 has biases, but for its output."""
+    held = set(names)
+    for index, layer in enumerate(module.layers):
+        if f"layers.{index}.self_attn.q_proj.bias" in held and f"layers.{index}.self_attn.o_proj.bias" not in held:
+            layer.self_attn.o_proj.bias = None
+
+
+def later(x: Tensor) -> Tensor:
+    """Stands for the target's embedding or LM head until the weights are loaded."""
+    raise AssertionError("the head has not been given the target's tables")
+
+
+def meta_model(checkpoint: Checkpoint) -> Any:
+    """The target's model without weights."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(checkpoint.location, trust_remote_code=checkpoint.trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code)
