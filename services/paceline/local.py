@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack, cast, overload
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
@@ -44,10 +44,12 @@ from paceline.types import (
     Request,
     RequestLimits,
     Result,
+    SamplingFields,
     SamplingParams,
     SpeculationParams,
     Usage,
     as_prompt,
+    as_sampling,
     as_stop_strings,
 )
 
@@ -57,6 +59,10 @@ _RESTART_S, _LONGEST_RESTART_S = 0.5, 60.0
 """Pause before a dead draft is started again, doubled each time."""
 _ROUTER = RouterConfig()
 """Limits of requests and of those that wait are a router's, where there is none."""
+
+
+Prompts = list[str] | list[tuple[int, ...]] | list[list[int]]
+"""Prompts of one call of ``generate``: each is a text, or token ids of the target's tokenizer."""
 
 
 class LocalPipeline:
@@ -224,8 +230,69 @@ class LocalPipeline:
             self._admit()
         return generation
 
-    generate = submit
-    """Alias of ``submit``: the returned generation is the iterator of chunks."""
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        cache_salt: str = "",
+        **sampling_fields: Unpack[SamplingFields],
+    ) -> LocalGeneration: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompts,
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        cache_salt: str = "",
+        **sampling_fields: Unpack[SamplingFields],
+    ) -> list[Result]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Prompts,
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        cache_salt: str = "",
+        **sampling_fields: Unpack[SamplingFields],
+    ) -> LocalGeneration | list[Result]:
+        """Continues a prompt, or each prompt of a list.
+
+        For one prompt (text or token ids) it returns the generation at once: iterate over its chunks. For a list of
+        texts, or of sequences of token ids, it waits and returns their results in the order of the prompts; as many
+        as ``max_sessions`` are in progress together. ``sampling_fields``: fields of SamplingParams, instead of
+        ``sampling``. The other parameters are those of ``submit``.
+
+        Raises:
+            InvalidRequestError: a prompt is empty or too long, or a parameter cannot be served; of a list, before
+                any of its prompts is begun.
+            EngineError: the target is gone. All prompts of the list are cancelled then.
+        """
+        params = as_sampling(sampling, sampling_fields)
+        if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list | tuple):
+            return self.submit(cast("str | Sequence[int]", prompt), params, speculation, stop, cache_salt=cache_salt)
+        encoded = []
+        for i, each in enumerate(cast("list[str | Sequence[int]]", prompt)):
+            try:
+                encoded.append(self.encode(each, params))
+            except InvalidRequestError as error:
+                raise type(error)(f"prompt {i} of {len(prompt)}: {error}") from error
+        generations: list[LocalGeneration] = []
+        try:
+            for token_ids in encoded:
+                generations.append(self.submit(token_ids, params, speculation, stop, cache_salt=cache_salt))
+            return [generation.result for generation in generations]
+        finally:
+            for generation in generations:
+                generation.cancel()
 
     @property
     def info(self) -> TargetInfo:

@@ -13,11 +13,20 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Annotated, Any, Literal, Protocol, Self, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, TypedDict, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from paceline.errors import InvalidRequestError, PromptTooLongError
+from paceline.errors.refusals import explain_parameter
 
 MAX_DRAFT_TOKENS = 16
 """Longest proposal that the service accepts (K)."""
@@ -336,6 +345,38 @@ class SamplingParams(_RequestParams):
         if sum(map(len, forbidden.values())) >= vocab_size <= len(set().union(*forbidden.values())):
             names = " and ".join(name for name, ids in forbidden.items() if ids)
             raise InvalidRequestError(f"{names} forbid every token: at least one of {vocab_size} must be allowed")
+
+
+class SamplingFields(TypedDict, total=False):
+    """Fields of SamplingParams as keyword arguments, for a type checker: each is described there."""
+
+    structured_output: StructuredOutput | None
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[Sequence[int]]
+    min_tokens: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    max_tokens: int
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    seed: int | None
+    seed_scope: SeedScope | Literal["prompt", "global"]
+    logprobs_mode: LogprobsMode | Literal["raw_logprobs", "processed_logprobs"]
+
+
+def as_sampling(sampling: SamplingParams | None, fields: SamplingFields) -> SamplingParams:
+    """Sampling parameters from either form. Raises InvalidRequestError if both are given, or a field is wrong."""
+    if sampling is not None and fields:
+        raise InvalidRequestError(f"sampling is given, and so is {', '.join(fields)}: give one or the other")
+    try:
+        return sampling or SamplingParams.model_validate(fields)
+    except ValidationError as error:
+        raise InvalidRequestError(explain_parameter(error, SamplingParams)) from error
 
 
 class RequestLimits(_Params, strict=True):

@@ -10,9 +10,9 @@ import pytest
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import LocalConfig, TargetModel
 from paceline.errors import InvalidRequestError, PromptTooLongError
-from paceline.local import LocalPipeline
+from paceline.local import LocalGeneration, LocalPipeline
 from paceline.messages import OpenSession, Outcome, SessionFailed
-from paceline.types import Cause, FinishReason, Round, SamplingParams, SpeculationParams
+from paceline.types import Cause, FinishReason, Round, SamplingFields, SamplingParams, SpeculationParams
 
 CONTEXT = 64
 
@@ -99,7 +99,9 @@ def test_other_stop_strings_are_refused(pipeline: LocalPipeline, stop: Any, text
     [
         (b"abc", "the prompt is bytes"),
         (7, "neither text nor a sequence of token ids"),
-        (["a"], "neither text nor a sequence of token ids"),
+        (["a", 7], "prompt 1 of 2: .*neither text nor a sequence of token ids"),
+        (["a", ""], "prompt 1 of 2: .*holds no token"),
+        (["a", "x" * 65], "prompt 1 of 2: .*65 bytes: at most 64 can fit"),
         ([1.5], "neither text nor a sequence of token ids"),
         ([500], "holds token id 500: 0 to 127 are allowed"),
         ("", "holds no token"),
@@ -162,3 +164,44 @@ def test_true_and_false_are_not_numbers(fields: dict[str, Any]) -> None:
     assert SamplingParams(ignore_eos=True).ignore_eos
     with pytest.raises(ValueError, match="max_draft_tokens is true: neither true nor false"):
         SpeculationParams(max_draft_tokens=True)
+
+
+def test_a_list_of_prompts_gives_their_results_in_its_order(pipeline: LocalPipeline) -> None:
+    results = pipeline.generate(["abc", "d", "ef"] * 30, max_tokens=4)
+    assert [result.text for result in results] == ["to r"] * 90
+    assert [result.usage.prompt_tokens for result in results] == [3, 1, 2] * 30
+    (alone,) = pipeline.generate([(97, 98)], stop="return")
+    assert (alone.text, alone.usage.prompt_tokens) == ("to ", 2)
+
+
+def test_nothing_of_a_list_is_begun_if_a_prompt_is_wrong_and_nothing_goes_on_after_a_failure(
+    pipeline: LocalPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, begun = LocalPipeline.submit, []
+
+    def noted(self: LocalPipeline, *args: Any, **kwargs: Any) -> LocalGeneration:
+        begun.append(submit(self, *args, **kwargs))
+        return begun[-1]
+
+    monkeypatch.setattr(LocalPipeline, "submit", noted)
+    with pytest.raises(InvalidRequestError, match="prompt 1 of 2"):
+        pipeline.generate(["abc", ""])
+    assert not begun
+    with pytest.raises(InvalidRequestError, match="nothing is allowed"):
+        pipeline.generate(["abc", "d"], seed=13)
+    assert len(begun) == 2
+    assert all(generation.done for generation in begun)
+
+
+def test_sampling_may_be_given_by_its_fields_but_not_in_both_forms(pipeline: LocalPipeline) -> None:
+    assert pipeline.generate("abc", max_tokens=2).result.text == "to"
+    with pytest.raises(InvalidRequestError, match="sampling is given, and so is top_k: give one or the other"):
+        pipeline.generate("abc", SamplingParams(), top_k=3)
+    with pytest.raises(InvalidRequestError, match="top_p is 2"):
+        pipeline.generate("abc", top_p=2)
+    with pytest.raises(InvalidRequestError, match="max_token"):
+        pipeline.generate("abc", max_token=2)  # type: ignore[call-arg]
+
+
+def test_the_keywords_are_the_fields_of_sampling() -> None:
+    assert list(SamplingFields.__annotations__) == list(SamplingParams.model_fields)

@@ -20,13 +20,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 from weakref import WeakSet
 
 import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stubs
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from paceline.client.retries import Retries
 from paceline.client.transcript import Transcript, explained
@@ -39,10 +39,18 @@ from paceline.errors import (
     PacelineError,
     ResourceExhaustedError,
 )
-from paceline.errors.refusals import explain_parameter
 from paceline.rpc import generation as api
 from paceline.rpc.status import is_lost
-from paceline.types import Chunk, Request, SamplingParams, SpeculationParams, as_prompt, as_stop_strings
+from paceline.types import (
+    Chunk,
+    Request,
+    SamplingFields,
+    SamplingParams,
+    SpeculationParams,
+    as_prompt,
+    as_sampling,
+    as_stop_strings,
+)
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -121,15 +129,10 @@ def _request(
     stop: str | Sequence[str],
     request_id: str | None,
     cache_salt: str,
-    fields: dict[str, Any],
+    fields: SamplingFields,
 ) -> Request:
     """The request with an id and a seed. Raises InvalidRequestError."""
-    if sampling is not None and fields:
-        raise InvalidRequestError(f"sampling is given, and so is {', '.join(fields)}: give one or the other")
-    try:
-        sampling = sampling or SamplingParams(**fields)
-    except ValidationError as error:
-        raise InvalidRequestError(explain_parameter(error, SamplingParams)) from error
+    sampling = as_sampling(sampling, fields)
     if sampling.seed is None:
         sampling = sampling.model_copy(update={"seed": secrets.randbits(64)})
     return Request(
@@ -335,7 +338,7 @@ class ClientBase(Generic[StreamT]):
         logprobs: bool = False,
         resume: bool = True,
         cache_salt: str = "",
-        **sampling_fields: Any,
+        **sampling_fields: Unpack[SamplingFields],
     ) -> StreamT:
         """Starts a request and returns its stream of chunks.
 
