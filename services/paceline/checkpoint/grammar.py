@@ -15,9 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.json_schema import check_schema
 from paceline.checkpoint.tokenizer import Tokenizer
@@ -25,7 +22,9 @@ from paceline.errors import ConfigError, InvalidRequestError, PacelineError
 from paceline.types import StructuredOutput
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher, LLTokenizer
+    from numpy.typing import NDArray
 
 _MAX_COMPILED = 64
 """Compiled grammars that are kept: those that were used last."""
@@ -233,6 +232,8 @@ class Matcher:
         Returns:
             [rows, bytes] with bit v % 8 of byte v // 8 set if token v is allowed; at least one byte per 8 tokens.
         """
+        import numpy as np  # engines have it; the command line is up without it
+
         masks = np.full((len(suffixes), self._num_bytes), 0xFF, np.uint8)
         if self._lost:
             masks[:] = 0xFF if self._lenient else 0
