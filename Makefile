@@ -2,7 +2,7 @@
 # make check   linters, formatter and type checker                 make bench   the local benchmark
 # make protos  the generated code in services/paceline/v1          make clean   forget the environment and caches
 # make lock    requirements.txt: all packages, by hash             make audit   known weaknesses of them (needs a network)
-# make sbom    build/sbom.cdx.json: what is installed
+# make sbom    build/sbom.cdx.json: what is installed              make browser Chromium for the tests of the page (as root)
 #
 # Tests run in rings, each one call of pytest; the marks of a test (pyproject.toml) say which ring it is in:
 # make test          fast: a few minutes, every promise and every mutant once     continuous integration, every change
@@ -32,7 +32,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom
+.PHONY: setup demo browser test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/paceline demo
+
+browser:
+	command -v chromium && command -v chromedriver || { apt-get update -q && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -q --no-install-recommends chromium chromium-driver fonts-dejavu-core; }
 
 test: setup
 	$(PYTEST) -m "not slow and not nightly and not tools and not ray and not gpu"

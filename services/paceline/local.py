@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack, cast, overload
 
@@ -35,18 +36,22 @@ from paceline.errors import (
 )
 from paceline.messages import FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.router.admission import TargetInfo
+from paceline.router.overview import Overview, drafting
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.runtime.ranks import local_worker
 from paceline.runtime.workers import EngineFactory, Worker
 from paceline.types import (
     Chunk,
+    ReplicaStatus,
     Request,
     RequestLimits,
     Result,
     SamplingFields,
     SamplingParams,
+    ServerInfo,
     SpeculationParams,
+    Startup,
     Usage,
     as_prompt,
     as_sampling,
@@ -101,6 +106,8 @@ class LocalPipeline:
         self._draft = make_draft() if config.draft is not None or draft_factory is not None else None
         self._draft_up = self._draft is not None
         self._draft_wanted = True  # the latest preference of the target's controller
+        self._draft_lost_s: float | None = None  # when the draft died, until it is up again
+        self._overview = Overview(clock)
         self._stopping = threading.Event()
         self._restart: threading.Thread | None = None
 
@@ -191,13 +198,14 @@ class LocalPipeline:
         on_change: Callable[[], None] = lambda: None,
         *,
         cache_salt: str = "",
+        trace: bool = False,
     ) -> LocalGeneration:
         """Starts a request; it waits its turn if ``max_sessions`` are in progress.
 
         ``prompt``: text, or token ids of the target's tokenizer. ``stop``: the text ends before the first of these;
         one text is one stop string. ``on_change`` is called, by any thread, whenever there is more for the consumer.
         ``cache_salt``: cached prompts and texts that the draft learns from are shared with requests of the same salt
-        only.
+        only. ``trace``: chunks hold the times and the tree of their round.
 
         Raises InvalidRequestError for a prompt that is empty or too long, or for parameters that cannot be served,
         EngineError if the target is gone.
@@ -222,6 +230,7 @@ class LocalPipeline:
                 stop=stops,
                 eos_token_ids=eos_token_ids,
                 cache_salt=cache_salt,
+                trace=trace,
                 clock=self._clock,
             )
             self._num_submitted += 1
@@ -310,6 +319,25 @@ class LocalPipeline:
         """True if a request would be served now."""
         return self._loaded and self._failure is None
 
+    def server_info(self) -> ServerInfo:
+        """The state of target and draft, and of the requests in progress."""
+        with self._lock:
+            running = [generation.session for generation in self._active.values()]
+            num_waiting, most = len(self._waiting), self.config.target.max_sessions
+            held, model = len(running) + num_waiting, Path(self.config.target.path).name
+            target = ReplicaStatus("target-0", "target", 0, held, num_waiting, most, model=model)
+            pools = {"target": () if self._failure else (target,)}
+            starting: tuple[Startup, ...] = ()
+            if self._draft is not None:
+                options, restarts = self.config.draft, self.num_draft_restarts
+                model = Path(options.path).name if isinstance(options, DraftModel) else getattr(options, "kind", "")
+                draft = ReplicaStatus("draft-0", "draft", restarts, drafting(running), 0, most, model=model)
+                pools["draft"] = (draft,) if self._draft_up else ()
+            if self._draft_lost_s is not None:
+                doing, elapsed_s = "it has ended and is started again", self._clock() - self._draft_lost_s
+                starting = (Startup("draft-0", "draft", "", doing, elapsed_s),)
+            return self._overview.server_info(running, num_waiting, pools, starting)
+
     async def run(
         self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
     ) -> AsyncGenerator[Chunk | Result, None]:
@@ -352,6 +380,7 @@ class LocalPipeline:
                 request.stop,
                 on_change,
                 cache_salt=request.cache_salt,
+                trace=request.trace,
             )
             while True:
                 changed.clear()
@@ -420,7 +449,7 @@ class LocalPipeline:
     def _on_draft_death(self, reason: str) -> None:
         log.warning("%s; sessions continue by plain decoding until it is back", reason)
         with self._lock:
-            self._draft_up = False
+            self._draft_up, self._draft_lost_s = False, self._clock()
             for session in self._relay.sessions.values():
                 self._send(session.on_draft_down())
             if self._failure is None:
@@ -446,7 +475,7 @@ class LocalPipeline:
             with self._lock:
                 if self._restart is not threading.current_thread():  # it has died again already
                     return
-                self._draft_up = True
+                self._draft_up, self._draft_lost_s = True, None
                 self._give_draft(self._relay.sessions.values())
             return
 
@@ -475,6 +504,7 @@ class LocalPipeline:
             self._forget(generation)
 
     def _forget(self, generation: LocalGeneration) -> None:
+        self._overview.count(generation.session)
         self._active.pop(generation.session.session_id, None)
         self._relay.sessions.pop(generation.session.session_id, None)
         if self._failure is None:

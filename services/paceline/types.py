@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from typing import Annotated, Any, Literal, Protocol, Self, TypedDict, get_args
 
@@ -521,6 +521,8 @@ class Request:
     """Output tokens of a stream of this request that broke: the answer goes on after them. Needs a seed."""
     cache_salt: str = field(default="", repr=False)
     """Cached prompts and texts that drafts learn from are shared with requests of the same salt only."""
+    trace: bool = False
+    """Chunks hold the times and the tree of their round. Over HTTP only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -693,6 +695,17 @@ class ServerInfo:
     serve_silent_s: float = 0.0
     """Seconds for which Ray Serve's controller, which replaces and scales replicas, has not answered; 0: it does."""
 
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, field by field."""
+        plain = replace(
+            self,
+            pools={
+                kind: tuple(replace(one, counters=dict(one.counters), measures=dict(one.measures)) for one in statuses)
+                for kind, statuses in self.pools.items()
+            },
+        )
+        return asdict(plain)
+
 
 @dataclass(slots=True)
 class SpeculationStats:
@@ -742,6 +755,50 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedNode:
+    """One token of a speculation tree, as a client sees it."""
+
+    node_id: int
+    """Unique until a draft is opened again, and larger than ``parent_id``."""
+    parent_id: int
+    """Node that this token follows; 0 is the last token of the context that the draft was opened with."""
+    token_id: int
+    text: str
+    """Text of this token alone."""
+    prob: float
+    """Calibrated probability that the target's text takes this token, given that it reaches the parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """Nodes that a draft sent together."""
+
+    at_s: float
+    """Time of their arrival at the router, in seconds since the session was opened."""
+    step_s: float
+    """Duration of the draft's tree step that made them, in seconds; 0 if they came without one."""
+    nodes: tuple[TracedNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One round by the clock of the router: its verification, and the draft's work meanwhile."""
+
+    began_s: float
+    """Start of the verification, in seconds since the session was opened. Without a draft nothing announces it: the end
+    of the previous round then."""
+    ended_s: float
+    """Arrival of the outcome, in seconds since the session was opened."""
+    in_flight: tuple[int, ...]
+    """Node ids of the proposal; () if it was empty, or made without a draft."""
+    steps: tuple[TracedStep, ...]
+    """Messages of the draft since the previous outcome, in order."""
+    draft_opened_at: int | None = None
+    """Output tokens that a draft was opened with since the previous outcome, which begins a new tree. None: none was
+    opened."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Part of a completion: the tokens of one round."""
 
@@ -757,6 +814,8 @@ class Chunk:
     """Round that decided the tokens. None: withheld text that the end of the session releases."""
     usage: Usage | None = None
     """Token counts so far, this chunk included; None in the chunks that a client receives."""
+    trace: Trace | None = None
+    """Times and tree of the round, for a request that asked for them."""
 
     @property
     def text(self) -> str:

@@ -77,7 +77,7 @@ def test_a_docstring_and_a_default_give_the_help():
 
 MODEL = "--target --draft --drafter --head --dtype --compile --no-compile --tensor-parallel-size"
 SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port "
-SERVICE += "--tls-certificate --tls-key --tls-client-ca --api-keys --chat-template"
+SERVICE += "--no-playground --tls-certificate --tls-key --tls-client-ca --api-keys --chat-template"
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
 FLAGS = {
     "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --resume --no-resume "

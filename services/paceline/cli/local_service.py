@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -64,7 +65,15 @@ def local_edge(pipeline: LocalPipeline, server: ServerConfig, model_id: str, key
     target = pipeline.config.target
     chat = load_chat(target.path, server.chat_template, target.trust_remote_code)
     access = Access(keys, AccessMetrics(Registry()))
-    return Edge(model_id, pipeline, access, server.max_message_bytes, chat=chat)
+    return Edge(
+        model_id,
+        pipeline,
+        access,
+        server.max_message_bytes,
+        chat=chat,
+        status=partial(asyncio.to_thread, pipeline.server_info),
+        playground=server.playground,
+    )
 
 
 def _listening(server: ServerConfig) -> socket.socket:

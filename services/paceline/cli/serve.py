@@ -35,6 +35,7 @@ _FILE_KEYS = {
     "chat_template": "server.chat_template",
 }
 """Flags that name files, and the keys that they set."""
+_PAGE_KEY = "server.playground"
 _ENGINE_KEYS = ["target_config.engine_kwargs.dtype", "target_config.engine_kwargs.compile"]
 _TARGET_KEYS = [*_ENGINE_KEYS, "target_config.engine_kwargs.tensor_parallel_size"]
 
@@ -71,6 +72,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{pool}s", type=_size, metavar="N|MIN:MAX", help=text)
     group = parser.add_argument_group("where")
     add_fields(group, ServiceConfig, _SERVER_KEYS)
+    group.add_argument(
+        "--no-playground", dest="playground", action="store_const", const=False, help="serve no page at / of the port"
+    )
     group = parser.add_argument_group("files")
     for name, key in _FILE_KEYS.items():
         group.add_argument(flag_of(name), dest=name, metavar="FILE", help=help_of(field_at(ServiceConfig, key)))
@@ -120,7 +124,7 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
 
 def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     """Overrides that depend on what there is to override."""
-    keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS], config.draft_config
+    keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS, _PAGE_KEY], config.draft_config
     if isinstance(draft, ModelDraftConfig):
         keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]
     values = {key: getattr(args, key.rpartition(".")[2]) for key in keys}
@@ -160,8 +164,8 @@ def _run_local(args: argparse.Namespace) -> int:
     from paceline.cli.generate import local_config
     from paceline.cli.local_service import serve_local
 
-    keys = [*_SERVER_KEYS, *_FILE_KEYS.values()]
-    names = [*(key.rpartition(".")[2] for key in _SERVER_KEYS), *_FILE_KEYS]
+    keys = [*_SERVER_KEYS, _PAGE_KEY, *_FILE_KEYS.values()]
+    names = [*(key.rpartition(".")[2] for key in (*_SERVER_KEYS, _PAGE_KEY)), *_FILE_KEYS]
     given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}
     server = ServiceConfig().with_overrides([_override(key, value) for key, value in given.items()]).server
     with_draft = args.drafter != "none"

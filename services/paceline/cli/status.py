@@ -11,8 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.flags import add_tls_flags, check_positive, connection_of
@@ -68,7 +66,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 def _print(info: ServerInfo, args: argparse.Namespace) -> None:
     if args.json:
-        print(json.dumps(as_json(info), indent=None if args.watch is not None else 2), flush=True)
+        print(json.dumps(info.as_json(), indent=None if args.watch is not None else 2), flush=True)
         return
     clear = _CLEAR if args.watch is not None and sys.stdout.isatty() else ""
     print(clear + "\n".join(report(info)), flush=True)
@@ -78,15 +76,6 @@ def _print(info: ServerInfo, args: argparse.Namespace) -> None:
 
 def _target_up(info: ServerInfo) -> bool:
     return any(not status.draining for status in info.pools.get("target", ()))
-
-
-def as_json(info: ServerInfo) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
-    found = asdict(info)
-    for replicas in found["pools"].values():
-        for replica in replicas:
-            replica["counters"] = dict(replica["counters"])
-    return found
 
 
 def report(info: ServerInfo) -> Iterator[str]:

@@ -43,7 +43,7 @@ from paceline.rpc.status import to_status
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
-from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus, SamplingParams
+from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus, SamplingParams, ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -217,15 +217,20 @@ class Ingress:
 
         try:
             self._access.identify(grpc_context.invocation_metadata())
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                info = await self._monitor.server_info.remote()
+            info = await self._server_info()
         except PacelineError as error:
             _set_status(grpc_context, error)
             return GetServerInfoResponse()
+        return server_info_to_proto(info)
+
+    async def _server_info(self) -> ServerInfo:
+        """The state of the service, as clients may see it. Raises EngineError."""
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                info = await self._monitor.server_info.remote()
         except Exception as error:
-            _set_status(grpc_context, EngineError(f"the monitor does not answer: {type(error).__name__}"))
-            return GetServerInfoResponse()
-        return server_info_to_proto(public(info, self._token))
+            raise EngineError(f"the monitor does not answer: {type(error).__name__}") from error
+        return public(info, self._token)
 
     # -- health and metrics --
 
@@ -279,8 +284,9 @@ class Ingress:
         from paceline.web.service import Edge
 
         model_id = self.config.target_config.model_loading_config.model_id
-        longest = self.config.server.max_message_bytes
-        return make_app(Edge(model_id, self._service, self._access, longest, self._metrics_page, self._chat))
+        server = self.config.server
+        parts = (server.max_message_bytes, self._metrics_page, self._chat, self._server_info, server.playground)
+        return make_app(Edge(model_id, self._service, self._access, *parts))
 
     async def _metrics_page(self) -> str:
         """The page for Prometheus. Raises EngineError."""

@@ -41,6 +41,8 @@ class ServerConfig(Strict):
     """YAML file of the API keys and their limits. None: everybody may call."""
     chat_template: str | None = Field(default=None, min_length=1)
     """File of a Jinja template that makes a prompt of a chat. None: that of the target's tokenizer, if it has one."""
+    playground: bool = True
+    """Serve a page at ``/`` of the HTTP port that shows speculation at work. It asks for a key where there are keys."""
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:

@@ -129,6 +129,7 @@ class Admission:
             eos_token_ids=info.eos_token_ids,
             generated_token_ids=generated,
             cache_salt=request.cache_salt,
+            trace=request.trace,
             clock=self._clock,
         )
         # the text of what was generated is made again, token by token

@@ -42,6 +42,7 @@ from paceline.messages import (
     ToTarget,
     TreeLost,
 )
+from paceline.router.trace import Tracer
 from paceline.types import (
     Cause,
     Chunk,
@@ -124,9 +125,11 @@ class Session:
         eos_token_ids: Sequence[int] = (),
         generated_token_ids: Sequence[int] = (),
         cache_salt: str = "",
+        trace: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``generated_token_ids``: output of a broken stream of the same request, which this session continues.
+        ``trace``: chunks hold the times and the tree of their round.
 
         A session whose output ends with these has its ``result`` at once, and is not opened. Raises
         InvalidRequestError for what no session can have generated.
@@ -174,6 +177,7 @@ class Session:
         self._cached_tokens = 0
 
         self._clock = clock
+        self._tracer = Tracer(decode, len(self._prompt), clock) if trace else None
         self._queue_s = self._opened_s = self._first_s = self._last_s = 0.0
         self._num_first = 0  # tokens of the first outcome
         if generated_token_ids:
@@ -266,6 +270,8 @@ class Session:
                 self._lose_target(actions, reason)
         elif isinstance(event, InFlight):
             self._commit(actions, in_flight=event.node_ids)
+            if self._tracer is not None:
+                self._tracer.on_in_flight(event)
         elif _malformed(event):
             self.relay_stats.malformed += 1
             self._lose_target(actions, f"a malformed outcome at {event.context_len}")
@@ -283,6 +289,8 @@ class Session:
             self._num_losses = 0
         self._history.extend(outcome.token_ids)
         self._undigested.append(outcome)
+        if self._tracer is not None:
+            self._tracer.on_outcome()
 
     def _on_tree_lost(self, actions: Actions) -> None:
         if not (self.draft_available and self._relayed):  # the tree of a draft that the session has left
@@ -309,6 +317,8 @@ class Session:
         else:
             self._relayed = True
             actions.to_target.append(event)
+            if self._tracer is not None:
+                self._tracer.on_nodes(event)
         return actions
 
     def on_draft_down(self) -> Actions:
@@ -417,12 +427,13 @@ class Session:
         drafted = tuple(i < outcome.round.num_accepted for i in range(len(outcome.token_ids)))
         num_tokens, segments, finish_reason = self._decide(outcome.token_ids, drafted, outcome.finish_reason)
         token_ids, logprobs = outcome.token_ids[:num_tokens], outcome.logprobs[:num_tokens]
+        trace = None if self._tracer is None else self._tracer.take()
         # a stop string may have cut it: what the client does not get does not count as accepted
         round_ = replace(outcome.round, num_accepted=min(outcome.round.num_accepted, num_tokens))
         self.stats.add(round_)
         self._emitted += token_ids
         self._logprobs += logprobs
-        chunk = Chunk(token_ids, logprobs, drafted[:num_tokens], tuple(segments), round_, self._usage())
+        chunk = Chunk(token_ids, logprobs, drafted[:num_tokens], tuple(segments), round_, self._usage(), trace)
         self._text.append(chunk.text)
         actions.chunks.append(chunk)
         if finish_reason is not None:
@@ -540,6 +551,8 @@ class Session:
             self.draft_available = False
 
     def _open_message(self) -> OpenSession:
+        if self._tracer is not None:
+            self._tracer.on_open(len(self._history))
         return OpenSession(
             session_id=self.session_id,
             epoch=self._epoch,

@@ -129,6 +129,12 @@ def _read_relayed(proto: types_pb2.Nodes) -> RelayedNodes | None:
     return RelayedNodes(proto.session_id, proto.epoch, proto.context_len, proto) if proto.session_id else None
 
 
+def unpacked(message: RelayedNodes) -> Nodes | None:
+    """The nodes that a router relays, for one that looks at them; None: they are malformed."""
+    assert isinstance(message.packed, types_pb2.Nodes)
+    return _read_nodes(message.packed)
+
+
 def _write_outcome(message: Outcome, proto: target_pb2.Outcome) -> None:
     proto.session_id, proto.epoch, proto.context_len = message.session_id, message.epoch, message.context_len
     proto.token_ids.extend(message.token_ids)

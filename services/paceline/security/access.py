@@ -98,6 +98,11 @@ class Access:
         self._keys, self._metrics, self._clock = keys, metrics, clock
         self._usage: dict[str, _Usage] = {}
 
+    def require_encrypted(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        """Raises ConfigError if the connection is not encrypted, and must be."""
+        if self._require_tls and (TLS_HEADER, "1") not in metadata:
+            raise ConfigError(_PLAIN)
+
     def identify(self, metadata: Sequence[tuple[str, str | bytes]]) -> str:
         """The name of the key that a call carries.
 
@@ -105,8 +110,7 @@ class Access:
             UnauthenticatedError: it carries none, or a wrong one; the text is the same for both.
             ConfigError: the connection is not encrypted, and must be.
         """
-        if self._require_tls and (TLS_HEADER, "1") not in metadata:
-            raise ConfigError(_PLAIN)
+        self.require_encrypted(metadata)
         if self._keys is None:
             return ANYONE
         entry = self._keys.find(_key_in(metadata))

@@ -1,8 +1,9 @@
 """The ASGI application: paths, keys, statuses; ``make_app`` over one ``Edge``.
 
 GET  /health /ping /version /metrics     anybody
-GET  /v1/models, POST /v1/completions,   who has a key, where there are keys
-     /v1/chat/completions, /v1/responses
+GET  / and what its page loads           anybody, unless it is switched off
+GET  /v1/models, /v1/status,             who has a key, where there are keys
+POST /v1/completions, /v1/chat/completions, /v1/responses
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -31,6 +33,7 @@ from paceline.web.choices import Item, run_all
 from paceline.web.completions import Completion
 from paceline.web.errors import ClientLeftError, body_of, to_http
 from paceline.web.messages import ChatBody
+from paceline.web.playground import add_playground
 from paceline.web.schema import Body, CompletionBody, read
 from paceline.web.service import Edge
 
@@ -99,7 +102,10 @@ def make_app(edge: Edge) -> FastAPI:
             raise _no_model(str(given.model), edge)
         long = size > _LARGE_BODY or edge.chat is not None  # templates render and tokenize at once
         made = await asyncio.to_thread(kind, edge, given, request_id) if long else kind(edge, given, request_id)
-        items = run_all(edge, caller, made.requests, request.receive)
+        requests = made.requests
+        if given.stream_options is not None and given.stream_options.include_trace:
+            requests = [replace(one, trace=True) for one in requests]
+        items = run_all(edge, caller, requests, request.receive)
         headers = {_REQUEST_ID: request_id}
         if not given.stream:
             async with contextlib.aclosing(items):
@@ -151,6 +157,15 @@ def make_app(edge: Edge) -> FastAPI:
             "max_model_len": length,
         }
 
+    if edge.status is not None:
+        status_now = edge.status
+
+        @app.get("/v1/status")
+        async def status(request: Request) -> Response:
+            """The pools, their replicas and sessions."""
+            caller_of(request)
+            return _Json((await status_now()).as_json(), headers={"cache-control": "no-store"})
+
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """The model that is served."""
@@ -179,6 +194,9 @@ def make_app(edge: Edge) -> FastAPI:
     async def responses(request: Request) -> Response:
         """Answers by items. Nothing is stored."""
         return await answer(request, responding.Response, responding.ResponseBody)
+
+    if edge.playground:
+        add_playground(app, edge.access)
 
     @app.exception_handler(PacelineError)
     async def refused(request: Request, error: Exception) -> Response:

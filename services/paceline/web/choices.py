@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any
 
 from paceline.errors import RequestCancelledError
-from paceline.types import MAX_SEED, Chunk, FinishReason, Request, Result, SamplingParams, Usage
+from paceline.types import MAX_SEED, Chunk, FinishReason, Request, Result, SamplingParams, Trace, Usage
 from paceline.web.errors import ClientLeftError
 from paceline.web.service import Edge
 
@@ -149,4 +149,27 @@ def round_of(chunk: Chunk) -> dict[str, Any]:
     if (one := chunk.round) is not None:
         counts = {"drafted": one.num_drafted, "accepted": one.num_accepted}
         found["round"] = {"cause": one.cause.value, **counts, "lookup": one.lookup, "head": one.head}
+    if chunk.trace is not None:
+        found["trace"] = _trace_of(chunk.trace)
     return found
+
+
+def _trace_of(trace: Trace) -> dict[str, Any]:
+    """When a round ran, and what the draft sent meanwhile; docs/http.md says what each field is."""
+    steps = [
+        {
+            "at_s": round(step.at_s, 6),
+            "step_s": round(step.step_s, 6),
+            "nodes": [
+                [node.node_id, node.parent_id, node.token_id, node.text, round(node.prob, 4)] for node in step.nodes
+            ],
+        }
+        for step in trace.steps
+    ]
+    return {
+        "began_s": round(trace.began_s, 6),
+        "ended_s": round(trace.ended_s, 6),
+        "in_flight": list(trace.in_flight),
+        "draft_opened_at": trace.draft_opened_at,
+        "draft": steps,
+    }

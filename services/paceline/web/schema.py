@@ -74,6 +74,14 @@ class StreamOptions(BaseModel):
     """Padding of events is not served."""
     include_speculation: bool = False
     """Every choice of an event says which of its text was drafted, and how its round went."""
+    include_trace: bool = False
+    """With ``include_speculation``: also when its round ran, and the nodes of the draft's tree."""
+
+    @model_validator(mode="after")
+    def _trace(self) -> Self:
+        if self.include_trace and not self.include_speculation:
+            raise Fault("include_trace", "is true without include_speculation: it is a part of what that adds")
+        return self
 
 
 class SpeculationOptions(SpeculationParams):

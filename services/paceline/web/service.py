@@ -9,7 +9,7 @@ from typing import Protocol
 from paceline.checkpoint.chat import ChatTemplate
 from paceline.router.admission import TargetInfo
 from paceline.security.access import Access
-from paceline.types import Chunk, Request, RequestLimits, Result, Usage
+from paceline.types import Chunk, Request, RequestLimits, Result, ServerInfo, Usage
 
 MAX_BODY_BYTES = 16 << 20
 """Longest body of a request unless the configuration says otherwise."""
@@ -48,3 +48,7 @@ class Edge:
     """Makes the page for Prometheus, where there is one."""
     chat: ChatTemplate | None = None
     """None: the model is no chat model."""
+    status: Callable[[], Awaitable[ServerInfo]] | None = None
+    """Describes the state of the whole service, where it is known. Raises EngineError."""
+    playground: bool = True
+    """Serve the page at ``/``."""
