@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from tests.drafters.head_files import made, write_target
+from tests.drafters.head_files import VOCAB, made, write_target
 from tests.drafters.test_plugins import installed
 from tests.lossless.methods import CASES, ROWS, Column, methods_page, refusal, with_options
 from tests.lossless.test_engines import PROCESSORS
 from tests.lossless.test_trees import any_subtrees
+from tests.support.models import letters_tokenizer
 from tests.support.pump import Pump, Request, assert_same
 from tests.support.rings import nightly, slow
 from tests.support.vocabularies import other_vocabulary
@@ -105,6 +106,7 @@ def sources(method: Method, folder: Path) -> tuple[str, str | None]:
     target, path = folder / f"target-{head.target}", folder / name
     if not target.exists():
         write_target(target, head.target)
+        letters_tokenizer(VOCAB).save_pretrained(target)  # a pipeline has one
     return str(target), str(path if path.exists() else head.write(path))
 
 
@@ -114,6 +116,8 @@ def configuration(method: Method, column: Column, folder: Path) -> ServiceConfig
     options = {**MODEL, "batch_invariant": "off", "adaptive": column is Column.TREE, "max_model_len": 512}
     engine = tree["target_config"].setdefault("engine_kwargs", {})
     engine |= options | ROWS[method.name].options
+    if method.place is Place.TARGET and method.needs_model and not ROWS[method.name].trained:
+        engine["heads"][0]["probe"] = False  # it predicts nothing
     if method.place is Place.POOL:
         drafts = tree["draft_config"].setdefault("engine_kwargs", {})
         drafts |= {"tree_step_tokens": 16, **(MODEL if method.kind == "model" else {})}
