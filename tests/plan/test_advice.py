@@ -96,7 +96,7 @@ def test_a_forecast_that_forgets_what_drafting_costs_is_noticed(monkeypatch: pyt
 
 def test_every_method_has_an_assumption_with_its_source() -> None:
     kinds = {method.kind for method in METHODS} - {"", *UNFORECAST}
-    assert kinds == set(ASSUMED)
+    assert kinds <= set(ASSUMED)
     for kind in kinds:
         for text in TEXTS:
             value, source = assumed(kind, text)

@@ -21,6 +21,7 @@ from paceline.types import MAX_DRAFT_TOKENS, Mode
 UNFORECAST = {
     "plugin": "what a plugin brings is known to its author alone",
     "cascade": "several drafters at once are not forecast",
+    "lookahead": "rows that ride in the target's steps are not forecast",
 }
 """Kinds of drafters that can be configured, but not weighed against the others -> why."""
 
