@@ -81,7 +81,7 @@ SERVICE += "--no-playground --tls-certificate --tls-key --tls-client-ca --api-ke
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
 FLAGS = {
     "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --resume --no-resume "
-    f"{CONNECTION} "
+    f"{CONNECTION} --json-schema --json-object --regex --grammar --choice "
     "--stop --max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "chat": f"{MODEL} --system --chat-template --local --verbose --address --api-key --tls-ca --stop --max-tokens "

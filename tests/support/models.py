@@ -138,7 +138,7 @@ def letters_tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
     merges = [tuple(word) for word in vocab if len(word) == 2]
     backend = Backend(models.BPE(vocab=vocab, merges=merges))
     backend.add_special_tokens(list(itertools.islice(vocab, _NUM_SPECIAL)))
-    backend.decoder = decoders.Fuse()
+    backend.decoder = decoders.ByteLevel()  # which structured output can read
     backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=f"<{EOS}>")
 

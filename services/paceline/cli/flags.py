@@ -18,7 +18,7 @@ from paceline.config import HeadOptions, ServiceConfig
 from paceline.config.plugins import plugin_names
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.errors.refusals import explain, explain_parameter
-from paceline.types import SamplingParams, SpeculationParams
+from paceline.types import SamplingParams, SpeculationParams, StructuredOutput
 
 _ENGINE = "target_config.engine_kwargs"
 MODELLESS = ("ngram", "suffix")
@@ -163,6 +163,39 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     ]
     add_fields(group, SamplingParams, names)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
+
+
+def add_form_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``form_of``, of which one may be given."""
+    group = parser.add_argument_group("structured output (one of these)").add_mutually_exclusive_group()
+    group.add_argument("--json-schema", metavar="FILE", help="the output is JSON that this JSON Schema allows")
+    group.add_argument("--json-object", action="store_true", help="the output is a JSON object")
+    group.add_argument("--regex", metavar="REGEX", help="the output is text that this matches as a whole")
+    group.add_argument("--grammar", metavar="FILE", help="the output is text that this grammar derives (GBNF or Lark)")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of these (repeatable)")
+
+
+def form_of(args: argparse.Namespace) -> dict[str, Any]:
+    """``structured_output`` as the flags describe it, or nothing. Raises ConfigError and InvalidRequestError."""
+    fields: dict[str, Any] = {
+        name: _content(f"--{name.replace('_', '-')}", path)
+        for name, path in (("json_schema", args.json_schema), ("grammar", args.grammar))
+        if path is not None
+    }
+    fields |= {name: value for name in ("json_object", "regex", "choice") if (value := getattr(args, name))}
+    if args.regex is not None:
+        fields["regex"] = args.regex
+    try:
+        return {"structured_output": StructuredOutput(**fields)} if fields else {}
+    except ValidationError as error:
+        raise InvalidRequestError(explain_parameter(error, StructuredOutput)) from None
+
+
+def _content(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} is {path!r}: it cannot be read ({error})") from None
 
 
 def add_speculation_flags(parser: argparse.ArgumentParser) -> None:

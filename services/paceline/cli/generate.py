@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.cli.flags import (
+    add_form_flags,
     add_model_flags,
     add_sampling_flags,
     add_speculation_flags,
@@ -17,6 +18,7 @@ from paceline.cli.flags import (
     check_positive,
     connection_of,
     flag_of,
+    form_of,
     given,
     heads_of,
     modelless_kind,
@@ -42,6 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.add_argument("--logprobs", action="store_true", help="with --json: the log probability of every token")
+    add_form_flags(parser)
     add_engine_flags(parser, "run both engines on this machine (the default)")
     group = parser.add_argument_group("service")
     group.add_argument("--address", metavar="HOST:PORT", help="ask a running service instead of --local")
@@ -76,7 +79,7 @@ def run_generate(args: argparse.Namespace) -> int:
     request = Request(
         request_id=args.request_id or "",
         prompt=_read_stdin() if args.prompt == "-" else args.prompt,
-        sampling=SamplingParams(**given(args, SamplingParams)),
+        sampling=SamplingParams(**given(args, SamplingParams), **form_of(args)),
         speculation=SpeculationParams(**given(args, SpeculationParams)),
         stop=stop,
     )

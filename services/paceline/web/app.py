@@ -45,7 +45,7 @@ _REQUEST_ID = "x-request-id"
 _MAY_BE_NAMED = frozenset(
     name
     for kind in (CompletionBody, ChatBody, responding.ResponseBody)
-    for names in (kind.model_fields, kind.INERT, kind.RENAMED)
+    for names in (kind.model_fields, kind.INERT, kind.RENAMED, kind.FORMS)
     for name in names
 )
 

@@ -41,6 +41,11 @@ class Asked:
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
         if self.tools and not chat.calls_tools:
             raise InvalidRequestError("tools are given, but this tokenizer has no response template that tells calls")
+        if self.tools and body.structured_output is not None:
+            raise InvalidRequestError(
+                "tools are given, and so is the form of the answer, which no call has: give one or the other, or set "
+                "tool_choice to 'none'"
+            )
         if stop and chat.parses_special_tokens:
             raise InvalidRequestError("stop is given, but special tokens tell the parts of an answer of this model")
         self._by_text = bool(stop)

@@ -21,7 +21,6 @@ CHAT_INERT = MappingProxyType(
         "top_logprobs": (0,),
         "parallel_tool_calls": (True,),
         "modalities": (["text"],),
-        "response_format": ({"type": "text"},),
         "functions": ([],),
         "function_call": ("none",),
         "prediction": NOTHING,
@@ -138,7 +137,7 @@ class Function(_Strict):
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
     strict: Literal[False] | None = None
-    """Arguments that are held to the schema are not served."""
+    """Arguments that are held to the schema are not served: it is the response template that tells a call."""
 
 
 class Tool(_Strict):

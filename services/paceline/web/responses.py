@@ -14,6 +14,7 @@ from paceline.errors.refusals import shown
 from paceline.types import Chunk, FinishReason, Result
 from paceline.web.chat import Asked
 from paceline.web.choices import Totals, speculation_of
+from paceline.web.forms import FORMS
 from paceline.web.messages import ChatBody, Function, Tool, ToolsBody
 from paceline.web.schema import INERT, NOTHING, read
 from paceline.web.service import Edge
@@ -51,7 +52,6 @@ class ResponseBody(ToolsBody):
             "background": (False,),
             "truncation": ("disabled",),
             "include": ([],),
-            "text": ({}, _TEXT, {**_TEXT, "verbosity": "medium"}),
             "top_logprobs": (0,),
             "parallel_tool_calls": (True,),
             "previous_response_id": NOTHING,
@@ -61,7 +61,10 @@ class ResponseBody(ToolsBody):
         }
     )
     RENAMED = MappingProxyType({"max_output_tokens": "max_tokens"})
+    FORMS = ("text", *FORMS)
 
+    text: dict[str, Any] = Field(default_factory=lambda: dict(_TEXT))
+    """``format``: the form of the answer."""
     input: str | list[dict[str, Any]] = Field(min_length=1)
     """Input: text of the user, or items."""
     instructions: str | None = None
@@ -185,7 +188,7 @@ class Response:
             "max_output_tokens": body.max_tokens if "max_tokens" in given else None,
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools],
-            "text": _TEXT,
+            "text": body.text or _TEXT,
             "truncation": "disabled",
             "store": False,
             "usage": None,

@@ -23,6 +23,7 @@ from paceline.types import (
     as_stop_strings,
     speculation_arguments,
 )
+from paceline.web.forms import FORMS, take_form
 
 MAX_CHOICES = 128
 """Most choices of one request: prompts times ``n``."""
@@ -50,11 +51,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": NOTHING,
     "prompt_logprobs": NOTHING,
     "priority": (0,),
-    "guided_json": NOTHING,
-    "guided_regex": NOTHING,
-    "guided_choice": NOTHING,
-    "guided_grammar": NOTHING,
-    "structured_outputs": NOTHING,
 }
 """Parameter that is not served -> its values that change nothing; null is always one."""
 
@@ -102,6 +98,8 @@ class Body(SamplingParams):
     INERT: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(INERT)
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """OpenAI's name of a parameter -> ours."""
+    FORMS: ClassVar[tuple[str, ...]] = FORMS
+    """Parameters that name the form of the output."""
 
     model: str | None = None
     """The model that is served."""
@@ -137,6 +135,7 @@ class Body(SamplingParams):
             if ours in given and given[ours] != value:
                 raise Fault(name, f"is {shown(value)} and {ours} is {shown(given[ours])}: one of them is enough")
             given[ours] = value
+        take_form(given, cls.FORMS)
         if given.get("top_k") == -1:  # off, for vLLM
             given["top_k"] = 0
         return given
@@ -178,7 +177,6 @@ class CompletionBody(Body):
             "best_of": (1,),
             "suffix": ("",),
             "add_special_tokens": (True,),
-            "response_format": ({"type": "text"},),
         }
     )
 

@@ -1,0 +1,84 @@
+"""Structured output by the names of OpenAI (``response_format``, ``text``) and vLLM (``structured_outputs``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.errors.refusals import Fault, shown
+from paceline.types import StructuredOutput
+
+_OF_VLLM = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice"}
+_OF_VLLM["grammar"] = "grammar"
+FORMS = ("response_format", "structured_outputs", *(f"guided_{name}" for name in _OF_VLLM if name != "json_object"))
+"""Parameters of completions and chats that name a form; the last ones are vLLM's older names."""
+
+
+def take_form(given: dict[str, Any], names: Collection[str]) -> None:
+    """Replaces what ``names`` say about the form of the output by ``structured_output``.
+
+    Raises Fault for a form that is malformed, or named twice.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in [name for name in names if name in given]:
+        value = given[name] if name == "text" else given.pop(name)
+        if fields := _reader(name)(name, value):
+            found[name] = fields
+    if not found:
+        return
+    name, *others = (*found, *(["structured_output"] if "structured_output" in given else []))
+    if others:
+        raise Fault(others[0], f"is given with {name}: one of them is allowed")
+    try:
+        given["structured_output"] = StructuredOutput(**found[name])
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        raise Fault(name, f"is not a form: {detail.get('ctx', {}).get('error', detail['msg'])}") from None
+
+
+def _reader(name: str) -> Callable[[str, Any], dict[str, Any] | None]:
+    readers = {"response_format": _response_format, "structured_outputs": _structured_outputs, "text": _text}
+    return readers.get(name, lambda name, value: {_OF_VLLM[name.removeprefix("guided_")]: value})
+
+
+def _response_format(name: str, value: Any) -> dict[str, Any] | None:
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json_schema": schema}
+        case {"type": "json_schema", "json_schema": _} | {"type": "json_schema"}:
+            raise Fault(name, f"is {shown(value)}: json_schema.schema is needed")
+    raise Fault(name, f"is {shown(value)}: type 'text', 'json_object' or 'json_schema' is allowed")
+
+
+def _text(name: str, value: Any) -> dict[str, Any] | None:
+    """The ``text`` of a response, whose ``format`` holds the schema itself."""
+    if not isinstance(value, dict) or value.keys() - {"format", "verbosity"}:
+        raise Fault(name, f"is {shown(value)}: an object with format is allowed")
+    if value.get("verbosity") not in (None, "medium"):
+        raise Fault("text.verbosity", f"is {shown(value['verbosity'])}: only 'medium' is supported")
+    match value.get("format"):
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"json_schema": schema}
+        case {"type": "json_schema"} as form:
+            raise Fault("text.format", f"is {shown(form)}: schema is needed")
+        case form:
+            return _response_format("text.format", form)
+
+
+def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Fault(name, f"is {shown(value)}: an object with one of {', '.join(_OF_VLLM)} is allowed")
+    fields = {key: form for key, form in value.items() if form not in (None, False)}
+    if unknown := sorted(fields.keys() - _OF_VLLM.keys()):
+        raise Fault(name, f"holds {unknown[0]!r}, which is not supported: allowed are {', '.join(_OF_VLLM)}")
+    if not fields:
+        raise Fault(name, f"is {shown(value)}: one of {', '.join(_OF_VLLM)} is needed")
+    return {_OF_VLLM[key]: form for key, form in fields.items()}

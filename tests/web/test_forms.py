@@ -1,0 +1,74 @@
+"""Structured output by OpenAI's and vLLM's names: what arrives, and that the answer has the form."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from tests.web.chats import Scripted, save_chat
+from tests.web.support import MODEL, call, edge_over, served
+
+from paceline.checkpoint.chat import load_chat
+from paceline.types import StructuredOutput
+
+USER = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OF_SCHEMA = StructuredOutput(json_schema=SCHEMA)
+NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+
+FORMS = [
+    ({"response_format": NAMED}, OF_SCHEMA),
+    ({"response_format": {"type": "json_object"}}, StructuredOutput(json_object=True)),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "text"}, "structured_outputs": {"regex": "a+"}}, StructuredOutput(regex="a+")),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, OF_SCHEMA),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "json_object": False}}, OF_SCHEMA),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutput(choice=("a", "b"))),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, StructuredOutput(grammar='root ::= "a"')),
+    ({"guided_json": SCHEMA}, OF_SCHEMA),
+    ({"guided_choice": ["a"]}, StructuredOutput(choice=("a",))),
+    ({"structured_output": {"regex": "a"}}, StructuredOutput(regex="a")),
+    ({}, None),
+]
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    service = Scripted()
+    with served(edge_over(service, chat=load_chat(str(save_chat(tmp_path_factory.mktemp("chat")))))) as at:
+        yield service, at
+
+
+@pytest.mark.parametrize(("body", "form"), FORMS)
+def test_a_chat_is_asked_for_the_form(scripted, body, form):
+    service, at = scripted
+    service.says = "x"
+    status, _, answer = call(f"{at}/v1/chat/completions", {"messages": USER} | body)
+    assert status == 200, answer
+    assert service.requests[-1].sampling.structured_output == form
+
+
+def test_a_response_is_asked_for_the_form_and_says_which(scripted):
+    service, at = scripted
+    service.says = "x"
+    form = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
+    status, _, answer = call(f"{at}/v1/responses", {"input": "hello", "text": {"format": form}})
+    assert status == 200, answer
+    assert answer["text"] == {"format": form}
+    assert service.requests[-1].sampling.structured_output == OF_SCHEMA
+
+
+def test_a_completion_has_the_form(url):
+    asked = {"model": MODEL, "prompt": "the", "max_tokens": 30, "temperature": 1, "seed": 3}
+    status, _, answer = call(f"{url}/v1/completions", asked | {"structured_outputs": {"regex": "(ab|cd){2,4}"}})
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert re.fullmatch("(ab|cd){2,4}", choice["text"])
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_with_its_place(url):
+    status, _, answer = call(f"{url}/v1/completions", {"prompt": "the", "guided_json": {"items": {"not": {}}}})
+    assert status == 400
+    assert "#/items has 'not', a keyword that is not supported" in answer["error"]["message"]
