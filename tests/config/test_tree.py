@@ -69,6 +69,7 @@ TARGET_VALUES = {
     "trust_remote_code": True, "batch_invariant": "require",
     "heads": [{
         "method": "draft_model", "model": "h", "boundaries": None, "num_speculative_tokens": 3, "probe": True,
+            "lookahead": None,
         "probe_file": None,
     }],
 }  # fmt: skip

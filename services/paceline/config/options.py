@@ -66,11 +66,29 @@ HeadMethod = Literal[
     "dspark",
     "jetspec",
     "early_exit",
+    "lookahead",
     "draft_model",
 ]
 """The kinds of heads, by the names of vLLM's ``speculative_config``."""
 
 _OF_LAYERS = ("eagle3", "peagle", "dflash", "dspark", "jetspec")
+
+
+class LookaheadOptions(Strict):
+    """Sizes of lookahead decoding, as W, N and G of its paper (Fu et al. 2024). A new option costs one edit: a field of
+    this class."""
+
+    window: int = Field(default=5, ge=1, le=32)
+    """Columns of guesses: W (N - 1) - 1 tokens ride beside each session's own in a step."""
+    ngram: int = Field(default=4, ge=3, le=8)
+    """Tokens of an n-gram, the one that it is found by included: at most N - 1 are proposed from one."""
+    guesses: int = Field(default=5, ge=1, le=32)
+    """N-grams kept for each first token; those that were seen last stay."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that ride beside those of one session."""
+        return self.window * (self.ngram - 1) - 1
 
 
 class HeadOptions(Strict):
@@ -79,10 +97,11 @@ class HeadOptions(Strict):
 
     method: HeadMethod
     """``draft_model``: a smaller model with the target's tokenizer, in the target's process. ``early_exit``: the first
-    layers of the target itself. The others read the target's hidden states."""
+    layers of the target itself. ``lookahead``: n-grams that the target makes up on rows that ride in its steps. The
+    others read the target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
-    """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp`` and ``early_exit``
-    only: the target's own files hold it."""
+    """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp``, ``early_exit`` and
+    ``lookahead`` only: there is nothing beside the target's own files."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
     """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``, ``dflash``,
     ``dspark``, ``jetspec``): b for the residual stream before layer b, the number of layers for that after the last
@@ -90,10 +109,12 @@ class HeadOptions(Strict):
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     """The most tokens that it proposes in a round. With ``adaptive`` it makes as many of them as are expected to
     pay."""
+    lookahead: LookaheadOptions | None = None
+    """Sizes of method ``lookahead``. None: the defaults."""
     probe: bool = True
     """Ask the head, when the target starts, for some text that the target writes. One that predicts hardly any of it is
     refused, and one that would predict more with another setting is warned of, with that setting. False: take it as it
-    is. A draft model and an early exit are not asked."""
+    is. A draft model, an early exit and lookahead are not asked."""
     probe_file: str | None = Field(default=None, min_length=1)
     """A text file from whose first four paragraphs the target goes on for this. None: sentences of our own."""
 
@@ -111,8 +132,13 @@ class HeadOptions(Strict):
     def _of_method(self) -> Self:
         if self.method == "early_exit":
             self._check_exit()
+        elif self.method == "lookahead":
+            if self.model is not None:
+                raise Fault("model", f"is {self.model!r} beside method 'lookahead', which has no weights of its own")
         elif self.method != "mtp" and self.model is None:
             raise Fault("model", f"is null: method {self.method!r} needs the directory or id of its checkpoint")
+        if self.lookahead is not None and self.method != "lookahead":
+            raise Fault("lookahead", f"is given beside method {self.method!r}: it is for method 'lookahead'")
         if self.boundaries is not None and self.method not in (*_OF_LAYERS, "early_exit"):
             raise Fault(
                 "boundaries",
@@ -127,7 +153,7 @@ class HeadOptions(Strict):
     @property
     def probed(self) -> bool:
         """True if a head of this method can be asked about what its target writes."""
-        return self.method not in ("draft_model", "early_exit")
+        return self.method not in ("draft_model", "early_exit", "lookahead")
 
     def _check_exit(self) -> None:
         if self.model is not None:
@@ -170,7 +196,13 @@ class TargetOptions(ModelOptions):
         return self
 
     @model_validator(mode="after")
-    def _whole_for_exits(self) -> Self:
+    def _fits_heads(self) -> Self:
+        if sum(head.method == "lookahead" for head in self.heads) > 1:
+            raise Fault("heads", "has method 'lookahead' more than once: one is allowed")
+        for head in self.heads:
+            needed = (head.lookahead or LookaheadOptions()).num_tokens + 1
+            if head.method == "lookahead" and needed > self.max_step_tokens:
+                raise Fault("max_step_tokens", f"is {self.max_step_tokens}: method 'lookahead' needs {needed} at least")
         if not any(head.method == "early_exit" for head in self.heads):
             return self
         if self.tensor_parallel_size > 1:

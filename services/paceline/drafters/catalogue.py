@@ -254,6 +254,15 @@ METHODS: tuple[Method, ...] = (
         {"boundaries": [6], **_TOKENS},
     ),
     Method(
+        "lookahead",
+        Place.TARGET,
+        "lookahead",
+        "lookahead decoding (2402.02057)",
+        "",
+        "targets whose rows are nearly free, on greedy text that comes back to itself; no model, no training",
+        {"lookahead": {"window": 5, "ngram": 4, "guesses": 5}, **_TOKENS},
+    ),
+    Method(
         "draft model, co-located",
         Place.TARGET,
         "draft_model",

@@ -59,6 +59,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.processors import SamplerState
+from paceline.core.tree import Proposal
 from paceline.errors import EngineError, RanksLostError
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import KVCache, LayerSpec
@@ -73,6 +74,7 @@ __all__ = [
     "Fed",
     "Head",
     "Leaf",
+    "Rider",
 ]
 
 FATAL = (torch.AcceleratorError, RanksLostError)
@@ -243,4 +245,23 @@ class Head(Drafter, Protocol):
             DrafterSessionError: this session ends on the head, the others are fed again without it.
             Exception: any other error switches the head off.
         """
+        ...
+
+
+class Rider(Head, Protocol):
+    """A head with rows of its own in the target's steps: what it guesses is computed behind a session's context, on
+    pages that no committed row sees, and what the target would say there is told to it. Nothing of that binds."""
+
+    @property
+    def num_guesses(self) -> int:
+        """The most tokens that ride beside one session."""
+        ...
+
+    def guesses(self, session_id: str) -> Proposal:
+        """The tree of tokens that ride in the coming step of a session; ``learn`` follows, unless it is closed."""
+        ...
+
+    def learn(self, session_id: str, token_ids: Sequence[int]) -> None:
+        """Takes the target's likeliest token after each branch of ``guesses``, in their order; (): there was no room,
+        and none was computed. Comes after ``advance`` of the step's tokens."""
         ...

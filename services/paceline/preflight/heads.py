@@ -65,6 +65,8 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
         longest = min(max_len, checkpoint.max_model_len)
         return HeadsSize(draft_estimate(draft_setup_of(setup, head), size, longest, on_gpu=on_gpu).device_bytes)
     tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # its own copy of embedding and LM head
+    if head.method == "lookahead":
+        return HeadsSize()
     if head.method == "early_exit":
         compiled = not on_gpu if setup.options.compile == "auto" else setup.options.compile
         below = max(0, target.weights_bytes - tables) * (head.boundaries or [0])[0] // max(1, target.num_layers)

@@ -109,6 +109,41 @@ def sequence_steps(
     return steps
 
 
+def riding_tables(
+    pages: Sequence[int], private: Sequence[Sequence[int]], branches: Sequence[Branch], context_len: int
+) -> list[list[int]]:
+    """As ``page_tables`` of branches that all have private pages, the first one too."""
+    first = [*pages[: branches[0].page(context_len)], *private[0]]
+    return page_tables(first, private[1:], branches, context_len)
+
+
+def riding_steps(
+    own: SequenceStep, start: int, stop: int, guesses: Proposal, tables: Sequence[Sequence[int]]
+) -> list[SequenceStep]:
+    """Steps of guesses that ride beside a session's own: what they compute lies on their private pages alone.
+
+    Args:
+        own: the session's step with the context tokens at rows [start, stop); it writes those to private pages as well.
+        start: the first row that ``own`` computes.
+        stop: length of the context.
+        guesses: the tree that rides.
+        tables: page table of each of its branches (``riding_tables``).
+
+    Returns:
+        One step for each branch, with the logits after its last token.
+    """
+    steps = sequence_steps((), stop, guesses, tables)
+    also = [*own.also]
+    for branch, step, pages in zip(branches_of(guesses), steps, tables, strict=True):
+        page = branch.page(stop)
+        first = page * PAGE_SIZE
+        also += [(row - start, flat_rows(pages, row, row + 1)[0]) for row in range(max(first, start), stop)]
+        step.copies = ((own.pages[page], pages[page]),) if first < start else ()
+        step.num_logits = 1
+    own.also = also
+    return steps
+
+
 def accepted_table(proposal: Proposal, path: Sequence[int], tables: Sequence[Sequence[int]]) -> Sequence[int]:
     """Pages that the session goes on with: those of the branch in which the accepted ``path`` ends."""
     end = path[-1] if path else 0

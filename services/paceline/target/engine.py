@@ -59,6 +59,8 @@ class _Forwarded(NamedTuple):
     logprobs: Sequence[float] = ()
     states: Tensor | None = None
     """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head wants any."""
+    guessed: Tensor | None = None
+    """[branches, vocab]: logits after the guesses that rode in the step; None: there were none."""
 
 
 class TargetEngine:
@@ -173,7 +175,10 @@ class TargetEngine:
         forwarded = self._forward(parts)
         verdicts = self._verify(parts, forwarded)
         step = self._meter.decided(parts)
+        self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
         self._send(self._commit(step, verdicts))
+        if forwarded.guessed is not None:
+            self._learn_guesses(step, forwarded.guessed)
         if self.heads:
             self._feed_heads(step, forwarded.states)
         self._adapt(step)
@@ -367,10 +372,25 @@ class TargetEngine:
 
     def _forward(self, parts: Sequence[Scheduled]) -> _Forwarded:
         """Runs the model. One of several ranks draws tokens where its logits are, for sessions that allow it."""
-        steps, runner = [step for part in parts for step in part.sequence_steps()], self.runner
+        steps: list[SequenceStep] = []
+        riding: list[SequenceStep] = []
+        for part in parts:
+            own = part.sequence_steps()
+            steps += own
+            riding += part.riding_steps(own[0])
+        forwarded = self._run(parts, [*steps, *riding], len(riding))
+        if not riding:
+            return forwarded
+        num_own = len(forwarded.logits) - len(riding)
+        return forwarded._replace(logits=forwarded.logits[:num_own], guessed=forwarded.logits[num_own:])
+
+    def _run(self, parts: Sequence[Scheduled], steps: Sequence[SequenceStep], num_riding: int) -> _Forwarded:
+        """Runs the model; the logits of the last ``num_riding`` steps come last."""
+        runner = self.runner
         wants_states = bool(self.heads) and self.heads.wants_states(len(parts))
         if isinstance(runner, LeadingRunner):
             rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
+            rows += [None] * num_riding
             if any(row is not None for row in rows):
                 if wants_states:
                     return _Forwarded(*runner.forward_and_pick_with_states(steps, rows))
@@ -422,6 +442,8 @@ class TargetEngine:
         num_emitted, finish_reason = session.cut(verdict.token_ids)
         num_accepted = min(verdict.num_accepted, num_emitted)
         token_ids = verdict.token_ids[:num_emitted]
+        if part.guess_tables and not part.tables:
+            session.join(self.runner.cache, session.pages)
         if part.tables:
             path = part.proposal.along(token_ids[:num_accepted])
             session.join(self.runner.cache, accepted_table(part.proposal, path, part.tables))
@@ -447,6 +469,15 @@ class TargetEngine:
         elif self.heads:
             self.heads.advance(session, token_ids)
         return outcome
+
+    def _learn_guesses(self, step: MeasuredStep, logits: Tensor) -> None:
+        """Gives heads the likeliest tokens after their guesses, those of sessions that go on."""
+        likeliest, start = logits.argmax(-1).tolist(), 0
+        for part in step.parts:
+            stop = start + len(part.guess_tables)
+            if stop > start and self._sessions.get(part.session.session_id) is part.session:
+                self.heads.learn(part.session, likeliest[start:stop])
+            start = stop
 
     def _feed_heads(self, step: MeasuredStep, states: Tensor | None) -> None:
         """Feeds the heads with what the step has computed of the sessions that go on."""

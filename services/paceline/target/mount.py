@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
-from paceline.config import HeadOptions, TargetSetup
+from paceline.config import HeadOptions, LookaheadOptions, TargetSetup
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head
 from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
+from paceline.drafters.lookahead import LookaheadHead
 from paceline.drafters.protocol import Features
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
@@ -39,7 +40,7 @@ class OpenedHead:
 
     options: HeadOptions
     plan: HeadPlan | ExitPlan | None
-    """None: a draft model."""
+    """None: a draft model, or lookahead."""
 
     @property
     def features(self) -> Features | None:
@@ -67,7 +68,7 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
         if options.method == "early_exit":
             assert options.boundaries is not None
             plan = open_exit(target, options.boundaries[0])
-        elif options.method != "draft_model":
+        elif options.method not in ("draft_model", "lookahead"):
             boundaries = None if options.boundaries is None else tuple(options.boundaries)
             plan = open_head(
                 options.method,
@@ -111,7 +112,9 @@ def load_heads(
     """
     heads = []
     for head in opened:
-        if head.plan is None:
+        if head.options.method == "lookahead":
+            mounted = _lookahead(setup, head.options)
+        elif head.plan is None:
             mounted = _draft_model(setup, head.options, target, Placement(model.device, model.dtype))
         elif isinstance(head.plan, ExitPlan):
             whole = model.step.model if isinstance(model.step, Step) else None
@@ -133,6 +136,12 @@ def bind_heads(heads: Sequence[MountedHead], cache: KVCache) -> None:
     """Gives the heads their layers on the target's pages."""
     for mounted in heads:
         mounted.head.bind(cache, cache.add_layers(mounted.head.layers))
+
+
+def _lookahead(setup: TargetSetup, options: HeadOptions) -> MountedHead:
+    sizes = options.lookahead or LookaheadOptions()
+    head = LookaheadHead(sizes.window, sizes.ngram, sizes.guesses, max_leaves=setup.options.max_sessions)
+    return MountedHead(str(options), head, num_tokens=options.num_speculative_tokens)
 
 
 def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> HeadDrafter:

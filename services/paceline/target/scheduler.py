@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from paceline.core.processors import Row
 from paceline.core.tree import Producer, Proposal
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import SequenceStep
-from paceline.target.branches import branches_of, page_tables, sequence_steps
+from paceline.target.branches import branches_of, page_tables, riding_steps, riding_tables, sequence_steps
 from paceline.target.control.allocation import Allocation, Offer, blind_offer, expected_tokens, offer
 from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.control.waiting import WaitPolicy
@@ -38,6 +38,10 @@ class Scheduled:
     """Draft tokens that were available beyond the proposal."""
     tables: tuple[Sequence[int], ...] = ()
     """Page table of each branch of the proposal; () for a chain, which has the session's."""
+    guesses: Proposal = field(default_factory=Proposal)
+    """Tokens of a head that ride beside the session's own (``Heads.guesses``)."""
+    guess_tables: tuple[Sequence[int], ...] = ()
+    """Page table of each branch of these."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +80,13 @@ class Scheduled:
         rows = range(self.start, self.stop + len(proposal))  # a token's KV row is its position
         num_logits = len(proposal) + 1 if self.verifies else 0
         return [SequenceStep([*context, *proposal.token_ids], rows, rows, self.session.pages, num_logits)]
+
+    def riding_steps(self, own: SequenceStep) -> list[SequenceStep]:
+        """One sequence for each branch of the guesses, each with the logits after its last token. ``own``: the first
+        of ``sequence_steps``, which is changed to serve them."""
+        if not self.guess_tables:
+            return []
+        return riding_steps(own, self.start, self.stop, self.guesses, self.guess_tables)
 
     def rows(self) -> list[Row]:
         """The positions to decide: after the context, and after each token of the proposal."""
@@ -144,7 +155,7 @@ class Scheduler:
             if budget > 0 and session in self.running:
                 stop = min(session.num_tokens, session.num_computed + budget)
                 budget -= self._take(parts, session, stop, budget, wanted)
-        return parts
+        return self._with_guesses(parts, budget) if self._heads and parts else parts
 
     def _not_waiting(self, decoding: list[TargetSession], now: float) -> list[TargetSession]:
         """The sessions that step now; sets ``wait_until`` for the others."""
@@ -282,6 +293,26 @@ class Scheduler:
                     return 0
         parts.append(Scheduled(session, session.num_computed, stop, proposal, num_trimmed, tables))
         return num_context + len(proposal)
+
+    def _with_guesses(self, parts: list[Scheduled], budget: int) -> list[Scheduled]:
+        """The parts with guesses of heads beside them, as far as tokens and free pages reach."""
+        assert self._heads is not None
+        riding = []
+        for part in parts:
+            decodes = part.verifies and part.stop - part.start == 1
+            guesses = self._heads.guesses(part.session, len(parts), budget) if decodes else Proposal()
+            if len(guesses):
+                branches = branches_of(guesses)
+                try:
+                    private = part.session.fork(self._cache, [branch.num_pages(part.stop) for branch in branches])
+                except ResourceExhaustedError:
+                    self._heads.forget_guesses(part.session, guesses)
+                else:
+                    tables = riding_tables(part.session.pages, private, branches, part.stop)
+                    part = replace(part, guesses=guesses, guess_tables=tuple(tables))
+                    budget -= len(guesses)
+            riding.append(part)
+        return riding
 
     def _fork(self, session: TargetSession, stop: int, proposal: Proposal, spare: int) -> tuple[Sequence[int], ...]:
         """Holds pages for all branches, each with ``spare`` rows more; returns their page tables.

@@ -271,9 +271,9 @@ class TargetSession:
         Raises:
             ResourceExhaustedError: too few pages are free; nothing is changed.
         """
-        assert not self.private_pages, "the branches of the last step were given up when it was committed"
-        self.private_pages = cache.allocate(sum(counts))
-        rest = iter(self.private_pages)
+        taken = cache.allocate(sum(counts))
+        self.private_pages += taken
+        rest = iter(taken)
         return [[*islice(rest, count)] for count in counts]
 
     def join(self, cache: KVCache, pages: Sequence[int]) -> None:

@@ -72,6 +72,8 @@ class TargetStats:
     """Tokens of these proposals."""
     head_rows_used: int = 0
     """Tokens of these proposals that were accepted."""
+    guesses: int = 0
+    """Tokens of lookahead that rode beside those of sessions."""
     head_s: float = 0.0
     """Seconds that heads were asked for, before the forwards that verify their tokens."""
     drafts_paused: int = 0
@@ -94,6 +96,8 @@ class MeasuredStep:
     """Delay by one draft token, summed over the sessions of the step."""
     plain_s: float
     """A plain step of the same sessions, start to start."""
+    guess_s: float
+    """Seconds of the guesses that rode in it."""
     decoding: float
     """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
 
@@ -147,10 +151,12 @@ class StepMeter:
     def decided(self, parts: Sequence[Scheduled]) -> MeasuredStep:
         """Takes the time at which the verdicts of the step are known."""
         now, cost = self._clock(), self._allocation.cost
-        num_tokens = sum(p.num_tokens for p in parts)
+        num_guesses = sum(len(p.guesses) for p in parts)
+        num_tokens = sum(p.num_tokens for p in parts) + num_guesses
         verifying = [p for p in parts if p.verifies]
         num_drafted, num_verifying = sum(len(p.proposal) for p in parts), len(verifying)
-        num_decoding = num_drafted + num_verifying  # the others belong to prefill chunks
+        num_decoding = num_drafted + num_verifying + num_guesses  # the others belong to prefill chunks
+        num_guessed = sum(len(p.guess_tables) for p in parts)  # branches
         num_branches = sum(p.num_branches for p in parts)
         added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_drafted)
         added_s += num_branches * self._allocation.branch_s
@@ -161,17 +167,23 @@ class StepMeter:
             now,
             row_s=added_s * num_verifying / num_drafted if num_drafted else 0.0,
             plain_s=self._allocation.plain_s(num_verifying),
+            guess_s=cost.seconds(num_tokens)
+            - cost.seconds(num_tokens - num_guesses)
+            + num_guessed * self._allocation.branch_s
+            if num_guesses
+            else 0.0,
             decoding=cost.seconds(num_decoding) / cost.seconds(num_tokens) if cost.known else 1.0,
         )
         if all(p.stop - p.start == 1 for p in parts):  # the costs above are those known before this step
             self._wait_policy.step_s.add(now - self._started)
-            if num_branches:
-                self._allocation.observe_branches(num_branches, num_tokens, now - self._forward_at)
+            if num_branches + num_guessed:
+                self._allocation.observe_branches(num_branches + num_guessed, num_tokens, now - self._forward_at)
             else:
                 self._allocation.observe_step(num_tokens, now - self._forward_at)
         self.stats.steps += 1
         self.stats.step_s += now - self._started
         self.stats.tokens_computed += num_tokens
+        self.stats.guesses += num_guesses
         return step
 
     def round(self, step: MeasuredStep, part: Scheduled, verdict: Verdict, num_accepted: int, num_emitted: int) -> None:

@@ -114,6 +114,46 @@ class Heads:
         for mounted in self.mounted:
             mounted.drop(session_id)
 
+    # -- what rides beside a step --------------------------------------------------------------------------------------
+
+    def guesses(self, session: TargetSession, num_sessions: int, limit: int) -> Proposal:
+        """Tokens of a head that are computed beside a session's own in the coming step, and bind nothing; none, if
+        there would be more than ``limit``."""
+        if not self._may_propose(session):
+            return Proposal()
+        now = self._clock()
+        for mounted in self.mounted:
+            rider = mounted.rider
+            if rider is None or session.session_id not in mounted.sessions or rider.num_guesses > limit:
+                continue
+            if self._on(mounted, num_sessions, now):
+                return mounted.guesses(session)
+        return Proposal()
+
+    def forget_guesses(self, session: TargetSession, guesses: Proposal) -> None:
+        """Takes back that guesses of a session ride: there is no room for them."""
+        for mounted in self.mounted:
+            mounted.forget_guesses(session.session_id, len(guesses))
+
+    def charge_guesses(self, sessions: Sequence[TargetSession], seconds: float) -> None:
+        """Books the time of what rode beside some sessions with the heads whose guesses they were."""
+        for mounted in self.mounted:
+            riding = sum(session.session_id in mounted.riding for session in sessions)
+            if riding:
+                mounted.spend(seconds * riding / len(sessions))
+
+    def learn(self, session: TargetSession, token_ids: Sequence[int]) -> None:
+        """Takes the target's likeliest token after each branch of what rode beside a session that goes on."""
+        for mounted in self.mounted:
+            if session.session_id in mounted.riding:
+                mounted.learn(session.session_id, token_ids)
+
+    def _may_propose(self, session: TargetSession) -> bool:
+        """True if heads may propose for a session now: its draft has nothing."""
+        if not session.decoding or session.max_draft() == 0 or len(session.drafted(1)):
+            return False
+        return not (session.mode is Mode.SEQUENTIAL and session.draft_available)
+
     # -- what the target has decided -----------------------------------------------------------------------------------
 
     def observe(self, session: TargetSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
@@ -169,9 +209,7 @@ class Heads:
         asked: dict[int, list[Followed]] = {}
         for session in ready:
             self._asking.forget(session)
-            if not session.decoding or session.max_draft() == 0 or len(session.drafted(1)):
-                continue
-            if session.mode is Mode.SEQUENTIAL and session.draft_available:
+            if not self._may_propose(session):
                 continue
             for i, mounted in enumerate(self.mounted):
                 followed = mounted.sessions.get(session.session_id)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+from paceline.core.tree import Proposal
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.protocol import FATAL, DrafterSessionError, Features, Head
+from paceline.drafters.protocol import FATAL, DrafterSessionError, Features, Head, Rider
 from paceline.drafters.ranking import Rule
 from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
@@ -31,7 +33,9 @@ class HeadStats:
     depths: int = 0
     """Calls of ``expand``: one for each depth of a step."""
     seconds: float = 0.0
-    """Inside the head: being fed and asked."""
+    """Inside the head: being fed and asked, and in steps of the target for what rides there."""
+    guesses: int = 0
+    """Tokens that rode beside those of sessions."""
     sessions_failed: int = 0
     """Sessions that it could not follow."""
 
@@ -63,6 +67,10 @@ class MountedHead:
         """Sessions that it is not ready for."""
         self.pages: set[int] = set()
         """Full pages of the target that it was fed with from end to end."""
+        self.rider: Rider | None = cast(Rider, head) if hasattr(head, "guesses") else None
+        """The head, if it has rows of its own in the target's steps."""
+        self.riding: set[str] = set()
+        """Sessions beside which some of them ride in the running step."""
         self.accepted, self.spent_s = 0, 0.0
         """Its accepted tokens, and the seconds that it took, since they were last booked."""
 
@@ -76,6 +84,8 @@ class MountedHead:
         if depth_s is not None:
             text += f", {1e3 * depth_s:.3g} ms a depth of one session"
         text += f", paused {self.gate.num_pauses} times" if self.gate.num_pauses else ""
+        if stats.guesses:
+            text += f", {stats.guesses / num_rounds:.3g} guesses a round rode in steps"
         return text + (f"; warning of the probe at start-up: {self.warning}" if self.warning else "")
 
     def spend(self, seconds: float) -> None:
@@ -119,7 +129,7 @@ class MountedHead:
     def advance(self, session: TargetSession, token_ids: Sequence[int]) -> None:
         """Takes the tokens that were committed for a session that is open here."""
         node_ids, kept = self.sessions[session.session_id].walk(token_ids)
-        if self.reads_states:
+        if self.reads_states or self.rider is not None:
             self.sessions[session.session_id].restart()
             kept = []
         self.guarded(lambda: self.head.advance(session.session_id, token_ids, node_ids, kept))
@@ -128,6 +138,7 @@ class MountedHead:
         """Ends a session, if it is open here."""
         if self.sessions.pop(session_id, None) is not None:
             self.prefilling.discard(session_id)
+            self.riding.discard(session_id)
             self.guarded(lambda: self.head.close(session_id))
 
     def ready(self, followed: Followed) -> bool:
@@ -144,6 +155,34 @@ class MountedHead:
                 return False
             self.prefilling.discard(session.session_id)
         return True
+
+    def guesses(self, session: TargetSession) -> Proposal:
+        """Tokens that ride beside a session's own in the coming step."""
+        found = Proposal()
+
+        def ask() -> None:
+            nonlocal found
+            assert self.rider is not None
+            found = self.rider.guesses(session.session_id)
+
+        self.guarded(ask)
+        if len(found):
+            self.riding.add(session.session_id)
+            self.stats.guesses += len(found)
+        return found
+
+    def forget_guesses(self, session_id: str, num_tokens: int) -> None:
+        """Takes back that so many tokens ride beside a session."""
+        if session_id in self.riding:
+            self.stats.guesses -= num_tokens
+            self.learn(session_id, ())
+
+    def learn(self, session_id: str, token_ids: Sequence[int]) -> None:
+        """Takes the target's likeliest token after each branch of what rode; (): nothing came of it."""
+        assert self.rider is not None
+        rider = self.rider
+        self.riding.discard(session_id)
+        self.guarded(lambda: rider.learn(session_id, token_ids))
 
     # -- what may fail -------------------------------------------------------------------------------------------------
 
@@ -177,6 +216,7 @@ class MountedHead:
         """Asserts that the head follows sessions of ``known`` only, to the end of their context."""
         assert self.sessions.keys() <= known.keys()
         assert self.prefilling <= self.sessions.keys()
+        assert not self.riding, "what rides in a step is learned from when it ends"
         for session_id, followed in self.sessions.items():
             assert followed.session is known[session_id]
             followed.tree.check_integrity()

@@ -1,0 +1,189 @@
+"""Lookahead decoding: n-grams that the target makes up by itself, on rows that ride beside its verification.
+
+Fu et al. 2024 (arXiv:2402.02057), Jacobi iteration in a window. Guessed tokens of W columns and N - 1 levels ride in
+each step, and the likeliest token after each column is the next level::
+
+                   column 0      1      2
+    level 0        anchor   ──▶  x1 ──▶ x2        a chain: guesses of the tokens that follow the anchor
+    level 1          a0          a1     a2        what the target said after level 0 a step ago
+    level 2          b0          b1     b2        after level 1: column j sees the chain up to j, and itself
+                     │           │      │
+    likeliest        y0          y1     y2        N-grams: anchor a0 b0 y0,  x1 a1 b1 y1,  x2 a2 b2 y2
+
+The N-grams go to a pool of the session, at most G of each first token, the least recently seen one leaving first. Then
+all levels move up: a1 a2 are the next chain, and the y are level N - 2. Those of the pool that begin with the anchor
+are proposed as a head's tokens are. What rides binds nothing: these are query rows with pages of their own, which no
+committed row sees.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.core.processors import SamplerState
+from paceline.core.tree import Proposal
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf
+from paceline.model.features import Features
+from paceline.model.kv_cache import KVCache, LayerSpec
+
+_MOST_KEYS = 4096
+"""First tokens of a session's pool; the one that was seen longest ago leaves first."""
+_SEEDS = 64
+"""The last tokens of the prompt, from which the first guesses are drawn."""
+
+Pool = OrderedDict[int, OrderedDict[tuple[int, ...], None]]
+"""First token of N-grams -> their other tokens, those seen last at the end."""
+
+
+@dataclass(slots=True)
+class _Session:
+    anchor: int
+    levels: list[list[int]]
+    """[N - 1][W] guesses; that of level 0 and column 0 is the anchor, whatever it is here."""
+    num_steps: int = 0
+    """Steps in which they rode: after N - 2 of them no token is left of those drawn at first."""
+    riding: list[list[int]] = field(default_factory=list)
+    """The levels that ride in the running step; [] if none do."""
+    pool: Pool = field(default_factory=OrderedDict)
+
+
+class LookaheadHead:
+    """Implements ``paceline.drafters.protocol.Rider`` by lookahead decoding."""
+
+    kind = "lookahead"
+    tokens_per_leaf = 1
+    conditional = True
+    features: Features | None = None
+    layers: tuple[LayerSpec, ...] = ()
+
+    def __init__(self, window: int, ngram: int, guesses: int, *, max_leaves: int = 64) -> None:
+        """Takes the sizes of the window and the pool.
+
+        Args:
+            window: W, columns, at least 1.
+            ngram: N, tokens of an n-gram, at least 3.
+            guesses: G, n-grams kept for each first token, at least 1.
+            max_leaves: the most leaves of one ``expand``.
+        """
+        self.max_leaves = max_leaves
+        self._window, self._num_levels, self._guesses = window, ngram - 1, guesses
+        self._sessions: dict[str, _Session] = {}
+
+    def bind(self, cache: KVCache, first_layer: int) -> None:
+        """Takes nothing of the target's cache."""
+
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
+        """Takes any session; its first guesses are tokens of its prompt, drawn by a seed of their own."""
+        draw, seen = random.Random(len(token_ids)), token_ids[-_SEEDS:]
+        levels = [draw.choices(seen, k=self._window) for _ in range(self._num_levels)]
+        self._sessions[session_id] = _Session(token_ids[-1], levels)
+
+    def prefill(self) -> bool:
+        """Does nothing: there is no prompt to compute."""
+        return False
+
+    def ready(self, session_id: str) -> bool:
+        """True for any open session."""
+        self._session(session_id)
+        return True
+
+    def feed(self, fed: Sequence[Fed]) -> None:
+        """Is never called: it has no ``features``."""
+        raise AssertionError("lookahead reads no hidden states")
+
+    @property
+    def num_guesses(self) -> int:
+        """W - 1 tokens of level 0, and W of each other level."""
+        return self._window * self._num_levels - 1
+
+    def guesses(self, session_id: str) -> Proposal:
+        """The tokens that ride in the coming step: a tree of one branch for each column, the last column first."""
+        session = self._session(session_id)
+        first, *others = session.levels
+        session.riding = [[session.anchor, *first[1:]], *others]
+        token_ids, parents = first[1:], [*range(-1, self._window - 2)]
+        for column in reversed(range(self._window)):
+            parent = column - 1
+            for level in others:
+                parents.append(parent)
+                parent = len(token_ids)
+                token_ids.append(level[column])
+        return Proposal(tuple(token_ids), (None,) * len(token_ids), parents=tuple(parents))
+
+    def learn(self, session_id: str, token_ids: Sequence[int]) -> None:
+        """Takes the likeliest token after each branch of ``guesses``, in their order; (): they did not ride."""
+        session = self._session(session_id)
+        levels, session.riding = session.riding, []
+        if not token_ids:
+            return
+        found = [*reversed(token_ids)]
+        if session.num_steps >= self._num_levels - 1:
+            for column, token_id in enumerate(found):
+                key, *rest = (level[column] for level in levels)
+                self._keep(session.pool, key, (*rest, token_id))
+        session.num_steps += 1
+        session.levels = [*levels[1:], found]
+
+    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
+        """The pool's tokens after each leaf; those of n-grams that begin earliest come first, then those seen last."""
+        token_ids = torch.zeros(len(leaves), self._guesses, dtype=torch.int64)
+        log_q = torch.full((len(leaves), self._guesses), -math.inf)
+        for row, leaf in enumerate(leaves):
+            session = self._session(leaf.session_id)
+            found = dict.fromkeys(_followers(session.pool, (session.anchor, *leaf.path)))
+            for i, token_id in enumerate([*found][: self._guesses]):
+                token_ids[row, i], log_q[row, i] = token_id, -(i + 1) * math.log(2)
+        return Candidates(token_ids, log_q)
+
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
+        """Moves the anchor on; the guesses stay as they are, since they move with every step that they ride in."""
+        self._session(session_id).anchor = token_ids[-1]
+
+    def close(self, session_id: str) -> None:
+        """Drops the session."""
+        self._sessions.pop(session_id, None)
+
+    def check_integrity(self) -> None:
+        """Asserts that window and pools have their sizes, and that nothing rides between two steps."""
+        for session in self._sessions.values():
+            assert [len(level) for level in session.levels] == [self._window] * self._num_levels
+            assert not session.riding, "what rides is learned from"
+            assert len(session.pool) <= _MOST_KEYS
+            for tails in session.pool.values():
+                assert 0 < len(tails) <= self._guesses
+                assert all(len(tail) == self._num_levels for tail in tails)
+
+    def shutdown(self) -> None:
+        """Does nothing: there are no resources outside this process."""
+
+    def _session(self, session_id: str) -> _Session:
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise DrafterSessionError(session_id, "not open in this head") from None
+
+    def _keep(self, pool: Pool, key: int, tail: tuple[int, ...]) -> None:
+        """Puts an n-gram into the pool, as the one that was seen last."""
+        tails = pool.setdefault(key, OrderedDict())
+        pool.move_to_end(key)
+        tails[tail] = None
+        tails.move_to_end(tail)
+        if len(tails) > self._guesses:
+            tails.popitem(last=False)
+        if len(pool) > _MOST_KEYS:
+            pool.popitem(last=False)
+
+
+def _followers(pool: Pool, tokens: tuple[int, ...]) -> Iterator[int]:
+    """The tokens after ``tokens`` by n-grams that begin at any of them."""
+    for start, key in enumerate(tokens):
+        begun = tokens[start + 1 :]
+        for tail in reversed(pool.get(key, ())):
+            if len(tail) > len(begun) and tail[: len(begun)] == begun:
+                yield tail[len(begun)]
