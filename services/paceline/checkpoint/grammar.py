@@ -176,7 +176,7 @@ def _grammar_of(form: StructuredOutput) -> str:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """What is wrong, in one line of bounded length."""
+    """The fault that the library reports, in one line of bounded length."""
     text = re.sub(r"\s+", " ", matcher.get_error().split("<state>")[0]).strip()
     text = text.removesuffix(" <non-verbose/>")
     if text.startswith("NoExtension"):

@@ -14,7 +14,7 @@ DEFAULT_TOKENS = 8
 
 
 def parallel_draft(checkpoint: Checkpoint, wanted: int | None) -> tuple[int, int]:
-    """How many tokens a draft model predicts at once, and the token that stands for those to come: (1, 0) if it
+    """Number of tokens that a draft model predicts at once, and the token that stands for those to come: (1, 0) if it
     predicts one at a time.
 
     ``wanted``: the configured number; None: 8 of a PARD checkpoint, 1 of any other.

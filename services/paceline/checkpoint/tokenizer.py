@@ -121,7 +121,7 @@ class Tokenizer:
 
     @property
     def decoder(self) -> dict[str, Any]:
-        """How ``tokenizer.json`` makes text of tokens; {} where it does not say."""
+        """The decoder of ``tokenizer.json``, which makes text of tokens; {} where there is none."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
 
@@ -141,7 +141,7 @@ class Tokenizer:
         return () if token_id is None else (int(token_id),)
 
     def backend_json(self) -> str | None:
-        """What ``tokenizer.json`` would hold, without padding and truncation; None if it has no such form."""
+        """Content of ``tokenizer.json`` without padding and truncation; None if the tokenizer has no such form."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None

@@ -91,7 +91,7 @@ class SharedVocabulary:
 
     @functools.cached_property
     def overlap(self) -> Overlap:
-        """How much the two share, measured on ``SAMPLE``."""
+        """Measures the overlap of the two on ``SAMPLE``."""
         sample = [token_id for text in SAMPLE for token_id in self._target.tokenizer.encode(text)]
         shared = sum(token_id in self.draft_ids for token_id in sample)
         return Overlap(
@@ -104,7 +104,7 @@ class SharedVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What two vocabularies share."""
+    """Overlap of two vocabularies."""
 
     num_shared: int
     target_size: int
@@ -120,7 +120,7 @@ class Overlap:
 
 
 def require_tokens(target: Tokenizer, draft: Tokenizer, vocabulary: Vocabulary) -> SharedVocabulary | None:
-    """What a draft needs to propose tokens of the target; None where the tokenizers have the same content.
+    """The mapping that a draft needs to propose tokens of the target; None where the tokenizers have the same content.
 
     Raises:
         TokenizerMismatchError: the tokenizers differ while ``vocabulary`` is "same", or share too little.
@@ -141,14 +141,14 @@ def require_tokens(target: Tokenizer, draft: Tokenizer, vocabulary: Vocabulary) 
 
 
 class _Pieces:
-    """What each token of a tokenizer stands for: bytes, or the name of a special token."""
+    """The content of each token of a tokenizer: bytes, or the name of a special token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         kinds = {decoder["type"]: decoder for decoder in _decoders(tokenizer.decoder)}
         special = tokenizer.added_tokens
         self.pieces: dict[int, bytes | str] = {}
-        """By id."""
+        """Content of each token, by its id."""
         for token, token_id in sorted(tokenizer.vocab.items(), key=lambda item: item[1]):
             if token_id in special:
                 name, is_special = special[token_id]
@@ -162,7 +162,7 @@ class _Pieces:
                 self.ids.setdefault(piece, token_id)
         around = tokenizer.encode("")
         self.prefix = [token_id for token_id in around if token_id not in tokenizer.eos_token_ids]
-        """What the tokenizer puts before a text."""
+        """Token ids that the tokenizer puts before a text."""
         first = tokenizer.encode_text("a")[:1]
         self._adds_space = bool(first) and bytes_at(self.pieces, first[0]).startswith(b" ")
 

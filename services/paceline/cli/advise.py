@@ -168,7 +168,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _site(args: argparse.Namespace, weights_bytes: int) -> tuple[Site, float]:
-    """What there is, and the bytes of weights that a device reads in a second."""
+    """The checkpoints at hand, and the bytes of weights that a device reads in a second."""
     bytes_per_s, share = (args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9, weights_bytes / args.target_devices
     if args.target_step_ms is not None:
         bytes_per_s = share / (args.target_step_ms / 1e3)

@@ -61,7 +61,7 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
 
 
 def local_edge(pipeline: LocalPipeline, server: ServerConfig, model_id: str, keys: KeyRing | None = None) -> Edge:
-    """What answers HTTP over a pipeline of this machine. Raises ConfigError for a template that cannot be read."""
+    """The edge of HTTP over a pipeline of this machine. Raises ConfigError for a template that cannot be read."""
     target = pipeline.config.target
     chat = load_chat(target.path, server.chat_template, target.trust_remote_code)
     access = Access(keys, AccessMetrics(Registry()))

@@ -489,7 +489,7 @@ def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:
 
 
 def about_head(system: System, head: HeadTimes, same: Sequence[Way]) -> Iterator[str]:
-    """What a head costs and brings, and what it yields in the place of drafts."""
+    """Cost and yield of a head, alone and in the place of drafts."""
     yield (
         f"head: {head.depth.seconds(1) * 1e3:.3g} ms a depth of one session, acceptance {head.acceptance:.3g}: its "
         f"{_number_of(head.num_tokens, 'token')} take {head.share(system.target):.0%} of a step, and "

@@ -15,7 +15,7 @@ from paceline.types import Mode
 
 
 class Place(StrEnum):
-    """Where a drafter runs."""
+    """The place that a drafter runs in."""
 
     POOL = "draft pool"
     """In draft replicas, with devices of their own."""

@@ -297,7 +297,7 @@ class ModelDrafter:
         return f"the context has {num_tokens} tokens: the draft's cache holds {room}"
 
     def _tails(self, leaves: Sequence[Leaf]) -> list[Tail]:
-        """What follows each leaf in the forward, at most ``tokens_per_leaf`` - 1 tokens."""
+        """Tokens that follow each leaf in the forward, at most ``tokens_per_leaf`` - 1 tokens."""
         return [NO_TAIL] * len(leaves)
 
     def _logits(self, steps: Sequence[SequenceStep]) -> Tensor:

@@ -115,7 +115,7 @@ class SuffixAutomaton:
         return state, length
 
     def followers(self, state: int) -> dict[int, int]:
-        """How often each token has followed the substrings of a state that ``match`` returned."""
+        """Number of times that each token has followed the substrings of a state that ``match`` returned."""
         return {token_id: self._count[follower] for token_id, follower in self._next[state].items()}
 
     def check_integrity(self) -> None:

@@ -23,7 +23,7 @@ _AS_GOOD = 0.999
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What there is: devices, sessions, and the target's step."""
+    """The hardware and the load: devices, sessions, and the target's step."""
 
     target: StepTable
     """Seconds of a target step by its tokens."""

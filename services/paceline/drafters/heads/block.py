@@ -30,19 +30,19 @@ from paceline.drafters.heads.module import Attend, Function, HeadModule, Keep, b
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """What tells published block heads from each other."""
+    """The properties in which published block heads differ."""
 
     target_width: int
-    """Of the target's states side by side."""
+    """Width of the target's states side by side."""
     mask_token_id: int
     num_tokens: int
     """Tokens that it drafts in one pass."""
     first_row: int
     """The row that predicts the first of them: 1, or 0 with ``sample_from_anchor``."""
     windows: tuple[int | None, ...]
-    """Of each layer: a row sees this many of the last positions, its own included; None: all."""
+    """Window of each layer: a row sees this many of the last positions, its own included; None: all."""
     causal: tuple[bool, ...]
-    """Of each layer: rows do not see those behind them."""
+    """For each layer, True if rows do not see those behind them."""
     own_mask: bool = False
     """The mask has an embedding beside the table (``mask_embedding.pt``)."""
     convolution: tuple[int, int] | None = None
@@ -158,7 +158,7 @@ class Selector(nn.Module):
 
 
 class Markov(nn.Module):
-    """What the token before says of the next one, added to its logits (DSpark)."""
+    """Logits of the next token given the one before it, added to those of its row (DSpark)."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, size: int, rank: int, gated: bool) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class BlockHead(HeadModule):
         return made[:, self.form.first_row :]
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        """Of the row alone: ``[..., draft vocabulary]``."""
+        """Logits of the row alone: ``[..., draft vocabulary]``."""
         out: Tensor = self.lm_head(state) if self._lm_head is None else self._lm_head(state)
         out, cap = out * self.form.logit_scale, self.form.logit_cap
         return out if cap is None else cap * torch.tanh(out / cap)
@@ -309,7 +309,7 @@ class BlockHead(HeadModule):
         return logits
 
     def confidence(self, state: Tensor, token_ids: Tensor) -> Tensor | None:
-        """By the confidence head, if there is one."""
+        """Probability of acceptance by the confidence head, if there is one."""
         if not self.form.confidence:
             return None
         features = state

@@ -72,7 +72,7 @@ class _Block:
         return value
 
     def agreed(self, default: bool, **said: object) -> bool:
-        """What the keys that are there say, all the same; values of None are not there."""
+        """The one value that all keys that are present have; keys with None count as absent."""
         values = {name: bool(value) for name, value in said.items() if value is not None}
         if len(set(values.values())) > 1:
             raise ConfigError(f"{' and '.join(values)} of {self.reading.what} contradict each other")
@@ -218,7 +218,7 @@ def _form(block: _Block, method: str, boundaries: tuple[int, ...]) -> BlockForm:
 
 
 def _windows(block: _Block) -> tuple[int | None, ...]:
-    """Of each layer, None: it sees all of the context."""
+    """Window of each layer; None: it sees all of the context."""
     values, what, count = block.values, block.reading.what, int(block.config.num_hidden_layers)
     kinds = values.get("layer_types")
     if values.get("use_swa"):
@@ -238,7 +238,10 @@ def _windows(block: _Block) -> tuple[int | None, ...]:
 
 
 def _causal(block: _Block, method: str, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """Whether rows see only those before them; in files of the speculators library layers with windows alone may."""
+    """For each layer, True if rows see only those before them.
+
+    In files of the speculators library only layers with windows may.
+    """
     values = block.values
     if "transformer_layer_config" in block.reading.config and method != "jetspec":
         open_ = bool(values.get("sliding_window_non_causal", _is_second(block)))
@@ -256,7 +259,7 @@ def _is_second(block: _Block) -> bool:
 
 
 def _second(block: _Block, method: str) -> dict[str, Any]:
-    """What DFlash 2 adds."""
+    """The parts that DFlash 2 adds."""
     if not _is_second(block):
         return {}
     if method == "dspark":
@@ -271,7 +274,7 @@ def _second(block: _Block, method: str) -> dict[str, Any]:
 
 
 def _sequential(block: _Block, method: str) -> dict[str, Any]:
-    """What DSpark adds."""
+    """The parts that DSpark adds."""
     values, what, shapes = block.values, block.reading.what, _shapes(block.reading)
     if method != "dspark":
         if any(name.startswith(("markov_head.", "confidence_head.")) for name in block.names):
@@ -301,6 +304,6 @@ def _sequential(block: _Block, method: str) -> dict[str, Any]:
 
 
 def _shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
-    """By the names of the module."""
+    """Tensors by the names of the module."""
     keys: Iterable[str] = reading.keys
     return {_name(key): reading.files.shapes[key] for key in keys}

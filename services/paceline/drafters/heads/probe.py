@@ -250,7 +250,7 @@ def score(head: HeadDrafter, setting: Setting, samples: Sequence[Sample]) -> Sco
 
 
 def chance(samples: Sequence[Sample]) -> float:
-    """How often the guess that is always the same token would be right."""
+    """Share of tokens that a guess of always the same token would get right."""
     written = [token for sample in samples for token in sample.token_ids[sample.num_prompt :]]
     return Counter(written).most_common(1)[0][1] / len(written)
 

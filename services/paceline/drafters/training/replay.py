@@ -39,7 +39,7 @@ def coupled_agreement(log_p: Tensor, log_q: Tensor, token_ids: Tensor) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How probable it is that the head drafts the target's token, everywhere in some rows of text.
+    """Probability that the head drafts the target's token, everywhere in some rows of text.
 
     Row t of a text stands for a round after the token at t + 1: depth d drafts the token at t + 2 + d.
     """
