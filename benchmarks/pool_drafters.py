@@ -77,7 +77,7 @@ def adapted_for_pard(folder: Path, tokens_at_once: int, num_steps: int) -> str:
     encode = load_tokenizer(str(DRAFT_DIR)).encode
     files = sorted((Path(__file__).parents[1] / "services" / "paceline").glob("**/*.py"))
     text = torch.tensor([token for path in files if "v1" not in path.parts for token in encode(path.read_text())])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     draw = random.Random(0)
     for step in range(num_steps):

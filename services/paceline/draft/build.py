@@ -103,17 +103,21 @@ def build_draft_engine(
 def build_draft_follower(setup: DraftSetup, rendezvous: Rendezvous) -> Follower:
     """Builds another rank of a draft model. Raises as ``build_draft_engine``."""
     with ranked(*setup.model, rendezvous) as group:
-        _, runner, _ = _runner(setup, group)
+        _, runner, _ = _runner(setup, _checkpoint(setup), group)
         return Follower(runner)
 
 
-def _runner(setup: DraftSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int]:
-    """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
+def _checkpoint(setup: DraftSetup) -> Checkpoint:
     source, options = setup.model
-    checkpoint, placement = (
-        Checkpoint.open(source, options.trust_remote_code),
-        resolve(options, None if group is None else group.device),
-    )
+    return Checkpoint.open(source, options.trust_remote_code)
+
+
+def _runner(
+    setup: DraftSetup, checkpoint: Checkpoint, group: Collectives | None
+) -> tuple[LoadedModel, ModelRunner, int]:
+    """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
+    options = setup.model[1]
+    placement = resolve(options, None if group is None else group.device)
     require_draft(setup, checkpoint, placement, group)
     model = load_model(checkpoint, options, group, placement)
     max_len = min(setup.max_model_len or model.max_len, model.max_len)
@@ -219,11 +223,10 @@ def _model_drafter(
         ConfigError: see ``build_draft_engine``.
     """
     source, options = setup.model
-    model, runner, max_len = _runner(setup, group)
+    checkpoint = _checkpoint(setup)
+    model, runner, max_len = _runner(setup, checkpoint, group)
     max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
-    tokens_per_leaf, pard_token = parallel_draft(
-        Checkpoint.open(source, options.trust_remote_code), options.parallel_tokens
-    )
+    tokens_per_leaf, pard_token = parallel_draft(checkpoint, options.parallel_tokens)
     if guesser is not None:
         if tokens_per_leaf > 1:
             raise ConfigError(f"{source!r} is a PARD model, which takes no guesses: set its parallel_tokens to 1")

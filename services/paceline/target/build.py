@@ -45,25 +45,29 @@ def build_target_engine(
         EngineError: another rank has failed.
     """
     with ranked(setup.source, setup.options, rendezvous) as group:
-        model, runner, max_len, heads = _runner(setup, group)
-        return _engine(setup, emit, model, runner, max_len, heads)
+        checkpoint = _checkpoint(setup)
+        model, runner, max_len, heads = _runner(setup, checkpoint, group)
+        return _engine(setup, checkpoint, emit, model, runner, max_len, heads)
 
 
 def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Follower:
     """Builds another rank of a target. Raises as ``build_target_engine``."""
     with ranked(setup.source, setup.options, rendezvous) as group:
-        _, runner, _, _ = _runner(setup, group)
+        _, runner, _, _ = _runner(setup, _checkpoint(setup), group)
         return Follower(runner)
 
 
-def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel, ModelRunner, int, list[MountedHead]]:
+def _checkpoint(setup: TargetSetup) -> Checkpoint:
+    return Checkpoint.open(setup.source, setup.options.trust_remote_code)
+
+
+def _runner(
+    setup: TargetSetup, checkpoint: Checkpoint, group: Collectives | None
+) -> tuple[LoadedModel, ModelRunner, int, list[MountedHead]]:
     """The model, a runner with all of its KV pages, the longest context, and of the first rank the heads."""
     options = setup.options
     torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
-    checkpoint, placement = (
-        Checkpoint.open(setup.source, options.trust_remote_code),
-        resolve(options, None if group is None else group.device),
-    )
+    placement = resolve(options, None if group is None else group.device)
     opened = open_heads(setup, checkpoint)
     require_target(setup, checkpoint, placement, group)
     probe = probe_of(opened, checkpoint)
@@ -91,6 +95,7 @@ def _runner(setup: TargetSetup, group: Collectives | None) -> tuple[LoadedModel,
 
 def _engine(
     setup: TargetSetup,
+    checkpoint: Checkpoint,
     emit: Callable[[Sequence[FromTarget]], None],
     model: LoadedModel,
     runner: ModelRunner,
@@ -111,15 +116,14 @@ def _engine(
         trees=options.tree_verification == "auto",
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
         heads=heads,
-        grammars=_grammars(setup, model),
+        grammars=_grammars(checkpoint, model),
     )
     engine.calibrate()
     return engine
 
 
-def _grammars(setup: TargetSetup, model: LoadedModel) -> Grammars:
-    """What compiles structured outputs for the model's vocabulary, with the tokenizer read."""
-    checkpoint = Checkpoint.open(setup.source, setup.options.trust_remote_code)
+def _grammars(checkpoint: Checkpoint, model: LoadedModel) -> Grammars:
+    """The compiler of structured outputs for the model's vocabulary, with the tokenizer read."""
     grammars = Grammars.of(checkpoint, model.vocab_size)
     grammars.try_load()
     return grammars
