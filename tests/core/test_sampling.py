@@ -342,6 +342,17 @@ def test_extreme_temperatures_and_logits_are_harmless():
     assert process(logits, rows).log_probs[:, 0].tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1.0])
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 100.0])
+def test_extreme_repetition_penalties_are_harmless(penalty, temperature):
+    params = SamplingParams(repetition_penalty=penalty, temperature=temperature)
+    row = Row(SamplerState(params, 1, [2], vocab_size=4))
+    processed = process(torch.tensor([[0.5, -0.5, 7.97, -1.0]]), [row])
+    (token_id,) = sample_coupled(processed).tolist()
+    assert processed.log_probs[0, token_id].isfinite()
+    assert token_id == 2 or penalty > 1, "a token that is divided by almost nothing is the likeliest by far"
+
+
 def test_draft_tokens_outside_the_vocabulary_do_not_break_the_batch():
     session = state(SamplingParams(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5))
     assert process(torch.zeros(2, 12), [Row(session), Row(session, (12,))]).log_probs.isfinite().all()

@@ -38,6 +38,8 @@ from paceline.errors import InvalidRequestError
 from paceline.types import LogprobsMode, SamplingParams
 
 _MIN_TEMPERATURE = 1e-30
+_MIN_REPETITION_PENALTY = 1e-20
+"""Smaller ones are taken for it: logits that are divided by it stay finite in float32."""
 _TOP_P_CANDIDATES, _MORE_CANDIDATES = 256, 1024
 """Values that top-p looks at first where it may look at more if they are too few, and where it cannot check that."""
 _UNIT_MASS = 2.0**44
@@ -118,7 +120,8 @@ class SamplerState:
         self._ids = torch.zeros(0, dtype=torch.int64, device=device)
         self._emitted = torch.zeros(0, dtype=torch.float32, device=device)
         if self._repeats:
-            self._repetition = upload([params.repetition_penalty], device, torch.float32)
+            penalty = max(params.repetition_penalty, _MIN_REPETITION_PENALTY)
+            self._repetition = upload([penalty], device, torch.float32)
             self._touch(prompt_token_ids)
         self._count(output_token_ids)
 
