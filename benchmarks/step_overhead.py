@@ -67,7 +67,8 @@ _KEPT = 0.9
 class Stopwatch:
     """Seconds by part of the step in progress; an inner part's are not its outer one's."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.spent = dict.fromkeys(PARTS, 0.0)
         self._inner = [0.0]
 
@@ -75,11 +76,11 @@ class Stopwatch:
     def part(self, name: str) -> Iterator[None]:
         """Counts what runs inside as ``name``."""
         self._inner.append(0.0)
-        started = time.perf_counter()
+        started = self._clock()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - started
+            seconds = self._clock() - started
             self.spent[name] += seconds - self._inner.pop()
             self._inner[-1] += seconds
 
