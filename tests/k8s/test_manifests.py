@@ -466,7 +466,7 @@ def test_the_password_of_redis_is_no_argument_of_a_process(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    printed = started.communicate(timeout=30)[0].splitlines()
+    printed = started.communicate(timeout=120)[0].splitlines()
     assert printed[0] == f"{started.pid} -"  # the server itself, which signals reach
     assert printed[1:] == ["dir /data", "appendonly yes", 'requirepass "s3cret"']
 

@@ -249,7 +249,7 @@ async def attack_http(host: str, port: int, fuzz: Fuzz, count: int) -> Counter[s
         )
         with contextlib.suppress(OSError):
             writer.write_eof()
-            answer = await asyncio.wait_for(reader.read(4096), 10)
+            answer = await asyncio.wait_for(reader.read(4096), 60)
             line = answer.split(b"\r\n", 1)[0]
             statuses[line.decode("latin-1")[9:12] or "closed"] += 1
             assert not line.startswith((b"HTTP/1.1 5", b"HTTP/1.0 5")) or line[9:12] == b"503", line
@@ -355,7 +355,7 @@ async def from_outside(address: str, http: str | None, seed: int, messages: int)
         statuses += await attack_http(host, int(port), fuzz, messages // 10)
     async with aio.insecure_channel(address) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
-        answer = health_pb2.HealthCheckResponse.FromString(await check(b"", timeout=10))
+        answer = health_pb2.HealthCheckResponse.FromString(await check(b"", timeout=60))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING, "it does not serve any more"
     return statuses
 

@@ -153,7 +153,7 @@ async def routed(config, targets, drafts, token="", **settings):
         await router.stop()
 
 
-async def until(condition, timeout_s=10.0, what="the condition"):
+async def until(condition, timeout_s=60.0, what="the condition"):
     """Waits for a condition of the event loop's own state."""
     async with asyncio.timeout(timeout_s):
         while not condition():

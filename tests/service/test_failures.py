@@ -367,7 +367,7 @@ def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, 
             assert result.token_ids == plain(PROMPT, ONE)
             assert result.speculation.accepted > 0
             await until(lambda: measured)
-            assert 2 * delay_s < min(measured) < 10.0
+            assert 2 * delay_s < min(measured) < 60.0
 
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         run(test)

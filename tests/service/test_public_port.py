@@ -53,7 +53,7 @@ def served(test: Callable[[aio.Channel, str], Awaitable[None]], **options: Any) 
 async def refusal(channel: aio.Channel, path: str, data: bytes) -> tuple[grpc.StatusCode, str]:
     """The status of a call that must fail."""
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in channel.unary_stream(path)(data, timeout=20):
+        async for _ in channel.unary_stream(path)(data, timeout=60):
             pass
     return caught.value.code(), caught.value.details() or ""
 

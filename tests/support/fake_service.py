@@ -169,7 +169,7 @@ class FakeService(GenerationServiceServicer, health_pb2_grpc.HealthServicer):
         self._thread.join(10)
         assert not self._thread.is_alive()
 
-    def wait_cancelled(self, request_id, timeout_s=10.0):
+    def wait_cancelled(self, request_id, timeout_s=60.0):
         """Returns when the server has seen that the client cancelled this request."""
         wait_until(lambda: request_id in self.cancelled, timeout_s)
 
@@ -235,7 +235,7 @@ class FakeService(GenerationServiceServicer, health_pb2_grpc.HealthServicer):
         )
 
 
-def wait_until(condition, timeout_s=10.0):
+def wait_until(condition, timeout_s=60.0):
     """Returns when ``condition()`` is true."""
     end_s = time.monotonic() + timeout_s
     while not condition():

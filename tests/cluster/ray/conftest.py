@@ -66,7 +66,7 @@ class App:
 
         handle = serve.get_deployment_handle(deployment, "paceline")
         handle = handle.options()  # starts its request router
-        return await handle.broadcast(method, *args).results_async(timeout_s=20)
+        return await handle.broadcast(method, *args).results_async(timeout_s=60)
 
     async def scale(self, deployment: str, num_replicas: int) -> None:
         """As the dashboard's scaling API does."""
@@ -88,7 +88,7 @@ class App:
         return (await self.states(deployment)).get("RUNNING", 0)
 
 
-async def until(condition, timeout_s: float = 30.0, what: str = ""):
+async def until(condition, timeout_s: float = 60.0, what: str = ""):
     """Waits until ``condition``, a function or coroutine function, is true; returns what it gave."""
     end = time.monotonic() + timeout_s
     while True:

@@ -65,7 +65,7 @@ class Secured:
             assert answers == [False, False, False]
             before = shown(grpc_port)
             self.public.renew()
-            end = time.monotonic() + 30
+            end = time.monotonic() + 60
             while shown(grpc_port) == before:
                 assert time.monotonic() < end
                 time.sleep(0.1)
@@ -89,7 +89,7 @@ class Secured:
             with contextlib.closing(_reply(request, context)) as reply:
                 assert reply.status == status
         with pytest.raises(OSError):
-            urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=30)
+            urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=60)
 
     def completion(self, port: int, sampling: dict) -> dict:
         """The body of a completion over HTTP."""
@@ -98,13 +98,13 @@ class Secured:
         request = urllib.request.Request(
             f"https://{HOST}:{port}/v1/completions", body, {"Authorization": "Bearer key-of-alice"}
         )
-        with urllib.request.urlopen(request, context=context, timeout=30) as reply:
+        with urllib.request.urlopen(request, context=context, timeout=60) as reply:
             return json.loads(reply.read())
 
     def metrics(self, port: int, line: str, at_least: float = -math.inf) -> str:
         """The metrics page, once it shows lines like one, of at least one value together: replicas report it later."""
         context = ssl.create_default_context(cafile=str(self.public.ca))
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while True:
             with urllib.request.urlopen(f"https://{HOST}:{port}/metrics", context=context) as page:
                 text = page.read().decode()
@@ -117,7 +117,7 @@ class Secured:
 
 def _reply(request: urllib.request.Request, context: ssl.SSLContext):
     try:
-        return urllib.request.urlopen(request, context=context, timeout=30)
+        return urllib.request.urlopen(request, context=context, timeout=60)
     except urllib.error.HTTPError as error:
         return error
 

@@ -94,7 +94,7 @@ async def assert_all_free(app):
         return not any([*seen["leases"], *(count for _, count in seen["sessions"]), *seen["requests"]])
 
     try:
-        await until(free, 15)
+        await until(free)
     except AssertionError:
         pytest.fail(f"still held: {seen}")
 
@@ -239,28 +239,28 @@ def test_reflection_health_model_and_server_info(app):
         assert {"paceline.v1.GenerationService", "grpc.health.v1.Health"} <= set(services)
         health = health_pb2_grpc.HealthStub(channel)
         serving = health_pb2.HealthCheckResponse.SERVING
-        assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == serving
-        watch = health.Watch(health_pb2.HealthCheckRequest(service="paceline.v1.GenerationService"), timeout=5)
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == serving
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="paceline.v1.GenerationService"), timeout=60)
         assert next(watch).status == serving
         watch.cancel()
         with pytest.raises(grpc.RpcError) as caught:
-            health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=5)
+            health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=60)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        info = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
+        info = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60)
         assert (info.model_id, info.draft_model_id, info.dtype) == ("tests/target.v1", "tests/draft", "float32")
         defaults = info.default_sampling_params
         assert (defaults.temperature, defaults.max_tokens, defaults.seed_scope) == (0.0, 128, "prompt")
 
         async def reported():
-            fleet = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+            fleet = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
             return {pool.name: len(pool.replicas) for pool in fleet.pools} == {"target": 1, "draft": 1, "router": 2}
 
-        finish(until(reported, 10))
+        finish(until(reported))
 
 
 def page(app, path):
-    with urllib.request.urlopen(app.url + path, timeout=10) as reply:
+    with urllib.request.urlopen(app.url + path, timeout=60) as reply:
         return reply.read().decode()
 
 
@@ -275,11 +275,11 @@ def test_the_acceptance_length_is_that_of_the_metrics(app):
                 await collect(stub.Generate(request("def read", mode=mode)))
 
             async def agrees():
-                info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+                info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
                 drafts, accepted = (total(f"vllm:spec_decode_num_{name}") for name in ("drafts", "accepted_tokens"))
                 return total("paceline_rounds") and info.acceptance_length == 1 + (accepted / drafts if drafts else 0)
 
-            await until(agrees, 10)
+            await until(agrees)
 
     finish(run())
 

@@ -295,7 +295,7 @@ def is_ours(pid):
     return False
 
 
-def wait_gone(pids, timeout_s=30):
+def wait_gone(pids, timeout_s=60):
     end = time.monotonic() + timeout_s
     while left := alive(pids):
         names = [Path(f"/proc/{pid}/cmdline").read_bytes()[:90] for pid in left if Path(f"/proc/{pid}").exists()]

@@ -475,9 +475,9 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(two):
 
             calls = []
             crowd = [start(i) for i in range(90)]
-            await asyncio.wait(crowd, timeout=15, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(crowd, timeout=60, return_when=asyncio.FIRST_COMPLETED)
             late = [start(i) for i in range(8)]  # both routers are full, or nearly so
-            done, _ = await asyncio.wait(late, timeout=15, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(late, timeout=60, return_when=asyncio.FIRST_COMPLETED)
             for call in calls:
                 call.cancel()
             await asyncio.gather(*crowd, *late, return_exceptions=True)
