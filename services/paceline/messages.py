@@ -63,7 +63,7 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """To the draft: the tokens that the target decided, and the proposal that it verifies now."""
+    """Message to the draft: the tokens that the target decided, and the proposal that it verifies now."""
 
     session_id: str
     epoch: int
@@ -77,7 +77,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """To the target: new nodes of a session's tree, parents before children."""
+    """Message to the target: new nodes of a session's tree, parents before children."""
 
     session_id: str
     epoch: int
@@ -100,7 +100,7 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """To the target: states whether a draft serves the session now."""
+    """Message to the target: states whether a draft serves the session now."""
 
     session_id: str
     epoch: int
@@ -113,7 +113,7 @@ class DraftState:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """To a replica, which sends it back at once: measures the round trip. Belongs to no session."""
+    """Message to a replica, which sends it back at once: measures the round trip. Belongs to no session."""
 
     sent_ns: int
     """Sending time by the sender's own clock, in nanoseconds."""
@@ -121,7 +121,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """From the target, once per round and session, before its next forward starts."""
+    """Message from the target, once per round and session, before its next forward starts."""
 
     session_id: str
     epoch: int
@@ -139,7 +139,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """From the target: the proposal whose verification starts now (sent before the forward)."""
+    """Message from the target: the proposal whose verification starts now (sent before the forward)."""
 
     session_id: str
     epoch: int
@@ -150,7 +150,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class TreeLost:
-    """From the target: nodes of this session are missing for good; it has to be re-opened on a draft."""
+    """Message from the target: nodes of this session are missing for good; it has to be re-opened on a draft."""
 
     session_id: str
     epoch: int
@@ -158,7 +158,7 @@ class TreeLost:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationWanted:
-    """From the target: states whether drafting for this session is worth its cost now; sent when that changes."""
+    """Message from the target: states whether drafting for this session is worth its cost; sent when that changes."""
 
     session_id: str
     epoch: int
@@ -168,7 +168,7 @@ class SpeculationWanted:
 
 @dataclass(frozen=True, slots=True)
 class SessionFailed:
-    """From an engine: this session cannot go on there."""
+    """Message from an engine: this session cannot go on there."""
 
     session_id: str
     epoch: int

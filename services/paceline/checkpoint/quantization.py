@@ -101,7 +101,7 @@ def require_quantization(quantization: str, path: str, method: str | None) -> No
 
 
 def batch_dependence(config: Mapping[str, Any]) -> str | None:
-    """Why tokens of one step change each other's logits under the ``quantization_config``; None if they need not.
+    """Says why tokens of one step change each other's logits under the ``quantization_config``; None if they need not.
 
     A draft may do so. A target that does is not the same target when it verifies as when it decodes.
     """

@@ -182,7 +182,7 @@ def _steps(weights_bytes: float, bytes_per_s: float) -> StepTable:
 
 
 def _candidate(each: AtHand, acceptance: float, bytes_per_s: float) -> Candidate:
-    """In numbers: a forward reads its weights once, on one device."""
+    """The device in numbers: a forward reads its weights once, on one device."""
     from paceline.drafters.catalogue import Place
 
     apart = each.method.place is Place.POOL

@@ -201,7 +201,7 @@ class Ingress:
         return model_info_to_proto(info)
 
     async def _served_dtype(self) -> str:
-        """As the targets resolved it; as it is configured while none is up."""
+        """The default as the targets resolved it; as it is configured while none is up."""
         if self._dtype is None and self._router.ready:
             try:
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
@@ -299,7 +299,7 @@ class Ingress:
     # -- called by Serve --
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For autoscaling policies other than ours (``scaling``)."""
+        """Figures for autoscaling policies other than ours (``scaling``)."""
         return {"running": float(self._router.num_running), "queued": float(self._router.num_queued)}
 
     async def stop(self) -> None:

@@ -158,7 +158,7 @@ class ServePool:
         return self._handle.options(session_id=pin).lease.remote(session_id)
 
     def _on_members(self, members: Mapping[str, Member]) -> None:
-        """In the thread of the request router, which may be this one."""
+        """Runs in the thread of the request router, which may be this one."""
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._set_members, members)
 

@@ -30,7 +30,7 @@ def protect_token() -> None:
 
 
 def session_folder() -> Path:
-    """Where a Ray of our own keeps logs and sockets: in a folder that is its owner's alone, below the temporary one.
+    """Folder in which a Ray of our own keeps logs and sockets: one that is its owner's alone, below the temporary one.
 
     Ray makes everything below it readable and writable for all, over and over. Raises ConfigError if the folder is
     somebody else's.

@@ -150,7 +150,7 @@ class ActorWorker:
 def actor_ranks(
     setup: TargetSetup | DraftSetup, replica_id: str, node: str, log_config: LogConfig
 ) -> tuple[Rendezvous | None, list[MakeFollower]]:
-    """Where this replica's ranks meet, and makers of the actors for all but the first, which is the replica itself.
+    """The place where this replica's ranks meet, and makers of the actors of all ranks but the first, itself.
 
     On one host they meet in a file, else at a port of ``node`` (this host's address) that the system chooses.
 

@@ -12,7 +12,7 @@ EMBEDDED_TARGET, EMBEDDED_DRAFT = "paceline/embedded-target", "paceline/embedded
 
 
 class ModelLoadingConfig(Strict):
-    """Which model, and from where."""
+    """The model to load, and the place it is loaded from."""
 
     model_id: str = Field(min_length=1)
     """The name that clients see."""

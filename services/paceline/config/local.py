@@ -31,7 +31,7 @@ class LocalConfig(Strict):
     draft: DraftModel | ModellessOptions | None = None
     """None: plain decoding only."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Where the sampling parameters come from that a request leaves out. ``auto``: the target's generation_config.json,
+    """Source of the sampling parameters that a request leaves out. ``auto``: the target's generation_config.json,
     if it has them. ``none``: the documented defaults."""
     worker: Literal["process", "thread"] = "process"
     """The kind of worker that runs an engine. ``thread``: both share one interpreter lock, for debugging and tests."""

@@ -235,7 +235,7 @@ class RouterConfig(Strict):
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Where the sampling parameters come from that a request leaves out. ``auto``: temperature, ``top_k``, ``top_p``,
+    """Source of the sampling parameters that a request leaves out. ``auto``: temperature, ``top_k``, ``top_p``,
     ``min_p``, ``repetition_penalty`` and ``max_new_tokens`` of the target's generation_config.json, if it has them.
     ``none``: the documented defaults."""
     draft_link_delay_s: float = Field(default=0.0, ge=0, le=10)

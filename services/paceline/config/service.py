@@ -86,7 +86,7 @@ class ServiceConfig(Strict):
 
     @classmethod
     def parse(cls, args: Mapping[str, Any]) -> Self:
-        """From plain data, such as the ``args`` of a Serve application. Raises ConfigError in one sentence."""
+        """Reads the configuration from plain data, such as the ``args`` of a Serve application. Raises ConfigError."""
         try:
             return cls.model_validate(dict(args))
         except ValidationError as error:
@@ -94,7 +94,7 @@ class ServiceConfig(Strict):
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """From YAML: the configuration itself, or a Serve config file, whose application's ``args`` it is.
+        """Reads the configuration from YAML: itself, or a Serve config file, whose application's ``args`` it is.
 
         Raises:
             ConfigError: the file cannot be read, or what it says is refused.

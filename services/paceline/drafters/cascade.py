@@ -81,7 +81,7 @@ class VerticalDrafter(ModelDrafter):
         return [self._tail(guessed) for guessed in guesses]
 
     def _tail(self, guesses: Sequence[int]) -> Tail:
-        """As many of the guesses as the model has tokens for."""
+        """Keeps as many of the guesses as the model has tokens for."""
         inputs: list[int] = []
         for token_id in guesses:
             own = self._own(token_id)

@@ -112,7 +112,7 @@ class Candidates:
     """The shape of ``token_ids``, float: log probabilities (nats) after the session's processors; -inf: no candidate.
     The probabilities of a row may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
     guesses: tuple[tuple[int, ...], ...] = ()
-    """For each leaf the tokens that its candidates after the first ones follow, at most K - 1; (): none were guessed,
+    """Per leaf the tokens that its candidates after the first ones follow, at most K - 1; (): none were guessed,
     and those of a depth are the same for whatever token comes before."""
 
 

@@ -148,7 +148,7 @@ class _Session:
     cursor: Cursor = field(default_factory=Cursor)
     num_indexed: int = 0
     shared: SuffixAutomaton | None = None
-    """Where its output goes."""
+    """The tree that its output goes to."""
     shared_cursor: Cursor = field(default_factory=Cursor)
 
 

@@ -198,7 +198,7 @@ class KVCache:
 
 
 def root_hash(salt: str) -> bytes:
-    """Where the hashes of the pages of a salt begin, so that sessions of different salts share no page."""
+    """First hash of the chain of pages of a salt, so that sessions of different salts share no page."""
     return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 

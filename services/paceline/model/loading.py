@@ -64,7 +64,7 @@ class LoadedModel:
     quantization: str | None = None
     """The method that its weights are quantized by."""
     batch_dependence: str | None = None
-    """Why tokens of one step change each other's logits; None if nothing is known to."""
+    """Says why tokens of one step change each other's logits; None if nothing is known to."""
     features: Features | None = None
     """The hidden states that its steps return beside the logits; None: none."""
     cuda_graphs: CudaGraphs = "auto"

@@ -79,7 +79,7 @@ def quantization_of(model: PreTrainedModel) -> tuple[str | None, str | None]:
 
 
 def why_eager(model: PreTrainedModel) -> str | None:
-    """Why a model is not compiled, as a clause; None if it can be.
+    """Says why a model is not compiled, as a clause; None if it can be.
 
     int8 weights are compiled to products that read them as they are. Others would be folded to the dtype that they
     are multiplied in, which is what the quantization was to save, or have kernels that are not exported.

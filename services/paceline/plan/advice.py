@@ -18,7 +18,7 @@ from paceline.plan.times import StepTable
 _MOST_SPLITS = 12
 """Numbers of drafts that are looked at."""
 _AS_GOOD = 0.999
-"""Of several K those within this share of the best count as equal, and the least is taken."""
+"""Draft lengths K within this share of the best count as equal, and the least of them is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Site:
     target_devices: int
     """Devices of one target replica. At least one replica fits."""
     sessions: int
-    """At once, on all targets together."""
+    """Number of sessions at once, on all targets together."""
     link_s: float = 0.0002
     """One way between target and draft."""
 

@@ -37,7 +37,7 @@ ASSUMED: dict[str, dict[Text, tuple[float, str]]] = {
     "jetspec": {"chat": (0.74, "as DFlash"), "code": (0.87, "as DFlash")},
     "early_exit": {"chat": (0.62, "the embedded target, not trained for it, layer 6 of 8: 1.41 of 4 tokens accepted")},
 }
-"""By kind of drafter and text; a kind of text that is missing counts as chat."""
+"""Assumed acceptance by kind of drafter and text; a kind of text that is missing counts as chat."""
 
 
 def assumed(kind: str, text: Text) -> tuple[float, str]:

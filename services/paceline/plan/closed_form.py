@@ -68,7 +68,7 @@ class System:
     """Lock step on one device: the target's own drafts, and verifies, in turn. There are no other drafts."""
 
     def while_both_compute(self) -> System:
-        """With the steps that ``sharing`` says."""
+        """This system with the step times that ``sharing`` makes of its own."""
         if self.sharing == 1.0:
             return self
         target, draft = self.target.times(self.sharing), self.draft.times(self.sharing)
@@ -142,7 +142,7 @@ class Prediction:
     draft_use: float
     """Share of the time in which a replica computes."""
     ttft_s: float = 0.0
-    """From a request's arrival to its first tokens, without queueing for a place; with ``requests`` only."""
+    """Time from a request's arrival to its first tokens, without queueing for a place; with ``requests`` only."""
 
     @property
     def itl_s(self) -> float:

@@ -43,7 +43,7 @@ def expected_tokens(acceptance: float, k: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Where a proposal is cut, and which candidate the next token is."""
+    """Distribution of where a proposal is cut and which candidate the next token is."""
 
     acceptance: float
     """a, below 1 or exactly 1."""
@@ -56,7 +56,7 @@ class Outcomes:
 
     @classmethod
     def derived(cls, acceptance: float, *, coupled: bool = True) -> Self:
-        """From acceptance alone, by the measurements above."""
+        """The outcomes that an acceptance implies, by the measurements above."""
         if coupled:
             return cls(acceptance, coupled_power(acceptance))
         return cls(acceptance, *rejection_powers(acceptance))
@@ -126,7 +126,7 @@ class Prepared:
     lengths: dict[tuple[int, int], int]
     """(cut at, rank) -> draft tokens prepared below that outcome, 1 to K. Absent: a miss."""
     positions: frozenset[int]
-    """Where at least one outcome was prepared."""
+    """Share of rounds for which at least one outcome was prepared."""
     distribution: tuple[float, ...]
     """Probability that the next proposal has 0 (miss), 1, .. K tokens."""
     num_candidates: int

@@ -70,7 +70,7 @@ class Wish:
     """The load, its limits and the bounds of a replica."""
 
     sessions: int
-    """At once."""
+    """Number of sessions at once."""
     limit_s: float
     objective: Objective = Objective.MEAN
     max_sessions: int = 64
@@ -101,7 +101,7 @@ class Fleet:
     """All of it, or a slice."""
     per_hour: float
     per_million: float
-    """At the simulated tokens per second; those that the traffic asks for, where there is any."""
+    """Cost of a million tokens at the simulated tokens per second; those of the traffic, where there is any."""
 
 
 def measure(result: Result, objective: Objective) -> float:
@@ -211,8 +211,8 @@ def cheapest(system: System, wish: Wish, prices: Prices, *, seed: int = 0) -> Fl
 
 
 def _trimmed(system: System, wish: Wish, prices: Prices, fleet: Fleet, seed: int) -> Fleet:
-    """With fewer replicas, as long as that keeps the limit in the simulation and makes tokens cheaper: the closed form
-    is on the safe side of a percentile, and has not looked at every number of drafts."""
+    """The fleet with fewer replicas, if that keeps the limit in the simulation and makes tokens cheaper: the closed
+    form is on the safe side of a percentile, and has not looked at every number of drafts."""
     for name in ("targets", "drafts"):
         step = max(1, getattr(fleet.load, name) // 16)
         while step:
@@ -286,7 +286,7 @@ def _overlapped(system: System, wish: Wish, targets: int, *, drafts: int, k: int
 
 
 def _settled(wish: Wish, at: Callable[[int], tuple[Load, Prediction]]) -> tuple[Load, Prediction]:
-    """With the sessions of the wish, or as many at once as its requests make at the speed that they have then."""
+    """The fleet with the sessions of the wish, or as many at once as its requests make at their speed then."""
     load, predicted = at(wish.sessions)
     if wish.requests is None or not wish.arrives:
         return load, predicted

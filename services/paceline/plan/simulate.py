@@ -81,7 +81,7 @@ class Simulation:
         self._coverage = system.outcomes.coverage
 
     def run(self) -> Result:
-        """To the end of the simulated time."""
+        """Runs to the end of the simulated time."""
         requests = self._requests
         if requests is None or requests.per_s is None:
             for i in range(self._load.sessions):

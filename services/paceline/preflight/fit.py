@@ -99,7 +99,7 @@ class _Fit:
 
 
 def check_target(setup: TargetSetup, size: ModelSize, limit: int, room: Room) -> list[Finding]:
-    """At most one finding, with the nearest setting that fits. ``limit``: tokens that the target was made for."""
+    """Finds at most one fault, with the nearest setting that fits. ``limit``: tokens that the target was made for."""
     options = setup.options
     heads = known_heads_size(setup, size, _max_len(options.max_model_len, limit), on_gpu=room.on_gpu)
 
@@ -119,7 +119,7 @@ def check_target(setup: TargetSetup, size: ModelSize, limit: int, room: Room) ->
 
 
 def check_draft(setup: DraftSetup, size: ModelSize, limit: int, room: Room) -> list[Finding]:
-    """At most one finding, with the nearest setting that fits. ``limit``: tokens that both models were made for."""
+    """Finds at most one fault, with the nearest setting that fits. ``limit``: tokens that both models were made for."""
     options, max_len = setup.options, _max_len(setup.max_model_len, limit)
 
     def of(num_sessions: float = setup.num_sessions, tree_budget: float = options.tree_budget) -> MemoryEstimate:

@@ -15,7 +15,7 @@ _PORTS_TRIED = 32
 
 
 def check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
-    """At most one error for each port that cannot be used, with one that can."""
+    """Yields an error for each port that cannot be used, naming one that can."""
     findings = []
     for name, port in (("grpc_port", grpc_port), ("http_port", http_port)):
         try:

@@ -1,4 +1,4 @@
-"""Which replica a session goes to: the links of each pool, prefix affinity and leases. No gRPC, no clock."""
+"""Chooses the replica that a session goes to: the links of each pool, prefix affinity and leases. No gRPC, no clock."""
 
 from __future__ import annotations
 

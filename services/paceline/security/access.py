@@ -83,7 +83,7 @@ class Charge:
 
 
 class Access:
-    """Who may call, and how much. Without keys: everybody, and as much as the service can."""
+    """The access of callers: who may call, and how much. Without keys: everybody, and as much as the service can."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """Where the parts are, and the keys of the configuration that say so."""
+    """Files of the parts, and the keys of the configuration that name them."""
 
     setting: str
     """Such as ``server.tls``."""
@@ -42,7 +42,7 @@ class CertificateFiles:
     def at(
         cls, setting: str, certificate: str, key: str, ca: str | None = None, ca_setting: str = "ca"
     ) -> CertificateFiles:
-        """From names of files as a configuration gives them."""
+        """Takes the names of files as a configuration gives them."""
         paths = [None if name is None else Path(name).expanduser() for name in (certificate, key, ca)]
         assert paths[0] is not None
         assert paths[1] is not None
@@ -57,7 +57,7 @@ class Identity:
     key: bytes
     ca: bytes | None
     expires_at: float
-    """When the certificate expires, in Unix time."""
+    """Time at which the certificate expires, in Unix seconds."""
 
 
 def read_identity(files: CertificateFiles, *, now: float | None = None) -> Identity:

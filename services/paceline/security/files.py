@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 Signature: TypeAlias = tuple[tuple[int, int, int] | None, ...]
-"""For each file its inode, time of change and size; None: it cannot be looked at."""
+"""State of each file: its inode, time of change and size; None: it cannot be looked at."""
 
 
 def signature(paths: Iterable[Path]) -> Signature:

@@ -112,7 +112,7 @@ def sequence_steps(
 def riding_tables(
     pages: Sequence[int], private: Sequence[Sequence[int]], branches: Sequence[Branch], context_len: int
 ) -> list[list[int]]:
-    """As ``page_tables`` of branches that all have private pages, the first one too."""
+    """Page tables (see ``page_tables``) of branches that all have private pages, the first one too."""
     first = [*pages[: branches[0].page(context_len)], *private[0]]
     return page_tables(first, private[1:], branches, context_len)
 

@@ -76,7 +76,7 @@ class Lookup:
             self._match = match
 
     def proposal(self, num_tokens: int) -> Proposal:
-        """At most ``num_tokens`` that followed the match, as a proposal without nodes; empty if there is no match.
+        """Proposes at most ``num_tokens`` that followed the match, without nodes; empty if there is no match.
 
         Where it reaches the end of the text it repeats itself, as a periodic text does. It ends where it is almost
         certain to be wrong.

@@ -200,12 +200,12 @@ class TargetSession:
         return not self._outcome
 
     def proposal(self, limit: int) -> Proposal:
-        """At most ``limit`` tokens to verify now: the draft's, or else what the target has itself."""
+        """Proposes at most ``limit`` tokens to verify now: the draft's, or else what the target has itself."""
         drafted = self.drafted(limit)
         return drafted if len(drafted) else self.fallback(limit)
 
     def fallback(self, limit: int) -> Proposal:
-        """At most ``limit`` tokens of a head or of prompt lookup, from whichever more are expected to be accepted."""
+        """Proposes at most ``limit`` tokens of a head or of prompt lookup, whichever is expected to bring more."""
         headed, looked_up = self.headed.first(min(self.max_draft(), limit)), self.looked_up(limit)
         if not (len(headed) and len(looked_up)):
             return headed if len(headed) else looked_up
@@ -214,12 +214,12 @@ class TargetSession:
         return headed if expected_tokens(probs) >= expected_tokens(looked_up.probs) else looked_up
 
     def drafted(self, limit: int) -> Proposal:
-        """At most ``limit`` tokens of the draft."""
+        """Proposes at most ``limit`` tokens of the draft."""
         k = 0 if self.paused else min(self.max_draft(), limit)
         return self.tree.proposal(k) if k > 0 else Proposal()
 
     def looked_up(self, limit: int) -> Proposal:
-        """At most ``limit`` tokens of the prompt-lookup continuation, which has no nodes."""
+        """Proposes at most ``limit`` tokens of the prompt-lookup continuation, which has no nodes."""
         return Proposal() if self.lookup is None else self.lookup.proposal(min(self.max_draft(), limit))
 
     def factors(self) -> tuple[float, ...]:

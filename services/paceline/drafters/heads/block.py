@@ -42,7 +42,7 @@ class BlockForm:
     windows: tuple[int | None, ...]
     """Window of each layer: a row sees this many of the last positions, its own included; None: all."""
     causal: tuple[bool, ...]
-    """For each layer, True if rows do not see those behind them."""
+    """Per layer: True if rows do not see those behind them."""
     own_mask: bool = False
     """The mask has an embedding beside the table (``mask_embedding.pt``)."""
     convolution: tuple[int, int] | None = None
@@ -300,7 +300,7 @@ class BlockHead(HeadModule):
         return out if cap is None else cap * torch.tanh(out / cap)
 
     def predict(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
-        """With the selector's or the Markov chain's part."""
+        """Logits with the part of the selector or of the Markov chain."""
         logits = self.logits(state, depth)
         if self.form.markov is not None:
             logits = logits + self.markov_head(state, token_ids)
@@ -339,13 +339,13 @@ class _Blocks:
         self._context: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """As ``Keep``."""
+        """Keeps keys and values; see ``Keep``."""
         self._context[layer] = key, value
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """As ``Attend``."""
+        """Attends over the kept rows; see ``Attend``."""
         groups = query.shape[1] // key.shape[1]
         k_context, v_context, key, value = (
             each.repeat_interleave(groups, 1) for each in (*self._context[layer], key, value)

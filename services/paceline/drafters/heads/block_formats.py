@@ -238,7 +238,7 @@ def _windows(block: _Block) -> tuple[int | None, ...]:
 
 
 def _causal(block: _Block, method: str, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """For each layer, True if rows see only those before them.
+    """Per layer: True if rows see only those before them.
 
     In files of the speculators library only layers with windows may.
     """

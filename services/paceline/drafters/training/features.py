@@ -28,7 +28,7 @@ _ROWS_PER_FILE = 64
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows a cache holds; two caches of equal rows and equal target hold the same text."""
+    """Identity of the rows that a cache holds; two caches of equal rows and equal target hold the same text."""
 
     target: str
     """Path of the target."""

@@ -1,4 +1,4 @@
-"""Which attention kernel runs a model, by what the device and the model allow. Said in the log at start-up.
+"""Chooses the attention kernel that runs a model, by what the device and the model allow. Said in the log at start-up.
 
 ``native``   our own operator, which reads pages in place in fixed blocks (``native.py``): CPUs with AVX-512, of
              bfloat16 and float32. What ``auto`` is there, if it has been compiled or can be.
@@ -101,7 +101,7 @@ def _no_triton(
 
 
 def triton_unavailable() -> str | None:
-    """Why triton cannot compile a kernel on this machine; None if nothing is known to keep it from that.
+    """Says why triton cannot compile a kernel on this machine; None if nothing is known to keep it from that.
 
     It builds its launcher with a C compiler and Python's headers when a kernel first runs.
     """

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why this machine cannot run the operator, also in the log; None if it can. May compile it; loads it."""
+    """Says why this machine cannot run the operator, also in the log; None if it can. May compile it; loads it."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "needs AVX-512, which this machine does not have"
     assert PAGE_SIZE == _PAGE_SIZE, "a page is the block of the operator"

@@ -80,7 +80,7 @@ class Collectives(ABC):
         return f"{self.degree}"
 
     def failure(self) -> str | None:
-        """Why an exchange within a compiled model failed, which cannot say so itself."""
+        """Says why an exchange within a compiled model failed, which cannot say so itself."""
         return None
 
     def argmax(self, logits: Tensor, first: int) -> Tensor:

@@ -415,5 +415,5 @@ class _Planner:
 
 
 def _pattern(name: str) -> str:
-    """As a plan names it."""
+    """Name of the parameter as a plan names it."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

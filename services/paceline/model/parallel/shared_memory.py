@@ -78,7 +78,7 @@ def connect(
 
 
 def unavailable() -> str | None:
-    """Why this process cannot exchange over shared memory; None if it can. May compile the operators."""
+    """Says why this process cannot exchange over shared memory; None if it can. May compile the operators."""
     if not hasattr(os, "memfd_create"):
         return "shared memory without a name needs Linux"
     try:

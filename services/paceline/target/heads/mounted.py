@@ -60,7 +60,7 @@ class MountedHead:
         self.calibrations = {rule: Calibration(FAN_OUT) for rule in Rule}
         self.sessions: dict[str, Followed] = {}
         self.failure = ""
-        """Why it was switched off; empty: it is on."""
+        """Reason for which it was switched off; empty: it is on."""
         self.columns: tuple[int, ...] = ()
         """Its boundaries among those that the target's steps return."""
         self.prefilling: set[str] = set()
