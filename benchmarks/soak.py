@@ -10,6 +10,9 @@ some have too little time, the connection of some breaks. Drafts, and now and th
 - whenever the load is paused, sessions, KV pages, leases and tasks go back to where they were;
 - memory and file descriptors of every process, and their linear trend.
 
+With --secured all of it goes over TLS, inside too, with an API key; with --hostile it has callers beside it that mean
+harm (``paceline_bench.hostility``).
+
 Exit status 1 if anything fails. Ends only processes that it has started.
 """
 
@@ -18,12 +21,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import math
 import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,12 +36,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import trustme
+
 from paceline.checkpoint.files import embedded_paths
-from paceline.client import AsyncClient, AsyncStream
+from paceline.client import AsyncClient, AsyncStream, Tls
 from paceline.config import LocalConfig, TargetModel
 from paceline.errors import DeadlineExceededError, EngineError, PacelineError, ResourceExhaustedError
 from paceline.local import LocalPipeline
 from paceline.types import Acceptance, FinishReason, Mode, Result, SamplingParams, ServerInfo, SpeculationParams
+from paceline_bench.hostility import Hostility
 from paceline_bench.processes import Process, ServiceProcess, num_descriptors, read_process
 from paceline_bench.prompts import held_out_prompts, held_out_texts
 
@@ -226,6 +234,8 @@ class Load:
     expected: Sequence[Expected]
     args: argparse.Namespace
     rng: random.Random
+    tls: Tls | None = None
+    api_key: str | None = None
     ended: list[Ended] = field(default_factory=list)
     kills: list[tuple[float, str, int]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -243,7 +253,8 @@ class Load:
         self._open.set()
         self._requests: set[asyncio.Task[None]] = set()
         until = self._started + 60 * self.args.minutes
-        async with AsyncClient(self.service.address) as self._client:
+        self.hostility = Hostility(self.service.address, self.service.metrics_url, self.tls, self.api_key, self.rng)
+        async with self._connected(self.service.address) as self._client:
             await self._client.wait_ready(60)
             await self._quiet()  # what is there without load
             helpers = [
@@ -252,6 +263,7 @@ class Load:
                     self._sample(),
                     self._kill("draft", self.args.kill_draft_s),
                     self._kill("target", self.args.kill_target_s),
+                    *([self.hostility.run(self.args.hostile)] if self.args.hostile else []),
                 )
             ]
             try:
@@ -271,6 +283,9 @@ class Load:
                 for helper in helpers:
                     helper.cancel()
                 await asyncio.gather(*helpers, return_exceptions=True)
+
+    def _connected(self, address: str) -> AsyncClient:
+        return AsyncClient(address, tls=self.tls, api_key=self.api_key)
 
     @property
     def now_s(self) -> float:
@@ -324,9 +339,9 @@ class Load:
             client, wire = self._client, None
             if behavior == "break":
                 wire = await stack.enter_async_context(Wire(self.service.address))
-                client = await stack.enter_async_context(AsyncClient(wire.address))
+                client = await stack.enter_async_context(self._connected(wire.address))
             elif behavior == "leave":
-                client = await stack.enter_async_context(AsyncClient(self.service.address))
+                client = await stack.enter_async_context(self._connected(self.service.address))
             template = self.templates[number]
             stream = client.generate(
                 template.prompt,
@@ -577,6 +592,7 @@ def judge(load: Load, found: Sequence[Trend]) -> list[str]:
         for replica_id, (rise, last) in task_rises(load.quiets).items()
         if rise > MAX_TASKS_MORE
     ]
+    wrong += load.hostility.faults
     if not load.ended:
         wrong.append("no request was sent")
     return wrong
@@ -607,6 +623,9 @@ def summary(load: Load, found: Sequence[Trend], wrong: Sequence[str]) -> str:
         lines.append(
             f"complete requests took {at[0]:.2f} s (median), {at[1]:.2f} s (99 %), {times[-1]:.2f} s (longest)"
         )
+    if statuses := load.hostility.statuses:
+        lines.append(f"{statuses.total()} hostile calls, by what each got:")
+        lines += [f"  {kind}: {count} {status}" for (kind, status), count in sorted(statuses.items())]
     if load.num_unanswered:
         lines.append(f"questions for the state that failed: {load.num_unanswered}")
     quiets = load.quiets
@@ -643,10 +662,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=120.0, help="deadline of an ordinary request (default 120)")
     parser.add_argument("--kill-draft-s", type=float, default=60.0, help="mean time between kills; 0: never")
     parser.add_argument("--kill-target-s", type=float, default=240.0, help="likewise")
+    parser.add_argument("--secured", action="store_true", help="TLS outside and inside, and API keys")
+    parser.add_argument(
+        "--hostile", type=float, default=0.0, metavar="PER_S", help="hostile calls a second (default 0)"
+    )
     parser.add_argument("--quiet-s", type=float, default=90.0, help="time between pauses (default 90)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
+
+
+def secured(folder: Path, key: str) -> tuple[dict[str, Any], dict[str, Any], Tls]:
+    """Files of a service with TLS outside and inside and one API key: its ``server``, the rest of it, the client's."""
+    sections = []
+    for name, of in (("public", "127.0.0.1"), ("internal", "internal.paceline")):
+        authority = trustme.CA()
+        issued = authority.issue_cert(of)
+        files = {part: folder / f"{name}.{part}" for part in ("certificate", "key", "ca")}
+        files["certificate"].write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
+        files["key"].write_bytes(issued.private_key_pem.bytes())
+        files["ca"].write_bytes(authority.cert_pem.bytes())
+        sections.append({part: str(file) for part, file in files.items()})
+    public, internal = sections
+    keys = folder / "keys.yaml"
+    keys.touch(mode=0o600)
+    keys.write_text(json.dumps({"keys": [{"name": "soak", "sha256": hashlib.sha256(key.encode()).hexdigest()}]}))
+    ca = Path(public.pop("ca"))
+    return {"tls": public, "api_keys": str(keys)}, {"internal_tls": internal}, Tls(ca_file=ca)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -659,7 +701,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with LocalPipeline(LocalConfig(target=model)) as pipeline:
         templates = make_templates(pipeline, args.templates, args.max_tokens, rng)
         expected = expect(pipeline, templates)
-    config = {
+    config: dict[str, Any] = {
         "target_config": {
             "model_loading_config": {"model_id": "soak-target", "model_source": args.target},
             "engine_kwargs": engine,
@@ -671,9 +713,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             "deployment_config": {"num_replicas": args.drafts},
         },
     }
-    with ServiceProcess(config, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True)) as service:
-        load = Load(service, templates, expected, args, rng)
-        asyncio.run(load.run())
+    server: dict[str, Any] = {}
+    tls, key = None, None
+    with tempfile.TemporaryDirectory() as folder:
+        if args.secured:
+            key = "key-of-the-soak"
+            server, internal, tls = secured(Path(folder), key)
+            config |= internal
+        with ServiceProcess(config, server=server, say=lambda text: print(f"  {text}", file=sys.stderr)) as service:
+            load = Load(service, templates, expected, args, rng, tls, key)
+            asyncio.run(load.run())
     found = trends(load.samples)
     wrong = judge(load, found)
     print(summary(load, found, wrong))

@@ -126,20 +126,22 @@ class ServiceProcess:
         self,
         config: Mapping[str, Any],
         *,
+        server: Mapping[str, Any] | None = None,
         timeout_s: float = _START_TIMEOUT_S,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """``config`` is that of a ServiceConfig without ``server``. ``say`` gets what the service prints while it
-        starts.
+        """``config`` is that of a ServiceConfig without ``server``, ``server`` what that has beside address and ports.
+        ``say`` gets what the service prints while it starts.
 
         Raises:
             ConfigError: ``config`` is wrong.
         """
         grpc_port, http_port = free_ports(2)
-        server = {"host": "127.0.0.1", "grpc_port": grpc_port, "http_port": http_port}
-        self.config = ServiceConfig.parse({**config, "server": server})
+        places = {"host": "127.0.0.1", "grpc_port": grpc_port, "http_port": http_port}
+        self.config = ServiceConfig.parse({**config, "server": {**(server or {}), **places}})
         self.address = f"127.0.0.1:{grpc_port}"
-        self.metrics_url = f"http://127.0.0.1:{http_port}/metrics"
+        scheme = "http" if self.config.server.tls is None else "https"
+        self.metrics_url = f"{scheme}://127.0.0.1:{http_port}/metrics"
         self._timeout_s, self._say = timeout_s, say
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         self._log = self._folder / "serve.log"

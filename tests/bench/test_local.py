@@ -293,7 +293,7 @@ def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
         ends = [start + seconds for start, seconds, _ in timeline["target"]]
         assert all(start >= end - 1e-4 for (start, *_), end in zip(timeline["target"][1:], ends, strict=False))
         assert len(timeline["target"]) == len(timeline["rounds"]) - 1
-        assert bool(timeline["draft"]) == (timeline["method"] != "plain")
+        assert not (timeline["draft"] and timeline["method"] == "plain")  # a draft may be found not worth its cost
     for temperature in (0, 1):
         records = [r for r in data["requests"] if r["temperature"] == temperature]
         assert [r["method"] for r in records] == methods

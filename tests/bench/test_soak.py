@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -150,11 +151,16 @@ def test_a_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         "25",
         "--quiet-s",
         "20",
+        "--secured",
+        "--hostile",
+        "2",
     ]
     status = soak.main(arguments)
     output = capsys.readouterr()
     assert status == 0, output.out
     assert "nothing stays, nothing differs, nothing hangs" in output.out
+    assert re.search(r"\d+ hostile calls", output.out)
+    assert "a stranger: " in output.out
 
 
 @pytest.mark.parametrize(("per_sample", "leaks"), [(5, False), (30, True)])
