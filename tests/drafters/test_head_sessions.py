@@ -13,8 +13,11 @@ from tests.support.rings import slow
 from torch import Tensor
 
 from paceline.core.processors import SamplerState
+from paceline.drafters.heads import drafter
 from paceline.drafters.heads.block import Confidence
 from paceline.drafters.heads.drafter import LEAST_CONFIDENCE, HeadDrafter
+from paceline.drafters.heads.module import Unrolled
+from paceline.drafters.heads.paged import Part
 from paceline.drafters.protocol import OUT, DrafterSessionError, Features, Fed, Leaf
 from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE, SamplingParams
@@ -25,7 +28,7 @@ LONG = PAGE_SIZE + 30
 class Twin:
     """A head, the text of its sessions, and what its module says of the whole of each text at once."""
 
-    def __init__(self, kind: str, seed: int = 0) -> None:
+    def __init__(self, kind: str, seed: int = 0, fill: float = 7) -> None:
         self.module, self.width = heads()[kind]
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         recurrent = bool(self.module.layers_kv)
@@ -35,12 +38,13 @@ class Twin:
         )
         self.cache = KVCache([*self.module.layers_kv, *self.module.layers_kv], 24, torch.float32, "cpu")
         for pool in (*self.cache.keys, *self.cache.values):
-            pool.fill_(7)  # what is masked does not matter
+            pool.fill_(fill)  # what is masked does not matter
         self.head.bind(self.cache, len(self.module.layers_kv))
         self.texts: dict[str, list[int]] = {}
         self.states: dict[str, Tensor] = {}
         self.pages: dict[str, list[int]] = {}
         self.fed: dict[str, int] = {}
+        self.holes: tuple[range, ...] = ()
 
     def open(self, name: str, length: int, room: int = 40) -> None:
         """A session whose text is ``length`` tokens and goes on for ``room``."""
@@ -56,7 +60,13 @@ class Twin:
         start = self.fed[name]
         self.fed[name] = stop = start + count
         tokens = tuple(self.texts[name][start + 1 : stop + 1])
-        return Fed(name, start, tokens, self.states[name][start:stop], self.pages[name])
+        return Fed(name, start, tokens, self.states[name][start:stop], self.pages[name], self.holes)
+
+    def miss(self, name: str, count: int) -> None:
+        """The next ``count`` positions of a session are not fed: its rows of the states at ``fed`` and behind."""
+        start = self.fed[name]
+        self.fed[name] += count
+        self.holes = (*self.holes, range(start + 1, start + 1 + count))
 
     def catch_up(self, lengths: dict[str, int], most: int) -> None:
         """Feeds all sessions up to their anchors, in chunks of 1 to ``most`` positions, many sessions at a time."""
@@ -127,6 +137,55 @@ def test_pages_of_a_prefix_serve_another_session(kind: str) -> None:
     leaf = Leaf("second", 0, (), ())
     found = twin.head.expand([leaf])
     twin.check("second", LONG, leaf, found.token_ids[0], found.log_q[0])
+
+
+GAPS = ((9, 5), (20, PAGE_SIZE), (4, 1), (2, 0))
+"""Positions that are fed, and that are missed behind them."""
+
+
+def with_gaps(kind: str, fill: float) -> tuple[Twin, int, list[Leaf]]:
+    """A head that has missed parts of a session's context, the context's length, and three leaves in a chain."""
+    twin = Twin(kind, fill=fill)
+    length = 1 + sum(fed + missed for fed, missed in GAPS)
+    twin.open("a", length)
+    for fed, missed in GAPS:
+        twin.head.feed([twin.part("a", fed)])
+        if missed:
+            twin.miss("a", missed)
+    assert twin.head.ready("a")
+    return twin, length, [Leaf("a", 0, (), ()), Leaf("a", 1, (1,), (5,)), Leaf("a", 2, (1, 2), (5, 6))]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+def test_with_rows_missing_a_head_computes_what_one_forward_of_the_others_does(kind: str) -> None:
+    twin, length, leaves = with_gaps(kind, 7)
+    missed = {row for hole in twin.holes for row in hole}
+    at = torch.tensor([row for row in range(1, length) if row not in missed])
+    assert len(at) == sum(fed for fed, _ in GAPS)
+    attend, state = Unrolled(), twin.module.fuse(twin.states["a"][None, at - 1])
+    tokens = torch.tensor([*twin.texts["a"][:length], *leaves[-1].path])
+    for depth, leaf in enumerate(leaves):
+        state = twin.module.step(tokens[at + depth][None], state, (at + depth)[None], attend, depth)
+        logits = twin.module.to_target_ids(twin.module.logits(state, depth)[0, -1:], VOCAB)[0]
+        found = twin.head.expand([leaf])
+        got = torch.full((VOCAB,), float("-inf")).scatter(0, found.token_ids[0], found.log_q[0])
+        torch.testing.assert_close(got, logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "mtp2", "dflash"])
+def test_what_lies_on_rows_that_are_missing_does_not_matter(
+    kind: str, mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of other sessions may lie there. The mutant does not know which rows are missing."""
+    if mutant:
+        monkeypatch.setattr(drafter, "Part", lambda *args, **kwargs: replace(Part(*args, **kwargs), holes=()))
+    answers = []
+    for fill in (7, -3):
+        twin, _, leaves = with_gaps(kind, fill)
+        found = [twin.head.expand([leaf]) for leaf in leaves]
+        answers.append(torch.stack([torch.zeros(VOCAB).scatter(0, f.token_ids[0], f.log_q[0]) for f in found]))
+    assert torch.equal(*answers) is not mutant
 
 
 def test_kept_nodes_stay_and_what_is_decided_is_computed_from_the_targets_states() -> None:

@@ -42,6 +42,7 @@ class _Session:
     length: int
     pages: Sequence[int] = ()
     num_fed: int = 0
+    holes: tuple[range, ...] = ()
     last: float = float("nan")
     """Signature of the last state."""
 
@@ -61,6 +62,8 @@ class Oracle:
     vocab_size: int = 300
     sessions: dict[str, _Session] = field(default_factory=dict)
     rows_checked: int = 0
+    rows_missed: int = 0
+    """Rows of holes, each when it was first told of."""
     wrong: list[str] = field(default_factory=list)
     """What was not as it must be."""
     breaks_at: int = 1 << 30
@@ -97,7 +100,9 @@ class Oracle:
         for item in fed:
             session, n = self.sessions[item.session_id], len(item.token_ids)
             assert len(item.states) == n >= 1
-            session.pages, session.num_fed = item.pages, item.position + n
+            gap = item.holes[-1] if item.holes and item.holes[-1].stop == item.position + 1 else range(0)
+            self.rows_missed += len(gap)
+            session.pages, session.num_fed, session.holes = item.pages, item.position + n, item.holes
             assert session.num_fed < session.length <= session.num_fed + 1 or session.num_fed < session.length
             found = signature(item.states)
             session.last = float(found[-1])
@@ -138,6 +143,9 @@ class Oracle:
             keys, values = (pool[self.first_layer].view(-1) for pool in (self.cache.keys, self.cache.values))
             found = keys[rows]
             tokens = values[rows].long().tolist()
+            for hole in session.holes:
+                found[hole.start - 1 : hole.stop - 1] = expected[hole.start - 1 : hole.stop - 1]
+                tokens[hole.start - 1 : hole.stop - 1] = session.text[hole.start : hole.stop]
             if tokens != session.text[1 : end + 1]:
                 at = next(i for i, (a, b) in enumerate(zip(tokens, session.text[1:], strict=False)) if a != b)
                 self.wrong.append(f"{name}: the token of row {at + 1} of {end}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from paceline.embedded import HEAD_DIRS, TARGET_DIR, held_out_files
 from paceline.messages import DraftState, OpenSession, Outcome
 from paceline.model.loading import load_pretrained
 from paceline.target.build import build_target_engine
+from paceline.target.control.head_gate import HeadGate
 from paceline.target.engine import TargetEngine
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
@@ -45,12 +47,14 @@ def prompts() -> list[tuple[int, ...]]:
     return [ids for ids in encoded if len(ids) == PROMPT_TOKENS][:NUM_PROMPTS]
 
 
-def rounds(engine: TargetEngine, mode: Mode, temperature: float) -> list[list[tuple[int, ...]]]:
+def rounds(
+    engine: TargetEngine, mode: Mode, temperature: float, max_tokens: int = NEW_TOKENS
+) -> list[list[tuple[int, ...]]]:
     """The tokens of each outcome of each session."""
     engine.sent.clear()
     names = [f"{mode}{temperature}{i}" for i in range(NUM_PROMPTS)]
     for i, (name, ids) in enumerate(zip(names, prompts(), strict=True)):
-        sampling = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, seed=i, ignore_eos=True)
+        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i, ignore_eos=True)
         speculation = SpeculationParams(mode=mode, max_draft_tokens=DEPTHS)
         engine.receive([OpenSession(name, 1, ids, len(ids), i, sampling, speculation)])
         engine.receive([DraftState(name, 1, available=False)])
@@ -109,6 +113,37 @@ def test_what_a_head_brings_is_what_its_replay_says(method: str) -> None:
         print(f"{method} T={temperature:g}: {accepted / num_rounds:.3f} per round, replay {wanted:.3f} +- {error:.3f}")
         assert abs(accepted / num_rounds - wanted) <= 2 * error
     assert not mounted.failure
+
+
+@pytest.mark.slow
+def test_acceptance_comes_back_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sessions that run through a pause of 16 steps, against the same ones without: about as many tokens of a round
+    are accepted. (None would be if the sessions were lost for the head.)"""
+    engine, most, off = built("mtp"), 90, range(8, 24)
+    (mounted,) = engine.heads.mounted
+    brought = []
+    for is_paused in (False, True):
+        steps = itertools.count()
+        step = TargetEngine.step
+
+        def counted(self: TargetEngine, step: Callable = step, steps: Iterator[int] = steps) -> bool:
+            self.steps = next(steps)  # type: ignore[attr-defined]
+            return step(self)
+
+        with monkeypatch.context() as each:
+            each.setattr(TargetEngine, "step", counted)
+            if is_paused:
+                each.setattr(HeadGate, "wanted", lambda self, num_sessions, now: engine.steps not in off)  # type: ignore[attr-defined]
+            found = rounds(engine, Mode.OVERLAPPED, 1.0, most)
+        brought.append([len(part) - 1 for parts in found for part in parts[off.stop + 1 : -1]])
+        if is_paused:
+            text = [[token for part in parts for token in part] for parts in found]
+    plain = rounds(engine, Mode.PLAIN, 1.0, most)
+    assert text == [[token for part in parts for token in part] for parts in plain]
+    assert mounted.stats.holes == NUM_PROMPTS
+    without, after = (sum(each) / len(each) for each in brought)
+    print(f"{after:.3f} tokens a round after the pause, {without:.3f} without it")
+    assert after > 0.6 * without > 0.3
 
 
 def test_the_heads_are_within_their_size_and_described() -> None:

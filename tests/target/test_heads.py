@@ -86,6 +86,7 @@ def test_everything_that_a_head_is_fed_with_is_right(features: Features, budget:
     pump = pump_with(features, mounted, max_step_tokens=budget, pages=9)
     assert_same(pump.run(requests), reference)
     assert head.wrong == []
+    assert head.rows_missed == 0
     stats = mounted.stats
     assert stats.rows == stats.rows_used > 100, "acceptance is 1"
     assert stats.sessions_failed == 0

@@ -46,7 +46,8 @@ token. A head that attends to earlier positions keeps their keys and values on t
 cache, in layers of its own (``Head.layers``): those of (h[P], t[P+1]) in **row P+1**, with rotary position P+1. A page
 then depends on tokens of the prefix only, and is shared by prefix as the target's pages are; row 0 is never written
 and must be masked. A prompt whose first pages are cached lacks one state, that of the last cached position: the target
-keeps it beside the page and feeds it first, so that what a session is fed has no gap.
+keeps it beside the page and feeds it first. While a head is paused it is fed with nothing, which costs nothing; what it
+is fed with afterwards names the rows that it has missed (``Fed.holes``), and these are masked as well.
 """
 
 from __future__ import annotations
@@ -207,15 +208,17 @@ class Fed:
     """[n, len(boundaries) * hidden] of these positions, in the order of ``Features.boundaries``."""
     pages: Sequence[int]
     """The session's page table on the target, with a page for row position + n."""
+    holes: tuple[range, ...] = ()
+    """Rows below position + 1 that were never written for this context, in ascending order; row 0 apart."""
 
 
 class Head(Drafter, Protocol):
     """A drafter inside the target replica, fed with the target's hidden states; the head of this module says how.
 
-    What is fed begins at position 0, or after the prefix that the session found in the cache, and has no gap; with
-    ``Features.every_position`` False it is the last state alone. It comes again from the start when the session was
-    preempted. A session may be opened long before its first states; it is ``ready`` once ``feed`` has covered the
-    position before its anchor. ``prefill`` has nothing to do for a head that lives of its states.
+    What is fed begins at position 0, or after the prefix that the session found in the cache, and has no gap but
+    ``Fed.holes``; with ``Features.every_position`` False it is the last state alone. It comes again from the start when
+    the session was preempted. A session may be opened long before its first states; it is ``ready`` once ``feed`` has
+    covered the position before its anchor. ``prefill`` has nothing to do for a head that lives of its states.
 
     ``expand`` of an anchor answers from what ``feed`` computed. Deeper leaves use the head's own recycled state and
     keys and values of their own, which are never written to the pages: what the target decides is fed, and only that

@@ -303,7 +303,7 @@ class TargetEngine:
 
     def _close(self, session: TargetSession) -> None:
         del self._sessions[session.session_id]
-        self.heads.close(session.session_id)
+        self.heads.close(session)
         self._scheduler.remove(session)
         self.gate.forget(session, self._clock(), len(self._sessions))
 

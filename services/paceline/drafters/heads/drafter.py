@@ -42,6 +42,8 @@ class _Session:
     anchor: int = 0
     """The last token that came with these states."""
     pages: Sequence[int] = ()
+    holes: tuple[range, ...] = ()
+    """Rows on the pages that hold nothing of this session (``Fed.holes``)."""
     states: list[Tensor] = field(default_factory=list)
     """[state_size] behind the last fed token, by variant of the module."""
     ahead: Tensor | None = None
@@ -118,6 +120,7 @@ class HeadDrafter:
                     each.session_id, f"fed {len(each.states)} states and {len(each.token_ids)} tokens"
                 )
             resumed = (each.position + 1) % PAGE_SIZE == 0  # behind a prefix that was found in the cache
+            resumed |= bool(each.holes) and each.holes[-1].stop == each.position + 1
             if self.features.every_position and session.states and each.position > session.num_fed and not resumed:
                 raise DrafterSessionError(
                     each.session_id,
@@ -132,7 +135,8 @@ class HeadDrafter:
             positions = list(range(each.position + 1, each.position + 1 + len(each.token_ids)))[part_of]
             start = len(tokens)
             tokens.extend(each.token_ids[part_of])
-            parts.append(Part(start, len(tokens), positions, each.pages, 1, positions[-1] + 1, write=True))
+            num_rows = positions[-1] + 1
+            parts.append(Part(start, len(tokens), positions, each.pages, 1, num_rows, each.holes, write=True))
         made: list[Tensor] = []
         with torch.inference_mode():
             states = self.module.fuse(torch.cat([each.states[part_of] for each in fed]))[None]
@@ -148,7 +152,7 @@ class HeadDrafter:
             session = self._sessions[each.session_id]
             session.states = [states[0, part.stop - 1].clone() for states in made]
             session.num_fed, session.pages = each.position + len(each.token_ids), each.pages
-            session.anchor, session.ahead = each.token_ids[-1], None
+            session.holes, session.anchor, session.ahead = each.holes, each.token_ids[-1], None
 
     def _shifted(self, fed: Sequence[Fed], parts: Sequence[Part], states: Tensor, variant: int) -> Tensor:
         """State behind the row before each row, which the next module takes (zeros where it never was)."""
@@ -253,7 +257,7 @@ class HeadDrafter:
             for session, own in owners:
                 positions = [session.num_tokens - 1 + len(leaf.path) for leaf in own]
                 first = 1 + variant if self.layers else 1
-                part = Part(start, start + len(own), positions, session.pages, first, session.num_tokens)
+                part = Part(start, start + len(own), positions, session.pages, first, session.num_tokens, session.holes)
                 part.above, part.branches = [list(leaf.path_ids[:-1]) for leaf in own], session.branches
                 parts.append(part)
                 start = part.stop
@@ -282,7 +286,8 @@ class HeadDrafter:
         rows = self.module.ahead_rows
         for index, session in enumerate(sessions):
             positions = [session.num_tokens + i for i in range(rows)]
-            part = Part(index * rows, (index + 1) * rows, positions, session.pages, 1, session.num_tokens)
+            start, num_tokens = index * rows, session.num_tokens
+            part = Part(start, start + rows, positions, session.pages, 1, num_tokens, session.holes)
             part.chain, part.bidirectional = True, self.module.bidirectional
             parts.append(part)
         states = torch.stack([session.states[0] for session in sessions])

@@ -55,7 +55,9 @@ class Part:
     first_row: int
     """The first row on the pages that holds anything; row 0 never does."""
     num_rows: int
-    """Rows on the pages that may be seen: those below it."""
+    """Rows on the pages that may be seen: those below it,"""
+    holes: tuple[range, ...] = ()
+    """but not these."""
     write: bool = False
     """The rows' own keys and values go to the pages, each to the row of its position."""
     above: list[list[int]] = field(default_factory=list)
@@ -141,6 +143,8 @@ class Paged:
             if window is not None:
                 visible &= at > own - window
             visible[:, : part.first_row] = False
+            for hole in part.holes:
+                visible[:, hole.start : hole.stop] = False
             visible[:, part.num_rows : context] = False
             visible[:, context : context + len(positions)] &= sees
             visible[:, context + len(positions) :] = False

@@ -108,11 +108,12 @@ class Heads:
             if not mounted.failure and not mounted.outgrown(session):
                 mounted.open(session, self._vocab_size)
 
-    def close(self, session_id: str) -> None:
-        """Ends a session on all heads."""
-        self._asking.close(session_id)
+    def close(self, session: TargetSession) -> None:
+        """Ends a session on all heads, before its pages are given back."""
+        self._asking.close(session.session_id)
         for mounted in self.mounted:
-            mounted.drop(session_id)
+            mounted.leave(session)
+            mounted.drop(session.session_id)
 
     # -- what rides beside a step --------------------------------------------------------------------------------------
 

@@ -2,12 +2,17 @@
 
 A head whose features want every position is fed with each position once, in order. A session that shares pages with
 another lacks the state of the last shared position, which the head's first row needs: it is kept for each full page.
+
+A head that is paused misses steps; the states of these are not asked for, so that it costs nothing, and never come
+again. It goes on from the first step after them: the rows between are a hole in the session's context that the head
+does not look at. It needs the latest tokens most, so its acceptance comes back within a few of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -51,9 +56,12 @@ class Feeding:
         served = self._feed(mounted, fed)
         if mounted.every_position:
             for each in computed:
-                is_fed = each.session.session_id in served
-                keep = mounted.pages.update if is_fed else mounted.pages.difference_update
-                keep(_full_pages(each))
+                followed = mounted.sessions[each.session.session_id] if each.session.session_id in served else None
+                for page, rows in _full_pages(each):
+                    if followed is None or any(_overlap(hole, rows) for hole in followed.holes):
+                        mounted.pages.discard(page)
+                    else:
+                        mounted.pages.add(page)
         return bool(fed)
 
     def _feed(self, mounted: MountedHead, fed: Sequence[Fed]) -> set[str]:
@@ -76,7 +84,7 @@ class Feeding:
         return set()
 
     def _fed(self, mounted: MountedHead, computed: Computed, states: Tensor) -> Fed | None:
-        """Input of a head from one session; None: nothing, or it has missed something before."""
+        """Input of a head from one session; None: nothing."""
         session, start, stop = computed.session, computed.start, computed.session.num_computed
         followed = mounted.sessions.get(session.session_id)
         if followed is None:
@@ -91,17 +99,23 @@ class Feeding:
             rows = self._columns(mounted, states[last : last + 1])
             return Fed(session.session_id, stop - 1, (session.tokens[stop],), rows, session.pages)
         if followed.attachment != session.attachment:
-            followed.attachment, followed.num_fed = session.attachment, 0
+            followed.attachment, followed.num_fed, followed.holes = session.attachment, 0, ()
         rows = self._columns(mounted, states[computed.row : computed.row + stop - start])
-        if start == session.num_attached > 0:  # the session that computed these pages had the state that is missing
-            page = session.pages[start // PAGE_SIZE - 1]
-            if self._page_states is None or not mounted.pages.issuperset(session.pages[: start // PAGE_SIZE]):
-                return None
-            rows = torch.cat((self._columns(mounted, self._page_states[page : page + 1]), rows))
-            start -= 1
-        elif start != followed.num_fed:
-            return None
-        return Fed(session.session_id, start, tuple(session.tokens[start + 1 : stop + 1]), rows, session.pages)
+        next_row = followed.num_fed + 1
+        if followed.num_fed == 0 and session.num_attached > 0:
+            shared = session.pages[: session.num_attached // PAGE_SIZE]
+            num_held = len(list(takewhile(mounted.pages.__contains__, shared)))
+            next_row = max(1, num_held * PAGE_SIZE)
+            if start == next_row and self._page_states is not None:
+                # The session that computed these pages had the state that is missing.
+                page = shared[-1]
+                rows = torch.cat((self._columns(mounted, self._page_states[page : page + 1]), rows))
+                start -= 1
+        if next_row < start + 1:
+            followed.miss(range(next_row, start + 1))
+            mounted.stats.holes += 1
+        tokens = tuple(session.tokens[start + 1 : stop + 1])
+        return Fed(session.session_id, start, tokens, rows, session.pages, followed.holes)
 
     def _columns(self, mounted: MountedHead, states: Tensor) -> Tensor:
         assert self._features is not None
@@ -120,11 +134,16 @@ class Feeding:
             self._page_states = states.new_zeros(self._num_pages, states.shape[1])
         for each in computed:
             first = each.start // PAGE_SIZE
-            for index, page in enumerate(_full_pages(each), first):
+            for index, (page, _) in enumerate(_full_pages(each), first):
                 self._page_states[page] = states[each.row + (index + 1) * PAGE_SIZE - 1 - each.start]
 
 
-def _full_pages(computed: Computed) -> list[int]:
-    """The pages that a step has filled up for a session."""
+def _full_pages(computed: Computed) -> list[tuple[int, range]]:
+    """The pages that a step has filled up for a session, and the rows of its context on each."""
     session = computed.session
-    return session.pages[computed.start // PAGE_SIZE : session.num_computed // PAGE_SIZE]
+    indices = range(computed.start // PAGE_SIZE, session.num_computed // PAGE_SIZE)
+    return [(session.pages[index], range(index * PAGE_SIZE, (index + 1) * PAGE_SIZE)) for index in indices]
+
+
+def _overlap(hole: range, rows: range) -> bool:
+    return hole.start < rows.stop and rows.start < hole.stop

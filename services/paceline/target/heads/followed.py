@@ -17,6 +17,9 @@ from paceline.target.session import TargetSession
 FAN_OUT = 3
 """Candidates ranked at each place; the gap to the second says how certain the first is."""
 
+_MOST_HOLES = 4
+"""Holes of a session that are known apart; the first two become one, with what is between them."""
+
 
 def rule_of(session: TargetSession) -> Rule:
     """The rule by which a head's candidates for a session are ranked or drawn."""
@@ -30,6 +33,7 @@ class Followed:
         "attachment",
         "calibration",
         "hits",
+        "holes",
         "in_flight",
         "next_node_id",
         "num_fed",
@@ -57,6 +61,8 @@ class Followed:
         more."""
         self.attachment = 0
         """The session's pages that it was fed for (``TargetSession.attachment``)."""
+        self.holes: tuple[range, ...] = ()
+        """Rows on these pages that the head has missed, in ascending order (``Fed.holes``)."""
 
     def add(self, parent: TreeNode, ranking: Ranking) -> TreeNode | None:
         """Attaches the children of an expanded node; returns the one that a proposal takes."""
@@ -94,6 +100,13 @@ class Followed:
             if child is None:
                 return
             node = child
+
+    def miss(self, rows: range) -> None:
+        """Takes that the head has missed some rows, those right before what it is fed with next."""
+        self.holes = (*self.holes, rows)
+        if len(self.holes) > _MOST_HOLES:
+            first, second, *others = self.holes
+            self.holes = (range(first.start, second.stop), *others)
 
     def restart(self) -> None:
         """Drops everything below the anchor: it was predicted from the head's own states, and better ones have come."""

@@ -16,6 +16,7 @@ from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.head_gate import HeadGate
 from paceline.target.heads.followed import FAN_OUT, Followed, rule_of
 from paceline.target.session import TargetSession
+from paceline.types import PAGE_SIZE
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class HeadStats:
     """Tokens that rode beside those of sessions."""
     sessions_failed: int = 0
     """Sessions that it could not follow."""
+    holes: int = 0
+    """Times that it went on with a session of which it had missed rows, for having been paused."""
 
 
 class MountedHead:
@@ -84,6 +87,7 @@ class MountedHead:
         if depth_s is not None:
             text += f", {1e3 * depth_s:.3g} ms a depth of one session"
         text += f", paused {self.gate.num_pauses} times" if self.gate.num_pauses else ""
+        text += f", went on {stats.holes} times with sessions that it had missed a part of" if stats.holes else ""
         if stats.guesses:
             text += f", {stats.guesses / num_rounds:.3g} guesses a round rode in steps"
         return text + (f"; warning of the probe at start-up: {self.warning}" if self.warning else "")
@@ -133,6 +137,13 @@ class MountedHead:
             self.sessions[session.session_id].restart()
             kept = []
         self.guarded(lambda: self.head.advance(session.session_id, token_ids, node_ids, kept))
+
+    def leave(self, session: TargetSession) -> None:
+        """Takes that a session ends with the step that ran: with what that step has computed no head is fed."""
+        followed = self.sessions.get(session.session_id)
+        is_fed = followed is not None and followed.attachment == session.attachment
+        num_rows = followed.num_fed + 1 if followed is not None and is_fed else 0
+        self.pages.difference_update(session.pages[max(session.num_attached, num_rows) // PAGE_SIZE :])
 
     def drop(self, session_id: str) -> None:
         """Ends a session, if it is open here."""

@@ -1,0 +1,114 @@
+"""Heads that were paused go on with the sessions that run: what they have missed is told to them, to the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.support.heads import Oracle
+from tests.support.models import prompt
+from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.target.test_heads import EVERY, known, oracle, pump_with, target_with
+
+from paceline.target.control.head_gate import HeadGate
+from paceline.target.heads import feeding
+from paceline.target.heads.driver import Heads
+from paceline.target.heads.followed import Followed
+from paceline.target.heads.mounted import MountedHead
+from paceline.types import PAGE_SIZE, SamplingParams, SpeculationParams
+
+
+def paused(on_off: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses heads in the steps of which ``on_off`` is False."""
+    steps = 0
+    feed = Heads.feed
+
+    def counted(self, computed, states, num_sessions):
+        nonlocal steps
+        feed(self, computed, states, num_sessions)
+        steps += 1
+
+    monkeypatch.setattr(Heads, "feed", counted)
+    monkeypatch.setattr(HeadGate, "wanted", lambda self, num_sessions, now: on_off(steps))
+
+
+def _pauses(step: int) -> bool:
+    """On for 7 steps, off for 4, and so on: prompts, chunks and ends of sessions fall into pauses."""
+    return step % 11 < 7
+
+
+def run_with_pauses(pages: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Pump, MountedHead, Oracle]:
+    """Runs all requests twice, so that later ones find what earlier ones have computed; the texts are plain's."""
+    requests, reference, texts = known(1.0)
+    mounted, head = oracle(EVERY, texts)
+    pump = pump_with(EVERY, mounted, pages=pages)
+    paused(_pauses, monkeypatch)
+    again = {f"{name} again": request for name, request in requests.items()}
+    assert_same(pump.run(requests), reference)
+    assert_same(pump.run(again), reference | {f"{name} again": result for name, result in reference.items()})
+    return pump, mounted, head
+
+
+@pytest.mark.parametrize("pages", [9, 60])
+def test_after_a_pause_a_head_goes_on_with_the_sessions_that_run(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has missed is told to it to the row, on pages of one session and on those that sessions share, so its
+    acceptance is 1 again."""
+    pump, mounted, head = run_with_pauses(pages, monkeypatch)
+    assert head.wrong == []
+    stats = mounted.stats
+    assert stats.rows == stats.rows_used > 100
+    assert stats.holes > 5
+    assert head.rows_missed > 50
+    assert stats.sessions_failed == 0
+    assert pump.target.stats.preemptions > 0 or pages > 9
+    assert pump.target.stats.cached_tokens > 0
+    assert f"went on {stats.holes} times with sessions" in mounted.report(1000)
+
+
+def _untold(each) -> None:
+    """The rows that were missed are not named."""
+    each.setattr(Followed, "miss", lambda self, rows: None)
+
+
+def _told_one_row_late(each) -> None:
+    miss = Followed.miss
+    each.setattr(Followed, "miss", lambda self, rows: miss(self, range(rows.start + 1, rows.stop)))
+
+
+def _pages_with_holes_are_shared(each) -> None:
+    each.setattr(feeding, "_overlap", lambda hole, rows: False)
+
+
+@pytest.mark.parametrize("mutate", [_untold, _told_one_row_late, _pages_with_holes_are_shared])
+def test_the_oracle_notices_a_hole_that_is_not_told(mutate: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above fails with each of these; the text is plain's all the same."""
+    mutate(monkeypatch)
+    _, _, head = run_with_pauses(60, monkeypatch)
+    assert head.wrong
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_a_page_that_a_last_step_has_filled_is_not_taken_for_known(
+    mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what a session's last step computes no head is fed: on a page that was another session's before lie rows of
+    that one. The mutant goes on with them; the text is plain's all the same."""
+    if mutant:
+        monkeypatch.setattr(MountedHead, "leave", lambda self, session: None)
+    filled = prompt(7, PAGE_SIZE)
+    after = [*filled, *prompt(9, 6)]
+    order = {"0": (prompt(5, 191), 24), "1": (prompt(6, 191), 24), "last step": (filled, 1), "after": (after, 24)}
+    requests = {
+        name: Request(tokens, SamplingParams(temperature=0.0, max_tokens=most), SpeculationParams(max_draft_tokens=4))
+        for name, (tokens, most) in order.items()
+    }
+    reference = plain_reference(target_with(EVERY), requests)
+    texts = [[*r.prompt, *reference[name].token_ids] for name, r in requests.items() if name != "last step"]
+    mounted, head = oracle(EVERY, texts)
+    pump = pump_with(EVERY, mounted, pages=4, max_step_tokens=PAGE_SIZE)
+    for name, request in requests.items():
+        pump.run({name: request})
+    assert_same(pump.results, reference)
+    assert pump.target.stats.cached_tokens == PAGE_SIZE
+    assert bool(head.wrong) is mutant
+    assert mounted.stats.holes == (0 if mutant else 1)
