@@ -181,21 +181,24 @@ class StructuredOutput(_RequestParams):
     """Text that this context-free grammar derives: GBNF, whose first rule is ``root``, or Lark, with ``start``."""
     choice: tuple[str, ...] = ()
     """One of these texts."""
+    structural_tag: str | None = None
+    """Text with tagged parts, such as tool calls, by a structural tag of xgrammar or vLLM; its JSON text, or a mapping
+    that is written as JSON."""
 
-    @field_validator("json_schema", mode="before")
+    @field_validator("json_schema", "structural_tag", mode="before")
     @classmethod
-    def _as_json(cls, value: Any) -> Any:
+    def _as_json(cls, value: Any, info: ValidationInfo) -> Any:
         try:
             return json.dumps(value) if isinstance(value, Mapping) else value
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"json_schema cannot be written as JSON: {error}") from None
+            raise ValueError(f"{info.field_name} cannot be written as JSON: {error}") from None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         given = [name for name in type(self).model_fields if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
             held = " and ".join(given) if given else "nothing"
-            allowed = "exactly one of json_schema, json_object, regex, grammar and choice is allowed"
+            allowed = "exactly one of json_schema, json_object, regex, grammar, choice and structural_tag is allowed"
             raise ValueError(f"structured_output holds {held}: {allowed}")
         texts = self.choice if self.choice else (self.text,)
         for i, text in enumerate(texts):
@@ -218,10 +221,11 @@ class StructuredOutput(_RequestParams):
 
     @property
     def text(self) -> str:
-        """The schema, regular expression or grammar; of choices their JSON list, of any object its schema."""
+        """The schema, expression, grammar or tag; of choices their JSON list, of any object its schema."""
         if self.json_object:
             return '{"type": "object"}'
-        return json.dumps(self.choice) if self.choice else self.json_schema or self.regex or self.grammar or ""
+        given = self.json_schema or self.regex or self.grammar or self.structural_tag or ""
+        return json.dumps(self.choice) if self.choice else given
 
 
 class SamplingParams(_RequestParams):
@@ -300,6 +304,14 @@ class SamplingParams(_RequestParams):
             allowed = f"at most max_tokens ({params.max_tokens}, by default) is allowed"
             raise InvalidRequestError(f"min_tokens is {params.min_tokens}: {allowed}")
         return params
+
+    def bound(self, form: StructuredOutput) -> Self:
+        """These parameters with the form of the output. Raises InvalidRequestError for ``ignore_eos``."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        try:
+            return type(self)(**given | {"structured_output": form})
+        except ValidationError as error:
+            raise InvalidRequestError(explain_parameter(error, type(self))) from error
 
     def check_seed(self) -> None:
         """Raises InvalidRequestError if the seed is out of range, which pydantic does not check in a copy."""

@@ -137,6 +137,58 @@ def test_any_form_gives_the_tokens_of_plain_decoding(
     assert trees.target.stats.branches > count
 
 
+def _tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+_NUMBER = {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 0, "maximum": 999}}
+_THOUGHT = _tag("<4>", {"type": "any_text"}, "<5>")
+_CALLS = [_tag("<6>a", _NUMBER, "<8>"), _tag("<6>b", {"type": "regex", "pattern": "[a-f]{1,4}"}, "<8>")]
+TAGS = {
+    "alone": {"type": "tags_with_separator", "tags": _CALLS, "separator": ", ", "at_least_one": True},
+    "after a thought": {"type": "sequence", "elements": [_THOUGHT, {"type": "const_string", "value": "so"}, *_CALLS]},
+    "in free text": {"type": "triggered_tags", "triggers": ["<6>"], "tags": _CALLS},
+    "in characters": {
+        "type": "triggered_tags",
+        "triggers": ["[", "{"],
+        "tags": [_tag("[", _NUMBER, "]"), _tag("{", _NUMBER, "}")],
+    },
+}
+TAGGED = r"<6>(a[0-9]{1,3}|b[a-f]{1,4})<8>"
+_UNTIL_LENGTH = {"in free text": rf"([^<]|{TAGGED})*", "in characters": r"([^\[{]|\[[0-9]{1,3}\]|\{[0-9]{1,3}\})*"}
+WHOLE = {"alone": rf"{TAGGED}(, {TAGGED})*", "after a thought": rf"<4>[^<]*<5>so({TAGGED}){{2}}", **_UNTIL_LENGTH}
+
+
+def tagged_requests() -> dict[str, Request]:
+    """Structural tags, with a bias to what opens and closes their parts."""
+    found = {}
+    for i, (name, node) in enumerate(TAGS.items()):
+        bias = {4: 4.0, 5: 6.0, 6: 5.0, EOS: 5.0} | dict.fromkeys(json_tokenizer().encode("[{"), 4.0)
+        form = StructuredOutput(structural_tag={"format": node})
+        sampling = SamplingParams(
+            temperature=1, max_tokens=48, seed=50 + i, structured_output=form, logit_bias=bias, top_p=(1.0, 0.95)[i % 2]
+        )
+        found[name] = Request(prompt(i, 4 + i), sampling, SpeculationParams(), eos_token_ids=(EOS,))
+    return found
+
+
+def test_structural_tags_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = tagged_requests()
+    expected = plain_reference(pair("llama")[0], requests, grammars=json_grammars())
+    for name, result in expected.items():
+        if result.finish_reason is FinishReason.STOP:
+            text = json_tokenizer().decode(result.token_ids[:-1], special=True)
+            assert re.fullmatch(WHOLE[name], text, re.DOTALL), (name, text)
+    assert sum(result.finish_reason is FinishReason.STOP for result in expected.values()) >= 2
+    assert_same(run(requests, seed=1, pages=24).results, expected)
+    any_subtrees(monkeypatch)
+    assert_same(run(requests, seed=2, pages=24).results, expected)
+    _always_allows_the_end(monkeypatch)  # the mutant
+    wrong = Pump(*pair("llama"), seed=8, grammars=json_grammars(), draft_pages=40)
+    results = wrong.run(requests)
+    assert wrong.failures or any(results[name].token_ids != one.token_ids for name, one in expected.items())
+
+
 @pytest.mark.parametrize("temperature", [1.0, *slow([0.0])])
 def test_sequential_and_rejection_have_the_form_too(temperature: float) -> None:
     """Rejection draws other tokens above temperature 0, of the same law, as the exact test below shows."""

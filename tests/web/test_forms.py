@@ -17,6 +17,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 OF_SCHEMA = StructuredOutput(json_schema=SCHEMA)
 NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
 
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
 FORMS = [
     ({"response_format": NAMED}, OF_SCHEMA),
     ({"response_format": {"type": "json_object"}}, StructuredOutput(json_object=True)),
@@ -25,6 +26,8 @@ FORMS = [
     ({"structured_outputs": {"json": SCHEMA, "regex": None}}, OF_SCHEMA),
     ({"structured_outputs": {"json": json.dumps(SCHEMA), "json_object": False}}, OF_SCHEMA),
     ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutput(choice=("a", "b"))),
+    ({"response_format": TAG}, StructuredOutput(structural_tag=TAG)),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, StructuredOutput(structural_tag=TAG)),
     ({"structured_outputs": {"grammar": 'root ::= "a"'}}, StructuredOutput(grammar='root ::= "a"')),
     ({"guided_json": SCHEMA}, OF_SCHEMA),
     ({"guided_choice": ["a"]}, StructuredOutput(choice=("a",))),

@@ -8,15 +8,17 @@ neither models nor logits; llguidance is imported by the first request that need
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.json_schema import check_schema
+from paceline.checkpoint.json_schema import WHITESPACE, check_schema
+from paceline.checkpoint.structural_tag import lark_of
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import ConfigError, InvalidRequestError, PacelineError
 from paceline.types import StructuredOutput
@@ -36,8 +38,6 @@ _LEXER_FUEL_OF_STEP = 200_000
 """Work of a single mask; all of it takes about 15 ms."""
 _INITIAL_LEXER_FUEL = 1_000_000
 """Work of compiling the regular expressions; all of it takes about 20 ms."""
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
-"""Between the tokens of JSON. Bounded, for a model that begins to indent may never end."""
 _MAX_REASON_CHARS = 400
 _ATTRIBUTE = re.compile(r"^[ \t]*[A-Za-z_]\w*\[[^\]\n]*\b(temperature|max_tokens)\s*=", re.MULTILINE)
 """Attributes of a Lark rule that ask for more than a form."""
@@ -59,6 +59,7 @@ class Grammars:
         self._source, self.vocab_size, self._given_eos = tokenizer, vocab_size, eos_token_ids
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._specials: dict[str, int] = {}  # of the tokenizer, once it is read
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, vocab_size: int) -> Self:
@@ -82,6 +83,8 @@ class Grammars:
             raise InvalidRequestError(
                 f"structured_output is given, but the tokenizer {source.name!r} has no tokenizer.json form"
             )
+        added = json.loads(description).get("added_tokens", ())
+        self._specials = {token["content"]: token["id"] for token in added if token["special"]}
         try:
             return LLTokenizer(description, n_vocab=self.vocab_size, eos_token=ends)
         except Exception as error:  # whatever its parser raises
@@ -150,15 +153,17 @@ class Grammars:
             max_grammar_size=_MAX_GRAMMAR_SYMBOLS,
             verbose_errors=False,
         )
-        return LLMatcher(tokenizer, _grammar_of(form), log_level=0, limits=limits)
+        return LLMatcher(tokenizer, _grammar_of(form, self._specials), log_level=0, limits=limits)
 
 
-def _grammar_of(form: StructuredOutput) -> str:
-    """The form in llguidance's own terms. Raises InvalidRequestError."""
+def _grammar_of(form: StructuredOutput, specials: Mapping[str, int]) -> str:
+    """The form in llguidance's own terms. ``specials``: special token -> its id. Raises InvalidRequestError."""
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:
         return str(LLMatcher.grammar_from_regex(form.regex))
+    if form.structural_tag is not None:
+        return str(LLMatcher.grammar_from_lark(lark_of(form.structural_tag, specials)))
     if form.grammar is not None:
         if found := _ATTRIBUTE.search(form.grammar):
             raise InvalidRequestError(
@@ -172,7 +177,7 @@ def _grammar_of(form: StructuredOutput) -> str:
         return str(grammar_from("choice", form.text))
     if form.json_schema is not None:
         check_schema(form.json_schema)
-    return str(LLMatcher.grammar_from_json_schema(form.text, overrides={"whitespace_pattern": _WHITESPACE}))
+    return str(LLMatcher.grammar_from_json_schema(form.text, overrides={"whitespace_pattern": WHITESPACE}))
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -6,13 +6,16 @@ Refusals of values, combinations, formats and references are left to the compile
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.errors import InvalidRequestError
 
 MAX_DEPTH = 64
 """Deepest nesting of a schema."""
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+"""Between the tokens of JSON. Bounded, for a model that begins to indent may never end."""
+_NAME = "structured_output.json_schema"
 
 _SCHEMA = frozenset({"additionalProperties", "items"})
 _SCHEMAS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
@@ -38,33 +41,36 @@ def check_schema(text: str) -> None:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidRequestError(
-            f"structured_output.json_schema is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+            f"{_NAME} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep(_NAME) from None
     if not isinstance(schema, dict):
-        raise InvalidRequestError("structured_output.json_schema is not a JSON object: a schema is one")
-    _check(schema, "#", 0)
+        raise InvalidRequestError(f"{_NAME} is not a JSON object: a schema is one")
+    check_parsed(schema)
 
 
-def _check(schema: Any, place: str, depth: int) -> None:
+def check_parsed(schema: Mapping[str, Any], name: str = _NAME) -> None:
+    """Raises InvalidRequestError, which begins with ``name``, for a keyword of a schema that is not supported."""
+    _check(schema, name, "#", 0)
+
+
+def _check(schema: Any, name: str, place: str, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise _too_deep()
+        raise _too_deep(name)
     if isinstance(schema, bool):
         return
-    if not isinstance(schema, dict):
+    if not isinstance(schema, Mapping):
         kind = "a list: prefixItems takes one" if isinstance(schema, list) else repr(schema)
-        raise InvalidRequestError(f"structured_output.json_schema: {place} is {kind}: a schema is an object")
+        raise InvalidRequestError(f"{name}: {place} is {kind}: a schema is an object")
     for keyword in schema:
         if keyword not in KEYWORDS:
-            raise InvalidRequestError(
-                f"structured_output.json_schema: {place} has {keyword!r}, a keyword that is not supported"
-            )
+            raise InvalidRequestError(f"{name}: {place} has {keyword!r}, a keyword that is not supported")
     for at, part in _parts(schema, place):
-        _check(part, at, depth + 1)
+        _check(part, name, at, depth + 1)
 
 
-def _parts(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+def _parts(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
     """The schemas within a schema, with their places."""
     for keyword, value in schema.items():
         if keyword in _SCHEMA:
@@ -75,5 +81,5 @@ def _parts(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{place}/{keyword}/{name}", part) for name, part in value.items())
 
 
-def _too_deep() -> InvalidRequestError:
-    return InvalidRequestError(f"structured_output.json_schema is nested too deep: at most {MAX_DEPTH} levels")
+def _too_deep(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is nested too deep: at most {MAX_DEPTH} levels")

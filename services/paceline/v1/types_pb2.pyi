@@ -153,6 +153,7 @@ class StructuredOutput(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON value that this JSON Schema allows. A keyword that is not supported is refused by its name."""
     json_object: _builtins.bool
@@ -161,6 +162,8 @@ class StructuredOutput(_message.Message):
     """Text that this regular expression matches as a whole: Rust's syntax, without look-around and backreferences."""
     grammar: _builtins.str
     """Text that this context-free grammar derives: GBNF, whose first rule is "root", or Lark, with "start"."""
+    structural_tag: _builtins.str
+    """Text with tagged parts, such as tool calls: a structural tag of xgrammar or vLLM, as JSON."""
     @_builtins.property
     def choice(self) -> Global___StructuredOutput.Choice:
         """One of these texts."""
@@ -173,12 +176,13 @@ class StructuredOutput(_message.Message):
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
         choice: Global___StructuredOutput.Choice | None = ...,
+        structural_tag: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choice"]  # noqa: Y015
+    _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_format: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_format) -> _WhichOneofReturnType_format | None: ...
 

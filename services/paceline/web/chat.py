@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.errors import InvalidRequestError
 from paceline.types import Chunk, Request, Result
+from paceline.web.calls import bound_calls
 from paceline.web.choices import Totals, round_of, speculation_of, with_defaults, with_seed
 from paceline.web.messages import ChatBody, Tool, ToolsBody, offered
 from paceline.web.service import Edge
@@ -51,7 +52,12 @@ class Asked:
         self._by_text = bool(stop)
         self.prefix = chat.render(messages, self.tools, {**body.chat_template_kwargs, **options})
         self.token_ids = chat.encode(self.prefix)
-        sampling = with_defaults(body.sampling(logprobs), edge.service.info.max_model_len)
+        given = body.sampling(logprobs)
+        if self.tools:
+            parallel = body.parallel_tool_calls
+            form = bound_calls(chat, self.tools, body.tool_choice, parallel=parallel, prefix=self.prefix)
+            given = given if form is None else given.bound(form)
+        sampling = with_defaults(given, edge.service.info.max_model_len)
         self.requests = [
             Request(
                 request_id if body.n == 1 else f"{request_id}-{i}",

@@ -11,8 +11,9 @@ from paceline.errors.refusals import Fault, shown
 from paceline.types import StructuredOutput
 
 _OF_VLLM = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice"}
-_OF_VLLM["grammar"] = "grammar"
-FORMS = ("response_format", "structured_outputs", *(f"guided_{name}" for name in _OF_VLLM if name != "json_object"))
+_OF_VLLM |= {"grammar": "grammar", "structural_tag": "structural_tag"}
+_GUIDED = ("json", "regex", "choice", "grammar")
+FORMS = ("response_format", "structured_outputs", *(f"guided_{name}" for name in _GUIDED))
 """Parameters of completions and chats that name a form; the last ones are vLLM's older names."""
 
 
@@ -51,9 +52,11 @@ def _response_format(name: str, value: Any) -> dict[str, Any] | None:
             return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json_schema": schema}
+        case {"type": "structural_tag"}:
+            return {"structural_tag": value}
         case {"type": "json_schema", "json_schema": _} | {"type": "json_schema"}:
             raise Fault(name, f"is {shown(value)}: json_schema.schema is needed")
-    raise Fault(name, f"is {shown(value)}: type 'text', 'json_object' or 'json_schema' is allowed")
+    raise Fault(name, f"is {shown(value)}: type 'text', 'json_object', 'json_schema' or 'structural_tag' is allowed")
 
 
 def _text(name: str, value: Any) -> dict[str, Any] | None:

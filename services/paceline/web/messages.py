@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, shown
 from paceline.web.schema import INERT, NOTHING, Body
 
@@ -19,7 +20,6 @@ CHAT_INERT = MappingProxyType(
     {
         **INERT,
         "top_logprobs": (0,),
-        "parallel_tool_calls": (True,),
         "modalities": (["text"],),
         "functions": ([],),
         "function_call": ("none",),
@@ -136,8 +136,8 @@ class Function(_Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
-    strict: Literal[False] | None = None
-    """Arguments that are held to the schema are not served: it is the response template that tells a call."""
+    strict: bool | None = None
+    """True: the arguments of every call are held to the schema."""
 
 
 class Tool(_Strict):
@@ -151,15 +151,24 @@ class ToolsBody(Body):
     """Parts common to chats and responses: tools, and variables of the chat template."""
 
     tool_choice: Any = None
-    """``auto``, or ``none``."""
+    """``auto``, ``none``, ``required``, or a function that must be called."""
+    parallel_tool_calls: bool = True
+    """False: an answer holds one call at most."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template."""
 
-    @model_validator(mode="after")
-    def _choice(self) -> Self:
-        if self.tool_choice not in (None, "none", "auto"):
-            raise Fault("tool_choice", f"is {shown(self.tool_choice)}: only 'none' or 'auto' is supported")
-        return self
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice(cls, value: Any) -> Any:
+        match value:
+            case None | "none" | "auto" | "required":
+                return value
+            case {"type": "function", "function": {"name": str(name), **rest}, **more} if not (rest or more):
+                return {"name": name}
+            case {"type": "function", "name": str(name), **more} if not more:  # of responses
+                return {"name": name}
+        allowed = "'none', 'auto', 'required', or a function by its name is allowed"
+        raise Fault("", f"is {shown(value)}: {allowed}")
 
 
 class ChatBody(ToolsBody):
@@ -190,7 +199,15 @@ class ChatBody(ToolsBody):
 
 
 def offered(tools: Sequence[Tool], choice: Any) -> list[dict[str, Any]] | None:
-    """The tools as a template reads them; None if there are none, or none may be called."""
+    """The tools as a template reads them; None if there are none, or none may be called.
+
+    Raises InvalidRequestError if ``choice`` demands a call of what is not there.
+    """
+    names = [tool.function.name for tool in tools]
+    if choice == "required" and not tools:
+        raise InvalidRequestError("tool_choice is 'required', but no tools are given")
+    if isinstance(choice, dict) and choice["name"] not in names:
+        raise InvalidRequestError(f"tool_choice is {choice['name']!r}, but tools hold no function of this name")
     if not tools or choice == "none":
         return None
     return [tool.model_dump(exclude_none=True) for tool in tools]

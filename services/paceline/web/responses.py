@@ -53,7 +53,6 @@ class ResponseBody(ToolsBody):
             "truncation": ("disabled",),
             "include": ([],),
             "top_logprobs": (0,),
-            "parallel_tool_calls": (True,),
             "previous_response_id": NOTHING,
             "conversation": NOTHING,
             "prompt": NOTHING,
@@ -182,11 +181,11 @@ class Response:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "metadata": {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "temperature": body.temperature if "temperature" in given else None,
             "top_p": body.top_p if "top_p" in given else None,
             "max_output_tokens": body.max_tokens if "max_tokens" in given else None,
-            "tool_choice": body.tool_choice or "auto",
+            "tool_choice": _choice_of(body.tool_choice),
             "tools": [tool.model_dump() for tool in body.tools],
             "text": body.text or _TEXT,
             "truncation": "disabled",
@@ -250,6 +249,10 @@ class Response:
             yield self._of_item("reasoning_text.done", content_index=0, text=text)
         yield self._done()
         self._open = None
+
+
+def _choice_of(choice: Any) -> Any:
+    return {"type": "function", **choice} if isinstance(choice, dict) else choice or "auto"
 
 
 def _output_text(text: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from paceline.types import Chunk
 
 log = logging.getLogger(__name__)
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field of a response template that holds reasoning."""
 
 
@@ -107,7 +107,7 @@ class Speech:
                     self._call = ""
                 case "region_chunk", True:
                     self._call += text
-                case "region_chunk", _ if name in _REASONING:
+                case "region_chunk", _ if name in REASONING:
                     yield Part("reasoning", text)
                 case "region_chunk", _ if name == "content":
                     yield from _content(text)

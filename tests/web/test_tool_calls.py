@@ -1,0 +1,200 @@
+"""Tool calls that an answer must make: forms by the response template, real engines, and what cannot be bound."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from openai import OpenAI
+from tests.support.models import save_pair
+from tests.support.schemas import json_tokenizer
+from tests.web.chats import RESPONSE, TEMPLATE
+from tests.web.support import MODEL, call, edge_over, served
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
+
+from paceline.checkpoint.chat import ChatTemplate, load_chat
+from paceline.config import DraftModel, LocalConfig, TargetModel
+from paceline.errors import InvalidRequestError
+from paceline.local import LocalPipeline
+from paceline.web import chat as chats
+from paceline.web.calls import bound_calls
+
+USER = [{"role": "user", "content": "hi"}]
+PARAMETERS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {"city": {"enum": ["rome", "oslo"]}},
+    },
+    "wait": {
+        "type": "object",
+        "properties": {"seconds": {"type": "integer", "minimum": 1, "maximum": 30}},
+        "required": ["seconds"],
+        "additionalProperties": False,
+    },
+}
+
+
+def tools(**more):
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+        for name, schema in PARAMETERS.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A pair whose tokens can write JSON, and its chat template."""
+    folder = save_pair(tmp_path_factory.mktemp("calls"))
+    for name in ("target", "draft"):
+        backend = Tokenizer.from_str(json_tokenizer().backend_json())
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<7>")
+        tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
+        tokenizer.save_pretrained(folder / name)
+    run = {"dtype": "float32", "compile": False}
+    config = LocalConfig(
+        target=TargetModel(path=str(folder / "target"), adaptive=False, max_sessions=8, **run),
+        draft=DraftModel(path=str(folder / "draft"), **run),
+        worker="thread",
+        pin_cores=False,
+    )
+    with LocalPipeline(config) as pipeline:
+        yield pipeline, load_chat(str(folder / "target"))
+
+
+@pytest.fixture
+def at(speaking):
+    pipeline, chat = speaking
+    with served(edge_over(pipeline, chat=chat)) as url:
+        yield url
+
+
+def calls_of(answer):
+    """The calls, once they are known to be those of the tools."""
+    found = [(one.function.name, json.loads(one.function.arguments)) for one in answer.choices[0].message.tool_calls]
+    for name, arguments in found:
+        jsonschema.validate(arguments, PARAMETERS[name])
+    return found
+
+
+SHORT = {str(i): -100 for text in ("<4>", " ", "\n") for i in json_tokenizer().encode(text)} | {"7": 20}
+"""A bias against thoughts and spaces, which such a model would not end, and for the end."""
+ASKED = {"messages": USER, "temperature": 1.0, "max_tokens": 200, "logit_bias": SHORT, "return_token_ids": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "num_calls"),
+    [
+        ({"tool_choice": "required"}, None, None),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, None, 1),
+        ({"tool_choice": {"type": "function", "function": {"name": "wait"}}}, "wait", 1),
+    ],
+)
+def test_a_call_that_is_demanded_comes_with_arguments_of_its_schema(at, more, name, num_calls):
+    """A model of random weights says what was asked for, by the tokens of plain decoding."""
+    with OpenAI(base_url=f"{at}/v1", api_key="none", max_retries=0) as client:
+        for seed in range(3):
+            asked = {"model": MODEL, "messages": USER, **more, "tools": tools(), "seed": seed}
+            options = {name: value for name, value in ASKED.items() if name != "messages"}
+            answer, plain = (
+                client.chat.completions.create(**asked, extra_body=options | {"speculation": {"enabled": enabled}})
+                for enabled in (True, False)
+            )
+            found = calls_of(answer)
+            assert answer.choices[0].token_ids == plain.choices[0].token_ids
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert num_calls in (None, len(found))
+            assert name in (None, found[0][0])
+            assert not answer.choices[0].message.content
+
+
+def test_a_form_that_gets_lost_is_noticed(at, monkeypatch):
+    """The mutant: nothing is bound, and such a model calls nothing."""
+    monkeypatch.setattr(chats, "bound_calls", lambda *_, **__: None)
+    body = ASKED | {"tools": tools(), "tool_choice": "required", "seed": 0, "max_tokens": 12}
+    _, _, answer = call(f"{at}/v1/chat/completions", body)
+    assert not answer["choices"][0]["message"].get("tool_calls")
+
+
+def form(chat, choice, parallel=True, prefix="<1>assistant<3>", **more):
+    found = bound_calls(chat, tools(**more), choice, parallel=parallel, prefix=prefix)
+    return None if found is None else json.loads(found.structural_tag)["format"]["elements"]
+
+
+def test_free_calls_are_bound_if_they_are_strict_or_may_be_one_alone(speaking):
+    _, chat = speaking
+    assert form(chat, "auto") is None
+    assert form(chat, None, strict=False) is None
+    thought, calls = form(chat, "auto", strict=True)
+    assert thought["content"]["begin"] == "<4>"
+    assert (calls["type"], calls["triggers"], calls["stop_after_first"]) == ("triggered_tags", ["<6>"], False)
+    assert calls["tags"][0]["content"]["elements"][2]["json_schema"] == PARAMETERS["weather"]
+    _, calls = form(chat, None, parallel=False)
+    assert calls["stop_after_first"] is True
+    assert calls["tags"][0]["content"]["elements"][2]["json_schema"] == {"type": "object"}
+    begun, *_ = form(chat, "required", prefix="<1>assistant<3><4>")
+    assert (begun["type"], begun["begin"]) == ("tag", "")
+
+
+def of_type(speaking, model_type):
+    (response,) = [template for types, template in TEMPLATES.items() if model_type in types]
+    return ChatTemplate(speaking[1]._tokenizer, None, response)
+
+
+def test_qwens_calls_are_bound_as_qwen_writes_them(speaking):
+    chat = of_type(speaking, "qwen3")
+    thought, _, calls = form(chat, {"name": "wait"}, prefix="<|im_start|>assistant\n")
+    assert thought["content"] == {"type": "tag", "content": {"type": "any_text"}, "end": "</think>", "begin": "<think>"}
+    (tag,) = calls["tags"]
+    assert (tag["begin"], tag["end"], calls["separator"]) == ("<tool_call>", "</tool_call>", "\n")
+    texts = [part["value"] for part in tag["content"]["elements"] if part["type"] == "const_string"]
+    assert texts == ['{"name": "wait", "arguments": ', "}"]
+    said = '\n<tool_call>\n{"name": "wait", "arguments": {"seconds": 3}}\n</tool_call>'
+    parser = chat.parser("<|im_start|>assistant\n", tools())
+    parser.feed(said)
+    (called,) = parser.finalize()[0]["tool_calls"]
+    assert called["function"] == {"name": "wait", "arguments": {"seconds": 3}}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma4"])
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"choice": "required"}, "tool_choice is 'required', but this model"),
+        ({"choice": "auto", "parallel": False}, "parallel_tool_calls is false, but this model"),
+        ({"choice": None, "strict": True}, "tools hold one that is strict, but this model"),
+    ],
+)
+def test_calls_in_another_form_are_refused(speaking, model_type, asked, sentence):
+    with pytest.raises(InvalidRequestError, match=sentence):
+        form(of_type(speaking, model_type), **asked)
+
+
+def test_a_schema_that_cannot_be_bound_is_refused_with_its_place(at):
+    wrong = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    one = {"type": "function", "function": {"name": "f", "parameters": wrong}}
+    body = {"messages": USER, "tools": [one], "tool_choice": "required"}
+    status, _, answer = call(f"{at}/v1/chat/completions", body)
+    assert status == 400
+    assert answer["error"]["message"].startswith("tools[0].function.parameters: #/properties/a has 'uniqueItems'")
+    flat = {"type": "function", "name": "f", "parameters": wrong}
+    status, _, answer = call(f"{at}/v1/responses", {"input": "hi", "tools": [flat | {"strict": True}]})
+    assert status == 400, answer
+
+
+def test_a_response_must_call_too(at):
+    flat = [{"type": "function", **tool["function"]} for tool in tools(strict=True)]
+    choice = {"type": "function", "name": "wait"}
+    options = {name: value for name, value in ASKED.items() if name not in ("messages", "max_tokens")}
+    asked = options | {"input": "hi", "tools": flat, "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
+    status, _, answer = call(f"{at}/v1/responses", asked)
+    assert status == 200, answer
+    assert (answer["tool_choice"], answer["parallel_tool_calls"]) == (choice, False)
+    (item,) = answer["output"]
+    assert (item["type"], item["name"]) == ("function_call", "wait")
+    jsonschema.validate(json.loads(item["arguments"]), PARAMETERS["wait"])
