@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 
 import openai
 import pytest
 from tests.security.conftest import digest, write_keys
+from tests.web.chats import Scripted
 from tests.web.support import MODEL, call, edge_over, events, served
 
 from paceline.errors import (
@@ -25,6 +27,7 @@ from paceline.security.access import TLS_HEADER
 from paceline.security.keys import KeyRing
 from paceline.types import Cause, Chunk, RequestLimits, Round, Usage
 from paceline.web import schema
+from paceline.web.app import make_app
 from paceline.web.errors import to_http
 
 CHUNK = Chunk((1,), (0.0,), (False,), (("a", False),), Round(0, 0, Cause.START), Usage(7, 1, 0))
@@ -46,7 +49,7 @@ REFUSED = {
     "stream": ["maybe"],
     "stream_options": [{"include_usage": True}],
     "response_format": [{"type": "magic"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, 3],
-    "structured_outputs": [{}, 3, {"json": {}, "regex": "a"}, {"regex": ""}, {"structural_tag": "a"}],
+    "structured_outputs": [{}, 3, {"json": {}, "regex": "a"}, {"regex": ""}, {"xml": "a"}],
     "guided_json": [3],
     "guided_choice": ["yes", [""]],
     "structured_output": [{}, {"regex": "a", "json_object": True}],
@@ -246,3 +249,25 @@ def test_a_parameter_that_is_ignored_in_silence_is_noticed(monkeypatch, url):
     monkeypatch.setattr(schema, "_check_inert", lambda *_: None)
     with pytest.raises(AssertionError):
         test_what_is_not_served_is_refused_by_its_name(url, "best_of", 2)
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error_of_ours(monkeypatch):
+    unexpected, sent = [], []
+    monkeypatch.setattr("paceline.web.app.logs.unexpected", lambda _, error: unexpected.append(error))
+    arriving = [
+        {"type": "http.request", "body": b'{"prompt": "a', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive():
+        return arriving.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    path = "/v1/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"headers": [], "http_version": "1.1", "scheme": "http", "server": ("localhost", 1), "root_path": ""}
+    asyncio.run(make_app(edge_over(Scripted()))(scope, receive, send))
+    assert sent[0]["status"] == 499
+    assert not unexpected

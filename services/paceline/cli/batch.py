@@ -8,32 +8,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
-import ssl
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx2
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
-from paceline.cli.flags import flag_of
 from paceline.cli.generate import add_engine_flags, local_config
+from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, service_of
 from paceline.errors import ConfigError, PacelineError
 from paceline.web.batch import Batch, read_requests
 
-_NOT_REMOTE = (
-    *("local", "target", "draft", "drafter", "head", "dtype", "compile"),
-    "tensor_parallel_size",
-    "chat_template",
-)
-_REMOTE = ("api_key", "tls_ca")
 _CONCURRENCY = 32
-_CONNECT_S = 30.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,19 +36,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, metavar="N", help=f"requests at once (default: {_CONCURRENCY})")
     add_engine_flags(parser, "run both engines on this machine (the default)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the target)")
-    group = parser.add_argument_group("service")
-    group.add_argument("--address", metavar="URL", help="http://HOST:PORT of a running service instead of --local")
-    group.add_argument("--api-key", metavar="KEY", help="default: the environment variable PACELINE_API_KEY")
-    group.add_argument("--tls-ca", metavar="FILE", help="the authorities of an https service, PEM")
+    add_remote_flags(parser)
     parser.set_defaults(run=run_batch)
 
 
 def run_batch(args: argparse.Namespace) -> int:
     """Runs ``paceline batch``. Exit status 1: some answers are errors, which the output tells."""
-    remote = args.address is not None
-    for name in _NOT_REMOTE if remote else _REMOTE:
-        if getattr(args, name) is not None:
-            raise ConfigError(f"{flag_of(name)} is given {'with' if remote else 'without'} --address")
+    service = service_of(args)
     concurrency = _CONCURRENCY if args.concurrency is None else args.concurrency
     if concurrency < 1:
         raise ConfigError(f"--concurrency is {concurrency}: at least 1 is needed")
@@ -68,7 +52,7 @@ def run_batch(args: argparse.Namespace) -> int:
         print(f"{batch.num_done} of {len(requests)} were answered before", file=sys.stderr)
     began, before = time.monotonic(), batch.num_done
     try:
-        with _remote(args) if remote else _local(args) as client:
+        with _local(args) if service is None else _remote(service) as client:
             asyncio.run(_run(client, batch, concurrency))
     except (KeyboardInterrupt, PacelineError):
         done = f"{batch.num_done} of {len(requests)} are answered"
@@ -110,16 +94,12 @@ def _local(args: argparse.Namespace) -> Iterator[httpx2.AsyncClient]:
 
 
 @contextlib.contextmanager
-def _remote(args: argparse.Namespace) -> Iterator[httpx2.AsyncClient]:
-    url = args.address.rstrip("/").removesuffix("/v1")
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ConfigError(f"--address is {args.address!r}: http://HOST:PORT or https://HOST:PORT is needed")
-    key = args.api_key or os.environ.get("PACELINE_API_KEY")
+def _remote(service: HttpService) -> Iterator[httpx2.AsyncClient]:
     yield httpx2.AsyncClient(
-        base_url=url,
-        headers={"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {}),
-        verify=ssl.create_default_context(cafile=args.tls_ca) if url.startswith("https") else True,
-        timeout=httpx2.Timeout(None, connect=_CONNECT_S),
+        base_url=service.url,
+        headers=service.headers,
+        verify=service.tls or True,
+        timeout=httpx2.Timeout(None, connect=CONNECT_S),
         limits=httpx2.Limits(max_connections=None),
         trust_env=False,
     )

@@ -8,34 +8,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import ssl
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.text import Text
 
 from paceline.cli.exit import EXIT_DONE
-from paceline.cli.flags import add_sampling_flags, add_speculation_flags, flag_of, given
+from paceline.cli.flags import add_sampling_flags, add_speculation_flags, given
 from paceline.cli.generate import add_engine_flags, local_config
+from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, service_of
 from paceline.errors import ConfigError, EngineError, InvalidRequestError, PacelineError
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
 Messages = Sequence[Mapping[str, str]]
 Answer = Callable[[Messages], Iterator[tuple[str, bool]]]
 """Yields the text of an answer with the flag of what was drafted."""
-
-_NOT_REMOTE = (
-    *("local", "target", "draft", "drafter", "head", "dtype", "compile"),
-    "tensor_parallel_size",
-    "chat_template",
-)
-_CONNECT_S = 30.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
     add_engine_flags(parser, "run both engines on this machine (the default)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the target)")
-    group = parser.add_argument_group("service")
-    group.add_argument("--address", metavar="URL", help="http://HOST:PORT of a running service instead of --local")
-    group.add_argument("--api-key", metavar="KEY", help="default: the environment variable PACELINE_API_KEY")
-    group.add_argument("--tls-ca", metavar="FILE", help="the authorities of an https service, PEM")
+    add_remote_flags(parser)
     add_sampling_flags(parser)
     add_speculation_flags(parser)
     parser.set_defaults(run=run_chat)
@@ -55,12 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_chat(args: argparse.Namespace) -> int:
     """Runs ``paceline chat``."""
-    for name in _NOT_REMOTE if args.address is not None else ("api_key", "tls_ca"):
-        if getattr(args, name) is not None:
-            what = "given with --address" if args.address is not None else "given without --address"
-            raise ConfigError(f"{flag_of(name)} is {what}")
-    options = given(args, SamplingParams), given(args, SpeculationParams)
-    with _remote(args, *options) if args.address is not None else _local(args, *options) as answer:
+    service, options = service_of(args), (given(args, SamplingParams), given(args, SpeculationParams))
+    with _local(args, *options) if service is None else _remote(service, args.stop, *options) as answer:
         converse(answer, args.system)
     return EXIT_DONE
 
@@ -125,33 +109,28 @@ def _local(args: argparse.Namespace, sampling: dict[str, Any], speculation: dict
 
 
 @contextlib.contextmanager
-def _remote(args: argparse.Namespace, sampling: dict[str, Any], speculation: dict[str, Any]) -> Iterator[Answer]:
-    url = args.address.rstrip("/").removesuffix("/v1")
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ConfigError(f"--address is {args.address!r}: http://HOST:PORT or https://HOST:PORT is needed")
-    context = ssl.create_default_context(cafile=args.tls_ca) if url.startswith("https") else None
-    headers = {"content-type": "application/json"}
-    if key := args.api_key or os.environ.get("PACELINE_API_KEY"):
-        headers["authorization"] = f"Bearer {key}"
+def _remote(
+    service: HttpService, stop: Sequence[str] | None, sampling: dict[str, Any], speculation: dict[str, Any]
+) -> Iterator[Answer]:
     options = {
         **json.loads(SamplingParams(**sampling).model_dump_json(exclude_unset=True)),
         "speculation": json.loads(SpeculationParams(**speculation).model_dump_json(exclude_unset=True)),
-        "stop": args.stop or None,
+        "stop": stop or None,
         "stream": True,
         "stream_options": {"include_speculation": True},
     }
 
     def answer(messages: Messages) -> Iterator[tuple[str, bool]]:
         body = json.dumps({"messages": messages, **options}).encode()
-        request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
+        request = urllib.request.Request(f"{service.url}/v1/chat/completions", body, service.headers)
         try:
-            with urllib.request.urlopen(request, timeout=_CONNECT_S, context=context) as reply:
+            with urllib.request.urlopen(request, timeout=CONNECT_S, context=service.tls) as reply:
                 for line in reply:
                     yield from _segments(line)
         except urllib.error.HTTPError as error:
             raise _as_error(error.read(), error.code) from None
         except OSError as error:
-            raise EngineError(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from error
+            raise EngineError(f"{service.url} cannot be reached: {getattr(error, 'reason', error)}") from error
 
     yield answer
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from paceline import __version__, logs
@@ -240,13 +241,20 @@ def _request_id(request: Request) -> str:
 
 
 async def _json(request: Request, max_bytes: int) -> tuple[Any, int]:
-    """The body of a request, and its bytes. Raises InvalidRequestError for one that is too long or no JSON."""
+    """The body of a request, and its bytes.
+
+    Raises InvalidRequestError for one that is no JSON, HTTPException for one that is too long, and ClientLeftError if
+    the client disconnects before its end.
+    """
     parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            raise HTTPException(413, f"the body has more than {max_bytes} bytes: at most so many are allowed")
+    try:
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > max_bytes:
+                raise HTTPException(413, f"the body has more than {max_bytes} bytes: at most so many are allowed")
+    except ClientDisconnect:
+        raise ClientLeftError("the client has left before the end of its request") from None
     data = b"".join(parts)
     try:
         return (await asyncio.to_thread(json.loads, data) if size > _LARGE_BODY else json.loads(data)), size
