@@ -19,7 +19,7 @@ from paceline.model.selftest import check_invariance
 from paceline.types import Mode, SamplingParams
 
 NUM_SESSIONS = 10
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "deepseek_v3", "longcat_flash")
 ODD = {
     "llama": {"hidden_size": 144, "intermediate_size": 250},
     "gemma2": {"hidden_size": 144, "intermediate_size": 250, "head_dim": 36},
@@ -65,7 +65,7 @@ def changed(target: LoadedModel, draft: LoadedModel | None, mode: Mode) -> int:
     ("family", "changes"),
     [
         *(case for case in CASES if case[0] in FAST),
-        *slow(case for case in CASES if case[0] in ("gpt_oss", "deepseek_v3", "gemma2")),
+        *slow(case for case in CASES if case[0] in ("gpt_oss", "deepseek_v3", "longcat_flash", "gemma2")),
         *nightly(case for case in CASES if case[0] not in (*FAST, "gpt_oss", "deepseek_v3", "gemma2")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -84,12 +84,13 @@ def test_no_session_changes_in_a_batch(family: str, changes: dict) -> None:
     }
 
 
-def test_experts_that_are_not_padded_change_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", *slow(["longcat_flash"])])
+def test_experts_that_are_not_padded_change_sessions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: plain batches already have other tokens, and the self-test says so."""
     if not torch.backends.mkl.is_available():
         return  # products by another library may not need it
     monkeypatch.setattr(loading, "pad_experts", lambda model: False)
-    target = prepare(near_ties("qwen3_moe", {}), compile=False)
+    target = prepare(near_ties(family, {}), compile=False)
     assert not check_invariance(target.runner(24)).holds
     assert changed(target, None, Mode.PLAIN) > 0
 

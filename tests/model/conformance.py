@@ -41,7 +41,7 @@ from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.plan import ShardPlan, plan_shards
 from paceline.model.runner import ModelRunner
-from paceline.model.selftest import check_invariance
+from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.model.step_plan import SequenceStep
 from paceline.types import pages_for
 
@@ -80,6 +80,9 @@ class Result:
     ranks_bf16: float | None = None
     held: float | None = None
     """The part of the parameters that a rank of two holds."""
+    bits_fp32: str = ""
+    """The verdict of the start-up self-test: "yes", or how many verified rows are not bit for bit those of decoding."""
+    bits_bf16: str = ""
 
 
 def examine(case: Case, ranks: Ranks, folder: Path) -> Result:
@@ -98,6 +101,8 @@ def examine(case: Case, ranks: Ranks, folder: Path) -> Result:
         result.notes = result.notes or _notes(case, model, path)
         rows, tokens, difference = _whole(path, model)
         result.fp32 = max(difference, result.fp32 or 0.0)
+        if tie == tied:
+            result.bits_fp32 = _verdict(check_invariance(model.runner(16)))
         try:
             plan = plan_shards(case.config(tie_word_embeddings=tie) if tie != tied else config, 1, 2)
         except ConfigError as error:
@@ -155,9 +160,14 @@ def _bfloat16(result: Result, path: str, tokens: list[int], ranks: Ranks) -> Non
     result.bf16 = times(rows, BF16_LIMIT)
     report = check_invariance(model.runner(16))
     assert report.num_different <= 0.02 * report.num_rows, str(report)
+    result.bits_bf16 = _verdict(report)
     if not result.refused_ranks:
         split, _ = ranks.run(rank_text, path, torch.bfloat16, tokens)[0]
         result.ranks_bf16 = times(split, RANKS_LIMIT)
+
+
+def _verdict(report: InvarianceReport) -> str:
+    return "yes" if report.holds else f"{report.num_different} of {report.num_rows}"
 
 
 def rank_text(
@@ -266,11 +276,14 @@ In bfloat16 they are distances from transformers in float32, as multiples of the
 in bfloat16: at most {BF16_LIMIT} at degree 1 and {RANKS_LIMIT} at degree 2. The distance is that of the row that four
 rows of five stay below, since with experts a rounding can choose another expert.
 
+*Same bits* is the verdict of the self-test that a target runs when it starts (`batch_invariant`), eagerly on the CPU
+that wrote this page: verification gives the bits of decoding, or so many rows of so many differ.
+
 *Of a rank* is the part of the parameters that each of two ranks holds: what a plan leaves out, such as latent
 attention, every rank has whole.
 
-| family | class | of note | degree 1, fp32 | bf16 | degree 2, fp32 | bf16 | of a rank |
-|---|---|---|---|---|---|---|---|"""
+| family | class | of note | degree 1, fp32 | bf16 | same bits, fp32 | bf16 | degree 2, fp32 | bf16 | of a rank |
+|---|---|---|---|---|---|---|---|---|---|"""
     ]
     for result in results:
         if not result.refused:
@@ -278,7 +291,7 @@ attention, every rank has whole.
             two = "refused | |" if result.refused_ranks else two
             lines.append(
                 f"| {result.name} | {result.class_name} | {result.notes} | {_number(result.fp32)} | "
-                f"{_number(result.bf16)} | {two} |"
+                f"{_number(result.bf16)} | {result.bits_fp32} | {result.bits_bf16} | {two} |"
             )
     lines += ["", "## Refused", "", "| family | degree | reason |", "|---|---|---|"]
     lines += [f"| {r.name} | any | {r.refused} |" for r in results if r.refused]

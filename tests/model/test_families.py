@@ -108,6 +108,9 @@ def test_the_page_says_what_is_expected() -> None:
         assert re.search((EXCLUDED | WHOLE_ONLY)[name], reason)
         assert degree == ("any" if name in EXCLUDED else "2")
     assert {name for name, cells in works.items() if "refused" in cells} == WHOLE_ONLY.keys()
+    for name, cells in works.items():
+        for verdict in cells[5:7]:
+            assert verdict == "yes" or re.fullmatch(r"[1-9]\d* of \d+", verdict), f"{name}: {verdict}"
     planned = family_names()
     counts = count(
         [Result(name, "", refused=EXCLUDED.get(name, ""), refused_ranks=WHOLE_ONLY.get(name, "")) for name in planned]

@@ -24,10 +24,17 @@ def pad_experts(model: PreTrainedModel) -> bool:
     """Lets the experts of a float32 model on the CPU run padded; False if nothing was changed.
 
     Products in bfloat16 do not need it, and quantized experts keep those of their own library. Classes that do not let
-    one choose how their experts run stay as they are: the self-test tells what they do.
+    one choose how their experts run are padded if they have an expert that returns what it gets, as LongCat's have, and
+    stay as they are otherwise: the self-test tells what they do.
     """
     if model.device.type != "cpu" or model.dtype != torch.float32 or getattr(model, "is_quantized", False):
         return False
+    with_identity = [module for module in model.modules() if getattr(module, "zero_expert_num", 0)]
+    for module in with_identity:
+        module.register_forward_pre_hook(_padded)
+        module.register_forward_hook(_cut)
+    if with_identity:
+        return True
     experts = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
     if not experts or not model._can_set_experts_implementation():
         return False
@@ -40,12 +47,27 @@ def pad_experts(model: PreTrainedModel) -> bool:
 
 def padded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """``[T, hidden] -> [T, hidden]`` by the experts ``chosen`` ``[T, k]`` of each token and their ``weights``."""
-    tokens, num_chosen = chosen.shape
-    rows, routes = padding_routes(chosen, module.num_experts)
+    out: Tensor = grouped_mm_experts_forward(module, *_with_padding(module.num_experts, hidden, chosen, weights))
+    return out[: len(hidden)]
+
+
+def _padded(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Before the experts of a class whose first expert behind the routed ones returns what it gets."""
+    return _with_padding(module.num_routed_experts, *args)
+
+
+def _cut(module: Any, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> Tensor:
+    return out[: -_num_rows(module.num_routed_experts, args[1].shape[1])]
+
+
+def _with_padding(num_experts: int, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, routes = padding_routes(chosen, num_experts)
     hidden = torch.cat([hidden, hidden.new_zeros(rows, hidden.shape[1])])
-    weights = torch.cat([weights, weights.new_zeros(rows, num_chosen)])
-    out: Tensor = grouped_mm_experts_forward(module, hidden, torch.cat([chosen, routes]), weights)
-    return out[:tokens]
+    return hidden, torch.cat([chosen, routes]), torch.cat([weights, weights.new_zeros(rows, weights.shape[1])])
+
+
+def _num_rows(num_experts: int, num_chosen: int) -> int:
+    return -(-num_experts * (MIN_TOKENS - 1) // num_chosen) + 1
 
 
 def padding_routes(chosen: Tensor, num_experts: int) -> tuple[int, Tensor]:
@@ -60,5 +82,5 @@ def padding_routes(chosen: Tensor, num_experts: int) -> tuple[int, Tensor]:
     missing = torch.where(counts > 0, MIN_TOKENS - counts, 0)
     place = torch.arange(MIN_TOKENS - 1, device=chosen.device)
     routes = torch.where(place < missing[:, None], expert[:, None], num_experts).reshape(-1)
-    rows = -(-routes.numel() // num_chosen) + 1
+    rows = _num_rows(num_experts, num_chosen)
     return rows, nn.functional.pad(routes, (0, rows * num_chosen - routes.numel()), value=num_experts).view(rows, -1)
