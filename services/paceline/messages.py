@@ -12,11 +12,24 @@ Nodes are pushed ahead of the target's needs; a hit costs no message on the crit
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar, dataclass_transform
 
 from paceline.types import FinishReason, Round, SamplingParams, SpeculationParams
 
+_T = TypeVar("_T")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def record(kind: type[_T]) -> type[_T]:
+    """Declares immutable data that is made many times in a step.
+
+    A frozen dataclass with slots to type checkers, which refuse to assign to its fields. At run time nothing else
+    guards them: the guard makes an instance four times as expensive.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(kind)
+
+
+@record
 class SparseDistribution:
     """A probability distribution with few tokens of non-zero mass: ``probs`` sum to 1 (float64), ids are distinct."""
 
@@ -24,7 +37,7 @@ class SparseDistribution:
     probs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Node:
     """One token of a speculation tree.
 
@@ -61,7 +74,7 @@ class OpenSession:
     """Sessions of different salts share nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Commit:
     """Message to the draft: the tokens that the target decided, and the proposal that it verifies now."""
 
@@ -75,7 +88,7 @@ class Commit:
     """Node ids of the proposal being verified now, root side first."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Nodes:
     """Message to the target: new nodes of a session's tree, parents before children."""
 
@@ -119,7 +132,7 @@ class Echo:
     """Sending time by the sender's own clock, in nanoseconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outcome:
     """Message from the target, once per round and session, before its next forward starts."""
 
@@ -137,7 +150,7 @@ class Outcome:
     """Prompt tokens whose KV was shared with an earlier session; set in the first outcome only."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InFlight:
     """Message from the target: the proposal whose verification starts now (sent before the forward)."""
 
@@ -177,7 +190,7 @@ class SessionFailed:
     """True if no other engine could go on with it either: the request is to be refused."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RelayedNodes:
     """Nodes on their way through a router, which relays them without unpacking them."""
 

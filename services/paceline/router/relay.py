@@ -43,58 +43,59 @@ class Relay:
     def on_target(self, messages: Sequence[FromTarget]) -> Outbox:
         """Takes a batch from a target: outcomes become commits for the drafts."""
         outbox = Outbox()
+        sessions, touched, to_draft = self.sessions, outbox.touched, outbox.to_draft
         last: dict[str, int] = {}  # session id -> index in to_draft of its last message
         for message in messages:
-            session = self.sessions.get(message.session_id)
-            if session is None or message.session_id in outbox.target_failed:
+            session_id = message.session_id
+            session = sessions.get(session_id)
+            if session is None or session_id in outbox.target_failed:
                 outbox.num_dropped += 1
                 continue
             if isinstance(message, SpeculationWanted):
                 outbox.speculation_wanted = message.wanted
             actions = session.on_target(message)
-            outbox.touched[message.session_id] = session
-            outbox.to_target += actions.to_target
-            _append_commits(outbox.to_draft, actions.to_draft, last)
+            touched[session_id] = session
+            if actions.to_target:
+                outbox.to_target += actions.to_target
+            for command in actions.to_draft:
+                _append(to_draft, command, last)
             if actions.refused is not None:
-                outbox.refused[message.session_id] = actions.refused
+                outbox.refused[session_id] = actions.refused
             if actions.target_failed is not None:
-                outbox.target_failed[message.session_id] = actions.target_failed
+                outbox.target_failed[session_id] = actions.target_failed
         _note_drafts_wanted(outbox)
         return outbox
 
     def on_draft(self, messages: Sequence[FromDraft]) -> Outbox:
         """Takes a batch from a draft: nodes go to the targets as they are."""
         outbox = Outbox()
+        sessions, touched, to_target = self.sessions, outbox.touched, outbox.to_target
         for message in messages:
-            session = self.sessions.get(message.session_id)
+            session_id = message.session_id
+            session = sessions.get(session_id)
             if session is None:
                 outbox.num_dropped += 1
                 continue
-            outbox.touched[message.session_id] = session
-            outbox.to_target += session.on_draft(message).to_target
+            touched[session_id] = session
+            to_target += session.on_draft(message).to_target
         _note_drafts_wanted(outbox)
         return outbox
 
 
 def _note_drafts_wanted(outbox: Outbox) -> None:
     for session_id, session in outbox.touched.items():
-        if session.wants_draft and session_id not in outbox.target_failed and session_id not in outbox.refused:
+        if not session.draft_available and session.wants_draft and session_id not in outbox.target_failed and session_id not in outbox.refused:
             outbox.draft_wanted.append(session)
 
 
-def _append_commits(to_draft: list[ToDraft], new: Sequence[ToDraft], last: dict[str, int]) -> None:
-    """Appends messages; what is in flight now is merged into the session's last message if that is a commit, too."""
-    for message in new:
-        at = last.get(message.session_id)
-        before = None if at is None else to_draft[at]
-        if (
-            isinstance(message, Commit)
-            and isinstance(before, Commit)
-            and not message.token_ids
-            and before.epoch == message.epoch
-        ):
-            merged = Commit(before.session_id, before.epoch, before.context_len, before.token_ids, message.in_flight)
-            to_draft[last[message.session_id]] = merged
-        else:
-            last[message.session_id] = len(to_draft)
-            to_draft.append(message)
+def _append(to_draft: list[ToDraft], message: ToDraft, last: dict[str, int]) -> None:
+    """Appends a message; what is in flight now is merged into the session's last message if that is a commit, too."""
+    session_id = message.session_id
+    at = last.get(session_id)
+    if at is not None and isinstance(message, Commit) and not message.token_ids:
+        before = to_draft[at]
+        if isinstance(before, Commit) and before.epoch == message.epoch:
+            to_draft[at] = Commit(session_id, before.epoch, before.context_len, before.token_ids, message.in_flight)
+            return
+    last[session_id] = len(to_draft)
+    to_draft.append(message)

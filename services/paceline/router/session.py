@@ -218,10 +218,10 @@ class Session:
         drafts have failed it more than MAX_DRAFT_RETRIES times in a row.
         """
         return (
-            self.speculates
+            not self.draft_available
+            and self.speculates
             and self._opened
             and not self._target_done
-            and not self.draft_available
             and self._draft_wanted
             and self._num_losses <= MAX_DRAFT_RETRIES
         )
@@ -246,11 +246,13 @@ class Session:
 
     def on_target(self, event: FromTarget) -> Actions:
         """Takes a message of the target: outcomes are committed to the draft at once."""
-        actions = Actions()
+        actions = Actions([], [], [])
         if self._target_done:
             self.relay_stats.ended += 1
         elif event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
+        elif isinstance(event, Outcome | InFlight):
+            self._on_round(event, actions)
         elif isinstance(event, SessionFailed) and event.request_at_fault:
             actions.refused = event.message
         elif isinstance(event, SessionFailed):
@@ -259,14 +261,19 @@ class Session:
             self._draft_wanted = event.wanted
             if not event.wanted:
                 self._leave_draft(actions)
-        elif isinstance(event, TreeLost):
+        else:
             self._on_tree_lost(actions)
-        elif event.context_len < len(self._history):
+        return actions
+
+    def _on_round(self, event: Outcome | InFlight, actions: Actions) -> None:
+        """Takes what belongs at one length of the context, and counts it if that has been passed or is yet to come."""
+        context_len = len(self._history)
+        if event.context_len < context_len:
             self.relay_stats.repeated += 1
-        elif event.context_len > len(self._history):
+        elif event.context_len > context_len:
             self.relay_stats.early += 1
             if isinstance(event, Outcome):
-                reason = f"the outcome at {len(self._history)} is missing before the one at {event.context_len}"
+                reason = f"the outcome at {context_len} is missing before the one at {event.context_len}"
                 self._lose_target(actions, reason)
         elif isinstance(event, InFlight):
             self._commit(actions, in_flight=event.node_ids)
@@ -277,7 +284,6 @@ class Session:
             self._lose_target(actions, f"a malformed outcome at {event.context_len}")
         else:
             self._on_outcome(event, actions)
-        return actions
 
     def _on_outcome(self, outcome: Outcome, actions: Actions) -> None:
         self._target_done = outcome.finish_reason is not None
@@ -305,7 +311,7 @@ class Session:
 
     def on_draft(self, event: FromDraft) -> Actions:
         """Takes a message of the draft: nodes go to the target as they are."""
-        actions = Actions()
+        actions = Actions([], [], [])
         if self._target_done:
             self.relay_stats.ended += 1
         elif event.epoch != self._draft_epoch or not self.draft_available:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -68,6 +69,7 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     types_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
+_NODE_COLUMNS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS.items()}
 
 # -- one message of a batch: _write_* fills it in place, _read_* returns None if it is invalid -------------------------
@@ -75,22 +77,25 @@ _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS
 
 def _write_nodes(message: Nodes, proto: types_pb2.Nodes) -> None:
     proto.session_id, proto.epoch, proto.context_len = message.session_id, message.epoch, message.context_len
-    nodes = message.nodes
-    proto.node_ids.extend([node.node_id for node in nodes])
-    proto.parent_ids.extend([node.parent_id for node in nodes])
-    proto.token_ids.extend([node.token_id for node in nodes])
-    proto.probs.extend([node.prob for node in nodes])
-    sampled = [node.sampled for node in nodes]
-    if not all(sampled):
-        proto.sampled.extend(sampled)
-    qs = [node.q for node in nodes]
-    if any(qs):
-        for q in qs:
-            entry = proto.qs.add()
-            if q is not None:
-                entry.token_ids.extend(q.token_ids)
-                entry.probs.extend(q.probs)
-    proto.idle, proto.step_s = message.idle, message.step_s
+    if message.nodes:
+        node_ids, parent_ids, token_ids, probs, sampled, qs = zip(*map(_NODE_COLUMNS, message.nodes), strict=True)
+        proto.node_ids[:], proto.parent_ids[:], proto.token_ids[:], proto.probs[:] = (
+            node_ids,
+            parent_ids,
+            token_ids,
+            probs,
+        )
+        if not all(sampled):
+            proto.sampled[:] = sampled
+        if any(qs):
+            for q in qs:
+                entry = proto.qs.add()
+                if q is not None:
+                    entry.token_ids.extend(q.token_ids)
+                    entry.probs.extend(q.probs)
+    proto.step_s = message.step_s
+    if message.idle:
+        proto.idle = True
 
 
 def _read_nodes(proto: types_pb2.Nodes) -> Nodes | None:
@@ -121,12 +126,13 @@ def _read_nodes(proto: types_pb2.Nodes) -> Nodes | None:
 
 def _write_relayed(message: RelayedNodes, proto: types_pb2.Nodes) -> None:
     assert isinstance(message.packed, types_pb2.Nodes)
-    proto.CopyFrom(message.packed)
+    proto.MergeFrom(message.packed)  # it is empty, and copying into it takes twice as long
 
 
 def _read_relayed(proto: types_pb2.Nodes) -> RelayedNodes | None:
     """The nodes unopened: ``_read_nodes`` validates them at the target."""
-    return RelayedNodes(proto.session_id, proto.epoch, proto.context_len, proto) if proto.session_id else None
+    session_id = proto.session_id
+    return RelayedNodes(session_id, proto.epoch, proto.context_len, proto) if session_id else None
 
 
 def unpacked(message: RelayedNodes) -> Nodes | None:
@@ -137,11 +143,12 @@ def unpacked(message: RelayedNodes) -> Nodes | None:
 
 def _write_outcome(message: Outcome, proto: target_pb2.Outcome) -> None:
     proto.session_id, proto.epoch, proto.context_len = message.session_id, message.epoch, message.context_len
-    proto.token_ids.extend(message.token_ids)
-    proto.logprobs.extend(message.logprobs)
+    proto.token_ids[:], proto.logprobs[:] = message.token_ids, message.logprobs
     write_round(message.round, proto.round)
-    proto.finish_reason = _FINISH_REASONS_TO_PROTO[message.finish_reason]
-    proto.cached_tokens = message.cached_tokens
+    if message.finish_reason is not None:
+        proto.finish_reason = _FINISH_REASONS_TO_PROTO[message.finish_reason]
+    if message.cached_tokens:
+        proto.cached_tokens = message.cached_tokens
 
 
 def _read_outcome(proto: target_pb2.Outcome) -> Outcome | None:
@@ -153,6 +160,32 @@ def _read_outcome(proto: target_pb2.Outcome) -> Outcome | None:
     return Outcome(
         session_id, proto.epoch, proto.context_len, token_ids, logprobs, round_, finish_reason, cached_tokens
     )
+
+
+def _write_in_flight(message: InFlight, proto: target_pb2.InFlight) -> None:
+    proto.session_id, proto.epoch, proto.context_len = message.session_id, message.epoch, message.context_len
+    if message.node_ids:
+        proto.node_ids[:] = message.node_ids
+
+
+def _read_in_flight(proto: target_pb2.InFlight) -> InFlight | None:
+    session_id = proto.session_id
+    return InFlight(session_id, proto.epoch, proto.context_len, tuple(proto.node_ids[:])) if session_id else None
+
+
+def _write_commit(message: Commit, proto: draft_pb2.Commit) -> None:
+    proto.session_id, proto.epoch, proto.context_len = message.session_id, message.epoch, message.context_len
+    if message.token_ids:
+        proto.token_ids[:] = message.token_ids
+    if message.in_flight:
+        proto.in_flight[:] = message.in_flight
+
+
+def _read_commit(proto: draft_pb2.Commit) -> Commit | None:
+    session_id = proto.session_id
+    if not session_id:
+        return None
+    return Commit(session_id, proto.epoch, proto.context_len, tuple(proto.token_ids[:]), tuple(proto.in_flight[:]))
 
 
 def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
@@ -211,22 +244,19 @@ class _Form(NamedTuple):
     read: Callable[[Any], Any]
 
 
-def _flat(field: str, kind: type[Any], *columns: str) -> _Form:
-    """Form of a dataclass whose fields have the same names in the protocol; ``columns`` are the repeated ones."""
-    names = [(item.name, item.name in columns) for item in fields(kind)]
-    needs_id = ("session_id", False) in names
+def _flat(field: str, kind: type[Any]) -> _Form:
+    """Form of a dataclass of scalars that have the same names in the protocol."""
+    names = [item.name for item in fields(kind)]
+    needs_id = "session_id" in names
 
     def write(message: Any, proto: Any) -> None:
-        for name, is_column in names:
-            if is_column:
-                getattr(proto, name).extend(getattr(message, name))
-            else:
-                setattr(proto, name, getattr(message, name))
+        for name in names:
+            setattr(proto, name, getattr(message, name))
 
     def read(proto: Any) -> Any:
         if needs_id and not proto.session_id:
             return None
-        return kind(*[tuple(getattr(proto, name)[:]) if column else getattr(proto, name) for name, column in names])
+        return kind(*[getattr(proto, name) for name in names])
 
     return _Form(field, write, read)
 
@@ -246,7 +276,7 @@ _TO_TARGET = {
 }
 _FROM_TARGET = {
     Outcome: _Form("outcome", _write_outcome, _read_outcome),
-    InFlight: _flat("in_flight", InFlight, "node_ids"),
+    InFlight: _Form("in_flight", _write_in_flight, _read_in_flight),
     TreeLost: _flat("tree_lost", TreeLost),
     SpeculationWanted: _flat("speculation_wanted", SpeculationWanted),
     SessionFailed: _FAILED,
@@ -255,7 +285,7 @@ _FROM_TARGET = {
 _TO_DRAFT = {
     OpenSession: _OPEN,
     CloseSession: _CLOSE,
-    Commit: _flat("commit", Commit, "token_ids", "in_flight"),
+    Commit: _Form("commit", _write_commit, _read_commit),
     Echo: _ECHO,
 }
 _FROM_DRAFT = {

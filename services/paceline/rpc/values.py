@@ -4,6 +4,7 @@ sampling and speculation parameters, rounds and replica statuses.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -63,7 +64,11 @@ _STATUS_SCALARS = (
 def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
     """Writes a round into ``proto``."""
     proto.drafted, proto.accepted = round_.num_drafted, round_.num_accepted
-    proto.cause, proto.lookup, proto.head = _CAUSES_TO_PROTO[round_.cause], round_.lookup, round_.head
+    proto.cause = _CAUSES_TO_PROTO[round_.cause]
+    if round_.lookup:
+        proto.lookup = True
+    if round_.head:
+        proto.head = True
 
 
 def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
@@ -71,7 +76,10 @@ def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
     drafted, accepted, cause = proto.drafted, proto.accepted, CAUSES.get(proto.cause)
     if cause is None or accepted > drafted:
         return None
-    return Round(drafted, accepted, cause, proto.lookup, proto.head)
+    return _round(drafted, accepted, cause, proto.lookup, proto.head)
+
+
+_round = functools.lru_cache(1024)(Round)  # a service has few different rounds, and reads one per session and step
 
 
 def status_to_proto(status: ReplicaStatus) -> types_pb2.ReplicaStatus:
