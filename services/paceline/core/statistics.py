@@ -50,11 +50,16 @@ class DecayingRatio:
 
     def add(self, part: float, whole: float, num_steps: float = 1.0) -> None:
         """Takes a measurement after ``num_steps`` steps, here and in the parent."""
-        keep = self.keep**num_steps
+        keep = self.keep if num_steps == 1.0 else self.keep**num_steps
         self.part = keep * self.part + part
         self.whole = keep * self.whole + whole
-        if self.parent is not None:
-            self.parent.add(part, whole, num_steps)
+        above = self.parent
+        if above is not None:
+            if above.keep == self.keep and above.parent is None:
+                above.part = keep * above.part + part
+                above.whole = keep * above.whole + whole
+            else:
+                above.add(part, whole, num_steps)
 
     def fade(self, keep: float) -> None:
         """Makes the measurements so far count less, here alone."""
@@ -63,8 +68,13 @@ class DecayingRatio:
 
     def value(self, prior: float) -> float:
         """The ratio; ``prior`` is what the topmost one leans on."""
-        if self.parent is not None:
-            prior = self.parent.value(prior)
+        above = self.parent
+        if above is not None:
+            prior = (
+                (above.part + above.weight * prior) / (above.whole + above.weight)
+                if above.parent is None
+                else above.value(prior)
+            )
         return (self.part + self.weight * prior) / (self.whole + self.weight)
 
 

@@ -25,9 +25,9 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 
-from paceline.messages import Node, SparseDistribution
+from paceline.messages import Node, SparseDistribution, record
 from paceline.types import Cause
 
 MAX_NODES = 4096
@@ -208,21 +208,32 @@ class Proposal:
         return path
 
 
-@dataclass(frozen=True, slots=True)
+class Refusal(Enum):
+    """Reason why a tree has not taken a node."""
+
+    STALE = auto()
+    """Its parent was pruned, or it contradicts committed tokens: normal after a miss."""
+    INVALID = auto()
+    """Its peer should not have sent it: id, token, probability or q out of range, or a duplicate."""
+    DROPPED = auto()
+    """The tree had no room for it."""
+
+
+@record
 class Added:
     """Counts of the nodes of one message by what became of them."""
 
     added: int = 0
     """Nodes that the tree has now, aliases included."""
     stale: int = 0
-    """Nodes whose parent was pruned, or that contradict committed tokens: normal after a miss."""
+    """Nodes refused as ``Refusal.STALE``."""
     invalid: int = 0
-    """Nodes that the peer should not have sent: id, token, probability or q out of range, or a duplicate."""
+    """Nodes refused as ``Refusal.INVALID``."""
     dropped: int = 0
-    """Nodes for which the tree had no room."""
+    """Nodes refused as ``Refusal.DROPPED``."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Walk:
     """Result of walking a tree along committed tokens."""
 
@@ -286,34 +297,45 @@ class SpeculationTree:
         return iter(self._nodes.values())
 
     def add(self, nodes: Iterable[Node], producer: Producer = Producer.DRAFT) -> Added:
-        """Attaches the valid nodes of one producer (parents first) and counts the rejected ones. Never raises.
+        """Attaches the valid nodes of one producer (parents first) and counts the rejected ones. Never raises."""
+        added = stale = invalid = dropped = 0
+        for node in nodes:
+            result = self.attach(node, producer)
+            if result is Refusal.STALE:
+                stale += 1
+            elif result is Refusal.INVALID:
+                invalid += 1
+            elif result is Refusal.DROPPED:
+                dropped += 1
+            else:
+                added += 1
+        return Added(added, stale, invalid, dropped)
+
+    def attach(self, node: Node, producer: Producer = Producer.DRAFT) -> TreeNode | Refusal:
+        """Attaches one node of a producer and returns it in its place, or the reason why not. Never raises.
 
         A token that another producer has predicted before is no second node: the new id becomes an alias of it.
         """
-        added = stale = invalid = dropped = 0
-        for node in nodes:
-            parent = self.get(node.parent_id)
-            if parent is None or (self._suffix and node.token_id != self._suffix[0]):
-                stale += 1
-                continue
-            first = parent.children.get(node.token_id)
-            if not self._valid(node, parent, first, producer):
-                invalid += 1
-            elif len(self._nodes) + len(self._aliases) > self._max_nodes:
-                dropped += 1
-            elif first is not None:
-                self._join(first, node, producer)
-                added += 1
-            else:
-                child = TreeNode(node, parent, parent.position + 1, producer)
-                self._nodes[node.node_id] = parent.children[node.token_id] = child
-                if node.sampled and (parent.best is None or node.prob > parent.best.prob):
-                    parent.best = child
-                added += 1
-                if self._suffix:
-                    self._suffix.popleft()
-                    self._move(child)
-        return Added(added, stale, invalid, dropped)
+        token_id = node.token_id
+        parent = self._nodes.get(node.parent_id) or self._aliases.get(node.parent_id)
+        if parent is None or (self._suffix and token_id != self._suffix[0]):
+            return Refusal.STALE
+        first = parent.children.get(token_id)
+        if not self._valid(node, parent, first, producer):
+            return Refusal.INVALID
+        if len(self._nodes) + len(self._aliases) > self._max_nodes:
+            return Refusal.DROPPED
+        if first is not None:
+            self._join(first, node, producer)
+            return first
+        child = TreeNode(node, parent, parent.position + 1, producer)
+        self._nodes[node.node_id] = parent.children[token_id] = child
+        if node.sampled and (parent.best is None or node.prob > parent.best.prob):
+            parent.best = child
+        if self._suffix:
+            self._suffix.popleft()
+            self._move(child)
+        return child
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
         """Follows committed tokens and prunes what is no longer below the anchor. Amortized O(1) per node."""

@@ -239,6 +239,8 @@ class DraftEngine:
             )
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidRequestError(f"{what} holds token id {token_id}: 0 to {self._vocab_size - 1} are allowed")
@@ -303,7 +305,8 @@ class DraftEngine:
                 node_ids.append(node.node_id)
             self.stats.nodes_used += len(walk.node_ids)
             self.stats.nodes_missed += len(walk.unresolved)
-            kept = [n.node_id for n in tree.nodes() if n.expanded and n is not tree.anchor]
+            anchor = tree.anchor
+            kept = [n.node_id for n in tree.nodes() if n.expanded and n is not anchor]
             self._drafter.advance(session.session_id, message.token_ids, node_ids, kept)
         in_flight = [node for i in message.in_flight if (node := tree.get(i))]
         session.in_flight = frozenset(node.node_id for node in in_flight)
@@ -316,7 +319,7 @@ class DraftEngine:
             session.begin_round(self._clock(), node_ids, hit=not walk.unresolved)
             if walk.unresolved:
                 session.frontier.push(tree.anchor)
-        session.idle = False
+        session.idle, session.changed = False, True
 
     def _observe(self, session: DraftSession, token_ids: Sequence[int]) -> None:
         node = session.tree.anchor
@@ -373,19 +376,27 @@ class DraftEngine:
         """The likeliest leaves of all sessions, each session's in the order of its own policy."""
         # A heap of (-log path probability of a session's next leaf, order of the session, session).
         heap: list[tuple[float, int, DraftSession]] = []
-        planned = [0] * len(self._sessions)
+        budget, tokens_per_leaf = self._tree_budget, self._drafter.tokens_per_leaf
         for order, session in enumerate(self._sessions.values()):
-            session.ready = session.ready or self._drafter.ready(session.session_id)
-            if session.ready and (node := session.next_leaf(self._tree_budget)):
+            if not session.ready:
+                if not self._drafter.ready(session.session_id):
+                    continue
+                session.ready = session.changed = True
+            if (node := session.next_leaf(budget)) is not None:
                 heap.append((session.tree.anchor.log_path - node.log_path, order, session))
         heapq.heapify(heap)
+        planned: dict[int, int] = {}
         chosen: list[tuple[DraftSession, TreeNode]] = []
-        while heap and len(chosen) < self._drafter.max_leaves:
-            _, order, session = heapq.heappop(heap)
+        for _ in range(self._drafter.max_leaves):
+            if not heap:
+                break
+            _, order, session = heap[0]
             chosen.append((session, session.frontier.pop()))
-            planned[order] += session.growth.fan_out * self._drafter.tokens_per_leaf
-            if node := session.next_leaf(self._tree_budget, planned[order]):
-                heapq.heappush(heap, (session.tree.anchor.log_path - node.log_path, order, session))
+            planned[order] = planned.get(order, 0) + session.growth.fan_out * tokens_per_leaf
+            if (node := session.next_leaf(budget, planned[order])) is not None:
+                heapq.heapreplace(heap, (session.tree.anchor.log_path - node.log_path, order, session))
+            else:
+                heapq.heappop(heap)
         return chosen
 
     def _expand(self, leaves: Sequence[Leaf], indices: Sequence[int]) -> list[tuple[Sequence[int], Candidates]]:
@@ -439,8 +450,9 @@ class DraftEngine:
 
         Returns the child of the token ``follow``, if it is worth expanding: its own children are published next.
         """
-        followed = None
+        followed, new = None, []
         parent.expanded, parent.gaps = True, ranking.evidence.gaps
+        session.changed = True
         probs = session.calibration.probabilities(ranking.evidence)
         for r, (token_id, prob) in enumerate(zip(ranking.token_ids, probs, strict=True)):
             if r > 0 and prob < _MIN_PROB:
@@ -455,7 +467,8 @@ class DraftEngine:
             if token_id == follow and len(session.tree) < self._tree_budget and session.frontier.wants(node):
                 followed = node
             else:
-                session.frontier.push(node)
+                new.append(node)
+        session.frontier.push_below(parent, new)
         return followed
 
     def _flush(self) -> bool:
@@ -464,6 +477,8 @@ class DraftEngine:
         self._failures.clear()
         now = self._clock()
         for session in self._sessions.values():
+            if not session.changed:
+                continue
             idle = session.ready and session.next_leaf(self._tree_budget) is None
             if (idle and not session.idle) or (session.outbox and session.may_send(now)):
                 nodes = Nodes(
@@ -476,6 +491,7 @@ class DraftEngine:
                 )
                 messages.append(nodes)
                 session.idle = idle
+            session.changed = bool(session.outbox)  # what is held back is sent by a later step
         if messages:
             self.stats.messages += len(messages)
             self._emit(messages)

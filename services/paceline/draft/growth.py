@@ -9,6 +9,7 @@ import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from paceline.core.statistics import DecayingMax
@@ -42,12 +43,16 @@ class BestFirst:
     k: int
     fan_out: int = 4
     min_path_prob: float = 0.02
+    _min_log: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_min_log", math.log(self.min_path_prob))
 
     def key(
         self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
     ) -> tuple[float, float] | None:
         """Path probability, for nodes near enough to serve the next proposal."""
-        if ahead > self.k or node.log_path - anchor.log_path < math.log(self.min_path_prob):
+        if ahead > self.k or node.log_path - anchor.log_path < self._min_log:
             return None
         return 0.0, -node.log_path
 
@@ -145,7 +150,7 @@ class Sequential:
 
 
 class Frontier:
-    """The unexpanded nodes of one tree in a policy's order. O(log n) per node, O(n) per commit."""
+    """The unexpanded nodes of one tree in a policy's order. O(log n) per node, O(n) for the first use after commits."""
 
     def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
         self.reach: Reach | None = Reach(growth.k) if isinstance(growth, BestFirst) else None
@@ -156,54 +161,101 @@ class Frontier:
         self._num_in_flight = 0  # length of the longest path in flight
         self._heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         self._unwanted: list[TreeNode] = []
+        self._committed: Iterable[int] | None = None  # the nodes in flight of a commit that is not sorted in yet
         self.push(tree.anchor)
 
     def push(self, node: TreeNode) -> None:
         """Adds a new unexpanded node of the tree."""
-        key = self._key(node)
+        if self._committed is not None:
+            self._unwanted.append(node)  # until the others are sorted in, too
+        else:
+            self._push(node, *self._place(node))
+
+    def push_below(self, parent: TreeNode, nodes: Iterable[TreeNode]) -> None:
+        """Adds new unexpanded children of a node of the tree, none of which is in flight."""
+        self._sort()
+        position, ahead = self._place(parent)
+        for node in nodes:
+            self._push(node, position, ahead + 1)
+
+    def wants(self, node: TreeNode) -> bool:
+        """True if a node, of the frontier or not, is worth expanding before the next commit."""
+        self._sort()
+        return self._key(node, *self._place(node)) is not None
+
+    def peek(self) -> TreeNode | None:
+        """The node to expand next, None if no node is worth expanding before the next commit."""
+        if self._committed is not None:
+            self._sort()
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> TreeNode:
+        """Removes and returns the node to expand next. IndexError if there is none."""
+        self._sort()
+        return heapq.heappop(self._heap)[2]
+
+    def commit(self, in_flight: Iterable[int]) -> None:
+        """Drops pruned nodes and sorts the others again; to be called after every walk with the nodes in flight.
+
+        They are sorted when they are needed next: of commits that follow each other only the last one counts.
+        """
+        self._committed = in_flight
+
+    def _push(self, node: TreeNode, position: int, ahead: int) -> None:
+        key = self._key(node, position, ahead)
         if key is None:
             self._unwanted.append(node)
         else:
             heapq.heappush(self._heap, (key, node.node_id, node))
 
-    def wants(self, node: TreeNode) -> bool:
-        """True if a node, of the frontier or not, is worth expanding before the next commit."""
-        return self._key(node) is not None
-
-    def _key(self, node: TreeNode) -> tuple[float, float] | None:
-        # The path up to the proposal in flight has ``ahead`` tokens, the rest up to the anchor ``position`` ones.
-        position, ahead = 0, 0
+    def _place(self, node: TreeNode) -> tuple[int, int]:
+        """Position and ahead of a node (``Growth``): its path up to the proposal in flight has ``ahead`` tokens, the
+        rest up to the anchor ``position`` ones."""
+        anchor, in_flight, ahead = self._tree.anchor, self._in_flight, 0
         at: TreeNode | None = node
-        while at is not None and at is not self._tree.anchor and at.node_id not in self._in_flight:
+        while at is not None and at is not anchor and at.node_id not in in_flight:
             ahead += 1
             at = at.parent
-        if at is not None:
-            position = at.position - self._tree.anchor.position
+        return (0 if at is None else at.position - anchor.position), ahead
+
+    def _key(self, node: TreeNode, position: int, ahead: int) -> tuple[float, float] | None:
         if self.reach is None or ahead <= self.reach.tokens:
             return self._growth.key(node, self._tree.anchor, position, ahead, self._num_in_flight)
         return None
 
-    def peek(self) -> TreeNode | None:
-        """The node to expand next, None if no node is worth expanding before the next commit."""
-        return self._heap[0][2] if self._heap else None
-
-    def pop(self) -> TreeNode:
-        """Removes and returns the node to expand next. IndexError if there is none."""
-        return heapq.heappop(self._heap)[2]
-
-    def commit(self, in_flight: Iterable[int]) -> None:
-        """Drops pruned nodes and sorts the others again; to be called after every walk with the nodes in flight."""
-        at = self._tree.anchor.position
-        found = [node for i in in_flight if (node := self._tree.get(i)) and node is not self._tree.anchor]
-        self._in_flight = {node.node_id for node in found}
-        self._num_in_flight = max((node.position for node in found), default=at) - at
-        nodes = [node for _, _, node in self._heap] + self._unwanted
-        self._heap, self._unwanted = [], []
+    def _sort(self) -> None:
+        """Follows the latest commit, unless that is done."""
+        if self._committed is None:
+            return
+        anchor, num_in_flight, flying = self._tree.anchor, 0, set()
+        for node_id in self._committed:
+            found = self._tree.get(node_id)
+            if found is not None and found is not anchor:
+                flying.add(found.node_id)
+                num_in_flight = max(num_in_flight, found.position - anchor.position)
+        self._committed, self._in_flight, self._num_in_flight = None, flying, num_in_flight
+        nodes = [node for node in chain([node for _, _, node in self._heap], self._unwanted) if node.alive]
+        heap: list[tuple[tuple[float, float], int, TreeNode]] = []
+        unwanted: list[TreeNode] = []
+        places: dict[int, tuple[int, int]] = {}  # of the children of a node that are not in flight, by the node
         for node in nodes:
-            if node.alive:
-                self.push(node)
+            parent = node.parent
+            if parent is None or node.node_id in flying:
+                place = self._place(node)
+            elif (known := places.get(parent.node_id)) is not None:
+                place = known
+            else:
+                place = places[parent.node_id] = self._place(node)
+            key = self._key(node, *place)
+            if key is None:
+                unwanted.append(node)
+            else:
+                heap.append((key, node.node_id, node))
+        heapq.heapify(heap)
+        self._heap, self._unwanted = heap, unwanted
 
     def check_integrity(self) -> None:
         """Asserts that exactly the unexpanded nodes of the tree are here, once each."""
+        self._sort()
         here = [node.node_id for _, _, node in self._heap] + [node.node_id for node in self._unwanted]
         assert sorted(here) == sorted(node.node_id for node in self._tree.nodes() if not node.expanded)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.core.processors import Row, SamplerState
 from paceline.core.statistics import Ewma
-from paceline.core.tree import SpeculationTree, TreeNode
+from paceline.core.tree import Refusal, SpeculationTree, TreeNode
 from paceline.draft.growth import Frontier, Growth
 from paceline.drafters.calibration import Calibration
 from paceline.drafters.protocol import Leaf
@@ -26,6 +26,7 @@ class DraftSession:
     __slots__ = (
         "_passed",
         "calibration",
+        "changed",
         "committed_at",
         "epoch",
         "frontier",
@@ -68,6 +69,8 @@ class DraftSession:
         self._passed: set[int] = set()
         """Nodes committed since the outbox was last sent: the target needs them to follow."""
         self.ready = False
+        self.changed = True
+        """True if it may have something to send or may have become idle since the last ``_flush`` of the engine."""
         self.idle = False
         """Idleness has been announced since the last commit."""
         self.committed_at: float | None = None
@@ -115,14 +118,15 @@ class DraftSession:
 
     def leaf(self, node: TreeNode) -> Leaf:
         """The node as the drafter's ``expand`` takes it."""
-        path = []
+        ids: list[int] = []
+        token_ids: list[int] = []
         at: TreeNode | None = node
-        while at is not None and at is not self.tree.anchor:
-            path.append(at)
+        anchor = self.tree.anchor
+        while at is not None and at is not anchor:
+            ids.append(at.node_id)
+            token_ids.append(at.token_id)
             at = at.parent
-        path.reverse()
-        ids, token_ids = tuple(n.node_id for n in path), tuple(n.token_id for n in path)
-        return Leaf(self.session_id, node.node_id, ids, token_ids)
+        return Leaf(self.session_id, node.node_id, tuple(ids[::-1]), tuple(token_ids[::-1]))
 
     def ranking_row(self, leaf: Leaf) -> RankingRow:
         """Parameters for ranking the leaf's candidates."""
@@ -147,7 +151,9 @@ class DraftSession:
         """Attaches a new node to the draft's tree and queues it for sending; None if the tree refused it."""
         node = Node(self.next_node_id, parent.node_id, token_id, prob, sampled, q)
         self.next_node_id += 1
-        if not self.tree.add((node,)).added:
+        placed = self.tree.attach(node)
+        if isinstance(placed, Refusal):
             return None
         self.outbox.append(node)
-        return self.tree.get(node.node_id)
+        self.changed = True
+        return placed

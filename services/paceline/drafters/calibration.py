@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.core.statistics import DecayingRatio
+from paceline.messages import record
 
 _EDGES = tuple(0.03 * 2.0**i for i in range(10))
 """Edges between the bins of the gap, in nats: 0.03 to 15."""
@@ -26,7 +26,7 @@ _RANKED_MASS = 0.95
 _ACCEPTANCE = 0.75
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Evidence:
     """Evidence on the candidates of one expansion before the target decides; one entry per rank."""
 
@@ -84,10 +84,14 @@ class Calibration:
         The value of rank 0 depends on its own gap and prior only.
         """
         probs = list(evidence.priors)
-        for r in range(min(len(probs), len(self._ratios))):
-            probs[r] = self._ratios[r][bisect_right(_EDGES, evidence.gaps[r])].value(probs[r])
-        for rank in range(1, len(probs)):
-            probs[rank] = min(probs[rank], probs[rank - 1])
+        least = math.inf
+        for r, (ratios, gap) in enumerate(zip(self._ratios, evidence.gaps, strict=False)):
+            probs[r] = ratios[bisect_right(_EDGES, gap)].value(probs[r])
+        for rank, prob in enumerate(probs):
+            if prob > least:
+                probs[rank] = least
+            else:
+                least = prob
         rest = sum(probs[1:])
         if probs and rest > 1.0 - probs[0]:
             scale = (1.0 - probs[0]) / rest

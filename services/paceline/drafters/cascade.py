@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from paceline.core.processors import Row, SamplerState
-from paceline.drafters.model import ModelDrafter, Tail
+from paceline.drafters.model import ModelDrafter
 from paceline.drafters.protocol import Candidates, Drafter, Leaf
 from paceline.drafters.ranking import RankingRow, Rule, rank
+from paceline.drafters.rows import Tail
 from paceline.model.runner import ModelRunner
 
 

@@ -8,8 +8,8 @@ row is computed again. Only whole prompt pages, written in order, are shared bet
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,94 +19,16 @@ from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
+from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
-from paceline.model.kv_cache import KVCache, page_hash, root_hash
+from paceline.model.kv_cache import page_hash, root_hash
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
 
 _GREEDY_TOP_M = 48
 """Candidates at temperature 0: no configuration publishes more children than 32."""
-
-
-@dataclass(slots=True)
-class _Session:
-    """Invariant: ``committed[r]`` iff row r holds a committed token; tree rows are the values of ``node_rows``."""
-
-    tokens: list[int]
-    sampler: SamplerState
-    num_cached: int = 0
-    """Context tokens whose KV is computed; the others, at least the anchor before it is expanded, are pending."""
-    pages: list[int] = field(default_factory=list)
-    root: bytes = b""
-    hashes: list[bytes] = field(default_factory=list)
-    num_rows: int = 0
-    """Rows used so far: [0, num_rows)."""
-    free_rows: list[int] = field(default_factory=list)
-    node_rows: dict[int, int] = field(default_factory=dict)
-    committed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    num_prefill: int = 0
-    """Context tokens [0, num_prefill) are computed by ``prefill``, in row order."""
-
-    @property
-    def ready(self) -> bool:
-        return self.num_cached >= self.num_prefill
-
-    def take_rows(self, cache: KVCache, count: int) -> list[int]:
-        """Takes ``count`` unused rows.
-
-        Raises:
-            ResourceExhaustedError: there is no page for them; nothing is changed.
-        """
-        fresh = count - len(self.free_rows)
-        missing = pages_for(self.num_rows + fresh) - len(self.pages) if fresh > 0 else 0
-        if missing > 0:
-            self.pages.extend(cache.allocate(missing))
-            grown = len(self.pages) * PAGE_SIZE
-            self.committed = torch.cat([self.committed, torch.zeros(grown - len(self.committed), dtype=torch.bool)])
-            self.positions = torch.cat([self.positions, torch.zeros(grown - len(self.positions), dtype=torch.long)])
-        rows = [self.free_rows.pop() for _ in range(min(count, len(self.free_rows)))]
-        rows.extend(range(self.num_rows, self.num_rows + count - len(rows)))
-        self.num_rows = max(self.num_rows, max(rows) + 1)
-        return rows
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """Tokens that follow a leaf in the forward, and are not of the tree."""
-
-    inputs: tuple[int, ...] = ()
-    """The model's ids."""
-    path: tuple[int, ...] = ()
-    """The tokens of the tree that they stand for; () if they stand for whatever comes."""
-
-
-NO_TAIL = Tail()
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One session's part in a forward."""
-
-    session: _Session
-    step: SequenceStep
-    num_pending: int
-    """Its first tokens are pending ones."""
-    node_rows: Mapping[int, int]
-    """Rows of nodes that are computed; what has a negative id is not kept."""
-
-    def keep(self) -> None:
-        """After the forward: pending tokens are cached, nodes have their rows, all others are free again."""
-        session, rows = self.session, self.step.rows
-        session.committed.numpy()[list(rows[: self.num_pending])] = True
-        session.num_cached += self.num_pending
-        nodes = {node_id: row for node_id, row in self.node_rows.items() if node_id >= 0}
-        session.free_rows.extend(session.node_rows[node_id] for node_id in nodes if node_id in session.node_rows)
-        session.node_rows.update(nodes)
-        if len(nodes) + self.num_pending < len(rows):
-            session.free_rows.extend(set(rows[self.num_pending :]) - set(nodes.values()))
 
 
 class ModelDrafter:
@@ -143,7 +65,7 @@ class ModelDrafter:
         self._cache = runner.cache
         self._max_prefill_tokens = max_prefill_tokens
         self._top_m = top_m
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, RowSession] = {}
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session; refuses a context that the whole cache cannot hold."""
@@ -151,17 +73,18 @@ class ModelDrafter:
             token_ids = self._translation.context(token_ids)
         if pages_for(len(token_ids)) > self._cache.num_pages or len(token_ids) > self._max_len:
             raise ResourceExhaustedError(self._too_long(len(token_ids)))
-        session = _Session(list(token_ids), sampler, num_prefill=len(token_ids) - 1, root=root_hash(salt))
-        session.pages, session.hashes = self._cache.match_prefix(token_ids, session.root)
+        session = RowSession(list(token_ids), sampler, num_prefill=len(token_ids) - 1, root=root_hash(salt))
+        pages, session.hashes = self._cache.match_prefix(token_ids, session.root)
+        session.pages = array("q", pages)
         session.num_cached = session.num_rows = len(session.pages) * PAGE_SIZE
-        session.committed = torch.ones(session.num_rows, dtype=torch.bool)
-        session.positions = torch.arange(session.num_rows)
+        session.committed = np.ones(session.num_rows, np.bool_)
+        session.positions = np.arange(session.num_rows)
         self._sessions[session_id] = session
 
     def prefill(self) -> bool:
         """Computes a chunk of prompts; sessions without room for their prompt wait."""
         budget = self._max_prefill_tokens
-        chunks: dict[str, tuple[_Session, int]] = {}
+        chunks: dict[str, tuple[RowSession, int]] = {}
         for session_id, session in self._sessions.items():
             stop = min(session.num_prefill, session.num_cached + budget)
             count = stop - session.num_cached
@@ -177,7 +100,7 @@ class ModelDrafter:
         if not chunks:
             return False
         try:
-            self._runner.forward([_prompt_chunk(*chunk) for chunk in chunks.values()])
+            self._runner.forward([prompt_chunk(*chunk) for chunk in chunks.values()])
         except FATAL:
             raise
         except Exception as error:
@@ -188,16 +111,16 @@ class ModelDrafter:
             raise
         for session, stop in chunks.values():
             session.committed[session.num_cached : stop] = True
-            session.positions[session.num_cached : stop] = torch.arange(session.num_cached, stop)
+            session.positions[session.num_cached : stop] = np.arange(session.num_cached, stop)
             session.num_cached = stop
             self._publish(session)
         return True
 
-    def _error_of_one(self, chunks: Mapping[str, tuple[_Session, int]]) -> DrafterSessionError | None:
+    def _error_of_one(self, chunks: Mapping[str, tuple[RowSession, int]]) -> DrafterSessionError | None:
         """The error of the first chunk that cannot be computed alone; None if there is none, or the device is gone."""
         for session_id, chunk in chunks.items():
             try:
-                self._runner.forward([_prompt_chunk(*chunk)])
+                self._runner.forward([prompt_chunk(*chunk)])
             except FATAL:
                 return None
             except Exception as error:
@@ -214,27 +137,28 @@ class ModelDrafter:
         for index, leaf in enumerate(leaves):
             groups.setdefault(leaf.session_id, []).append(index)
         tails = self._tails(leaves)
-        parts: list[_Part] = []
+        parts: list[Part] = []
         order: list[tuple[int, int]] = []  # leaf and depth of each row of logits
         try:
+            rows: list[Row] = []
             for session_id, indices in groups.items():
                 session = self._session(session_id)
                 usable = self._usable(session, leaves, indices)
+                if not usable:
+                    continue
                 try:
-                    part = self._part(session, [(leaves[i], tails[i]) for i in usable]) if usable else None
+                    parts.append(self._part(session, [(leaves[i], tails[i]) for i in usable]))
                 except ResourceExhaustedError:
                     continue
-                if part is not None:
-                    parts.append(part)
-                    order.extend((i, depth) for i in usable for depth in range(len(tails[i].inputs) + 1))
+                for i in usable:
+                    path, tail = leaves[i].path, tails[i]
+                    for depth in range(len(tail.inputs) + 1):
+                        order.append((i, depth))
+                        rows.append(Row(session.sampler, (*path, *tail.path[:depth]) if depth else path))
             m = self._num_candidates(groups)
             if not parts:
                 return self._candidates(leaves, tails, m)
-            samplers = [
-                Row(self._sessions[leaves[i].session_id].sampler, (*leaves[i].path, *tails[i].path[:depth]))
-                for i, depth in order
-            ]
-            ids, scores = draft_candidates(self._logits([part.step for part in parts]), samplers, m)
+            ids, scores = draft_candidates(self._logits([part.step for part in parts]), rows, m)
         except BaseException:
             for part in parts:
                 part.session.free_rows.extend(part.step.rows)
@@ -261,7 +185,7 @@ class ModelDrafter:
             # Only a row right behind the cached tokens extends them; after a gap the token is pending.
             if row is not None and session.ready and session.num_cached == len(session.tokens):
                 del session.node_rows[node_id]
-                session.committed.numpy()[row] = True
+                session.committed[row] = True
                 session.num_cached += 1
             session.tokens.append(token_id)
         keep = set(kept)
@@ -285,7 +209,7 @@ class ModelDrafter:
         self._cache.check_integrity([s.pages for s in self._sessions.values()])
         for session in self._sessions.values():
             tree, free = set(session.node_rows.values()), set(session.free_rows)
-            committed = set(session.committed.nonzero().flatten().tolist())
+            committed = set(session.committed.nonzero()[0].tolist())
             assert len(tree) == len(session.node_rows), "two nodes share a row"
             assert len(free) == len(session.free_rows), "a row is free twice"
             rows = sorted([*tree, *free, *committed])
@@ -317,7 +241,7 @@ class ModelDrafter:
         none = torch.zeros(shape, dtype=torch.long), torch.full(shape, float("-inf"))
         return Candidates(*none, tuple(tail.path for tail in tails) if any(tail.path for tail in tails) else ())
 
-    def _session(self, session_id: str) -> _Session:
+    def _session(self, session_id: str) -> RowSession:
         try:
             return self._sessions[session_id]
         except KeyError:
@@ -327,7 +251,7 @@ class ModelDrafter:
         """The model's id of a token of a tree; None if it has none."""
         return token_id if self._translation is None else self._translation.token(token_id)
 
-    def _usable(self, session: _Session, leaves: Sequence[Leaf], indices: list[int]) -> list[int]:
+    def _usable(self, session: RowSession, leaves: Sequence[Leaf], indices: list[int]) -> list[int]:
         """The leaves that the model can compute: all tokens on the path are its own, and one is to be computed."""
         if self._translation is None and session.num_cached < len(session.tokens):
             return indices
@@ -338,7 +262,7 @@ class ModelDrafter:
             and (self._translation is None or None not in map(self._own, leaves[i].path))
         ]
 
-    def _part(self, session: _Session, leaves: Sequence[tuple[Leaf, Tail]]) -> _Part:
+    def _part(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]]) -> Part:
         """One session's part in the forward: pending tokens, nodes above leaves that have no row, then every leaf and
         its tail, which logits are wanted of.
 
@@ -350,6 +274,8 @@ class ModelDrafter:
         """
         num_tokens = len(session.tokens)
         pending = session.tokens[session.num_cached :]
+        if len(leaves) == 1 and (part := self._single(session, *leaves[0], pending)) is not None:
+            return part
         missing: dict[int, tuple[int, int]] = {}  # token and position by node, ancestors first
         for leaf, _ in leaves:
             for depth, node_id in enumerate(leaf.path_ids[:-1]):
@@ -367,10 +293,10 @@ class ModelDrafter:
             positions.extend(range(first, first + len(block)))
             num_logits += 1 + len(tail.inputs)
         rows = session.take_rows(self._cache, len(tokens))
-        session.positions.numpy()[rows] = positions
+        session.positions[rows] = positions
         # seen: [tokens, num_rows] bool: each token attends to the committed rows, those above it, and its own.
-        # Through numpy: indexing tensors this small costs torch ten times as much.
-        seen = np.repeat(session.committed.numpy()[None, : session.num_rows], len(tokens), axis=0)
+        # In numpy: indexing tensors this small costs torch ten times as much.
+        seen = np.repeat(session.committed[None, : session.num_rows], len(tokens), axis=0)
         num_pending, at = len(pending), len(pending)
         for i in range(num_pending):
             seen[i, rows[: i + 1]] = True
@@ -392,19 +318,42 @@ class ModelDrafter:
                 above.append(rows[i])
                 seen[i, above] = True
             at += count
-        visible, key_positions = torch.from_numpy(seen), session.positions[: session.num_rows]
-        step = SequenceStep(tokens, positions, rows, session.pages, num_logits, visible, key_positions)
-        return _Part(session, step, num_pending, kept)
+        return Part(session, tree_step(session, tokens, positions, rows, num_logits, seen), num_pending, kept)
 
-    def _publish(self, session: _Session) -> None:
+    def _single(self, session: RowSession, leaf: Leaf, tail: Tail, pending: list[int]) -> Part | None:
+        """``_part`` of one leaf without a tail that is the anchor, or whose pending tokens and ancestors have their
+        rows: nearly every part there is. None: it is another."""
+        path, num_tokens = leaf.path, len(session.tokens)
+        if tail.inputs or (path and pending):
+            return None
+        if not path:
+            rows = session.take_rows(self._cache, len(pending))
+            positions: Sequence[int] = range(session.num_cached, num_tokens)
+            session.positions[rows] = positions
+            seen = np.repeat(session.committed[None, : session.num_rows], len(pending), axis=0)
+            for i in range(len(pending)):
+                seen[i, rows[: i + 1]] = True
+            return Part(session, tree_step(session, pending, positions, rows, 1, seen), len(pending), {})
+        node_rows = session.node_rows
+        above = []
+        for node_id in leaf.path_ids[:-1]:
+            if (row := node_rows.get(node_id)) is None:
+                return None
+            above.append(row)
+        token_id = self._own(path[-1])
+        assert token_id is not None, "_usable comes first"
+        rows = session.take_rows(self._cache, 1)
+        row, position = rows[0], num_tokens + len(path) - 1
+        session.positions[row] = position
+        seen = session.committed[None, : session.num_rows].copy()
+        above.append(row)
+        seen[0, above] = True
+        return Part(session, tree_step(session, [token_id], [position], rows, 1, seen), 0, {leaf.node_id: row})
+
+    def _publish(self, session: RowSession) -> None:
         while (len(session.hashes) + 1) * PAGE_SIZE <= session.num_cached:
             index = len(session.hashes)
             previous = session.hashes[-1] if session.hashes else session.root
             digest = page_hash(previous, session.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             session.hashes.append(digest)
             self._cache.publish(session.pages[index], digest)
-
-
-def _prompt_chunk(session: _Session, stop: int) -> SequenceStep:
-    span = range(session.num_cached, stop)
-    return SequenceStep(session.tokens[session.num_cached : stop], span, span, session.pages, num_logits=0)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.drafters.model import ModelDrafter, Tail
+from paceline.drafters.model import ModelDrafter
 from paceline.drafters.protocol import Leaf
+from paceline.drafters.rows import Tail
 from paceline.model.runner import ModelRunner
 
 

@@ -62,6 +62,7 @@ from torch import Tensor
 from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal
 from paceline.errors import EngineError, RanksLostError
+from paceline.messages import record
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import KVCache, LayerSpec
 
@@ -90,7 +91,7 @@ class DrafterSessionError(EngineError):
         self.session_id = session_id
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Leaf:
     """A node to expand: the drafter is asked for candidates of the token after it."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from paceline.core.sampling import RowKeys, best_coupled, row_keys
 from paceline.core.verification import sample_draft
 from paceline.drafters.calibration import Evidence, ranked, sampled
 from paceline.drafters.protocol import Candidates
-from paceline.messages import SparseDistribution
+from paceline.messages import SparseDistribution, record
 
 _GREEDY_TIES = 4
 
@@ -33,7 +32,7 @@ class Rule(enum.Enum):
     REJECTION = "rejection"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RankingRow:
     """Parameters for ranking the candidates of one node."""
 
@@ -47,7 +46,7 @@ class RankingRow:
     """Rejection rule: differs for every node that is ever expanded at this position."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ranking:
     """Children of one node, best first; under the rejection rule the sampled one first."""
 

@@ -84,7 +84,12 @@ class Relay:
 
 def _note_drafts_wanted(outbox: Outbox) -> None:
     for session_id, session in outbox.touched.items():
-        if not session.draft_available and session.wants_draft and session_id not in outbox.target_failed and session_id not in outbox.refused:
+        if (
+            not session.draft_available
+            and session.wants_draft
+            and session_id not in outbox.target_failed
+            and session_id not in outbox.refused
+        ):
             outbox.draft_wanted.append(session)
 
 

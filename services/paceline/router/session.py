@@ -40,7 +40,6 @@ from paceline.messages import (
     SpeculationWanted,
     ToDraft,
     ToTarget,
-    TreeLost,
 )
 from paceline.router.trace import Tracer
 from paceline.types import (

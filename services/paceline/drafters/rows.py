@@ -1,0 +1,131 @@
+"""Rows of a session's keys and values, committed ones and those of tree nodes, and its part in a forward over them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.core.processors import SamplerState
+from paceline.messages import record
+from paceline.model.kv_cache import KVCache
+from paceline.model.step_plan import SequenceStep
+from paceline.types import PAGE_SIZE, pages_for
+
+
+@dataclass(slots=True)
+class RowSession:
+    """One session of a draft model.
+
+    Invariant: ``committed[r]`` iff row r holds a committed token; tree rows are the values of ``node_rows``.
+    """
+
+    tokens: list[int]
+    sampler: SamplerState
+    num_cached: int = 0
+    """Context tokens whose KV is computed; the others, at least the anchor before it is expanded, are pending."""
+    pages: array[int] = field(default_factory=lambda: array("q"))
+    root: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)
+    num_rows: int = 0
+    """Rows used so far: [0, num_rows)."""
+    free_rows: list[int] = field(default_factory=list)
+    node_rows: dict[int, int] = field(default_factory=dict)
+    committed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    positions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Rotary position of each row."""
+    num_prefill: int = 0
+    """Context tokens [0, num_prefill) are computed by ``prefill``, in row order."""
+
+    @property
+    def ready(self) -> bool:
+        """True once the prompt is computed."""
+        return self.num_cached >= self.num_prefill
+
+    def take_rows(self, cache: KVCache, count: int) -> list[int]:
+        """Takes ``count`` unused rows.
+
+        Raises:
+            ResourceExhaustedError: there is no page for them; nothing is changed.
+        """
+        num_free = len(self.free_rows)
+        if count <= num_free:
+            rows = self.free_rows[: num_free - count - 1 : -1] if count < num_free else self.free_rows[::-1]
+            del self.free_rows[num_free - count :]
+            return rows
+        end = self.num_rows + count - num_free
+        missing = pages_for(end) - len(self.pages)
+        if missing > 0:
+            self.pages.extend(cache.allocate(missing))
+            more = len(self.pages) * PAGE_SIZE - len(self.committed)
+            self.committed = np.concatenate([self.committed, np.zeros(more, np.bool_)])
+            self.positions = np.concatenate([self.positions, np.zeros(more, np.int64)])
+        rows = [*self.free_rows[::-1], *range(self.num_rows, end)]
+        self.free_rows.clear()
+        self.num_rows = end
+        return rows
+
+
+@record
+class Tail:
+    """Tokens that follow a leaf in the forward, and are not of the tree."""
+
+    inputs: tuple[int, ...] = ()
+    """The model's ids."""
+    path: tuple[int, ...] = ()
+    """The tokens of the tree that they stand for; () if they stand for whatever comes."""
+
+
+NO_TAIL = Tail()
+
+
+@record
+class Part:
+    """One session's part in a forward."""
+
+    session: RowSession
+    step: SequenceStep
+    num_pending: int
+    """Its first tokens are pending ones."""
+    node_rows: Mapping[int, int]
+    """Rows of nodes that are computed; what has a negative id is not kept."""
+
+    def keep(self) -> None:
+        """After the forward: pending tokens are cached, nodes have their rows, all others are free again."""
+        session, rows = self.session, self.step.rows
+        if self.num_pending:
+            session.committed[list(rows[: self.num_pending])] = True
+            session.num_cached += self.num_pending
+            if len(rows) == self.num_pending and not self.node_rows:
+                return
+        nodes = {node_id: row for node_id, row in self.node_rows.items() if node_id >= 0}
+        session.free_rows.extend(session.node_rows[node_id] for node_id in nodes if node_id in session.node_rows)
+        session.node_rows.update(nodes)
+        if len(nodes) + self.num_pending < len(rows):
+            session.free_rows.extend(set(rows[self.num_pending :]) - set(nodes.values()))
+
+
+def tree_step(
+    session: RowSession,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    rows: Sequence[int],
+    num_logits: int,
+    seen: NDArray[np.bool_],
+) -> SequenceStep:
+    """The tokens of a session's part in a forward, those with logits last.
+
+    ``seen``: bool [tokens, num_rows], the rows that each of them attends to.
+    """
+    key_positions = torch.from_numpy(session.positions[: session.num_rows])
+    return SequenceStep(tokens, positions, rows, session.pages, num_logits, torch.from_numpy(seen), key_positions)
+
+
+def prompt_chunk(session: RowSession, stop: int) -> SequenceStep:
+    """The part of a session whose prompt is computed up to ``stop``: no logits are wanted."""
+    span = range(session.num_cached, stop)
+    return SequenceStep(session.tokens[session.num_cached : stop], span, span, session.pages, num_logits=0)
