@@ -25,7 +25,7 @@ wheels=(dist/paceline-*.whl)
 [ ${#wheels[@]} -eq 1 ] && [ -f "${wheels[0]}" ] || { echo "one wheel is needed, not: ${wheels[*]}" >&2; exit 1; }
 if ! sha256sum --status --check venv/paceline.sha256 2> /dev/null; then
   before=$(compgen -G 'venv/lib/python*/site-packages/paceline' || true)
-  venv/bin/pip install --quiet --constraint dist/constraints.txt "${wheels[0]}"
+  venv/bin/pip install --quiet --constraint dist/constraints.txt "${wheels[0]}[serve]"
   [ -z "$before" ] || venv/bin/pip install --quiet --force-reinstall --no-deps "${wheels[0]}"  # maybe the same version
   sha256sum "${wheels[0]}" > venv/paceline.sha256
 fi

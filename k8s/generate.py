@@ -31,8 +31,9 @@ _TWO_DRAFTS = "            min_replicas: 2\n"
 
 
 def serve_config(name: str) -> str:
-    """A Serve config of ``cluster/``."""
-    return (HERE.parent / "cluster" / name).read_text(encoding="utf-8")
+    """A Serve config of ``cluster/``, without the line for editors."""
+    text = (HERE.parent / "cluster" / name).read_text(encoding="utf-8")
+    return text[text.index("\n") + 1 :] if text.startswith("# yaml-language-server:") else text
 
 
 def serve_patch(name: str, change: Callable[[str], str] = str) -> str:

@@ -1,6 +1,6 @@
 """The pages say what is true of the tree: links, names, commands, configurations, generated tables and words.
 
-    python -m tests.test_docs      writes the generated pages, docs/configuration.md and docs/metrics.md
+    python -m tests.test_docs      writes the generated pages and docs/configuration.schema.json
 
 Each check is a function from a page to its faults, so that it can be shown to fail.
 """
@@ -440,15 +440,20 @@ def metrics_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def configuration_page() -> str:
-    """docs/configuration.md, as ``paceline config --markdown`` prints it."""
+def _config(flag: str) -> str:
+    """What ``paceline config`` prints with a flag."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main(["config", "--markdown"]) == 0
+        assert main(["config", flag]) == 0
     return printed.getvalue()
 
 
-GENERATED = {"metrics.md": metrics_page, "configuration.md": configuration_page, "methods.md": methods_page}
+GENERATED = {
+    "metrics.md": metrics_page,
+    "configuration.md": functools.partial(_config, "--markdown"),
+    "configuration.schema.json": functools.partial(_config, "--schema"),
+    "methods.md": methods_page,
+}
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from paceline.cluster.ports import free_ports
 from paceline.config import ServiceConfig
+from paceline.config.environment import without_settings
 from paceline.errors import EngineError
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -210,6 +211,7 @@ class ServiceProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
+                env=without_settings(),  # the file says everything
             )
         end, said = time.monotonic() + self._timeout_s, 0
         while True:

@@ -89,7 +89,7 @@ FLAGS = {
     "--ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --local --address --dashboard --print-environment --verbose",
     "check": f"{SERVICE} --json --against",
-    "config": f"{SERVICE} --markdown",
+    "config": f"{SERVICE} --markdown --schema",
     "demo": f"{MODEL} --local --verbose --max-tokens --temperature --seed --repeats",
     "status": "--address --json --watch --timeout " + CONNECTION,
 }

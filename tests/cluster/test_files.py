@@ -310,6 +310,7 @@ def setup(node: Path, *arguments: str, **environment: str) -> list[str]:
 def test_a_wheel_is_installed_once_and_again_when_it_is_another(node):
     (first,) = setup(node)
     assert first.startswith("pip install")
+    assert first.endswith(".whl[serve]")
     assert "constraints.txt" in first
     assert setup(node) == []
     (node / "paceline" / "venv" / "lib" / "python3.12" / "site-packages" / "paceline").mkdir(parents=True)

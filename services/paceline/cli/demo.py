@@ -13,16 +13,19 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.generate import add_engine_flags, local_config, write_text
 from paceline.cli.table import table
 from paceline.client import Client
 from paceline.cluster.ports import free_ports
+from paceline.config.environment import without_settings
 from paceline.errors import EngineError, InvalidRequestError
-from paceline.local import LocalPipeline
 from paceline.types import Generation, Mode, Result, SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from paceline.local import LocalPipeline
 
 PROMPT = '''"""Helpers for reading configuration files."""
 
@@ -63,6 +66,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     """Runs ``paceline demo``. Returns 0 if all runs gave the same tokens."""
+    from paceline.local import LocalPipeline
+
     if args.repeats < 1:
         raise InvalidRequestError(f"--repeats is {args.repeats}: it must be at least 1")
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
@@ -116,7 +121,9 @@ def _service(args: argparse.Namespace) -> Iterator[_Source]:
     if args.verbose:
         command.append("--verbose")
     print("starting the service:", " ".join(["paceline", *command[3:]]), flush=True)
-    service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    service = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=without_settings()
+    )
     try:
         assert service.stdout is not None
         for line in service.stdout:

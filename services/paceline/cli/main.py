@@ -13,13 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from pydantic import ValidationError
 
 from paceline import __version__, logs
 from paceline.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from paceline.cli.extras import explain_missing, require_extras
 from paceline.cli.flags import describe
 from paceline.errors import ConfigError, InvalidRequestError, PacelineError
 
@@ -35,6 +36,7 @@ COMMANDS = {
     "advise": "which drafting methods suit a target, and what they should bring",
     "demo": "overlapped against plain decoding",
     "train-head": "train a drafting head for a target",
+    "completion": "print what completes commands in a shell",
 }
 """Module of this package -> its line in ``paceline --help``. ``add_flags(parser)`` there adds its flags and sets
 ``run``."""
@@ -58,11 +60,23 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         if command in (None, name):
             import_module(f"paceline.cli.{name.replace('-', '_')}").add_flags(one)
     for entry in entry_points(group="paceline.commands"):
-        if command in (None, entry.name):
-            entry.load()(commands)
+        add = _adder(entry, wanted=command == entry.name) if command in (None, entry.name) else None
+        if add is not None:
+            add(commands)
         else:
             commands.add_parser(entry.name, help=f"provided by {entry.module.partition('.')[0]}")
     return parser
+
+
+def _adder(entry: EntryPoint, *, wanted: bool) -> Any:
+    """What adds the command of an entry point; None: packages that it needs are missing, and it is not the one asked
+    for."""
+    try:
+        return entry.load()
+    except ModuleNotFoundError:
+        if wanted:
+            raise
+        return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest
     try:
         args = build_parser(command).parse_args(argv)
+        require_extras(args)
         logs.configure(logging.INFO if getattr(args, "verbose", False) else logging.WARNING)
         status: int = args.run(args)
         return status
@@ -85,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:  # installed for a client alone
         if error.name is None or error.name.startswith("paceline"):
             raise
-        return _complain(f"{command} needs {error.name}, which is not installed", EXIT_USAGE)
+        return _complain(explain_missing(command, error.name), EXIT_USAGE)
     except ValidationError as error:
         return _complain(describe(error), EXIT_USAGE)
     except (ConfigError, InvalidRequestError) as error:

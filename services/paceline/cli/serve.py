@@ -1,6 +1,6 @@
 """``paceline serve``: the service on this machine, or on a Ray cluster that runs already, until it is told to stop.
 
-    flags, file ─▶ configuration ─▶ checks ─▶ cluster.launch.Service, or with --local cli.local_service
+    flags, environment, file ─▶ configuration ─▶ checks ─▶ cluster.launch.Service, or with --local cli.local_service
 
 Exit status: 0 stopped by SIGTERM, 130 by Ctrl-C; the others as in ``exit.py``.
 """
@@ -21,8 +21,10 @@ from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
 from paceline.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelDraftConfig, ServiceConfig
+from paceline.config.environment import settings, variable_of
 from paceline.config.pools import draft_name
 from paceline.errors import ConfigError
+from paceline.errors.refusals import keys_of
 from paceline.preflight.service import require_service
 from paceline.security import haproxy
 
@@ -102,8 +104,11 @@ def _sized(pool: str, size: int | tuple[int, int] | None) -> dict[str, Any]:
 
 
 def read_config(args: argparse.Namespace) -> ServiceConfig:
-    """The configuration of file and flags together; flags win. Raises ConfigError."""
-    config = ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)
+    """The configuration of flags, environment variables and file: the first of them that sets a key wins.
+
+    Raises ConfigError.
+    """
+    config = (ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)).with_environment()
     if args.draft is not None and args.drafter not in (None, "model"):
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
     overrides, draft = list(args.set), config.draft_config
@@ -167,10 +172,18 @@ def _run_local(args: argparse.Namespace) -> int:
     keys = [*_SERVER_KEYS, _PAGE_KEY, *_FILE_KEYS.values()]
     names = [*(key.rpartition(".")[2] for key in (*_SERVER_KEYS, _PAGE_KEY)), *_FILE_KEYS]
     given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}
-    server = ServiceConfig().with_overrides([_override(key, value) for key, value in given.items()]).server
+    server = _local_server().with_overrides([_override(key, value) for key, value in given.items()]).server
     with_draft = args.drafter != "none"
     serve_local(local_config(args, with_draft), server, served_name(args.target))
     return EXIT_DONE
+
+
+def _local_server() -> ServiceConfig:
+    """The configuration that environment variables make. Raises ConfigError if they set what ``--local`` has not."""
+    for key in settings(list(keys_of(ServiceConfig))):
+        if key == "server.grpc_port" or key.partition(".")[0] != "server":
+            raise ConfigError(f"{variable_of(key)} is set with --local, which has neither replicas nor gRPC")
+    return ServiceConfig().with_environment()
 
 
 def served_name(target: str | None) -> str:

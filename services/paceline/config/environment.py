@@ -4,13 +4,64 @@ reads or writes one.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
+
+from paceline.errors import ConfigError
 
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Variables that a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
 wants one of its cores, so parallelism comes from processes."""
+
+OTHER_VARIABLES = frozenset(
+    f"PACELINE_{name}"
+    for name in ("API_KEY", "CACHE", "CLONES", "HAPROXY_BINARY", "MODELS", "MOTO", "POOL", "PYTHON", "TESTBED", "TLS")
+)
+"""Variables of ours that are no key of the configuration: what processes, scripts of ``cluster/`` and tests ask for."""
+_SERVICE_LINK = re.compile(r"(\w+?_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+"""What Kubernetes adds to every container for a service of the namespace whose name begins with ``paceline``."""
+
+
+def variable_of(key: str) -> str:
+    """The environment variable of a dotted key: ``server.grpc_port`` is ``PACELINE_SERVER__GRPC_PORT``."""
+    return f"PACELINE_{key.replace('.', '__').upper()}"
+
+
+def settings(keys: Collection[str]) -> dict[str, str]:
+    """The keys of the configuration that environment variables set, with their values as text of YAML.
+
+    ``keys``: every dotted key that there is. Sections come before the keys in them, as a later setting wins. Neither
+    variables of other programs nor ``OTHER_VARIABLES`` count.
+
+    Raises:
+        ConfigError: a variable that begins with ``PACELINE_`` is none of these. Its value is not told: it may be a key
+            of the API that was put into the wrong variable.
+    """
+    known = {variable_of(key): key for key in keys}
+    found = {}
+    for name in sorted(os.environ, key=lambda name: (name.count("__"), name)):
+        text = name.removeprefix("PACELINE_")
+        if text == name or name in OTHER_VARIABLES or ("__" not in text and _SERVICE_LINK.fullmatch(text)):
+            continue
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, *OTHER_VARIABLES], n=1)
+            hint = (
+                f"did you mean {close[0]}?" if close else "PACELINE_SERVER__GRPC_PORT sets server.grpc_port, and so on"
+            )
+            raise ConfigError(f"{name} is set, but there is no such key of the configuration: {hint}")
+        found[known[name]] = os.environ[name]
+    return found
+
+
+def without_settings() -> dict[str, str]:
+    """The environment of a process whose configuration is told by its arguments alone."""
+    return {
+        name: value for name, value in os.environ.items() if name in OTHER_VARIABLES or not name.startswith("PACELINE_")
+    }
 
 
 def cache_dir() -> Path:

@@ -14,13 +14,14 @@ from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.deployments import DeploymentConfig
+from paceline.config.environment import settings, variable_of
 from paceline.config.files import args_of_application, first_line, read_yaml, set_key
 from paceline.config.loading import EMBEDDED_TARGET, resolve
 from paceline.config.options import DraftSetup, TargetSetup
 from paceline.config.pools import DraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
 from paceline.config.security import InternalTls, ServerTls
 from paceline.errors import ConfigError
-from paceline.errors.refusals import Fault, explain
+from paceline.errors.refusals import Fault, explain, keys_of
 
 
 class ServerConfig(Strict):
@@ -101,6 +102,21 @@ class ServiceConfig(Strict):
         """
         data = read_yaml(path)
         return cls.parse(args_of_application(data, path) if "applications" in data else data)
+
+    def with_environment(self) -> Self:
+        """This configuration with the keys changed that environment variables set, such as
+        ``PACELINE_SERVER__GRPC_PORT=9100``, with values in YAML.
+
+        Raises:
+            ConfigError: a variable names no key, or what it says is refused.
+        """
+        given = settings(list(keys_of(type(self))))
+        try:
+            return self.with_overrides([f"{key}={text}" for key, text in given.items()]) if given else self
+        except ConfigError as error:
+            at_fault = max((key for key in given if str(error).startswith(key)), key=len, default=None)
+            names = [variable_of(key) for key in (given if at_fault is None else [at_fault])]
+            raise ConfigError(f"{error} (set by {', '.join(names)})") from None
 
     def with_overrides(self, overrides: Sequence[str]) -> Self:
         """This configuration with some keys changed, each ``dotted.key=VALUE`` with the value in YAML.

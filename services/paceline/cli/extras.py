@@ -1,0 +1,76 @@
+"""Extras of the package: which of them a command line needs, and the sentence that says how to install what is missing.
+
+Without an extra the package is a client: it asks services, prints configurations and plans. ``local`` runs engines on
+this machine, ``serve`` the service on Ray, ``bench`` measures and draws, ``quant`` quantizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from paceline.errors import ConfigError
+
+MODULES = {
+    "local": (
+        *("torch", "transformers", "tokenizers", "safetensors", "numpy"),
+        *("prometheus_client", "fastapi", "uvicorn", "jinja2", "llguidance"),
+    ),
+    "serve": ("ray", "grpc_reflection", "cryptography"),
+    "quant": ("torchao",),
+    "bench": ("matplotlib", "aiohttp"),
+}
+"""Extra -> the modules that it installs by itself, as they are imported."""
+
+_WITH_LOCAL = {"serve", "bench"}
+"""Extras that install ``local``, too."""
+
+
+def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The extras that a parsed command line needs, none where a client is enough."""
+    match args.command:
+        case "generate" | "chat" | "batch":
+            return () if args.address is not None else ("local",)
+        case "serve" | "demo":
+            return ("local",) if args.local else ("serve",)
+        case "check":  # as the service that it examines
+            return ("serve",)
+        case "advise" | "train-head":
+            return ("local",)
+        case "bench":
+            kinds: dict[str, tuple[str, ...]] = {"local": ("local",), "serve": ("serve",), "sweep": ("serve", "bench")}
+            return kinds.get(args.bench, ("bench",))
+    return ()
+
+
+def require_extras(args: argparse.Namespace) -> None:
+    """Raises ConfigError in one sentence, before anything is loaded, if a package that the command needs is missing."""
+    extras = extras_of(args)
+    wanted = ("local", *extras) if _WITH_LOCAL & {*extras} else extras
+    for module in (module for extra in wanted for module in MODULES[extra]):
+        if not _is_installed(module):
+            raise ConfigError(f"{args.command} needs {module}, which is not installed{_remedy(extras)}")
+
+
+def explain_missing(command: str, module: str) -> str:
+    """The sentence for a module whose import has failed within a command."""
+    if command == "bench":
+        extras = ["bench"]
+    else:
+        extras = [extra for extra, modules in MODULES.items() if module.partition(".")[0] in modules]
+    return f"{command} needs {module}, which is not installed{_remedy(extras[:1])}"
+
+
+def _remedy(extras: Sequence[str]) -> str:
+    return f": pip install 'paceline[{','.join(extras)}]'" if extras else ""
+
+
+def _is_installed(module: str) -> bool:
+    if module in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # an import hook refuses it
+        return False

@@ -1,0 +1,53 @@
+"""``paceline completion``: what a real bash completes by it."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from paceline.cli.completion import SHELLS
+from paceline.cli.main import COMMANDS, main
+
+
+def script(capsys, shell):
+    assert main(["completion", shell]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def completed(text: str, *words: str) -> list[str]:
+    """What bash offers for the last of the words."""
+    function = text.rsplit("complete ", 1)[1].split("-F ")[1].split()[0]
+    listed = " ".join(f"'{word}'" for word in words)
+    code = f"{text}\nCOMP_WORDS=({listed})\nCOMP_CWORD={len(words) - 1}\nCOMPREPLY=()\n{function}\n"
+    code += "printf '%s\\n' \"${COMPREPLY[@]}\""
+    done = subprocess.run(["bash", "--norc"], input=code, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_bash_completes_commands_flags_and_choices(capsys, tmp_path):
+    text = script(capsys, "bash")
+    assert {*COMMANDS, "bench"} <= {*completed(text, "paceline", "")}
+    assert completed(text, "paceline", "serve", "--grpc") == ["--grpc-port"]
+    assert {"ngram", "suffix"} <= {*completed(text, "paceline", "serve", "--drafter", "")}
+    assert completed(text, "paceline", "bench", "endp") == ["endpoint"]
+    (tmp_path / "one.yaml").touch()
+    assert completed(text, "paceline", "serve", "--config", f"{tmp_path}/o") == [f"{tmp_path}/one.yaml"]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_knows_every_command(capsys, shell):
+    text = script(capsys, shell)
+    for command in COMMANDS:
+        assert command in text
+    assert "max-tokens" in text
+
+
+def test_another_shell_is_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["completion", "csh"])
+    assert end.value.code == 2
+    assert "bash" in capsys.readouterr().err
