@@ -1,21 +1,25 @@
 """Acceptance and tokens per step of every drafting method that has trained weights for the embedded target.
 
     python benchmarks/methods.py > benchmarks/results/methods.txt
+    python benchmarks/methods.py --method PARD --method lookahead
 
 Each method is served alone, as docs/methods.md configures it, one held-out prompt after another; each text is then
 written again by plain decoding of the same engine, and must be the same. In the target and in sequential mode the
 tokens of a step depend on no clock; those of the overlapped draft also depend on how fast this machine is. The same
 prompts are taken by transformers' own assisted generation and prompt lookup. Tokens per second are given as a ratio to
-plain decoding by the same engine, taken in turns with it.
+plain decoding by the same engine, taken in turns with it. Drafts of another vocabulary, and of PARD, are made here of
+the embedded draft, as `pool_drafters.py` makes them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
@@ -26,10 +30,13 @@ from paceline.local import LocalPipeline
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 from paceline_bench.baselines import GenerateProcess, GenerateRequest
 from paceline_bench.prompts import Prompt, held_out_prompts
+from pool_drafters import adapted_for_pard, other_vocabulary
 
 MODEL = {"dtype": "float32", "device": "cpu", "compile": False}
 CHAINS = (2, 4, 6)
 """Draft tokens of the embedded draft in sequential mode, of which the fastest is its best chain."""
+NUM_SHARED = 3000
+"""Tokens of the draft of another vocabulary, all of them among the target's 4,096."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +54,33 @@ class Run:
     times_plain: float | None = None
 
 
-def model_of(method: Method) -> str | None:
-    """The checkpoint of the package that a method reads; None: it needs none, or there is none."""
+def model_of(method: Method, folder: Path, pard_steps: int) -> str | None:
+    """The checkpoint that a method reads, of the package or made in ``folder``; None: none is needed, or there."""
     if method.kind in HEAD_DIRS:
         return f"paceline/embedded-{method.kind}"
-    if method.options.get("vocabulary") == "shared" or "parallel_tokens" in method.options:
-        return None
+    if method.options.get("vocabulary") == "shared":
+        return other_vocabulary(folder / "other", NUM_SHARED)
+    if isinstance(tokens_at_once := method.options.get("parallel_tokens"), int):
+        return adapted_for_pard(folder / "pard", tokens_at_once, pard_steps)
     return "paceline/embedded-draft" if method.kind in ("model", "draft_model", "cascade") else None
 
 
-def measured() -> list[Method]:
-    """The methods that can be measured: with weights of the package, or without any."""
-    return [m for m in METHODS if m.kind != "plugin" and (model_of(m) is not None or not m.reads)]
+def measured(folder: Path, names: Sequence[str], pard_steps: int) -> Iterator[tuple[Method, str | None]]:
+    """The methods that can be measured, with their checkpoints: those of the package or made here, or without any.
+
+    ``names``: only these; (): all.
+    """
+    for method in METHODS:
+        if method.kind == "plugin" or (names and method.name not in names):
+            continue
+        model = model_of(method, folder, pard_steps)
+        if model is not None or not method.reads:
+            yield method, model
 
 
-def local_config(method: Method, k: int) -> LocalConfig:
+def local_config(method: Method, model: str | None, k: int) -> LocalConfig:
     """The configuration of the page for one process, every token asked for and verified."""
-    config = ServiceConfig.parse(method.configuration("paceline/embedded-target", model_of(method)))
+    config = ServiceConfig.parse(method.configuration("paceline/embedded-target", model))
     setup, draft_setup = config.target_setup(), config.draft_setup()
     heads = [{**head.model_dump(exclude_unset=True), "num_speculative_tokens": k} for head in setup.options.heads]
     target = MODEL | {"path": setup.source, "adaptive": not method.kind, "heads": heads}
@@ -84,11 +101,13 @@ def timed(
     return generation.result, times[-1] - times[0]
 
 
-def runs(method: Method, prompts: Sequence[Prompt], k: int, max_tokens: int, temperature: float) -> Run:
+def runs(
+    method: Method, model: str | None, prompts: Sequence[Prompt], k: int, max_tokens: int, temperature: float
+) -> Run:
     """One method at one temperature. Raises AssertionError if a text is not that of plain decoding."""
     steps = tokens = drafted = accepted = 0
     seconds = {Mode.PLAIN: 0.0, method.mode: 0.0}
-    with LocalPipeline(local_config(method, k)) as pipeline:
+    with LocalPipeline(local_config(method, model, k)) as pipeline:
         for i, prompt in enumerate(prompts):
             sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i, ignore_eos=True)
             result, took_s = timed(pipeline, prompt, sampling, method.mode, k)
@@ -124,20 +143,26 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--draft-tokens", type=int, default=4, help="K of all but the draft's chains")
+    parser.add_argument("--pard-steps", type=int, default=400, help="of adapting the embedded draft to PARD")
+    names = [method.name for method in METHODS]
+    parser.add_argument("--method", action="append", default=[], choices=names, metavar="NAME", help=", ".join(names))
     args = parser.parse_args()
     prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), args.prompts)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     command = f"python benchmarks/methods.py --prompts {args.prompts} --max-tokens {args.max_tokens}"
     print(f"{command}     ({cores} cores with a load of {load:.0f} at the start)")
-    for temperature in (0.0, 1.0):
-        found = [Run("plain", 0, 1, 1, times_plain=1.0)]
-        for method in measured():
-            chain = method.place is Place.POOL and method.mode is Mode.SEQUENTIAL and method.kind == "model"
-            for k in CHAINS if chain else (args.draft_tokens,):
-                found.append(runs(method, prompts, k, args.max_tokens, temperature))
-        found += transformers_runs(prompts, args.max_tokens, temperature)
-        header = (f"temperature {temperature:g}", "K", "accepted/drafted", "tokens/step", "tokens/s / plain")
-        print("", *table([header, *map(row, found)]), sep="\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        methods = list(measured(Path(folder), args.method, args.pard_steps))
+        for temperature in (0.0, 1.0):
+            found = [Run("plain", 0, 1, 1, times_plain=1.0)]
+            for method, model in methods:
+                chain = method.place is Place.POOL and method.mode is Mode.SEQUENTIAL and method.kind == "model"
+                for k in CHAINS if chain else (args.draft_tokens,):
+                    found.append(runs(method, model, prompts, k, args.max_tokens, temperature))
+            if not args.method:
+                found += transformers_runs(prompts, args.max_tokens, temperature)
+            header = (f"temperature {temperature:g}", "K", "accepted/drafted", "tokens/step", "tokens/s / plain")
+            print("", *table([header, *map(row, found)]), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -592,7 +592,7 @@ class ReplicaStatus:
     counters: Mapping[str, float] = field(default_factory=dict)
     """Counted events since the replica started."""
     controller: str = ""
-    """Current choice of the target's controller and its reason, in words."""
+    """Current choice of the target's controller and its reason, in words; of a draft, its drafter and its figures."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """Measurements behind the controller's choice: gauges by name, with a label after a colon."""
     batch_invariant: str = ""

@@ -22,7 +22,21 @@ INFO = ServerInfo(
     version="1.2.3",
     uptime_s=7385.0,
     pools={
-        "draft": (ReplicaStatus("d1", "draft", 1, 3, 0, 16, node="n2", model="small", draining=True, busy_share=0.9),),
+        "draft": (
+            ReplicaStatus(
+                "d1",
+                "draft",
+                1,
+                3,
+                0,
+                16,
+                node="n2",
+                model="small",
+                draining=True,
+                busy_share=0.9,
+                controller="n-grams",
+            ),
+        ),
         "router": (ReplicaStatus("r1", "router", 1, 5, 2, 16, node="n1", model="big"),),
         "target": (
             ReplicaStatus(
@@ -56,6 +70,7 @@ draft d2 starting n3 loading small (4 s)
 
 sessions: 3 running, 2 waiting
 speculation: on for 2 of 3 sessions that may have a draft; since the start accepted 71%, 3.12 tokens per verification, hits 90%
+draft d1: n-grams
 controllers: 3.10 draft tokens verified per round, 0.45 not worth verifying; drafting of a session was paused 7 times and resumed 5 times
 
 pool wanted actual least most needed

@@ -145,10 +145,11 @@ def _invariance(info: ServerInfo) -> Iterator[str]:
 
 
 def _controllers(info: ServerInfo) -> Iterator[str]:
-    """Choices of the running targets' controllers since they started, by session and step."""
-    for status in info.pools.get("target", ()):
-        if words := status.controller:
-            yield f"target {status.replica_id}: {words}"
+    """Choices of the running targets' controllers since they started, by session and step, and the drafts' drafters."""
+    for kind in ("target", "draft"):
+        for status in info.pools.get(kind, ()):
+            if words := status.controller:
+                yield f"{kind} {status.replica_id}: {words}"
     counted: dict[str, float] = {}
     for status in info.pools.get("target", ()):
         for name, value in status.counters.items():

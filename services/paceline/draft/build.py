@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,16 @@ _TIMED_FORWARDS = 5
 log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
+
+
+class _Built(NamedTuple):
+    """A drafter, for its engine or for a cascade."""
+
+    drafter: Drafter
+    max_context_len: int
+    """Tokens of the longest context that it holds."""
+    description: str
+    """For the status of the replica (``DraftEngine.description``)."""
 
 
 def affordable_width(runner: ModelRunner) -> int:
@@ -95,9 +105,9 @@ def build_draft_engine(
     rows.prepare()
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
     if not isinstance(setup.options, DraftOptions):
-        return _engine(setup, emit, target, *_modelless_drafter(setup, setup.options, target))
+        return _engine(setup, emit, target, _modelless_drafter(setup, setup.options, target))
     with ranked(*setup.model, rendezvous) as group:
-        return _engine(setup, emit, target, *_model_drafter(setup, target, group))
+        return _engine(setup, emit, target, _model_drafter(setup, target, group))
 
 
 def build_draft_follower(setup: DraftSetup, rendezvous: Rendezvous) -> Follower:
@@ -124,10 +134,8 @@ def _runner(
     return model, model.runner(draft_pages(setup, max_len)), max_len
 
 
-def _modelless_drafter(
-    setup: DraftSetup, options: DraftOptions | ModellessOptions, target: Checkpoint
-) -> tuple[Drafter, int]:
-    """A drafter that is not a draft model alone, and the longest context that it holds."""
+def _modelless_drafter(setup: DraftSetup, options: DraftOptions | ModellessOptions, target: Checkpoint) -> _Built:
+    """A drafter that is not a draft model alone."""
     assert not isinstance(options, DraftOptions)
     max_context_len = min(setup.max_model_len or target.max_model_len, target.max_model_len)
     max_leaves = options.tree_step_tokens or _MODELLESS_WIDTH
@@ -145,30 +153,36 @@ def _modelless_drafter(
             max_leaves=max_leaves,
         )
     elif isinstance(options, CascadeOptions):
-        drafter, max_context_len = _cascade(setup, options, target)
+        return _cascade(setup, options, target)
     else:
         context = DrafterContext(
             setup.target_source, target.vocab_size, max_context_len, setup.num_sessions, max_leaves
         )
         drafter = make_plugin(options.drafter, context, options.options)
-    return drafter, max_context_len
+        return _Built(drafter, max_context_len, f"plugin {options.drafter}")
+    return _Built(drafter, max_context_len, "n-grams" if isinstance(options, NgramOptions) else "suffixes")
 
 
-def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> tuple[Drafter, int]:
-    """The drafters of a cascade, and the longest context that all of them hold. Built from the last one on."""
-    made: list[tuple[Drafter, int]] = []
+def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> _Built:
+    """A cascade, which holds what all of its drafters hold. Built from the last one on."""
+    made: list[_Built] = []
     for part, length in zip(reversed(setup.parts), (0, *reversed(options.all_lengths)), strict=True):
-        guesser = made[-1][0] if made and options.arrangement == "vertical" else None
+        guesser = made[-1] if made and options.arrangement == "vertical" else None
         if isinstance(part.options, DraftOptions):
             made.append(_model_drafter(part, target, None, guesser, length, is_part=True))
         else:
             made.append(_modelless_drafter(part, part.options, target))
-    max_context_len = min(max_len for _, max_len in made)
-    drafters = [drafter for drafter, _ in reversed(made)]
-    log.info("draft: a %s cascade of %s", options.arrangement, ", ".join(drafter.kind for drafter in drafters))
+    max_context_len = min(each.max_context_len for each in made)
+    first, *others = drafters = made[::-1]
+    log.info("draft: a %s cascade of %s", options.arrangement, ", ".join(each.drafter.kind for each in drafters))
     if options.arrangement == "vertical":
-        return drafters[0], max_context_len
-    return HorizontalDrafter(drafters, options.all_lengths), max_context_len
+        return _Built(first.drafter, max_context_len, f"vertical cascade of {first.description}")
+    parts = [first.description]
+    for length, other in zip(options.all_lengths, others, strict=True):
+        parts[-1] += f" ({length} positions)"
+        parts.append(other.description)
+    drafter = HorizontalDrafter([each.drafter for each in drafters], options.all_lengths)
+    return _Built(drafter, max_context_len, f"horizontal cascade of {', then '.join(parts)}")
 
 
 def _corpus(setup: DraftSetup, paths: Sequence[str], vocab_size: int) -> Iterator[Sequence[int]]:
@@ -211,13 +225,12 @@ def _model_drafter(
     setup: DraftSetup,
     target: Checkpoint,
     group: Collectives | None,
-    guesser: Drafter | None = None,
+    guesser: _Built | None = None,
     num_guesses: int = 0,
     *,
     is_part: bool = False,
-) -> tuple[Drafter, int]:
-    """A draft model, and the longest context that it holds. ``guesser``: who guesses tokens for each of its forwards;
-    ``is_part``: of a cascade.
+) -> _Built:
+    """A draft model. ``guesser``: who guesses tokens for each of its forwards; ``is_part``: of a cascade.
 
     Raises:
         ConfigError: see ``build_draft_engine``.
@@ -235,22 +248,27 @@ def _model_drafter(
     max_pages = min(pages_for(max_context_len + options.tree_budget) + 1, runner.cache.num_pages)
     limits = Limits(min(most, setup.num_sessions), most, max_pages, is_tree=True)
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
+    translation, description = _translation(setup, target, runner.vocab_size, is_part=is_part), "draft model"
+    if translation is not None:
+        description += f" with {translation.num_shared} of the target's {translation.vocab_size} tokens"
     sizes: dict[str, Any] = {
         "max_leaves": max(1, (options.tree_step_tokens or affordable_width(runner)) // tokens_per_leaf),
         "max_prefill_tokens": setup.max_step_tokens,
         "top_m": options.draft_top_m,
-        "translation": _translation(setup, target, runner.vocab_size, is_part=is_part),
+        "translation": translation,
         "max_len": max_context_len,
     }
     drafter: Drafter
     if guesser is not None:
-        drafter = VerticalDrafter(runner, guesser=guesser, num_guesses=num_guesses, **sizes)
+        drafter = VerticalDrafter(runner, guesser=guesser.drafter, num_guesses=num_guesses, **sizes)
+        description += f" ({num_guesses} guesses a leaf from {guesser.description})"
     elif tokens_per_leaf > 1:
         log.info("draft: %r predicts %d tokens per forward", source, tokens_per_leaf)
         drafter = ParallelDrafter(runner, pard_token=pard_token, tokens_per_leaf=tokens_per_leaf, **sizes)
+        description = f"PARD {description}, {tokens_per_leaf} tokens at once"
     else:
         drafter = ModelDrafter(runner, **sizes)
-    return drafter, max_context_len
+    return _Built(drafter, max_context_len, description)
 
 
 def _translation(setup: DraftSetup, target: Checkpoint, draft_vocab_size: int, *, is_part: bool) -> Translation | None:
@@ -271,16 +289,17 @@ def _translation(setup: DraftSetup, target: Checkpoint, draft_vocab_size: int, *
     return Translation(shared, target.vocab_size, draft_vocab_size, *draft_tokenizer.eos_token_ids[:1])
 
 
-def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, drafter: Drafter, max_context_len: int) -> DraftEngine:
+def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) -> DraftEngine:
     grammars = Grammars.of(target, target.vocab_size) if setup.runs_model else None
     if grammars is not None:
         grammars.try_load()
     return DraftEngine(
-        drafter,
+        built.drafter,
         emit,
         vocab_size=target.vocab_size,
         tree_budget=setup.options.tree_budget,
         fan_out=setup.options.fan_out,
-        max_context_len=max_context_len,
+        max_context_len=built.max_context_len,
         grammars=grammars,
+        description=built.description,
     )

@@ -89,6 +89,7 @@ class DraftEngine:
         max_context_len: tokens; a session whose context is longer, or grows longer, is ended.
         device: of the candidates and sampler states.
         grammars: compiles structured outputs; None: drafts are not bound by them, which costs acceptance only.
+        description: of the drafter, for the status.
         clock: seconds.
     """
 
@@ -104,9 +105,11 @@ class DraftEngine:
         max_context_len: int = 1 << 20,
         device: str = "cpu",
         grammars: Grammars | None = None,
+        description: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._grammars = grammars
+        self.description = description
         self.stats = DraftStats()
         self._drafter = drafter
         self._emit = emit

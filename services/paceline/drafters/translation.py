@@ -33,6 +33,11 @@ class Translation:
         self._columns[list(self._ids)] = torch.tensor(list(self._ids.values()), dtype=torch.int64)
         self._absent[list(self._ids)] = False
 
+    @property
+    def num_shared(self) -> int:
+        """Tokens of the target that the draft can propose."""
+        return len(self._ids)
+
     def context(self, token_ids: Sequence[int]) -> list[int]:
         """A prompt in the draft's tokens, as its tokenizer cuts the text; at least one."""
         return self._shared.encode(token_ids) or [self._first]

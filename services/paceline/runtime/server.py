@@ -11,6 +11,7 @@ import grpc
 from grpc import aio
 
 from paceline.config import DraftSetup, TargetSetup
+from paceline.draft.report import explain
 from paceline.errors import EngineError
 from paceline.rpc import streams
 from paceline.rpc.transport import start_server
@@ -145,4 +146,5 @@ def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str
 
 
 def _describe_draft(engine: DraftEngine) -> Mapping[str, Any]:
-    return {"num_sessions": engine.num_sessions, "counters": dataclasses.asdict(engine.stats)}
+    counters = dataclasses.asdict(engine.stats)
+    return {"num_sessions": engine.num_sessions, "counters": counters, "controller": explain(engine)}

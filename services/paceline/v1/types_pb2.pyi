@@ -571,7 +571,7 @@ class ReplicaStatus(_message.Message):
     busy_share: _builtins.float
     """Share of the last seconds that an engine was inside steps, in GetServerInfo; 0 elsewhere."""
     controller: _builtins.str
-    """What its controller has chosen now, and why, in words."""
+    """What its controller has chosen now, and why; of a draft, its drafter and what it has brought. In words."""
     batch_invariant: _builtins.str
     """Of a target: whether verification and decoding gave the same bits when it started, "yes", "no" or "untested"."""
     @_builtins.property
