@@ -175,6 +175,8 @@ class Endpoint:
                     yield event
         except TimeoutError as error:
             raise DeadlineExceededError(f"{place} took longer than {_TIMEOUT_S:g} s") from error
+        except aiohttp.ClientConnectorError as error:  # its own text speaks of TLS for any URL
+            raise EngineError(f"{place} cannot be reached: {error.os_error.strerror or error.os_error}") from error
         except aiohttp.ClientError as error:
             raise EngineError(f"{place}: {error or type(error).__name__}") from error
 

@@ -29,6 +29,8 @@ _FLAGS = (
 )
 """CPU flags that the arithmetic of the engines depends on."""
 _PACKAGES = ("torch", "transformers", "ray", "grpcio", "numpy")
+CLIENT = ("cpu", "cores", "memory_bytes", "system", "python", "load_average", "command", "taken")
+"""Keys of ``environment`` that are true of a client of any server."""
 _BYTES = 1 << 30
 _PASSES = 4
 

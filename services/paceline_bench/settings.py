@@ -15,6 +15,11 @@ from paceline_bench.records import LOCAL, SERVICE
 
 PARTS = ("light", "heavy", "groups", "service")
 """The parts of a sweep."""
+SERVICE_ONLY = (
+    *("target", "draft", "grow_target", "grow_draft", "dtype", "compile"),
+    *("modes", "delays_ms", "draft_tokens"),
+)
+"""Fields of ``ServeSettings`` that an endpoint has no part in."""
 _WAVES = 2
 """Requests per session that a unit of a closed load has at least."""
 _OPEN_REQUESTS = 32

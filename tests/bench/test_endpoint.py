@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.bench.fake_openai import FakeOpenAI
+from tests.support.models import save_pair
+from tests.web.support import edge_over, served
 
 from paceline.cli.main import main
 from paceline.cluster.ports import free_ports
+from paceline.config import LocalConfig
 from paceline.errors import ConfigError, EngineError
+from paceline.local import LocalPipeline
 from paceline.types import SamplingParams, SpeculationParams
 from paceline_bench.endpoint import Endpoint, EndpointSettings, spec_decode_counters
 from paceline_bench.jobs import Job, Reply
@@ -154,3 +159,66 @@ def test_a_run_of_closed_and_open_loads(tmp_path: Path, capsys: pytest.CaptureFi
         assert cell["tokens_per_s"] == pytest.approx(
             48 / sum(u["wall_s"] for u in data["units"] if u["rate"] == cell["rate"])
         )
+
+
+OURS = ("K=", "coupled", "bfloat16", "torch", "commit", "x local", "x plain", "same", "gap on a hit", "prefix cache")
+"""Words of reports on our own services, of which a foreign server knows nothing."""
+
+
+def test_nothing_of_ours_is_said_of_a_foreign_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "out.json", tmp_path / "report"
+    with FakeOpenAI("final", tokens=8) as server:
+        command = ["bench", "endpoint", server.url, "--prompts", "2", "--max-tokens", "8", "--sessions", "1,2"]
+        assert main([*command, "--temperatures", "0", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert server.url in printed
+    assert "(not repeated)" in printed
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert not {"torch", "ray", "commit", "threads_per_engine"} & set(data["environment"])
+    assert not {"dtype", "draft_tokens", "target", "draft", "modes"} & set(data["settings"])
+    assert main(["bench", "report", str(file), "--out", str(out)]) == 0
+    report = (out / "report.md").read_text(encoding="utf-8")
+    for text in (printed, report):
+        assert [word for word in OURS if word in text] == []
+    assert "The endpoint in a closed loop" in report
+    assert "The machine of the client" in report
+    assert f"**{max(c['tokens_per_s'] for c in data['other_cells']):.1f} tokens/s**" in report
+
+
+@pytest.fixture
+def own_url(tmp_path: Path) -> Iterator[str]:
+    """Our own HTTP interface, over a pipeline of two small models."""
+    pair = save_pair(tmp_path)
+    run = {"dtype": "float32", "compile": False}
+    config = LocalConfig.model_validate(
+        {
+            "target": {"path": str(pair / "target"), "adaptive": False, "max_sessions": 4, **run},
+            "draft": {"path": str(pair / "draft"), **run},
+            "worker": "thread",
+            "pin_cores": False,
+        }
+    )
+    with LocalPipeline(config) as pipeline, served(edge_over(pipeline)) as url:
+        yield url
+
+
+def test_our_own_http_interface_is_an_endpoint_like_any_other(
+    own_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt": "ab"}\n{"prompt": "ba"}\n', encoding="utf-8")
+    command = ["bench", "endpoint", own_url, "--prompts-file", str(prompts), "--max-tokens", "6", "--sessions", "2"]
+    assert main([*command, "--temperatures", "0", "--json", str(file)]) == 0, capsys.readouterr().err
+    data = json.loads(file.read_text(encoding="utf-8"))
+    (cell,), (unit,) = data["other_cells"], data["units"]
+    assert (cell["failed"], cell["requests"]) == (0, 8)
+    assert cell["tokens_per_s"] == pytest.approx(8 * 6 / unit["wall_s"]), "every token is counted"
+    assert cell["latency_s"]["itl"]["50"] is not None, "the tokens of each chunk are counted"
+
+
+def test_a_server_that_cannot_be_reached_is_not_said_to_speak_tls(capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports(1)
+    assert main(["bench", "endpoint", f"http://127.0.0.1:{port}", "--endpoint-model", "m", "--prompts", "1"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot be reached" in last
+    assert "ssl" not in last

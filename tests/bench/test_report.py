@@ -14,12 +14,12 @@ import pytest
 from paceline.cli.main import main
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.types import Mode
-from paceline_bench.arithmetic import interval
+from paceline_bench.arithmetic import Ratio, interval
 from paceline_bench.latency import latencies
 from paceline_bench.local import devices
 from paceline_bench.machine import bandwidth, floor_s, step_bytes
 from paceline_bench.records import RequestRecord, RoundRecord
-from paceline_bench.report import documents, page, sections
+from paceline_bench.report import documents, forms, headline, page, plots, sections
 from paceline_bench.report.summaries import summarize
 
 FLOOR = {"read_bytes_per_s": 1e9, "target": {"weight_bytes": 8_000_000, "kv_bytes_per_token": 1000}, "draft": {}}
@@ -137,11 +137,66 @@ def test_what_each_section_computes(tmp_path: Path) -> None:
 def test_task_groups_have_rows_of_their_own(tmp_path: Path) -> None:
     run = documents.read_run(local_file(tmp_path / "a.json", category="tables"))
     titles = [s.title for s in sections.all_sections([run])]
-    assert titles == ["Machine and models", "Task groups"]
+    assert titles == ["Task groups", "Machine and models"]
     assert isinstance(run, documents.LocalRun)
     section = sections.task_groups([run])
     assert section is not None
     assert [row[3] for row in section.rows[1:]] == ["tables"] * 10
+
+
+def test_the_page_has_contents_themes_and_the_best_of_each_load(tmp_path: Path) -> None:
+    run = documents.read_run(local_file(tmp_path / "a.json"))
+    made = sections.all_sections([run])
+    html = page.to_html("t", made)
+    assert [s.title for s in made][:2] == ["In short", "One request in time"]
+    links, anchors = re.findall(r'<a href="#([^"]+)"', html), re.findall(r'<section id="([^"]+)"', html)
+    assert links == anchors == [s.anchor for s in made]
+    assert 'name="viewport"' in html
+    assert "prefers-color-scheme: dark" in html
+    drawn = html[html.index("<svg") :]
+    assert plots.FOREGROUND not in drawn, "text of plots has the color of the page"
+    assert plots.BACKGROUND not in drawn
+    (speed,) = (s for s in made if s.title == "Tokens per second by concurrency")
+    best = [(group.heading, group.rows[group.best or 0][0]) for group in page.groups(speed)]
+    assert best == [(f"made, T {t}, at once 1", "overlapped K=8") for t in (0, 1)]
+    marked = re.findall(r'<tr class="best"><td>([^<]+)</td>', html)
+    assert marked[:2] == ["overlapped K=8 ★"] * 2
+
+
+def test_a_report_begins_with_the_speed_up_and_its_interval(tmp_path: Path) -> None:
+    run = documents.read_run(local_file(tmp_path / "a.json"))
+    assert isinstance(run, documents.LocalRun)
+    of = {s.method: s for s in run.summaries if s.temperature == 0}
+    ratio = of["overlapped K=8"].ratio
+    assert ratio is not None
+    first = headline.in_short([run])
+    assert first is not None
+    ((figure, sentence),) = first.figures
+    assert figure == f"{ratio.value:.2f} ×" == "2.50 ×"
+    assert "over plain decoding, 95 % interval" in sentence or ratio.low == ratio.high
+    assert "Over sequential K=4, the fastest of its mode: 1.75." in sentence
+
+
+def test_what_was_measured_once_has_no_interval(tmp_path: Path) -> None:
+    records = [record(m, unit, 0.0) for m in METHODS for unit in range(4)]
+    alone = [r for r in records if r.unit == 0]
+    for given, said in ((alone, True), (records, False)):
+        data = documents.of_local({"sessions": 1, "dtype": "float32"}, {}, given, label="made")
+        (tmp_path / "a.json").write_text(json.dumps(data), encoding="utf-8")
+        run = documents.read_run(tmp_path / "a.json")
+        assert isinstance(run, documents.LocalRun)
+        table = sections.throughput([run]).rows
+        speeds = {row[3]: row[5] for row in table[1:]}
+        assert (set(speeds.values()) == {"not repeated"}) is said
+        assert table[1][7] == "-", "plain over itself has no interval"
+    assert forms.ends((153.0, 153.0)) == "not repeated"
+    assert forms.speed_up(Ratio(1.5, 1.5, 1.5, 1.5, 1.5)) == "1.50 (not repeated)"
+    assert forms.speed_up(Ratio(1.5, 1.4, 1.6, 1.3, 1.7)) == "1.50 (1.40-1.60)"
+
+
+def test_series_of_a_plot_differ() -> None:
+    looks = [tuple(sorted(plots.series_style(number).items())) for number in range(63)]
+    assert len(set(looks)) == 63
 
 
 @pytest.mark.slow

@@ -10,10 +10,11 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline_bench.arithmetic import one_token_steps
-from paceline_bench.machine import environment
+from paceline_bench.machine import CLIENT, environment
 from paceline_bench.models import ModelLabel
 from paceline_bench.records import Outcome, RequestRecord
 from paceline_bench.report.summaries import Summary, cells_of, summarize
+from paceline_bench.settings import SERVICE_ONLY
 
 
 def of_local(
@@ -43,8 +44,12 @@ def of_service(
     """Document of ``paceline bench serve``: services, every request, and cells: ours in closed loads, and those of open
     loads and endpoints apart."""
     cells = cells_of(outcome.units, settings.get("goodput"))
+    head = _head(settings, labels, label)
+    if not settings.get("places", True):  # an endpoint alone, of which these say nothing
+        head["environment"] = {name: value for name, value in head["environment"].items() if name in CLIENT}
+        head["settings"] = {name: value for name, value in settings.items() if name not in SERVICE_ONLY}
     return {
-        **_head(settings, labels, label),
+        **head,
         "services": [asdict(facts) for facts in outcome.services],
         "cells": [asdict(cell) for cell in cells if not cell.apart],
         "other_cells": [asdict(cell) for cell in cells if cell.apart],
@@ -88,6 +93,11 @@ class ServeRun:
 
     label: str
     data: Mapping[str, Any]
+
+    @property
+    def foreign(self) -> bool:
+        """True if an endpoint was measured and nothing of ours beside it."""
+        return not self.data["settings"].get("places", True)
 
     @property
     def cells(self) -> list[Mapping[str, Any]]:

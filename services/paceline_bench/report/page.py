@@ -2,59 +2,100 @@
 
 from __future__ import annotations
 
-import html
+import functools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from paceline_bench.report.plots import BACKGROUND, FOREGROUND
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, an explanation of the numbers, a table and a plot; the last two may be empty."""
+    """A heading, an explanation of the numbers, a table and a plot; all but the heading may be empty."""
 
     title: str
     text: str = ""
     rows: Sequence[Sequence[str]] = ()
     """Rows of the table, the header first."""
     svg: str = ""
+    group: int = 0
+    """Number of leading columns that say which load a row is of: on the page they are a heading of its rows."""
+    best: str = ""
+    """Header of the column whose largest number is marked among the rows of each group; empty if none is."""
+    figures: Sequence[tuple[str, str]] = ()
+    """Figures that stand large on the page, each with the sentence that says what it is of."""
+
+    @property
+    def anchor(self) -> str:
+        """Its name in links and files."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
 
-_CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.4rem; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.86rem; margin: 0.8rem 0 }
-th, td { padding: 0.2rem 0.7rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap }
-th:first-child, td:first-child { text-align: left } th { color: #555; font-weight: 600 }
-div.wide { overflow-x: auto } svg { max-width: 100%; height: auto } p { max-width: 60rem }
-"""
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows of one load, as the page shows them: a heading, and the cells below the columns that are left."""
+
+    heading: str
+    rows: Sequence[Sequence[str]]
+    best: int | None
+    """Index of the row that is marked."""
+
+
+def groups(section: Section) -> Iterator[Group]:
+    """The rows of a section's table, by load."""
+    if not section.rows:
+        return
+    header, *rows = section.rows
+    for place, own in groupby(rows, key=lambda row: tuple(row[: section.group])):
+        found = list(own)
+        named = zip(header, place, strict=False)
+        heading = ", ".join(cell if name in _PLAIN else f"{name} {cell}" for name, cell in named if cell != "-")
+        yield Group(heading, [row[section.group :] for row in found], _best_row(section, found))
+
+
+_PLAIN = ("run", "load")
+"""Columns whose cells need no name in a heading."""
+
+
+def _best_row(section: Section, rows: Sequence[Sequence[str]]) -> int | None:
+    if not section.best or len(rows) < 2:
+        return None
+    column = list(section.rows[0]).index(section.best)
+    return max(range(len(rows)), key=lambda i: float(rows[i][column]))
 
 
 def to_html(title: str, sections: Sequence[Section]) -> str:
     """One page with the plots inside."""
-    parts = [
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-        f"<style>{_CSS}</style></head><body>\n<h1>{html.escape(title)}</h1>",
+    shown = [
+        (replace(s, svg=_themed(_own_ids(s.svg, f"s{number}-"))), list(groups(s))) for number, s in enumerate(sections)
     ]
-    for number, section in enumerate(sections):
-        parts.append(f"<h2>{html.escape(section.title)}</h2>")
-        parts += [f"<p>{html.escape(text)}</p>" for text in section.text.splitlines()]
-        if section.svg:
-            parts.append(f'<div class="wide">{_own_ids(section.svg, f"s{number}-")}</div>')
-        if section.rows:
-            header, *rows = section.rows
-            cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-            lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-            body = "\n".join(f"<tr>{line}</tr>" for line in (cells, *lines))
-            parts.append(f'<div class="wide"><table>\n{body}\n</table></div>')
-    return "\n".join([*parts, "</body></html>"]) + "\n"
+    return _template().render(title=title, sections=shown, svg=Markup)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    text = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
+    return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+
+
+def _themed(svg: str) -> str:
+    """A picture in the colors of the page around it, light or dark."""
+    return svg.replace(FOREGROUND, "currentColor").replace(BACKGROUND, "none")
 
 
 def to_markdown(title: str, sections: Sequence[Section], plots: Sequence[str | None]) -> str:
     """Markdown, with ``plots`` as the file name of each section's plot."""
     parts = [f"# {title}"]
     for section, plot in zip(sections, plots, strict=True):
-        parts += [f"## {section.title}", *section.text.splitlines()]
+        parts.append(f"## {section.title}")
+        parts += [f"**{figure}**: {sentence}" for figure, sentence in section.figures]
+        parts += section.text.splitlines()
         if plot is not None:
             parts.append(f"![{section.title}]({plot})")
         if section.rows:
@@ -69,7 +110,7 @@ def write(directory: Path, title: str, sections: Sequence[Section]) -> list[Path
     directory.mkdir(parents=True, exist_ok=True)
     plots: list[str | None] = []
     for section in sections:
-        name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") + ".svg"
+        name = f"{section.anchor}.svg"
         plots.append(name if section.svg else None)
         if section.svg:
             (directory / name).write_text(section.svg, encoding="utf-8")

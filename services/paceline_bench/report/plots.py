@@ -12,7 +12,13 @@ from paceline.errors import ConfigError
 Steps = Sequence[tuple[float, float, int]]
 """(start, seconds, width)."""
 
-_MARKERS = "osD^v<>PX*"
+FOREGROUND, BACKGROUND = "#1a1a1a", "#fefefe"
+"""Of text and lines, and of what they stand on: a page replaces both by its own."""
+_TARGET, _DRAFT = "#0072b2", "#e69f00"
+_COLORS = (_TARGET, _DRAFT, "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a")
+"""Okabe and Ito's palette, which color-blind readers tell apart, without its black and yellow."""
+_MARKERS = "osD^v<>PX"
+"""Of a length that has no factor in common with that of the colors: 63 series differ from each other."""
 _PERCENTILE_MARKERS = {"50": "o", "90": "|", "95": "x", "99": ">"}
 _STYLE = {
     "svg.hashsalt": "paceline",
@@ -22,9 +28,11 @@ _STYLE = {
     "grid.alpha": 0.3,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
+    "figure.facecolor": BACKGROUND,
+    "axes.facecolor": BACKGROUND,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), FOREGROUND),
 }
+_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "labelcolor": FOREGROUND}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +66,13 @@ def lines(panels: Mapping[str, Mapping[str, Sequence[Point]]], x_label: str, y_l
     for ax, (title, series) in zip(axes, panels.items(), strict=True):
         for name, points in series.items():
             errors = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
-            style = {**_series(names.index(name)), "markersize": 4, "linewidth": 1.2, "capsize": 2}
+            style = {**series_style(names.index(name)), "markersize": 4, "linewidth": 1.2, "capsize": 2}
             ax.errorbar([ticks.index(p.x) for p in points], [p.y for p in points], yerr=errors, label=name, **style)
         ax.set_xticks(range(len(ticks)), [f"{tick:g}" for tick in ticks])
         ax.set(title=title, xlabel=x_label, ylabel=y_label)
         ax.set_ylim(bottom=0)
     found = {label: mark for ax in axes for mark, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend([found[name] for name in names], names, loc="outside right upper")
+    figure.legend([found[name] for name in names], names, loc="outside right upper", **_LEGEND)
     return _svg(figure)
 
 
@@ -75,9 +83,9 @@ def percentiles(rows: Sequence[tuple[str, Mapping[str, Mapping[str, float | None
         for y, (_, values) in enumerate(rows):
             found = {p: v * 1e3 for p, v in values.get(metric, {}).items() if v is not None}
             if found:
-                ax.plot([min(found.values()), max(found.values())], [y, y], color="0.8", zorder=1)
+                ax.plot([min(found.values()), max(found.values())], [y, y], color="0.6", zorder=1)
             for p, value in found.items():
-                ax.scatter(value, y, marker=_PERCENTILE_MARKERS.get(p, "."), s=16, color="C0", zorder=2)
+                ax.scatter(value, y, marker=_PERCENTILE_MARKERS.get(p, "."), s=16, color=_TARGET, zorder=2)
         ax.set_yticks(range(len(rows)), [name for name, _ in rows] if ax is axes[0] else [])
         ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.set(title=f"{metric.upper()}", xlabel="ms: ● p50  | p90  × p95  ▸ p99" if ax is axes[0] else "ms")
@@ -90,13 +98,15 @@ def scatter(points: Sequence[tuple[str, str, float, float]], x_label: str, y_lab
     figure, (ax,) = _panels(1, 6.4, 4.4)
     for i, name in enumerate(dict.fromkeys(series for series, *_ in points)):
         own = [(note, x, y) for series, note, x, y in points if series == name]
-        ax.plot([x for _, x, _ in own], [y for *_, y in own], label=name, markersize=5, linewidth=0.7, **_series(i))
+        ax.plot(
+            [x for _, x, _ in own], [y for *_, y in own], label=name, markersize=5, linewidth=0.7, **series_style(i)
+        )
         for note, x, y in own:
-            ax.annotate(note, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7, color="0.35")
+            ax.annotate(note, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7, color="0.5")
     ax.set(xlabel=x_label, ylabel=y_label)
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
-    ax.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    ax.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), **_LEGEND)
     return _svg(figure)
 
 
@@ -104,12 +114,12 @@ def timelines(rows: Mapping[str, tuple[Steps, Steps, Sequence[float]]], begin: f
     """Two lanes per name, the target's steps and the draft's, and the arrivals of tokens; from ``begin`` to ``end``."""
     figure, axes = _panels(len(rows), 9.0, 1.25, columns=1)
     for ax, (name, (target, draft, arrivals)) in zip(axes, rows.items(), strict=True):
-        for y, steps, color in ((1, target, "C0"), (0, draft, "C1")):
+        for y, steps, color in ((1, target, _TARGET), (0, draft, _DRAFT)):
             seen = [((at - begin) * 1e3, s * 1e3) for at, s, _ in steps if at < end and at + s > begin]
-            ax.broken_barh(seen, (y - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=0.6)
+            ax.broken_barh(seen, (y - 0.35, 0.7), facecolor=color, edgecolor=BACKGROUND, linewidth=0.6)
         for at in arrivals:
             if begin <= at <= end:
-                ax.axvline((at - begin) * 1e3, color="0.4", linewidth=0.6, linestyle=":")
+                ax.axvline((at - begin) * 1e3, color="0.5", linewidth=0.6, linestyle=":")
         ax.set_yticks([0, 1], ["draft", "target"])
         ax.set_ylim(-0.5, 1.5)
         ax.set_xlim(0, (end - begin) * 1e3)
@@ -119,8 +129,9 @@ def timelines(rows: Mapping[str, tuple[Steps, Steps, Sequence[float]]], begin: f
     return _svg(figure)
 
 
-def _series(number: int) -> dict[str, str]:
-    return {"marker": _MARKERS[number % len(_MARKERS)], "color": f"C{number % 10}"}
+def series_style(number: int) -> dict[str, str]:
+    """Color and marker of the series of a plot that has this number; the first 63 all differ."""
+    return {"marker": _MARKERS[number % len(_MARKERS)], "color": _COLORS[number % len(_COLORS)]}
 
 
 def _panels(count: int, width: float, height: float, columns: int | None = None) -> tuple[Any, list[Any]]:

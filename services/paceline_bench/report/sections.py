@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from paceline_bench import baselines
 from paceline_bench.arithmetic import Ratio, all_shares, mean_context
 from paceline_bench.latency import METRICS, latencies
 from paceline_bench.local import devices
-from paceline_bench.machine import floor_s
-from paceline_bench.report import forms, plots
+from paceline_bench.machine import CLIENT, floor_s
+from paceline_bench.report import forms, headline, plots
 from paceline_bench.report.documents import LocalRun, Run, ServeRun
-from paceline_bench.report.forms import Row, hits_of, number, rows_of, share
+from paceline_bench.report.forms import Row, hits_of, number, percentiles, rows_of, share
 from paceline_bench.report.page import Section
 from paceline_bench.report.plots import Point
+from paceline_bench.report.service import service_sections
 from paceline_bench.report.summaries import Summary, best_of, summarize
 
 _TIMELINE_ROUNDS = 8
@@ -23,29 +24,34 @@ _ENVIRONMENT = (
     *("cpu", "cpu_flags", "cores", "memory_bytes", "system", "python", "torch", "transformers", "ray", "grpcio"),
     *("numpy", "threads_per_engine", "commit", "load_average", "taken", "command"),
 )
-_Cell = Mapping[str, Any]
-"""A cell of a ServeRun's document."""
 
 
 def all_sections(runs: Sequence[Run]) -> list[Section]:
     """All sections that the runs have something for."""
     local = [run for run in runs if isinstance(run, LocalRun)]
     loads = [run for run in local if not run.grouped]
-    makers = (throughput, against_transformers, latency, acceptance, per_device, floors, timeline)
-    found: list[Section | None] = [machine(runs), *(maker(loads) for maker in makers if loads)]
+    makers = (timeline, throughput, against_transformers, latency, acceptance, per_device, floors)
+    found: list[Section | None] = [headline.in_short(runs), *(maker(loads) for maker in makers if loads)]
     found.append(task_groups([run for run in local if run.grouped]))
     found += service_sections([run for run in runs if isinstance(run, ServeRun)])
+    found.append(machine(runs))
     return [section for section in found if section is not None]
 
 
 def machine(runs: Sequence[Run]) -> Section:
-    """Machine, versions and models of each run."""
+    """Machine, versions and models of each run; of an endpoint nothing but the client's machine is known."""
     rows = [("", *(_name(run) for run in runs))]
+    ours = [not isinstance(run, ServeRun) or not run.foreign for run in runs]
     for key in _ENVIRONMENT:
-        values = [_text(run.data["environment"].get(key)) for run in runs]
+        known = [own or key in CLIENT for own in ours]
+        values = [_text(run.data["environment"].get(key)) if k else "" for run, k in zip(runs, known, strict=True)]
         if any(values):
             rows.append((key.replace("_", " "), *values))
-    rows.append(("dtype", *(str(run.data["settings"].get("dtype", "-")) for run in runs)))
+    if not any(ours):
+        title = "The machine of the client"
+        return Section(title, "", [("", _name(runs[0])), *rows[1:]] if len(runs) == 1 else rows)
+    dtypes = [str(run.data["settings"].get("dtype", "-")) for run in runs]
+    rows.append(("dtype", *(dtype if own else "-" for own, dtype in zip(ours, dtypes, strict=True))))
     for role in ("target", "draft"):
         rows.append((role, *(str((run.data["models"].get(role) or {}).get("text", "-")) for run in runs)))
     same = [(row[0], row[1]) for row in rows[1:] if len(set(row[1:])) == 1]
@@ -84,7 +90,7 @@ def throughput(runs: Sequence[LocalRun]) -> Section:
         "same: requests whose tokens are those of plain decoding, where that is claimed."
     )
     drawn = plots.lines(panels, "requests at once", "tokens/s")
-    return Section("Tokens per second by concurrency", text, rows_of(rows), drawn)
+    return Section("Tokens per second by concurrency", text, rows_of(rows), drawn, group=3, best="tokens/s")
 
 
 def against_transformers(runs: Sequence[LocalRun]) -> Section | None:
@@ -119,7 +125,7 @@ def latency(runs: Sequence[LocalRun]) -> Section:
         shown = {s.method for s in _best(summaries)}
         for s in summaries:
             found = latencies(r for r in run.records if (r.method, r.temperature) == (s.method, s.temperature))
-            rows.append((*_place(run, s), *_percentiles(found)))
+            rows.append((*_place(run, s), *percentiles(found)))
             if s.method in shown and temperature == min(s.temperature for s in run.summaries):
                 values = {name: {str(p): v for p, v in found[name].items()} for name in METRICS}
                 drawn.append((f"{run.label}, {run.sessions} at once: {s.method}", values))
@@ -129,7 +135,7 @@ def latency(runs: Sequence[LocalRun]) -> Section:
         "speculation emits bursts, so its median goes to 0 and its 99 % to the time of a round.\n"
         "The plot has the lowest temperature and each mode at its best K."
     )
-    return Section("Latency percentiles", text, rows_of(rows), plots.percentiles(drawn, METRICS))
+    return Section("Latency percentiles", text, rows_of(rows), plots.percentiles(drawn, METRICS), group=3)
 
 
 def acceptance(runs: Sequence[LocalRun]) -> Section | None:
@@ -170,7 +176,7 @@ def acceptance(runs: Sequence[LocalRun]) -> Section | None:
         "Hit: when a step ended, the tree already held a continuation of its outcome."
     )
     drawn = plots.lines(panels, "temperature", "")
-    return Section("Acceptance and hit rate by temperature", text, rows_of(rows), drawn)
+    return Section("Acceptance and hit rate by temperature", text, rows_of(rows), drawn, group=2)
 
 
 def per_device(runs: Sequence[LocalRun]) -> Section:
@@ -198,7 +204,8 @@ def per_device(runs: Sequence[LocalRun]) -> Section:
         "run's lowest temperature; numbers at the points: requests at once."
     )
     drawn = plots.scatter(points, "a request's tokens/s", "tokens/s per device")
-    return Section("Per-device throughput and per-request speed", text, rows_of(rows), drawn)
+    title, best = "Per-device throughput and per-request speed", "tokens/s per device"
+    return Section(title, text, rows_of(rows), drawn, group=3, best=best)
 
 
 def floors(runs: Sequence[LocalRun]) -> Section | None:
@@ -232,7 +239,7 @@ def floors(runs: Sequence[LocalRun]) -> Section | None:
         "in the same run. Steps: medians of plain decoding's with one token per request, and of the draft's tree steps "
         "of as many nodes in lock step. A draft that stays in the cache is faster than the memory's floor."
     )
-    return Section("Steps against the memory's floor", text, rows_of(rows)) if rows else None
+    return Section("Steps against the memory's floor", text, rows_of(rows), group=2) if rows else None
 
 
 def task_groups(runs: Sequence[LocalRun]) -> Section | None:
@@ -254,7 +261,7 @@ def task_groups(runs: Sequence[LocalRun]) -> Section | None:
                     )
                 )
     text = "Held-out text by what comes next, or the categories of the prompts' file; every group on its own."
-    return Section("Task groups", text, rows_of(rows)) if rows else None
+    return Section("Task groups", text, rows_of(rows), group=4, best="tokens/s") if rows else None
 
 
 def timeline(runs: Sequence[LocalRun]) -> Section | None:
@@ -303,114 +310,6 @@ def overlap_s(target: Iterable[Sequence[float]], draft: Iterable[Sequence[float]
     return total
 
 
-def service_sections(runs: Sequence[ServeRun]) -> list[Section | None]:
-    """Sections on runs of ``paceline bench serve`` and ``paceline bench endpoint``."""
-    cells = [(run, cell) for run in runs for cell in run.cells]
-    closed = [(run, cell) for run, cell in cells if not cell.get("rate")]
-    opened = [(run, cell) for run, cell in cells if cell.get("rate")]
-    return [
-        _loads("The service in a closed loop", closed, "sessions", "requests at once") if closed else None,
-        _loads("The service in an open loop", opened, "rate", "arrivals per second") if opened else None,
-        _service_latency([(run, cell) for run, cell in cells if "latency_s" in cell]),
-        _service_groups(cells),
-    ]
-
-
-def _loads(title: str, cells: Sequence[tuple[ServeRun, _Cell]], key: str, x_label: str) -> Section:
-    rows: list[Row] = []
-    panels: dict[str, dict[str, list[Point]]] = {}
-    for run, c in cells:
-        run_, *_, where = _service_place(run, c)
-        rows.append(
-            (
-                run_,
-                ("T", f"{c['temperature']:g}"),
-                ("delay ms", f"{c['delay_ms']:g}"),
-                (x_label, _load(c)),
-                where,
-                ("tokens/s", f"{c['tokens_per_s']:.1f}"),
-                ("least-most", forms.ends(c["tokens_per_s_range"])),
-                ("requests/s", number(c.get("requests_per_s"))),
-                ("goodput/s", number(c.get("goodput_per_s"))),
-                ("failed", str(c.get("failed", 0))),
-                ("x local", _service_ratio(c.get("over_local"))),
-                ("x plain", _service_ratio(c.get("over_plain"))),
-                ("accepted", number(c.get("acceptance"), 3)),
-                ("tok/round", number(c["tokens_per_round"] or None)),
-                ("same", f"{c['identical']['hits']}/{c['identical']['events']}" if c["identical"]["events"] else "-"),
-            )
-        )
-        delay = f", {c['delay_ms']:g} ms each way to the draft" if c["delay_ms"] else ""
-        panel = panels.setdefault(f"{run.label}, temperature {c['temperature']:g}{delay}", {})
-        point = Point(c[key], c["tokens_per_s"], *c["tokens_per_s_range"])
-        panel.setdefault(c["configuration"], []).append(point)
-    limits = {_limits(run) for run, _ in cells} - {""}
-    goodput = f" Goodput: requests per second that keep {', '.join(sorted(limits))}." if limits else ""
-    text = (
-        "All tokens over the wall clock of a unit, prefill included; bars: least and most of single repeats. Clients "
-        f"run on the same cores.{goodput}"
-    )
-    return Section(title, text, rows_of(rows), plots.lines(panels, x_label, "tokens/s"))
-
-
-def _limits(run: ServeRun) -> str:
-    limits = run.data["settings"].get("goodput") or {}
-    return " and ".join(f"{name.upper()} <= {value:g} ms" for name, value in limits.items())
-
-
-def _service_latency(cells: Sequence[tuple[ServeRun, _Cell]]) -> Section | None:
-    if not cells:
-        return None
-    rows, drawn = [], []
-    lowest = min(c["temperature"] for _, c in cells)
-    for run, c in cells:
-        rows.append((*_service_place(run, c), *_percentiles(c["latency_s"])))
-        if c["temperature"] == lowest and not c["delay_ms"]:
-            by_text = {name: {str(p): v for p, v in c["latency_s"][name].items()} for name in METRICS}
-            drawn.append((f"{_load(c)}: {c['configuration']}", by_text))
-    text = "At the client, in milliseconds; the plot has the lowest temperature, without added delay."
-    picture = plots.percentiles(drawn, METRICS) if drawn else ""
-    return Section("Latency of the service", text, rows_of(rows), picture)
-
-
-def _service_groups(cells: Sequence[tuple[ServeRun, _Cell]]) -> Section | None:
-    rows = [
-        (
-            *_service_place(run, c),
-            ("group", group),
-            ("requests", str(found["requests"])),
-            ("a stream's tokens/s", number(found["stream_tokens_per_s"], 1)),
-            ("tok/round", number(found["tokens_per_round"])),
-            ("accepted", number(found["acceptance"], 3)),
-        )
-        for run, c in cells
-        for group, found in (c.get("groups") or {}).items()
-    ]
-    text = "All groups are asked at once; a stream: a request's own."
-    return Section("Task groups at the service", text, rows_of(rows)) if rows else None
-
-
-def _service_place(run: ServeRun, cell: _Cell) -> Row:
-    return (
-        ("run", run.label),
-        ("T", f"{cell['temperature']:g}"),
-        ("delay ms", f"{cell['delay_ms']:g}"),
-        ("load", _load(cell)),
-        ("where", cell["configuration"]),
-    )
-
-
-def _load(cell: _Cell) -> str:
-    if not cell.get("rate"):
-        return f"{cell['sessions']} at once"
-    shape = cell.get("burstiness", 1.0)
-    return f"{cell['rate']:g}/s" + ("" if shape == 1 else f", shape {shape:g}")
-
-
-def _service_ratio(value: Mapping[str, float] | None) -> str:
-    return "-" if value is None else f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
-
-
 def _cells(runs: Sequence[LocalRun]) -> Iterator[tuple[LocalRun, float, list[Summary]]]:
     """Every run at every temperature with its summaries, by label, temperature and sessions."""
     found = []
@@ -441,12 +340,8 @@ def _place(run: LocalRun, s: Summary) -> Row:
 
 
 def _over_plain(ratio: Ratio | None) -> Row:
-    value, spread = ("-", "-") if ratio is None else (f"{ratio.value:.2f}", forms.ends((ratio.low, ratio.high), 2))
+    value, spread = ("-", "-") if ratio is None else (f"{ratio.value:.2f}", forms.spread_of(ratio))
     return ("x plain", value), ("95 %", spread)
-
-
-def _percentiles(found: Mapping[str, Mapping[Any, float | None]]) -> Row:
-    return [(f"{name.upper()} p50/p90/p95/p99", forms.latency(found[name])) for name in METRICS]
 
 
 def _text(value: Any) -> str:

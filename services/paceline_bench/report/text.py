@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.cli.table import table
-from paceline_bench.arithmetic import Ratio, mean_context, one_token_steps
+from paceline_bench.arithmetic import mean_context, one_token_steps
 from paceline_bench.latency import METRICS, latencies
 from paceline_bench.load import Load
 from paceline_bench.machine import environment, floor_s
 from paceline_bench.models import ModelLabel
 from paceline_bench.processes import ROLES
 from paceline_bench.records import ENDPOINT, Outcome, RequestRecord, ServiceFacts, UnitRecord, differing
+from paceline_bench.report import forms
 from paceline_bench.report.forms import Row, counts, hits_of, latency, milliseconds, number, percent, rows_of, share
 from paceline_bench.report.summaries import Cell, Summary, best_of, cells_of, summarize
 from paceline_bench.settings import ServeSettings
@@ -28,12 +29,18 @@ _LOCAL_NOTES = (
     "hit: the tree held a continuation of the outcome when the step ended. same: requests whose tokens equal plain "
     "decoding's."
 )
-_SERVICE_NOTES = """\
+_RATE_NOTE = """\
 tokens/s: all tokens over the wall clock of a unit, prefill included [least..most of single repeats]; a stream:
-tokens after a request's first round over their time. x local: the same mode in one process; x plain: plain
-decoding at the same place; with the 95 % bootstrap interval over repeats. Latency at the client, in ms: TTFT to
-the first tokens, TPOT per request, ITL per token (0 for those that come with another), GAP between two messages,
-E2EL to the last. goodput: requests per second that keep every limit. tok/round: next token included. step, gap,
+tokens after a request's first round over their time"""
+_LATENCY_NOTE = """\
+Latency at the client, in ms: TTFT to the first tokens, TPOT per request, ITL per token (0 for those that come with
+another), GAP between two messages, E2EL to the last."""
+_GOODPUT_NOTE = "goodput: requests per second that keep every limit."
+_SPECULATION_NOTE = "tok/round, next token included, and accepted: by the server's own vllm:spec_decode counters."
+_SERVICE_NOTES = f"""\
+{_RATE_NOTE}. x local: the same mode in one process; x plain: plain
+decoding at the same place; with the 95 % bootstrap interval over repeats. {_LATENCY_NOTE}
+{_GOODPUT_NOTE} tok/round: next token included. step, gap,
 gap on a hit: means at the target in ms; share: of gap in gap and step. waits: share of its time in which all
 waited for the draft. CPU in ms per emitted token; client: this process, which in local rows is also the relay.
 Prompts are in the prefix cache of both sides before anything is measured."""
@@ -61,6 +68,8 @@ def local_text(
 def service_text(labels: Mapping[str, ModelLabel], settings: ServeSettings, outcome: Outcome) -> str:
     """Report of ``paceline bench serve`` and ``paceline bench endpoint``."""
     loads = "; ".join(load.name for load in settings.loads)
+    if not settings.places:
+        return _endpoint_text(settings, outcome, loads)
     run = f"{settings.max_tokens} tokens per request, K={settings.draft_tokens}, coupled acceptance"
     lines = [
         f"{run}; repeats {settings.repeats}; loads: {loads}",
@@ -80,6 +89,26 @@ def service_text(labels: Mapping[str, ModelLabel], settings: ServeSettings, outc
         if own:
             lines += ["", *_table(map(_cell_target, own)), "", *_table(_cell_cpu(c, roles) for c in own)]
     return "\n".join([*lines, "", _SERVICE_NOTES, *_failures(outcome.units), *_identity(outcome.units)])
+
+
+def _endpoint_text(settings: ServeSettings, outcome: Outcome, loads: str) -> str:
+    """Report on an endpoint alone: what was sent and what came, and nothing that only a service of ours has."""
+    assert settings.endpoint is not None, "there is something to measure"
+    machine = environment()
+    lines = [
+        settings.endpoint.url,
+        f"{settings.max_tokens} tokens per request; repeats {settings.repeats}; loads: {loads}",
+        f"client on cpu {machine['cpu']}, {machine['cores']} cores, load {machine['load_average'][0]}",
+    ]
+    cells = cells_of(outcome.units, settings.goodput)
+    for temperature in dict.fromkeys(c.temperature for c in cells):
+        of_it = [c for c in cells if c.temperature == temperature]
+        lines += ["", f"temperature {temperature:g}", *_table(map(_cell_speed, of_it))]
+        lines += ["", *_table(map(_cell_latency, of_it))]
+    notes = [_RATE_NOTE + ".", _LATENCY_NOTE]
+    notes += [_GOODPUT_NOTE] if settings.goodput else []
+    notes += [_SPECULATION_NOTE] if any(c.tokens_per_round for c in cells) else []
+    return "\n".join([*lines, "", *notes, *_failures(outcome.units)])
 
 
 def _table(rows: Iterable[Row]) -> list[str]:
@@ -116,7 +145,9 @@ def _floor(floor: Mapping[str, Any], records: Sequence[RequestRecord]) -> list[s
 
 
 def _method_speed(s: Summary) -> Row:
-    ratio = "-" if s.ratio is None else f"{_ratio(s.ratio)} [{s.ratio.least:.2f}..{s.ratio.most:.2f}]"
+    ratio = forms.speed_up(s.ratio)
+    if s.ratio is not None and s.ratio.least != s.ratio.most:
+        ratio += f" [{s.ratio.least:.2f}..{s.ratio.most:.2f}]"
     return (
         ("method", s.method),
         ("tokens/s", f"{s.decode_tokens_per_s:.1f}"),
@@ -188,14 +219,14 @@ def _cell_speed(c: Cell) -> Row:
     least, most = c.tokens_per_s_range
     return (
         _cell_name(c),
-        ("tokens/s", f"{c.tokens_per_s:.1f} [{least:.1f}..{most:.1f}]"),
+        ("tokens/s", f"{c.tokens_per_s:.1f} " + ("(not repeated)" if least == most else f"[{least:.1f}..{most:.1f}]")),
         ("a stream", f"{c.stream_tokens_per_s:.1f}"),
-        ("x local", _ratio(c.over_local)),
-        ("x plain", _ratio(c.over_plain)),
+        ("x local", forms.speed_up(c.over_local)),
+        ("x plain", forms.speed_up(c.over_plain)),
         ("requests/s", f"{c.requests_per_s:.2f}"),
         ("goodput/s", number(c.goodput_per_s)),
         ("failed", str(c.failed)),
-        ("tok/round", f"{c.tokens_per_round:.2f}"),
+        ("tok/round", number(c.tokens_per_round or None)),
         ("accepted", number(c.acceptance, 3)),
         ("same", hits_of(c.identical)),
     )
@@ -243,7 +274,3 @@ def _identity(units: Sequence[UnitRecord]) -> list[str]:
             f"delay {unit.delay_ms:g} ms, repeat {unit.repeat}, request {request.unit} ({request.prompt})"
         )
     return lines
-
-
-def _ratio(ratio: Ratio | None) -> str:
-    return "-" if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
