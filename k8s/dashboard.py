@@ -1,11 +1,14 @@
-"""The Grafana dashboard, from one list of panels: both pools and what lies between them.
+"""The Grafana dashboards, from one list of panels: both pools and what lies between them.
 
-Metrics are those of Ray's exporters, as in ``components/monitoring/rules.yaml``.
+a fleet        Ray's exporters on Kubernetes, as in ``components/monitoring/rules.yaml``
+one address    ``/metrics`` of a service itself, which is a page for all of its replicas: ``cluster/grafana.json``
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,13 +286,60 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 )
 
 
-def expressions() -> list[str]:
+RAY_ROW = "Ray and Kubernetes"
+"""The row that one address has nothing for."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """A dashboard: where its metrics are scraped."""
+
+    uid: str
+    title: str
+    rows: tuple[tuple[str, tuple[Panel, ...]], ...]
+    variables: tuple[tuple[str, str], ...]
+    """Name of each of Grafana's variables, and the label that it lists."""
+    sessions: str
+    """A series that every service has, from which the variables take their values."""
+    expression: Callable[[str], str]
+    """From a query of ``ROWS`` to what is asked."""
+
+
+def _of_fleet(query: str) -> str:
+    return query.replace("@", _WHERE)
+
+
+def _of_one_address(query: str) -> str:
+    """By the names that the service gives its metrics, of which Ray's exporters make their own."""
+    query = query.replace("ray_vllm_", "vllm:").replace("ray_paceline_", "paceline_")
+    return re.sub(r"\bReplicaId\b", "replica_id", query).replace("@", 'job="$job"')
+
+
+FLEET = Board(
+    "paceline",
+    "Paceline",
+    ROWS,
+    (("namespace", "namespace"), ("cluster", "ray_io_cluster")),
+    "ray_paceline_sessions",
+    _of_fleet,
+)
+ONE_ADDRESS = Board(
+    "paceline-service",
+    "Paceline, one service",
+    tuple((title, panels) for title, panels in ROWS if title != RAY_ROW),
+    (("job", "job"),),
+    "paceline_sessions",
+    _of_one_address,
+)
+
+
+def expressions(board: Board = FLEET) -> list[str]:
     """Every query, as Grafana sends it but for its own variables."""
-    return [expr.replace("@", _WHERE) for _, panels in ROWS for panel in panels for _, expr in panel.queries]
+    return [board.expression(expr) for _, panels in board.rows for panel in panels for _, expr in panel.queries]
 
 
-def _variable(name: str, label: str) -> dict[str, Any]:
-    query = f"label_values(ray_paceline_sessions, {label})"
+def _variable(board: Board, name: str, label: str) -> dict[str, Any]:
+    query = f"label_values({board.sessions}, {label})"
     return {
         "name": name,
         "type": "query",
@@ -303,9 +353,9 @@ def _variable(name: str, label: str) -> dict[str, Any]:
     }
 
 
-def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+def _panel(board: Board, panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     targets = [
-        {"refId": chr(ord("A") + i), "expr": expr.replace("@", _WHERE), "legendFormat": legend}
+        {"refId": chr(ord("A") + i), "expr": board.expression(expr), "legendFormat": _legend(board, legend)}
         for i, (legend, expr) in enumerate(panel.queries)
     ]
     return {
@@ -321,35 +371,37 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     }
 
 
-def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana's model."""
+def _legend(board: Board, legend: str) -> str:
+    return legend if board is FLEET else legend.replace("ReplicaId", "replica_id")
+
+
+def dashboard(board: Board = FLEET) -> dict[str, Any]:
+    """A dashboard as Grafana's model."""
     panels: list[dict[str, Any]] = []
     y = 0
-    for title, row in ROWS:
+    for title, row in board.rows:
         position = {"x": 0, "y": y, "w": _WIDTH * _COLUMNS, "h": 1}
         panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": position, "panels": []})
         y += 1
         for i, panel in enumerate(row):
             at = (i % _COLUMNS * _WIDTH, y + i // _COLUMNS * _HEIGHT)
-            panels.append(_panel(panel, len(panels) + 1, *at))
+            panels.append(_panel(board, panel, len(panels) + 1, *at))
         y += -(-len(row) // _COLUMNS) * _HEIGHT
     datasource = {"name": "datasource", "type": "datasource", "query": "prometheus", "current": {}}
     return {
-        "uid": "paceline",
-        "title": "Paceline",
+        "uid": board.uid,
+        "title": board.title,
         "tags": ["paceline"],
         "schemaVersion": 39,
         "version": 1,
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {
-            "list": [datasource, _variable("namespace", "namespace"), _variable("cluster", "ray_io_cluster")]
-        },
+        "templating": {"list": [datasource, *(_variable(board, *variable) for variable in board.variables)]},
         "panels": panels,
     }
 
 
-def dashboard_json() -> str:
+def dashboard_json(board: Board = FLEET) -> str:
     """The same as text."""
-    return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(dashboard(board), indent=1, ensure_ascii=False) + "\n"

@@ -1,5 +1,5 @@
 """Writes the manifests that have their source elsewhere: the Serve configs of ``cluster/`` as patches of overlays, what
-pods fetch of the models that these name, the shapes of targets, and the Grafana dashboard.
+pods fetch of the models that these name, the shapes of targets, and the Grafana dashboards.
 
     python k8s/generate.py            writes            --check   exit status 1 if a file is not what would be written
     python k8s/generate.py --target FOLDER --tensor-parallel-size 16 --gpus-per-pod 8    a new overlay, see --help
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from dashboard import dashboard_json
+from dashboard import ONE_ADDRESS, dashboard_json
 from shapes import SHAPES, TargetShape
 from weights import Models, fetch_patch, fill_jobs, node_cache, wait_patch
 
@@ -85,6 +85,7 @@ def generated() -> dict[Path, str]:
     files[HERE / "node-cache" / "daemonsets.yaml"] = node_cache(models)
     files[components / "node-cache" / "wait.yaml"] = wait_patch(models)
     files[components / "monitoring" / "paceline.json"] = dashboard_json()
+    files[HERE.parent / "cluster" / "grafana.json"] = dashboard_json(ONE_ADDRESS)
     return files
 
 

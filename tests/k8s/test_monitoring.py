@@ -13,6 +13,7 @@ import ray
 import yaml
 from tests.k8s.support import K8S, REPOSITORY, needs_kubectl, of_kind, overlay
 
+from paceline.config import ServerConfig
 from paceline.metrics import catalogue, engines  # noqa: F401  # engines declares the counters of engines
 from paceline.metrics.declaration import CATALOGUE, Kind
 from paceline.types import Cause
@@ -202,6 +203,59 @@ def test_both_pools_and_what_users_see_are_on_the_dashboard():
         assert f'kind="{kind}"' in text
         for number in ("wanted", "actual", "demand"):
             assert re.search(rf'ray_paceline_scaling_{number}_replicas{{[^}}]*pool="{kind}"}}', text), (kind, number)
+
+
+def test_one_address_shows_what_the_fleet_shows_by_the_names_of_its_own_page():
+    board = json.loads((REPOSITORY / "cluster" / "grafana.json").read_text())
+    fleet = [panel["title"] for panel in dashboard()["panels"]]
+    own = [panel["title"] for panel in board["panels"]]
+    assert own == fleet[: fleet.index("Ray and Kubernetes")]
+    known = {}
+    for name, metric in CATALOGUE.items():
+        endings = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
+        labels = {"job", *metric.labels, *(["replica_id"] if metric.per_replica else [])}
+        known.update((name + ending, labels) for ending in endings)
+    asked = [target["expr"] for panel in board["panels"] if panel["type"] != "row" for target in panel["targets"]]
+    assert len(asked) > 40
+    for expression in asked:
+        assert "ray_" not in expression
+        assert "ReplicaId" not in expression
+        check(expression.replace("$__rate_interval", "1m").replace("$job", "paceline"), known)
+    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "job"]
+    scraped = yaml.safe_load((REPOSITORY / "cluster" / "prometheus.yml").read_text())["scrape_configs"]
+    assert [(job["job_name"], job["static_configs"][0]["targets"]) for job in scraped] == [
+        ("paceline", [f"127.0.0.1:{ServerConfig().http_port}"])
+    ]
+
+
+VLLM_BOARD = {
+    "e2e_request_latency_seconds_bucket",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "inter_token_latency_seconds_bucket",
+    "num_requests_running",
+    "num_requests_waiting",
+    "time_to_first_token_seconds_bucket",
+    "kv_cache_usage_perc",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_success_total",
+    "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum",
+    "request_decode_time_seconds_sum",
+    "request_time_per_output_token_seconds_bucket",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+}
+"""Series behind ``vllm:`` that vLLM's dashboards and documentation name, by ``model_name``."""
+
+
+def test_the_names_of_vllms_boards_are_on_the_page():
+    for series in VLLM_BOARD:
+        name = f"vllm:{series}"
+        metric = CATALOGUE.get(name) or CATALOGUE[name.rpartition("_")[0]]
+        assert "model_name" in metric.labels, series
+        assert (metric.kind is Kind.HISTOGRAM) == (name not in CATALOGUE), series
 
 
 def test_every_alert_has_a_page_that_says_what_to_do():

@@ -12,6 +12,7 @@ _TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5
 _GAP_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _SHORT_S = (.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60)
+_TOKENS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2, 5))
 _PER_ROUND = (*(float(n) for n in range(1, MAX_DRAFT_TOKENS + 2)),)
 # fmt: on
 
@@ -63,6 +64,42 @@ PROMPT_TOKENS = counter("vllm:prompt_tokens_total", "tokens", "Prompt tokens of 
 GENERATION_TOKENS = counter("vllm:generation_tokens_total", "tokens", "Tokens emitted.", "model_name")
 REQUEST_SUCCESS = counter(
     "vllm:request_success_total", "requests", "Requests that ended, by reason.", "model_name", "finished_reason"
+)
+REQUEST_PREFILL = histogram(
+    "vllm:request_prefill_time_seconds",
+    "seconds",
+    "From the opening of a request's session to its first token.",
+    _REQUEST_S,
+    "model_name",
+)
+REQUEST_DECODE = histogram(
+    "vllm:request_decode_time_seconds", "seconds", "From a request's first token to its last.", _REQUEST_S, "model_name"
+)
+REQUEST_INFERENCE = histogram(
+    "vllm:request_inference_time_seconds",
+    "seconds",
+    "From the opening of a request's session to its last token.",
+    _REQUEST_S,
+    "model_name",
+)
+REQUEST_PER_TOKEN = histogram(
+    "vllm:request_time_per_output_token_seconds",
+    "seconds",
+    "Decode time of a request per token after its first.",
+    _GAP_S,
+    "model_name",
+)
+REQUEST_PROMPT_TOKENS = histogram(
+    "vllm:request_prompt_tokens", "tokens", "Prompt tokens of a finished request.", _TOKENS, "model_name"
+)
+REQUEST_GENERATION_TOKENS = histogram(
+    "vllm:request_generation_tokens", "tokens", "Tokens emitted for a finished request.", _TOKENS, "model_name"
+)
+PREFIX_QUERIES = counter(
+    "vllm:prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache.", "model_name"
+)
+PREFIX_HITS = counter(
+    "vllm:prefix_cache_hits_total", "tokens", "Prompt tokens that the prefix cache held.", "model_name"
 )
 KV_USAGE = gauge(
     "vllm:kv_cache_usage_perc", "ratio", "Part of a target's KV cache in use; 1 is all.", "model_name", per_replica=True

@@ -27,10 +27,18 @@ from paceline.metrics.catalogue import (
     GENERATION_TOKENS,
     INTER_TOKEN,
     MOVED,
+    PREFIX_HITS,
+    PREFIX_QUERIES,
     PROMPT_TOKENS,
     QUEUE,
     REJECTED,
     REOPENED,
+    REQUEST_DECODE,
+    REQUEST_GENERATION_TOKENS,
+    REQUEST_INFERENCE,
+    REQUEST_PER_TOKEN,
+    REQUEST_PREFILL,
+    REQUEST_PROMPT_TOKENS,
     REQUEST_QUEUE,
     REQUEST_SUCCESS,
     REQUESTS_RUNNING,
@@ -86,6 +94,14 @@ class RouterMetrics:
         self._ttft = registry.histogram(TTFT, model_name)
         self._e2e = registry.histogram(E2E, model_name)
         self._prompt_tokens = registry.counter(PROMPT_TOKENS, model_name)
+        self._prefill = registry.histogram(REQUEST_PREFILL, model_name)
+        self._decode = registry.histogram(REQUEST_DECODE, model_name)
+        self._inference = registry.histogram(REQUEST_INFERENCE, model_name)
+        self._per_token = registry.histogram(REQUEST_PER_TOKEN, model_name)
+        self._request_prompt = registry.histogram(REQUEST_PROMPT_TOKENS, model_name)
+        self._request_generation = registry.histogram(REQUEST_GENERATION_TOKENS, model_name)
+        self._prefix_queries = registry.counter(PREFIX_QUERIES, model_name)
+        self._prefix_hits = registry.counter(PREFIX_HITS, model_name)
         reasons = (*(reason.value for reason in FinishReason), "error")
         self._ended = {reason: registry.counter(REQUEST_SUCCESS, model_name, reason) for reason in reasons}
         self._link = registry.histogram(DRAFT_LINK)
@@ -129,9 +145,18 @@ class RouterMetrics:
 
     def finished(self, result: Result) -> None:
         """A session has its result."""
-        timing = result.timing
+        timing, usage = result.timing, result.usage
         self._ended[result.finish_reason.value].inc()
-        self._prompt_tokens.inc(result.usage.prompt_tokens)
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._prefix_queries.inc(usage.prompt_tokens)
+        self._prefix_hits.inc(usage.cached_tokens)
+        self._request_prompt.observe(usage.prompt_tokens)
+        self._request_generation.observe(usage.completion_tokens)
+        self._prefill.observe(timing.prefill_s)
+        self._decode.observe(timing.decode_s)
+        self._inference.observe(timing.prefill_s + timing.decode_s)
+        if usage.completion_tokens > 1:
+            self._per_token.observe(timing.decode_s / (usage.completion_tokens - 1))
         self._e2e.observe(timing.queue_s + timing.prefill_s + timing.decode_s)
 
     def failed(self, reason: str) -> None:
