@@ -1,13 +1,17 @@
-"""A step's plan goes to other ranks as bytes and is the same plan there."""
+"""A step's plan is laid out by columns as it would be token by token, and is the same plan after a journey as bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 
+from paceline.model import step_plan
+from paceline.model.kv_cache import flat_rows
+from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -27,6 +31,95 @@ def _tree(rng: random.Random, num_tokens: int, start: int, *, positions: bool) -
     step.visible = torch.rand(num_tokens, start + num_tokens) < 0.5
     step.key_positions = torch.randint(0, 500, (start + num_tokens,)) if positions else None
     return step
+
+
+def _batch(seed: int) -> list[SequenceStep]:
+    """Chunks beside short sequences, pages copied and rows written twice, trees with and without positions."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    longest = (1, 9, 40, 200)[seed % 4]
+    steps = [_chain(rng, rng.randint(1, longest), rng.randint(0, 300)) for _ in range(rng.randint(1, 6))]
+    for step in steps[::2]:
+        step.also = [(rng.randrange(len(step.token_ids)), rng.randrange(SCRATCH_ROW)) for _ in range(rng.randint(0, 4))]
+        step.copies = [(rng.randrange(100), rng.randrange(100, 200))] * rng.randint(0, 1)
+    if seed % 3 == 0:
+        for positions in (False, True):
+            steps.insert(0, _tree(rng, rng.randint(1, 12), rng.randint(0, 200), positions=positions))
+            steps[0].positions = [rng.randrange(500) for _ in steps[0].token_ids]
+    return steps
+
+
+def _plain(steps: list[SequenceStep], spare: int) -> dict[str, object]:
+    """The slow twin: what ``StepPlan.of`` lays out, token by token."""
+    lengths = [len(step.token_ids) for step in steps]
+    row_len = padded_row_len(max(lengths))
+    if len(steps) > 1 and row_len > QUERY_ROW_LEN and min(lengths) <= row_len // 2:
+        row_len = max(QUERY_ROW_LEN, padded_row_len(min(lengths)))
+    seen = [max(step.rows) + 1 if step.visible is None else step.visible.shape[1] for step in steps]
+    num_pages = padded_pages(max(pages_for(max(s, max(step.rows) + 1)) for s, step in zip(seen, steps, strict=True)))
+    names = ("tokens", "positions", "logits_index", "write_rows", "write_tokens", "page_table", "gather", "scatter")
+    plan: dict[str, list] = {name: [] for name in (*names, "query_rows", "visible", "key_positions")}
+    also: list[tuple[int, int]] = []
+    for step in steps:
+        base = len(plan["tokens"])
+        num_tokens = len(step.token_ids)
+        plan["tokens"] += step.token_ids
+        plan["positions"] += step.positions
+        plan["write_rows"] += [flat_rows(step.pages, row, row + 1)[0] for row in step.rows]
+        plan["logits_index"] += range(base + num_tokens - step.num_logits, base + num_tokens)
+        also += [(base + token, row) for token, row in step.also]
+        for first in range(0, num_tokens, row_len):
+            of_row = [*range(first, min(first + row_len, num_tokens))]
+            at = len(plan["gather"]) * row_len
+            plan["scatter"] += range(at, at + len(of_row))
+            of_row += of_row[-1:] * (row_len - len(of_row))
+            plan["gather"].append([base + token for token in of_row])
+            plan["query_rows"].append([step.rows[token] for token in of_row])
+            plan["page_table"].append([*step.pages, *[step.pages[0]] * num_pages][:num_pages])
+            sees = np.zeros((row_len, num_pages * PAGE_SIZE), bool)
+            position = np.arange(num_pages * PAGE_SIZE)
+            for place, token in enumerate(of_row):
+                if step.visible is None:
+                    sees[place, : step.rows[token] + 1] = True
+                else:
+                    sees[place, : step.visible.shape[1]] = step.visible[token].numpy()
+            if step.visible is not None and step.key_positions is not None:
+                position[: step.visible.shape[1]] = step.key_positions.numpy()
+            plan["visible"].append(sees)
+            plan["key_positions"].append(position)
+    plan["write_tokens"] = [*range(len(plan["tokens"])), *(token for token, _ in also)]
+    plan["write_rows"] += [row for _, row in also]
+    scratch = padded_tokens(len(plan["write_rows"]), spare) - len(plan["write_rows"])
+    plan["write_rows"] += [SCRATCH_ROW + i % PAGE_SIZE for i in range(scratch)]
+    plan["write_tokens"] += [0] * scratch
+    for name in ("tokens", "positions", "logits_index", "scatter"):
+        count = len(plan[name])
+        plan[name] += [0] * (padded_tokens(count, spare) - count)
+    trees = any(step.visible is not None for step in steps)
+    return {
+        name: np.array(values) for name, values in plan.items() if trees or name not in ("visible", "key_positions")
+    }
+
+
+def _assert_plain(steps: list[SequenceStep], spare: int) -> None:
+    plan = StepPlan.of(steps, SCRATCH_ROW, spare)
+    for name, expected in _plain(steps, spare).items():
+        assert np.array_equal(getattr(plan, name).numpy(), expected), name
+    assert plan.num_logits == sum(step.num_logits for step in steps)
+    assert plan.copies == tuple(pair for step in steps for pair in step.copies)
+
+
+def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
+    for seed in range(48):
+        _assert_plain(_batch(seed), (0, 0, 3, 63)[seed % 4])
+
+
+def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = step_plan._ragged
+    monkeypatch.setattr(step_plan, "_ragged", lambda starts, counts: right(starts, counts) + (counts[-1] > 1))
+    for seed in (1, 2, 3):
+        with pytest.raises(AssertionError):
+            _assert_plain(_batch(seed), 0)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -299,9 +299,8 @@ class _Node:
         return self._index
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One position of a session whose next token is to be decided."""
+class Row(NamedTuple):
+    """One position of a session whose next token is to be decided. A tuple: a step makes one for every token."""
 
     state: SamplerState
     suffix: tuple[int, ...] = ()

@@ -151,7 +151,7 @@ class Proposal:
 
     def first(self, num_tokens: int) -> Proposal:
         """The proposal cut after its first ``num_tokens`` tokens."""
-        if len(self) <= num_tokens:
+        if len(self.token_ids) <= num_tokens:
             return self
         n = max(0, num_tokens)
         parents = self.parents[:n]
@@ -177,7 +177,7 @@ class Proposal:
     def suffixes(self) -> list[tuple[int, ...]]:
         """The uncommitted tokens before each row of a verification: none, and then up to each token."""
         if not self.parents:
-            return [self.token_ids[:i] for i in range(len(self) + 1)]
+            return [self.token_ids[:i] for i in range(len(self.token_ids) + 1)]
         rows: list[tuple[int, ...]] = [()]
         for token_id, parent in zip(self.token_ids, self.parents, strict=True):
             rows.append((*rows[parent + 1], token_id))
@@ -189,6 +189,8 @@ class Proposal:
         Args:
             own: the target's token at each row, ``own[0]`` after the context and ``own[i + 1]`` after token i.
         """
+        if not self.parents:
+            return list(range(num_equal(self.token_ids, own)))
         path: list[int] = []
         at = -1
         for index, token_id in enumerate(self.token_ids):  # a child comes behind its parent, and siblings differ
@@ -199,6 +201,8 @@ class Proposal:
 
     def along(self, token_ids: Sequence[int]) -> list[int]:
         """Indices of the tokens on the path that begins ``token_ids``, as far as it is proposed."""
+        if not self.parents:
+            return list(range(num_equal(self.token_ids, token_ids)))
         path: list[int] = []
         at = -1
         for index, token_id in enumerate(self.token_ids):
@@ -206,6 +210,20 @@ class Proposal:
                 path.append(index)
                 at = index
         return path
+
+
+NO_PROPOSAL = Proposal()
+"""Nothing to verify: the one that is taken wherever there are no tokens."""
+
+
+def num_equal(token_ids: Sequence[int], others: Sequence[int]) -> int:
+    """Number of tokens at the beginning that two sequences have in common."""
+    num = 0
+    for token_id, other in zip(token_ids, others, strict=False):
+        if token_id != other:
+            break
+        num += 1
+    return num
 
 
 class Refusal(Enum):
@@ -339,7 +357,10 @@ class SpeculationTree:
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
         """Follows committed tokens and prunes what is no longer below the anchor. Amortized O(1) per node."""
-        cause = Cause.LATE if self._suffix else None
+        if self._suffix:  # nothing can be below the anchor
+            self._suffix.extend(token_ids)
+            return Walk((), tuple(token_ids), Cause.LATE)
+        cause = None
         node_ids = []
         for token_id in token_ids:
             child = None if self._suffix else self._anchor.children.get(token_id)
@@ -366,12 +387,14 @@ class SpeculationTree:
         while node is not None and len(path) < k:
             path.append(node)
             node = node.best
+        if not path:
+            return NO_PROPOSAL
         return Proposal(
-            token_ids=tuple(n.token_id for n in path),
-            qs=tuple(n.q for n in path),
-            probs=tuple(n.prob for n in path),
-            node_ids=tuple(n.node_id for n in path),
-            claims=tuple(n.claims for n in path),
+            token_ids=tuple([n.token_id for n in path]),
+            qs=tuple([n.q for n in path]),
+            probs=tuple([n.prob for n in path]),
+            node_ids=tuple([n.node_id for n in path]),
+            claims=tuple([n.claims for n in path]),
         )
 
     def check_integrity(self) -> None:

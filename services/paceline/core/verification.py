@@ -30,7 +30,7 @@ from paceline.core.deferred import Check, DeferredChecks, download, upload
 from paceline.core.noise import Stream, gumbel_argmax, uniform
 from paceline.core.processors import Row
 from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
-from paceline.core.tree import Proposal
+from paceline.core.tree import Proposal, num_equal
 from paceline.errors import EngineError
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance
@@ -106,7 +106,8 @@ def decide(
     Raises:
         InvalidRequestError, EngineError: see ``process``.
     """
-    ends = [*accumulate(len(proposal) + 1 for proposal in proposals)]  # session i owns rows [ends[i - 1], ends[i])
+    # Session i owns rows [ends[i - 1], ends[i]).
+    ends = [*accumulate([len(proposal.token_ids) + 1 for proposal in proposals])]
     verdicts = _decide_batch(logits, rows, proposals, rules, ends)
     if any(rows[end - 1].state.wants_raw_logprobs for end in ends):
         return _with_raw_logprobs(verdicts, proposals, logits, rows, [0, *ends])
@@ -254,11 +255,12 @@ def _sampled(processed: ProcessedRows, check: Check) -> tuple[Tensor, Tensor]:
 
 
 def _matches(proposals: Sequence[Proposal], own: list[int], logprobs: list[float]) -> list[Verdict]:
-    starts = [0, *accumulate(len(proposal) + 1 for proposal in proposals)]
-    return [
-        _match(proposal, own[start:end], logprobs[start:end])
-        for proposal, start, end in zip(proposals, starts, starts[1:], strict=False)
-    ]
+    verdicts, start = [], 0
+    for proposal in proposals:
+        end = start + len(proposal.token_ids) + 1
+        verdicts.append(_match(proposal, own[start:end], logprobs[start:end]))
+        start = end
+    return verdicts
 
 
 def verify_picked(proposal: Proposal, token_ids: Sequence[int], logprobs: Sequence[float]) -> Verdict:
@@ -280,6 +282,9 @@ def verify_picked(proposal: Proposal, token_ids: Sequence[int], logprobs: Sequen
 
 
 def _match(proposal: Proposal, own: Sequence[int], logprobs: Sequence[float]) -> Verdict:
+    if proposal.is_chain:
+        num_accepted = num_equal(proposal.token_ids, own)
+        return Verdict(num_accepted, tuple(own[: num_accepted + 1]), tuple(logprobs[: num_accepted + 1]))
     rows = [0, *(1 + index for index in proposal.follow(own))]
     return Verdict(len(rows) - 1, tuple(own[row] for row in rows), tuple(logprobs[row] for row in rows))
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.model.kv_cache import KVCache
@@ -39,7 +41,7 @@ class SequenceStep:
     """Rotary position of each token."""
     rows: Sequence[int]
     pages: Sequence[int]
-    """The session's page table; covers every row that is written or seen."""
+    """The session's page table; covers every row that is written or seen. An ``array("q")`` is read as it is."""
     num_logits: int
     """Logits are wanted for the last ``num_logits`` tokens."""
     visible: Tensor | None = None
@@ -181,86 +183,94 @@ class StepPlan:
 
     @classmethod
     def of(cls, steps: Sequence[SequenceStep], scratch_row: int, spare_tokens: int = 0) -> Self:
-        """Lays the new tokens of sessions out; at least ``spare_tokens`` of padding come behind them."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        write_rows: list[int] = []
+        """Lays the new tokens of sessions out; at least ``spare_tokens`` of padding come behind them.
+
+        Sequence i owns tokens [first[i], first[i] + lengths[i]), page numbers [tables[i], tables[i] + num_pages_of[i])
+        and query rows [row[i], row[i + 1]). All of it is computed by columns: no token or page is looked at alone.
+        """
+        num_tokens_of = [len(step.token_ids) for step in steps]
+        num_tokens, row_len = sum(num_tokens_of), _row_len(num_tokens_of)
+        lengths = np.array(num_tokens_of)
+        ends = lengths.cumsum()
+        first = ends - lengths
+        ids = np.fromiter(chain.from_iterable([step.token_ids for step in steps]), np.int64, num_tokens)
+        rows = np.fromiter(chain.from_iterable([step.rows for step in steps]), np.int64, num_tokens)
+        positions = rows
+        if any(step.positions is not step.rows for step in steps):
+            positions = np.fromiter(chain.from_iterable([step.positions for step in steps]), np.int64, num_tokens)
+        pages = [step.pages if isinstance(step.pages, array) else array("q", step.pages) for step in steps]
+        num_pages_of = np.array([len(table) for table in pages])
+        tables = num_pages_of.cumsum() - num_pages_of
+        page_ids = np.frombuffer(b"".join(pages), np.int64)
+        page, within = np.divmod(rows, PAGE_SIZE)
         also: list[tuple[int, int]] = []
-        logits_index: list[int] = []
-        row_len = _row_len(steps)
-        rows: list[tuple[SequenceStep, int, int, int]] = []  # (step, first token, number, flat index of the first)
-        for step in steps:
-            base = len(tokens)
-            tokens.extend(step.token_ids)
-            positions.extend(step.positions)
-            pages = step.pages
-            write_rows.extend(pages[r // PAGE_SIZE] * PAGE_SIZE + r % PAGE_SIZE for r in step.rows)
-            also.extend((base + token, row) for token, row in step.also)
-            end = len(tokens)
-            logits_index.extend(range(end - step.num_logits, end))
-            for first in range(0, end - base, row_len):
-                rows.append((step, first, min(row_len, end - base - first), base + first))
-        num_logits = len(logits_index)
-        logits_index.extend([0] * (padded_tokens(num_logits, spare_tokens) - num_logits))
-        padding = padded_tokens(len(tokens), spare_tokens) - len(tokens)
-        tokens.extend([0] * padding)
-        positions.extend([0] * padding)
-        write_tokens = [*range(len(write_rows)), *(token for token, _ in also)]
-        write_rows.extend(row for _, row in also)
-        missing = padded_tokens(len(write_rows), spare_tokens) - len(write_rows)
-        write_tokens.extend([0] * missing)
-        write_rows.extend(scratch_row + i % PAGE_SIZE for i in range(missing))
+        if any(step.also for step in steps):
+            bases = first.tolist()
+            also = [(base + token, row) for base, step in zip(bases, steps, strict=True) for token, row in step.also]
+        num_logits_of = np.array([step.num_logits for step in steps])
+        num_logits = int(num_logits_of.sum())
+        num_rows = int(rows.max()) + 1
+        is_tree = any(step.visible is not None for step in steps)
+        if is_tree:
+            num_rows = max(num_rows, *(step.visible.shape[1] for step in steps if step.visible is not None))
+        num_pages = padded_pages(pages_for(num_rows))
 
-        num_pages = padded_pages(max(pages_for(_num_rows(s)) for s in steps))
-        gather: list[int] = []
-        scatter: list[int] = []
-        page_table: list[int] = []
-        query_rows: list[int] = []
-        for step, first, count, flat in rows:
-            fill = row_len - count
-            gather += range(flat, flat + count)
-            gather += [flat + count - 1] * fill
-            query_rows += step.rows[first : first + count]
-            query_rows += [step.rows[first + count - 1]] * fill
-            scatter += range(len(gather) - row_len, len(gather) - fill)
-            page_table += step.pages[:num_pages]
-            # Masked keys weigh exactly zero, but 0 * NaN is NaN: what pads a table must be the session's own.
-            page_table += [step.pages[0]] * (num_pages - len(step.pages))
-        scatter += [0] * padding
-
-        # One tensor of all integers: a crossing from Python to torch costs as much as a hundred of them.
-        flat_lists = (
-            tokens,
-            positions,
-            logits_index,
-            write_rows,
-            write_tokens,
-            page_table,
-            gather,
-            scatter,
-            query_rows,
-        )
-        parts = torch.split(torch.tensor([*chain(*flat_lists)]), [len(part) for part in flat_lists])
-        by_name = dict(zip(_INTEGERS, parts, strict=True))
+        # One buffer of all integers: a crossing to torch costs as much as a hundred of them.
+        num_writes = num_tokens + len(also)
+        padded = padded_tokens(num_tokens, spare_tokens)
+        rows_of = -(-lengths // row_len)  # query rows of each sequence
+        num_query_rows = int(rows_of.sum())
+        sizes = [
+            padded,
+            padded,
+            padded_tokens(num_logits, spare_tokens),
+            padded_tokens(num_writes, spare_tokens),
+            padded_tokens(num_writes, spare_tokens),
+            num_query_rows * num_pages,
+            num_query_rows * row_len,
+            padded,
+            num_query_rows * row_len,
+        ]
+        buffer = np.zeros(sum(sizes), np.int64)
+        whole = torch.from_numpy(buffer)
+        by_name = dict(zip(_INTEGERS, torch.split(whole, sizes), strict=True))
+        stops = [*accumulate(sizes)]
+        into = StepArrays(*(buffer[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)))
+        into.tokens[:num_tokens] = ids
+        into.positions[:num_tokens] = positions
+        into.logits_index[:num_logits] = _ragged(ends - num_logits_of, num_logits_of)
+        into.write_rows[num_writes:] = scratch_row + np.arange(sizes[3] - num_writes) % PAGE_SIZE
+        into.write_tokens[:num_tokens] = np.arange(num_tokens)
+        if also:
+            into.write_tokens[num_tokens:num_writes], into.write_rows[num_tokens:num_writes] = zip(*also, strict=True)
+        # Masked keys weigh exactly zero, but 0 * NaN is NaN: what pads a table must be the session's own.
+        column = np.arange(num_pages)
+        table = page_ids[tables[:, None] + column * (column < num_pages_of[:, None])]  # [sequences, num_pages]
+        of_token = np.repeat(tables, lengths)
+        into.write_rows[:num_tokens] = page_ids[of_token + page] * PAGE_SIZE + within
+        place = np.arange(row_len)
+        if num_query_rows == len(steps):
+            gather = first[:, None] + np.minimum(place, lengths[:, None] - 1)
+            row = np.arange(num_query_rows)
+        else:
+            row = rows_of.cumsum() - rows_of
+            begins = _ragged(np.zeros_like(rows_of), rows_of) * row_len  # of each query row, within its sequence
+            gather = np.repeat(first, rows_of)[:, None] + np.minimum(
+                begins[:, None] + place, np.repeat(lengths, rows_of)[:, None] - 1
+            )
+            table = np.repeat(table, rows_of, axis=0)
+        into.page_table[:] = table.reshape(-1)
+        into.gather[:] = gather.reshape(-1)
+        into.query_rows[:] = rows[into.gather]
+        into.scatter[:num_tokens] = _ragged(row * row_len, lengths)  # the rows of a sequence lie next to each other
         for name in ("page_table", "gather", "query_rows"):
-            by_name[name] = by_name[name].view(len(rows), -1)
-        visible: Tensor | None = None
-        key_positions: Tensor | None = None
-        if any(s.visible is not None for s in steps):
-            key = np.arange(num_pages * PAGE_SIZE)
-            seen, key_position = np.zeros((len(rows), row_len, len(key)), np.bool_), np.tile(key, (len(rows), 1))
-            for i, (step, first, count, _) in enumerate(rows):
-                if step.visible is None:
-                    seen[i] = key <= np.array(query_rows[i * row_len : (i + 1) * row_len])[:, None]
-                    continue
-                of_step, width = step.visible.numpy(), step.visible.shape[1]
-                seen[i, :count, :width] = of_step[first : first + count]
-                seen[i, count:, :width] = of_step[first + count - 1]
-                if step.key_positions is not None:
-                    key_position[i, :width] = step.key_positions.numpy()
-            visible, key_positions = torch.from_numpy(seen), torch.from_numpy(key_position)
-        copies = tuple(pair for step in steps for pair in step.copies)
-        return cls(num_logits, **by_name, visible=visible, key_positions=key_positions, copies=copies)
+            by_name[name] = by_name[name].view(num_query_rows, -1)
+        if is_tree:
+            local = gather - np.repeat(first, rows_of)[:, None]  # [rows, n] index of the token among its sequence's
+            owners = [*zip(steps, row.tolist(), rows_of.tolist(), strict=True)]
+            by_name |= _tree_columns(owners, local, rows[gather], num_pages * PAGE_SIZE)
+        copies = tuple([pair for step in steps for pair in step.copies])
+        return cls(num_logits, **by_name, copies=copies)
 
     @property
     def shape(self) -> StepShape:
@@ -332,18 +342,47 @@ class StepPlan:
         return cls(num_logits, visible=visible, copies=copies, **tensors)
 
 
-def _num_rows(step: SequenceStep) -> int:
-    if step.visible is not None:
-        return max(int(step.visible.shape[1]), max(step.rows) + 1)
-    return max(step.rows) + 1
+def _ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The ranges [starts[i], starts[i] + counts[i]), one behind the other."""
+    ends = counts.cumsum()
+    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
 
 
-def _row_len(steps: Sequence[SequenceStep]) -> int:
+def _tree_columns(
+    owners: Sequence[tuple[SequenceStep, int, int]],
+    local: NDArray[np.int64],
+    query_rows: NDArray[np.int64],
+    num_keys: int,
+) -> dict[str, Tensor]:
+    """``visible`` and ``key_positions`` of a step with trees.
+
+    Args:
+        owners: each sequence, its first query row, and how many it has.
+        local: [rows, n] index of the token at each place among its sequence's.
+        query_rows: [rows, n] the last row that each place sees where its sequence is no tree.
+        num_keys: rows that each place could see.
+    """
+    key = np.arange(num_keys)
+    visible = np.zeros((*local.shape, num_keys), np.bool_)
+    key_positions = np.empty((len(local), num_keys), np.int64)
+    key_positions[:] = key
+    for step, at, count in owners:
+        own = slice(at, at + count)
+        if step.visible is None:
+            visible[own] = key <= query_rows[own, :, None]
+            continue
+        of_step = step.visible.numpy()
+        visible[own, :, : of_step.shape[1]] = of_step[local[own]]
+        if step.key_positions is not None:
+            key_positions[own, : of_step.shape[1]] = step.key_positions.numpy()
+    return {"visible": torch.from_numpy(visible), "key_positions": torch.from_numpy(key_positions)}
+
+
+def _row_len(lengths: Sequence[int]) -> int:
     """Query row length: whole sequences, unless long ones share the step with short ones."""
-    lengths = [len(s.token_ids) for s in steps]
-    longest = padded_row_len(max(lengths))
-    if len(lengths) > 1 and longest > QUERY_ROW_LEN and min(lengths) <= longest // 2:
-        return max(QUERY_ROW_LEN, padded_row_len(min(lengths)))
+    shortest, longest = min(lengths), padded_row_len(max(lengths))
+    if len(lengths) > 1 and longest > QUERY_ROW_LEN and shortest <= longest // 2:
+        return max(QUERY_ROW_LEN, padded_row_len(shortest))
     return longest
 
 

@@ -412,7 +412,7 @@ class TargetEngine:
             if not part.session.picks:
                 verdicts.append(next(others))
                 continue
-            end = start + len(part.proposal) + 1  # the part's rows are [start, end) of those drawn by the runner
+            end = start + part.num_drafted + 1  # the part's rows are [start, end) of those drawn by the runner
             try:
                 drawn = forwarded.token_ids[start:end], forwarded.logprobs[start:end]
                 verdicts.append(verify_picked(part.proposal, *drawn))
@@ -453,14 +453,14 @@ class TargetEngine:
             session.num_tokens,
             token_ids,
             verdict.logprobs[:num_emitted],
-            Round(len(part.proposal), num_accepted, session.cause, lookup=part.looked_up, head=part.headed),
+            Round(part.num_drafted, num_accepted, session.cause, lookup=part.looked_up, head=part.headed),
             finish_reason,
             cached_tokens=session.cached_tokens if session.cause is Cause.START else 0,
         )
         self._meter.round(step, part, verdict, num_accepted, num_emitted)
         session.waiting_since = None
         if self.heads:
-            row_s = step.row_s * len(part.proposal) / max(1, len(step.verifying))
+            row_s = step.row_s * part.num_drafted / max(1, len(step.verifying))
             self.heads.observe(session, part.proposal, verdict.token_ids[: verdict.num_accepted], row_s)
         session.commit_outcome(token_ids, step.decided_at)
         session.commit_rows(self.runner.cache, part.stop + num_accepted)  # to its end: others may share the prefix
@@ -483,12 +483,12 @@ class TargetEngine:
         """Feeds the heads with what the step has computed of the sessions that go on."""
         computed, row, logits_row = [], 0, 0
         for part in step.parts:
-            session, verifies = part.session, part in step.verifying
+            session, verifies = part.session, part.verifies
             if self._sessions.get(session.session_id) is session:
                 num_accepted = session.num_computed - part.stop
                 computed.append(Computed(session, part.start, row, logits_row if verifies else -1, num_accepted))
             row += part.num_tokens
-            logits_row += len(part.proposal) + 1 if verifies else 0
+            logits_row += part.num_drafted + 1 if verifies else 0
         if states is not None and any(part.tables for part in step.parts):
             states = self._accepted_first(step, states)
         self.heads.feed(computed, states, len(step.parts))
@@ -500,11 +500,10 @@ class TargetEngine:
         assert features is not None
         index: list[int] = []
         for part in step.parts:
-            verifies = part in step.verifying
-            num_context = part.stop - part.start if features.every_position else int(verifies)
+            num_context = part.stop - part.start if features.every_position else int(part.verifies)
             num_accepted = max(0, part.session.num_computed - part.stop)
             path = part.proposal.along(part.session.tokens[part.stop : part.stop + num_accepted])
-            rest = sorted({*range(len(part.proposal))} - {*path})
+            rest = sorted({*range(part.num_drafted)} - {*path})
             base = len(index) + num_context
             index += [*range(len(index), base), *(base + i for i in path), *(base + i for i in rest)]
         return states[upload(index, states.device)]
@@ -563,7 +562,7 @@ def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | Paceli
     verdicts: list[Verdict | PacelineError] = []
     start = 0
     for part in parts:
-        end = start + len(part.proposal) + 1
+        end = start + part.num_drafted + 1
         verdicts += _decide(logits[start:end], [part])
         start = end
     return verdicts

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.core.processors import Row
-from paceline.core.tree import Producer, Proposal
+from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import SequenceStep
@@ -26,9 +26,12 @@ from paceline.target.session import TargetSession
 from paceline.types import pages_for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Scheduled:
-    """One session's part in a step: context tokens [start, stop), then the proposal, whose tokens follow at stop."""
+    """One session's part in a step: context tokens [start, stop), then the proposal, whose tokens follow at stop.
+
+    Never changed once it is made; not frozen because freezing triples the time to make one.
+    """
 
     session: TargetSession
     start: int
@@ -38,30 +41,33 @@ class Scheduled:
     """Draft tokens that were available beyond the proposal."""
     tables: tuple[Sequence[int], ...] = ()
     """Page table of each branch of the proposal; () for a chain, which has the session's."""
-    guesses: Proposal = field(default_factory=Proposal)
+    guesses: Proposal = NO_PROPOSAL
     """Tokens of a head that ride beside the session's own (``Heads.guesses``)."""
     guess_tables: tuple[Sequence[int], ...] = ()
     """Page table of each branch of these."""
+    num_drafted: int = field(init=False)
+    """Tokens of the proposal."""
+    verifies: bool = field(init=False)
+    """True if the step reaches the end of the context, so that it yields tokens."""
+
+    def __post_init__(self) -> None:
+        self.num_drafted = len(self.proposal.token_ids)
+        self.verifies = self.stop == len(self.session.tokens)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes for the session."""
-        return self.stop - self.start + len(self.proposal)
+        return self.stop - self.start + self.num_drafted
 
     @property
     def looked_up(self) -> bool:
         """True if the proposal was looked up in the session's own text."""
-        return len(self.proposal) > 0 and self.proposal.producer is Producer.LOOKUP
+        return self.num_drafted > 0 and self.proposal.producer is Producer.LOOKUP
 
     @property
     def headed(self) -> bool:
         """True if a head of the target made the proposal."""
-        return len(self.proposal) > 0 and self.proposal.producer is Producer.HEAD
-
-    @property
-    def verifies(self) -> bool:
-        """True if the step reaches the end of the context, so that it yields tokens."""
-        return self.stop == self.session.num_tokens
+        return self.num_drafted > 0 and self.proposal.producer is Producer.HEAD
 
     @property
     def num_branches(self) -> int:
@@ -77,9 +83,10 @@ class Scheduled:
         context, proposal = self.session.tokens[self.start : self.stop], self.proposal
         if self.tables:
             return sequence_steps(context, self.start, proposal, self.tables)
-        rows = range(self.start, self.stop + len(proposal))  # a token's KV row is its position
-        num_logits = len(proposal) + 1 if self.verifies else 0
-        return [SequenceStep([*context, *proposal.token_ids], rows, rows, self.session.pages, num_logits)]
+        context += proposal.token_ids
+        rows = range(self.start, self.stop + self.num_drafted)  # a token's KV row is its position
+        num_logits = self.num_drafted + 1 if self.verifies else 0
+        return [SequenceStep(context, rows, rows, self.session.pages, num_logits)]
 
     def riding_steps(self, own: SequenceStep) -> list[SequenceStep]:
         """One sequence for each branch of the guesses, each with the logits after its last token. ``own``: the first
@@ -90,7 +97,8 @@ class Scheduled:
 
     def rows(self) -> list[Row]:
         """The positions to decide: after the context, and after each token of the proposal."""
-        return [Row(self.session.sampler, suffix) for suffix in self.proposal.suffixes()]
+        sampler = self.session.sampler
+        return [Row(sampler, suffix) for suffix in self.proposal.suffixes()]
 
 
 class Scheduler:
@@ -140,19 +148,22 @@ class Scheduler:
         self.wait_until = None
         self._subtrees.clear()
         self._admit()
-        decoding = [s for s in self.running if s.decoding]
+        decoding: list[TargetSession] = []
+        prefilling: list[TargetSession] = []
+        for session in self.running:
+            (decoding if session.decoding else prefilling).append(session)
         ready = self._not_waiting(decoding, now)
         if self._heads:
             self._heads.propose(ready)
         budget = self._max_step_tokens
-        prefilling = [s for s in self.running if not s.decoding]
         wanted = self._allocate(ready, prefilling) if self._allocation.adaptive else {}
         parts: list[Scheduled] = []
+        before = self.num_preemptions  # of a session that runs no longer there is nothing to take
         for session in ready:
-            if budget > 0 and session in self.running:
-                budget -= self._take(parts, session, session.num_tokens, budget, wanted)
+            if budget > 0 and (self.num_preemptions == before or session in self.running):
+                budget -= self._take(parts, session, len(session.tokens), budget, wanted)
         for session in prefilling:
-            if budget > 0 and session in self.running:
+            if budget > 0 and (self.num_preemptions == before or session in self.running):
                 stop = min(session.num_tokens, session.num_computed + budget)
                 budget -= self._take(parts, session, stop, budget, wanted)
         return self._with_guesses(parts, budget) if self._heads and parts else parts
@@ -163,7 +174,7 @@ class Scheduler:
         others_ready = len(decoding) < len(self.running) or any(
             not policy.may_wait(s, others_ready=False) or s.num_ahead() >= s.max_draft() for s in decoding
         )
-        may_wait = [s for s in decoding if policy.may_wait(s, others_ready=others_ready)]
+        may_wait = [s for s in decoding if s.draft_available and policy.may_wait(s, others_ready=others_ready)]
         if not may_wait:
             return decoding
         wanted: dict[int, int] = {}
@@ -260,17 +271,18 @@ class Scheduler:
             The number of tokens that the part uses.
         """
         num_context = stop - session.num_computed
-        proposal, num_trimmed, num_reserved = Proposal(), 0, 0
+        proposal, num_trimmed, num_reserved = NO_PROPOSAL, 0, 0
         spare = self._heads.reserves if self._heads else 0
-        if stop == session.num_tokens:
+        if session.k > 0 and stop == len(session.tokens):
             limit = min(budget - num_context, wanted.get(id(session), session.k))
             available = session.proposal(session.k)
             offered = self._subtrees.get(id(session))
             proposal = available.first(limit) if offered is None else offered.proposal(limit)
-            num_trimmed = max(0, len(available) - len(proposal))
+            num_drafted = len(proposal.token_ids)
+            num_trimmed = max(0, len(available.token_ids) - num_drafted)
             # Rows [stop, stop + num_reserved) are for the proposal. Under the rejection rule whether pages suffice must
             # not depend on how long the proposal is.
-            num_reserved = min(limit, session.max_draft()) if session.rejection and len(proposal) else len(proposal)
+            num_reserved = min(limit, session.max_draft()) if session.rejection and num_drafted else num_drafted
         tables: tuple[Sequence[int], ...] = ()
         while True:
             try:
@@ -285,14 +297,15 @@ class Scheduler:
                     num_reserved = len(proposal)
                     continue
                 if num_reserved:
-                    proposal, num_reserved = Proposal(), 0
+                    proposal, num_reserved = NO_PROPOSAL, 0
                     continue
                 victim = self.running[-1]
                 self._preempt(victim, parts)
                 if victim is session:
                     return 0
-        parts.append(Scheduled(session, session.num_computed, stop, proposal, num_trimmed, tables))
-        return num_context + len(proposal)
+        part = Scheduled(session, session.num_computed, stop, proposal, num_trimmed, tables)
+        parts.append(part)
+        return num_context + part.num_drafted
 
     def _with_guesses(self, parts: list[Scheduled], budget: int) -> list[Scheduled]:
         """The parts with guesses of heads beside them, as far as tokens and free pages reach."""
@@ -300,7 +313,7 @@ class Scheduler:
         riding = []
         for part in parts:
             decodes = part.verifies and part.stop - part.start == 1
-            guesses = self._heads.guesses(part.session, len(parts), budget) if decodes else Proposal()
+            guesses = self._heads.guesses(part.session, len(parts), budget) if decodes else NO_PROPOSAL
             if len(guesses):
                 branches = branches_of(guesses)
                 try:

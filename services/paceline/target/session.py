@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.statistics import DecayingRatio
-from paceline.core.tree import Proposal, SpeculationTree
+from paceline.core.tree import NO_PROPOSAL, Proposal, SpeculationTree
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
@@ -103,7 +104,7 @@ class TargetSession:
         self._vocab_size = vocab_size
         self.draft_epoch = message.epoch
         self.tree = SpeculationTree(vocab_size, len(self.tokens), rejection=self.rejection)
-        self.pages: list[int] = []
+        self.pages: array[int] = array("q")
         self.private_pages: list[int] = []
         """Pages of the further branches of the running step (``branches.py``); none between steps."""
         self.num_computed = 0
@@ -124,7 +125,7 @@ class TargetSession:
         self.nodes_context_len = -1
         """Length of the context at the draft when it sent its last nodes."""
         # What a head of the target offers for the coming round (``heads/``).
-        self.headed = Proposal()
+        self.headed = NO_PROPOSAL
         self.head_hits: AcceptanceHistory | None = None
         """The acceptance of that head's tokens in this session."""
         self.head_subtree: SubtreeOffer | None = None
@@ -202,13 +203,13 @@ class TargetSession:
     def proposal(self, limit: int) -> Proposal:
         """Proposes at most ``limit`` tokens to verify now: the draft's, or else what the target has itself."""
         drafted = self.drafted(limit)
-        return drafted if len(drafted) else self.fallback(limit)
+        return drafted if drafted.token_ids else self.fallback(limit)
 
     def fallback(self, limit: int) -> Proposal:
         """Proposes at most ``limit`` tokens of a head or of prompt lookup, whichever is expected to bring more."""
         headed, looked_up = self.headed.first(min(self.max_draft(), limit)), self.looked_up(limit)
-        if not (len(headed) and len(looked_up)):
-            return headed if len(headed) else looked_up
+        if not (headed.token_ids and looked_up.token_ids):
+            return headed if headed.token_ids else looked_up
         scale = self.head_hits.correction() if self.head_hits else 1.0
         probs = [min(1.0, scale * prob) for prob in headed.probs]
         return headed if expected_tokens(probs) >= expected_tokens(looked_up.probs) else looked_up
@@ -216,11 +217,11 @@ class TargetSession:
     def drafted(self, limit: int) -> Proposal:
         """Proposes at most ``limit`` tokens of the draft."""
         k = 0 if self.paused else min(self.max_draft(), limit)
-        return self.tree.proposal(k) if k > 0 else Proposal()
+        return self.tree.proposal(k) if k > 0 else NO_PROPOSAL
 
     def looked_up(self, limit: int) -> Proposal:
         """Proposes at most ``limit`` tokens of the prompt-lookup continuation, which has no nodes."""
-        return Proposal() if self.lookup is None else self.lookup.proposal(min(self.max_draft(), limit))
+        return NO_PROPOSAL if self.lookup is None else self.lookup.proposal(min(self.max_draft(), limit))
 
     def factors(self) -> tuple[float, ...]:
         """Factors, by number of the producer, that turn its claims into probabilities of being accepted."""
@@ -280,20 +281,21 @@ class TargetSession:
         """Goes on with the page table of one branch, and gives the pages of the others back."""
         kept = set(pages)
         cache.release([page for page in (*self.pages, *self.private_pages) if page not in kept])
-        self.pages, self.private_pages = [*pages], []
+        self.pages, self.private_pages = array("q", pages), []
 
     def attach_prefix(self, cache: KVCache) -> None:
         """Shares the pages that other sessions have computed of the same prefix."""
         assert not self.pages
         assert self.num_computed == 0
-        self.pages, self._hashes = cache.match_prefix(self.tokens, self._root)
+        pages, self._hashes = cache.match_prefix(self.tokens, self._root)
+        self.pages = array("q", pages)
         self.num_computed = self.num_attached = len(self.pages) * PAGE_SIZE
         self.attachment += 1
 
     def release(self, cache: KVCache) -> None:
         """Gives all pages back; the context stays and can be recomputed."""
         cache.release([*self.pages, *self.private_pages])
-        self.pages, self.private_pages, self._hashes, self.num_computed = [], [], [], 0
+        self.pages, self.private_pages, self._hashes, self.num_computed = array("q"), [], [], 0
 
     def commit_rows(self, cache: KVCache, num_computed: int) -> None:
         """Declares the KV of rows [0, num_computed) valid and committed; shares pages that became full."""
@@ -308,9 +310,10 @@ class TargetSession:
     def cut(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """The number of verified tokens to emit, and the reason if the session ends with them."""
         room = self.max_tokens - len(self.tokens)
-        for i, token_id in enumerate(token_ids[:room]):
-            if token_id in self.stop_ids:
-                return i + 1, FinishReason.STOP
+        if not self.stop_ids.isdisjoint(token_ids):
+            for i, token_id in enumerate(token_ids[:room]):
+                if token_id in self.stop_ids:
+                    return i + 1, FinishReason.STOP
         return (room, FinishReason.LENGTH) if len(token_ids) >= room else (len(token_ids), None)
 
     def check_integrity(self) -> None:

@@ -24,7 +24,7 @@ from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model import loading
 from paceline.model.compiled.backend import DeviceBackend, HostBackend
-from paceline.model.compiled.buckets import Limits, best_fit, pack, shapes_to_record, unpack
+from paceline.model.compiled.buckets import Fits, Limits, best_fit, pack, shapes_to_record, unpack
 from paceline.model.compiled.graphs import make_backend, record_steps
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, load_model, prepare
@@ -182,6 +182,20 @@ def test_the_cheapest_shape_that_covers_is_taken() -> None:
     assert best_fit(StepShape(256, 256, 4, 4, 64, 8), shapes) is None, "a prefill chunk"
     assert best_fit(StepShape(4, 4, 4, 1, 4, 33), shapes) is None, "a longer context"
     assert best_fit(StepShape(4, 4, 4, 1, 4, 1, is_tree=True), shapes) is None
+
+
+def test_the_table_of_shapes_takes_the_one_that_a_search_finds() -> None:
+    rng = random.Random(7)
+    for recorded in (shapes_to_record(Limits(16, 256, 40), 300), shapes_to_record(Limits(4, 32, 9, True), 20), []):
+        fits = Fits(recorded)
+        for _ in range(300):
+            tokens, rows = rng.randint(1, 280), rng.randint(1, 18)
+            shape = StepShape(
+                tokens, rng.randint(1, 2) * tokens, rng.randint(1, tokens), rows, rng.choice((4, 8, 12, 32)),
+                rng.randint(1, 44), is_tree=rng.random() < 0.5,
+            )  # fmt: skip
+            assert fits.best(shape) == best_fit(shape, recorded)
+            assert fits.best(shape) == best_fit(shape, recorded), "remembered"
 
 
 # -- bits --------------------------------------------------------------------------------------------------

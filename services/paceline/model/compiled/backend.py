@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from paceline.model.compiled.buckets import Limits, best_fit, pack, shapes_to_record, unpack
+from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, unpack
 from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import StepShape, attention_masks
 from paceline.types import PAGE_SIZE
@@ -94,6 +94,7 @@ class DeviceBackend:
         self._cache, self._dtype, self._window = cache, dtype, window
         self._recorder, self._max_shapes = recorder, max_shapes
         self._shapes: list[StepShape] = []
+        self._fits = Fits()
         self._replays: dict[StepShape, Replay] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
@@ -106,7 +107,8 @@ class DeviceBackend:
 
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Packs the plan into one buffer, copies it and replays or runs the step (``Backend.run``)."""
-        shape = best_fit(plan.shape, self._shapes) or plan.shape
+        own = plan.shape
+        shape = self._fits.best(own) or own
         if shape in self._replays:
             return self.replay(plan, shape)
         return self.compute(step, plan, shape)
@@ -136,6 +138,7 @@ class DeviceBackend:
         Raises what ``step`` raises while it is recorded, with no recording left.
         """
         self._shapes = shapes_to_record(limits, self._max_shapes)
+        self._fits = Fits(self._shapes)
         self._replays.clear()
         if self._recorder is None:
             return

@@ -7,9 +7,11 @@ The same buffer is what crosses to the device, in one copy. Nothing here knows a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +31,7 @@ same matrix products, bit for bit, and both wait for the weights."""
 _ROW_LENGTHS = (4, 8, 16, 32)
 """Recorded query row lengths: decoding, and proposals or tree levels of up to 31 tokens."""
 _MIN_PAGES = 8
+_REMEMBERED = 4096
 
 
 def unpack(shape: StepShape, buffer: Tensor) -> StepArrays:
@@ -51,20 +54,24 @@ def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> 
     last place of their query row, and whole query rows the first one: they see what real ones see, so nothing in them
     is NaN. Pages that pad repeat the first page of the row and are not seen.
     """
-    assert shape.covers(plan.shape), f"{plan.shape} does not fit {shape}"
-    into = StepArrays(*(None if view is None else view.numpy() for view in unpack(shape, buffer)))
-    num_tokens, (num_rows, row_len) = len(plan.tokens), plan.gather.shape
-    num_pages = plan.page_table.shape[1]
+    own = plan.shape
+    assert shape.covers(own), f"{own} does not fit {shape}"
+    integers, sizes = buffer.numpy(), shape._sizes()
+    ends = [*accumulate(math.prod(size) for size in sizes)]
+    front = integers[: ends[-1] * INTEGER_BYTES].view(np.int64)
+    views = [front[end - math.prod(size) : end].reshape(size) for end, size in zip(ends, sizes, strict=True)]
+    into = StepArrays(*views)
+    num_tokens, num_rows, row_len, num_pages = own.tokens, own.rows, own.row_len, own.pages
     for field, values in ((into.tokens, plan.tokens), (into.positions, plan.positions)):
         field[:num_tokens], field[num_tokens:] = values.numpy(), 0
-    num_writes = len(plan.write_rows)
-    into.write_rows[:num_writes] = plan.write_rows.numpy()
-    into.write_rows[num_writes:] = scratch_row + np.arange(shape.writes - num_writes) % PAGE_SIZE
-    into.write_tokens[:num_writes], into.write_tokens[num_writes:] = plan.write_tokens.numpy(), 0
-    into.logits_index[: len(plan.logits_index)] = plan.logits_index.numpy()
-    into.logits_index[len(plan.logits_index) :] = 0
-    row, place = np.divmod(plan.scatter.numpy(), row_len)
-    into.scatter[:num_tokens], into.scatter[num_tokens:] = row * shape.row_len + place, 0
+    into.write_rows[: own.writes] = plan.write_rows.numpy()
+    into.write_rows[own.writes :] = scratch_row + np.arange(shape.writes - own.writes) % PAGE_SIZE
+    into.write_tokens[: own.writes], into.write_tokens[own.writes :] = plan.write_tokens.numpy(), 0
+    into.logits_index[: own.wanted], into.logits_index[own.wanted :] = plan.logits_index.numpy(), 0
+    scatter = plan.scatter.numpy()
+    if shape.row_len != row_len:
+        scatter = scatter + scatter // row_len * (shape.row_len - row_len)
+    into.scatter[:num_tokens], into.scatter[num_tokens:] = scatter, 0
     into.page_table[:num_rows, :num_pages] = plan.page_table.numpy()
     into.page_table[:num_rows, num_pages:] = into.page_table[:num_rows, :1]
     into.page_table[num_rows:] = into.page_table[0]
@@ -74,19 +81,44 @@ def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> 
         field[num_rows:] = field[0]
     if plan.visible is None or plan.key_positions is None:
         return
-    num_keys = num_pages * PAGE_SIZE
+    num_keys = own.num_keys
     into.key_positions[:num_rows, :num_keys] = plan.key_positions.numpy()
     into.key_positions[:num_rows, num_keys:] = 0
     into.key_positions[num_rows:] = into.key_positions[0]
-    into.visible[:num_rows, :row_len, :num_keys] = plan.visible.numpy()
-    into.visible[:num_rows, row_len:, :num_keys] = into.visible[:num_rows, row_len - 1 : row_len, :num_keys]
-    into.visible[:num_rows, :, num_keys:] = False
-    into.visible[num_rows:] = into.visible[0]
+    bits = integers[ends[-1] * INTEGER_BYTES : shape.num_bytes].view(np.bool_)
+    visible = bits.reshape(shape.rows, shape.row_len, shape.num_keys)
+    visible[:num_rows, :row_len, :num_keys] = plan.visible.numpy()
+    visible[:num_rows, row_len:, :num_keys] = visible[:num_rows, row_len - 1 : row_len, :num_keys]
+    visible[:num_rows, :, num_keys:] = False
+    visible[num_rows:] = visible[0]
 
 
 def best_fit(shape: StepShape, recorded: Iterable[StepShape]) -> StepShape | None:
     """The cheapest of ``recorded`` that covers ``shape``; None: the step must run as it is."""
     return min((r for r in recorded if r.covers(shape)), key=lambda r: r.cost, default=None)
+
+
+class Fits:
+    """``best_fit`` among shapes that stay the same: one comparison of arrays, remembered for sizes that come again."""
+
+    def __init__(self, recorded: Sequence[StepShape] = ()) -> None:
+        """``recorded``: the shapes."""
+        self._shapes = sorted(recorded, key=lambda shape: shape.cost)  # stable, as ``min`` is
+        self._sizes = np.array([_comparable(shape) for shape in self._shapes])
+        self.best = functools.lru_cache(_REMEMBERED)(self._best)
+
+    def _best(self, shape: StepShape) -> StepShape | None:
+        if not self._shapes:
+            return None
+        covers = np.all(self._sizes >= np.array(_comparable(shape)), axis=1)
+        index = int(covers.argmax())
+        return self._shapes[index] if covers[index] else None
+
+
+def _comparable(shape: StepShape) -> tuple[int, ...]:
+    """Numbers none of which is larger in a shape that is covered."""
+    kind = int(shape.is_tree)
+    return (shape.tokens, shape.writes, shape.wanted, shape.rows, shape.row_len, shape.pages, kind, -kind)
 
 
 @dataclass(frozen=True, slots=True)

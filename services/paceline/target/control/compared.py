@@ -42,3 +42,24 @@ def compare(proposal: Proposal, path: Sequence[int], producer: Producer) -> Comp
             result.places += 1
             result.first += right
     return result
+
+
+def compare_all(proposal: Proposal, path: Sequence[int]) -> list[Compared]:
+    """``compare`` for every producer, by its number; of a chain in one pass."""
+    if not proposal.claims:
+        return _NOTHING
+    if not proposal.is_chain:
+        return [compare(proposal, path, producer) for producer in Producer]
+    results = [Compared() for _ in Producer]
+    for index, claims in enumerate(proposal.claims[: len(path) + 1]):  # the others follow a token that was wrong
+        right = index < len(path)
+        for producer, prob in claims:  # a producer predicts a token once
+            result = results[producer]
+            result.places += 1
+            result.predicted += prob
+            result.first += right
+            result.any += right
+    return results
+
+
+_NOTHING = [Compared() for _ in Producer]

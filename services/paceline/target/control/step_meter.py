@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.core.tree import Producer
 from paceline.core.verification import Verdict
 from paceline.target.control.allocation import Allocation
-from paceline.target.control.compared import compare
+from paceline.target.control.compared import compare_all
 from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.scheduler import Scheduled
@@ -151,13 +151,13 @@ class StepMeter:
     def decided(self, parts: Sequence[Scheduled]) -> MeasuredStep:
         """Takes the time at which the verdicts of the step are known."""
         now, cost = self._clock(), self._allocation.cost
-        num_guesses = sum(len(p.guesses) for p in parts)
-        num_tokens = sum(p.num_tokens for p in parts) + num_guesses
         verifying = [p for p in parts if p.verifies]
-        num_drafted, num_verifying = sum(len(p.proposal) for p in parts), len(verifying)
+        num_context, num_drafted = sum([p.stop - p.start for p in parts]), sum([p.num_drafted for p in parts])
+        riding = [p for p in parts if p.guess_tables]
+        num_guesses, num_guessed = sum(len(p.guesses) for p in riding), sum(len(p.guess_tables) for p in riding)
+        num_branches = sum([p.num_branches for p in parts if p.tables])
+        num_tokens, num_verifying = num_context + num_drafted + num_guesses, len(verifying)
         num_decoding = num_drafted + num_verifying + num_guesses  # the others belong to prefill chunks
-        num_guessed = sum(len(p.guess_tables) for p in parts)  # branches
-        num_branches = sum(p.num_branches for p in parts)
         added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_drafted)
         added_s += num_branches * self._allocation.branch_s
         step = MeasuredStep(
@@ -174,7 +174,7 @@ class StepMeter:
             else 0.0,
             decoding=cost.seconds(num_decoding) / cost.seconds(num_tokens) if cost.known else 1.0,
         )
-        if all(p.stop - p.start == 1 for p in parts):  # the costs above are those known before this step
+        if num_context == len(parts):  # one token each; the costs above are those known before this step
             self._wait_policy.step_s.add(now - self._started)
             if num_branches + num_guessed:
                 self._allocation.observe_branches(num_branches + num_guessed, num_tokens, now - self._forward_at)
@@ -193,26 +193,29 @@ class StepMeter:
         stats.rounds += 1
         stats.tokens_emitted += num_emitted
         path = proposal.along(verdict.token_ids[: verdict.num_accepted])
-        drafted = [any(producer is Producer.DRAFT for producer, _ in claims) for claims in proposal.claims]
+        drafted = [
+            claims[0][0] is Producer.DRAFT or any(producer is Producer.DRAFT for producer, _ in claims)
+            for claims in proposal.claims
+        ]
         num_nodes = sum(drafted)  # 0: plain, or a proposal from within the target
-        num_used = sum(drafted[index] for index in path[:num_accepted]) if num_nodes else 0
-        compared = [compare(proposal, path, producer) for producer in Producer]
+        num_used = sum([drafted[index] for index in path[:num_accepted]]) if num_nodes else 0
+        compared = compare_all(proposal, path)
         num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
         stats.branches += part.num_branches
-        stats.branches_used += path != [*range(len(path))]
+        stats.branches_used += not proposal.is_chain and path != [*range(len(path))]
         stats.draft_rows += num_nodes
         stats.nodes_used += num_used
         stats.draft_rows_trimmed += num_trimmed
         if part.looked_up:
             stats.lookup_rounds += 1
-            stats.lookup_rows += len(proposal)
+            stats.lookup_rows += part.num_drafted
             stats.lookup_rows_used += num_accepted
         if part.headed:
             stats.head_rounds += 1
-            stats.head_rows += len(proposal)
+            stats.head_rows += part.num_drafted
             stats.head_rows_used += num_accepted
         if session.k:
-            self._allocation.lengths.add(len(proposal))
+            self._allocation.lengths.add(part.num_drafted)
         if session.cause is Cause.START:
             stats.cached_tokens += session.cached_tokens
         else:
