@@ -150,6 +150,7 @@ def main() -> None:
     prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), args.prompts)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     command = f"python benchmarks/methods.py --prompts {args.prompts} --max-tokens {args.max_tokens}"
+    command += "".join(f" --method '{name}'" for name in args.method)
     print(f"{command}     ({cores} cores with a load of {load:.0f} at the start)")
     with tempfile.TemporaryDirectory() as folder:
         methods = list(measured(Path(folder), args.method, args.pard_steps))
