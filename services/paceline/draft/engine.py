@@ -312,11 +312,13 @@ class DraftEngine:
             kept = [n.node_id for n in tree.nodes() if n.expanded and n is not anchor]
             self._drafter.advance(session.session_id, message.token_ids, node_ids, kept)
         in_flight = [node for i in message.in_flight if (node := tree.get(i))]
-        session.in_flight = frozenset(node.node_id for node in in_flight)
+        session.in_flight = frozenset([node.node_id for node in in_flight])
         if message.token_ids and session.frontier.reach is not None:
             session.frontier.reach.observe(session.num_proposed)
             session.num_proposed = 0
-        session.num_proposed = max([session.num_proposed, *(n.position - tree.anchor.position for n in in_flight)])
+        if in_flight:
+            deepest = max([node.position for node in in_flight])
+            session.num_proposed = max(session.num_proposed, deepest - tree.anchor.position)
         session.frontier.commit(session.in_flight)
         if message.token_ids:
             session.begin_round(self._clock(), node_ids, hit=not walk.unresolved)

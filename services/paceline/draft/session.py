@@ -90,7 +90,8 @@ class DraftSession:
         self.committed_at = now
         self.hold_until = now if hit else math.inf
         self._passed.update(passed)
-        self.outbox = [node for node in self.outbox if node.node_id in self._passed or self.tree.get(node.node_id)]
+        if self.outbox:
+            self.outbox = [node for node in self.outbox if node.node_id in self._passed or self.tree.get(node.node_id)]
 
     def may_send(self, now: float) -> bool:
         """True if the outbox is sent at ``now``; then later nodes are held back for a while."""
@@ -112,9 +113,9 @@ class DraftSession:
         ``planned``: children expected from nodes that were chosen for the same step.
         """
         node = self.frontier.peek()
-        if node is None or (node is not self.tree.anchor and len(self.tree) + planned >= tree_budget):
-            return None
-        return node
+        if node is None or len(self.tree) + planned < tree_budget or node is self.tree.anchor:
+            return node
+        return None
 
     def leaf(self, node: TreeNode) -> Leaf:
         """The node as the drafter's ``expand`` takes it."""

@@ -103,5 +103,6 @@ class Calibration:
 
         Ranks below ``first_rank`` were not on trial.
         """
-        for r in range(first_rank, min(len(gaps), len(self._ratios))):
-            self._ratios[r][bisect_right(_EDGES, gaps[r])].add(1.0 if r == rank else 0.0, 1.0)
+        for r, (ratios, gap) in enumerate(zip(self._ratios, gaps, strict=False)):
+            if r >= first_rank:
+                ratios[bisect_right(_EDGES, gap)].add(1.0 if r == rank else 0.0, 1.0)

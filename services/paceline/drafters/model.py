@@ -188,9 +188,10 @@ class ModelDrafter:
                 session.committed[row] = True
                 session.num_cached += 1
             session.tokens.append(token_id)
-        keep = set(kept)
-        for node_id in [n for n in session.node_rows if n not in keep]:
-            session.free_rows.append(session.node_rows.pop(node_id))
+        if session.node_rows:
+            keep = set(kept)
+            for node_id in [n for n in session.node_rows if n not in keep]:
+                session.free_rows.append(session.node_rows.pop(node_id))
         if len(session.tokens) > self._max_len:
             raise ResourceExhaustedError(self._too_long(len(session.tokens)))
 
@@ -231,7 +232,7 @@ class ModelDrafter:
 
     def _num_candidates(self, session_ids: Iterable[str]) -> int:
         """Candidates per node: few are enough where no session samples, as q alone orders the children then."""
-        greedy = all(self._session(session_id).sampler.greedy for session_id in session_ids)
+        greedy = all(self._sessions[session_id].sampler.greedy for session_id in session_ids)
         vocabulary = self._runner if self._translation is None else self._translation
         return min(_GREEDY_TOP_M if greedy else self._top_m, self._top_m, vocabulary.vocab_size)
 

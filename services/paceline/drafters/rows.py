@@ -102,11 +102,15 @@ class Part:
             session.num_cached += self.num_pending
             if len(rows) == self.num_pending and not self.node_rows:
                 return
-        nodes = {node_id: row for node_id, row in self.node_rows.items() if node_id >= 0}
-        session.free_rows.extend(session.node_rows[node_id] for node_id in nodes if node_id in session.node_rows)
-        session.node_rows.update(nodes)
-        if len(nodes) + self.num_pending < len(rows):
-            session.free_rows.extend(set(rows[self.num_pending :]) - set(nodes.values()))
+        kept = []
+        for node_id, row in self.node_rows.items():
+            if node_id >= 0:
+                if (old := session.node_rows.get(node_id)) is not None:
+                    session.free_rows.append(old)
+                session.node_rows[node_id] = row
+                kept.append(row)
+        if len(kept) + self.num_pending < len(rows):
+            session.free_rows.extend(set(rows[self.num_pending :]).difference(kept))
 
 
 def tree_step(
