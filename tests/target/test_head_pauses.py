@@ -10,6 +10,7 @@ from tests.support.models import prompt
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.target.test_heads import EVERY, known, oracle, pump_with, target_with
 
+from paceline.runtime.server import describer
 from paceline.target.control.head_gate import HeadGate
 from paceline.target.heads import feeding
 from paceline.target.heads.driver import Heads
@@ -63,6 +64,7 @@ def test_after_a_pause_a_head_goes_on_with_the_sessions_that_run(pages: int, mon
     assert pump.target.stats.preemptions > 0 or pages > 9
     assert pump.target.stats.cached_tokens > 0
     assert f"went on {stats.holes} times with sessions" in mounted.report(1000)
+    assert describer("target")(pump.target)["counters"]["head_holes"] == stats.holes
 
 
 def _untold(each) -> None:

@@ -77,6 +77,7 @@ for _engine, _field, _unit, _help in (
     ("target", "head_rounds", "rounds", "Rounds with a proposal of a head of the target, for lack of a draft's."),
     ("target", "head_rows", "tokens", "Tokens of these proposals."),
     ("target", "head_rows_used", "tokens", "Accepted tokens of these proposals."),
+    ("target", "head_holes", "sessions", "Times that a head, once paused, went on with a session that had run on."),
     ("target", "guesses", "tokens", "Tokens of lookahead that rode beside those of sessions, and bind nothing."),
     ("target", "trials", "trials", "Of drafting, or of plain decoding, against what a target had chosen."),
     ("target", "drafts_resumed", "sessions", "Times that drafting was resumed for a session."),

@@ -134,12 +134,16 @@ def describer(kind: str) -> Describe:
 
 def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str, Any]:
     cache = engine.runner.cache
+    elsewhere = {
+        "trials": engine.gate.trials.num_trials,
+        "head_holes": sum(mounted.stats.holes for mounted in engine.heads.mounted),
+    }
     return {
         "num_sessions": engine.num_sessions,
         "num_waiting": engine.num_waiting,
         "kv_pages_used": cache.num_pages - cache.num_available,
         "kv_pages": cache.num_pages,
-        "counters": {**dataclasses.asdict(engine.stats), "trials": engine.gate.trials.num_trials},
+        "counters": dataclasses.asdict(engine.stats) | elsewhere,
         "batch_invariant": engine.batch_invariant,
         **report(engine),
     }
