@@ -23,6 +23,11 @@ from paceline.config import LogConfig
 
 _ROOT = "paceline"
 
+STAGES = "paceline.startup"
+"""Name of the logger of what an engine does while it is built: each record is a stage that begins, at level INFO."""
+BUILT = "ready"
+"""The last stage of an engine that was built in a process of its own."""
+
 
 class _Sentence(logging.Formatter):
     """Leaves tracebacks to the debug level: what a user can act on is in the message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -64,6 +65,9 @@ def test_it_serves_until_a_signal(tmp_path, number, status):
                 f"HTTP     http://127.0.0.1:{port}/v1  OpenAI-compatible\n",
                 "ready\n",
             ], server.stderr.read() if server.poll() is not None else lines
+            tried, page = (server.stdout.readline() for _ in range(2))
+            assert tried.startswith(f"try      curl http://127.0.0.1:{port}/v1/completions -H")
+            assert page == f"page     http://127.0.0.1:{port}/\n"
             with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key-of-alice") as client:
                 (model,) = client.models.list().data
                 answer = client.completions.create(model=model.id, prompt="def read", max_tokens=8)
@@ -73,4 +77,8 @@ def test_it_serves_until_a_signal(tmp_path, number, status):
         finally:
             os.killpg(server.pid, number)
             assert server.wait(60) == status
-        assert "Traceback" not in server.stderr.read()
+        told = server.stderr.read()
+        assert "Traceback" not in told
+        for stage in ("target: loading", "draft: loading", "target: testing that decoding"):
+            assert re.search(rf"^paceline: {stage}.* \(\d+\.\d s\)$", told, re.MULTILINE), told
+        assert re.search(r"^paceline: ready after \d+\.\d s$", told, re.MULTILINE), told

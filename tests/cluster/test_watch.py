@@ -12,6 +12,8 @@ import pytest
 from paceline.cluster import watch
 from paceline.cluster.watch import Question, StatusSource, Watch
 from paceline.errors import ConfigError, EngineError
+from paceline.logs import BUILT
+from paceline.types import Startup
 
 
 class Serve:
@@ -124,3 +126,39 @@ def test_a_paused_controller_is_asked_one_question_however_often_it_is_polled():
     with pytest.raises(RuntimeError, match="gone"):
         source.ask().result(30)
     assert asked == [1, 1]
+
+
+def startup(replica_id, doing):
+    return Startup(replica_id, "target", "", doing, 1.0)
+
+
+def test_a_view_is_told_each_stage_and_that_a_replica_has_started(capsys):
+    serve, told = Serve(), []
+    watched = Watch("paceline", serve.ask, lambda: None, lambda: serve.now_s, lambda *stage: told.append(stage))
+    watched._note_starting([startup("a", "loading"), startup("b", "loading")])
+    watched._note_starting([startup("b", "compiling")])
+    watched._note_starting([])
+    stages = [("a", "loading"), ("b", "loading"), ("b", "compiling"), ("a", BUILT), ("b", BUILT)]
+    assert told == [(f"target {replica}", doing) for replica, doing in stages]
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_view_a_stage_is_a_line_with_the_seconds_since_the_start(capsys):
+    serve = Serve()
+    watched = serve.watch()
+    serve.now_s += 12
+    watched._note_starting([startup("a", "loading")])
+    watched._note_starting([startup("a", "loading")])
+    assert capsys.readouterr().err == "paceline: target a: loading (12 s)\n"
+    serve.now_s += 11
+    watched._note_starting([startup("a", "loading")])
+    assert capsys.readouterr().err == "paceline: target a: loading (23 s)\n"
+
+
+@pytest.mark.parametrize(("waits_for", "is_told"), [("be scheduled. It needs GPUs", True), ("initialize.", False)])
+def test_serve_is_quoted_on_what_the_stages_do_not_tell(capsys, waits_for, is_told):
+    serve = Serve()
+    serve.message = f"Deployment 'Target:t' has 1 replicas that have taken more than 30s to {waits_for}"
+    watched = serve.watch()
+    watched._look_at("Target:t", serve.ask().result().applications["paceline"].deployments["Target:t"])
+    assert (serve.message in capsys.readouterr().err) == is_told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import queue
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, EngineError
+from paceline.logs import BUILT, STAGES
 from paceline.runtime.process_worker import ProcessWorker
 from paceline.runtime.workers import ThreadWorker, settle
 
@@ -68,6 +70,7 @@ class EchoFactory:
     error: str = ""
 
     def __call__(self, emit: Any) -> Echo:
+        logging.getLogger(STAGES).info("warming %s", "up")
         if self.error == "config":
             raise ConfigError("no such model")
         if self.error:
@@ -259,3 +262,14 @@ def test_what_is_there_when_an_engine_is_built_is_not_collected_again() -> None:
         assert gc.get_freeze_count() > frozen
     finally:
         gc.unfreeze()
+
+
+def test_stages_of_a_process_are_logged_by_its_parent(caplog):
+    caplog.set_level(logging.INFO, STAGES)
+    worker = ProcessWorker("target", EchoFactory(), lambda messages: None, lambda reason: None)
+    try:
+        worker.start()
+        told = [(record.engine, record.getMessage()) for record in caplog.records if record.name == STAGES]
+        assert told == [("target", "warming up"), ("target", BUILT)]
+    finally:
+        worker.stop()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.generate import add_engine_flags, local_config, write_text
+from paceline.cli.startup import StartView
 from paceline.cli.table import table
 from paceline.client import Client
 from paceline.cluster.ports import free_ports
@@ -103,7 +104,9 @@ class _Source(Protocol):
 @contextlib.contextmanager
 def _started(pipeline: LocalPipeline) -> Iterator[_Source]:
     print("starting both engines", flush=True)
-    with pipeline:
+    with contextlib.ExitStack() as stack:
+        with StartView():
+            stack.enter_context(pipeline)
         yield pipeline
 
 

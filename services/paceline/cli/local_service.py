@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,7 @@ from types import FrameType
 import uvicorn
 
 from paceline.checkpoint.chat import load_chat
+from paceline.cli.startup import StartView, next_steps
 from paceline.config import EMBEDDED_TARGET, LocalConfig, ServerConfig
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
@@ -42,7 +44,11 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
     certificate, key = (None, None) if tls is None else (_file(tls.certificate), _file(tls.key))
     pipeline = LocalPipeline(config)
     edge = local_edge(pipeline, server, model_id, keys)
-    with contextlib.closing(_listening(server)) as listening, pipeline:
+    with contextlib.closing(_listening(server)) as listening, contextlib.ExitStack() as stack:
+        with StartView() as view:
+            stack.enter_context(pipeline)
+        scheme = "http" if tls is None else "https"
+        steps = next_steps(server, grpc=False, https=tls is not None, chats=edge.chat is not None)
         one = _Server(
             uvicorn.Config(
                 make_app(edge),
@@ -54,7 +60,12 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
                 ssl_keyfile=key,
             ),
             keys,
-            f"http{'s' if tls is not None else ''}://{server.host}:{server.http_port}",
+            [
+                f"HTTP     {scheme}://{server.host}:{server.http_port}/v1  OpenAI-compatible",
+                "ready",
+                *steps,
+            ],
+            view,
         )
         with _signals():
             one.run([listening])
@@ -116,12 +127,13 @@ def _file(path: str) -> str:
 class _Server(uvicorn.Server):
     """Says where it listens, and takes the keys again when their file has changed."""
 
-    def __init__(self, config: uvicorn.Config, keys: KeyRing | None, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, keys: KeyRing | None, lines: Sequence[str], view: StartView) -> None:
         super().__init__(config)
-        self._keys, self._url = keys, url
+        self._keys, self._lines, self._view = keys, lines, view
 
     async def main_loop(self) -> None:
-        print(f"HTTP     {self._url}/v1  OpenAI-compatible\nready", flush=True)
+        print("\n".join(self._lines), flush=True)
+        print(f"paceline: ready after {self._view.elapsed_s:.1f} s", file=sys.stderr, flush=True)
         async with _every(_RELOAD_S, self._keys):
             await super().main_loop()
 

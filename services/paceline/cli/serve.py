@@ -12,11 +12,13 @@ import json
 import os
 import shlex
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
 from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, heads_of, help_of, modelless_kind
+from paceline.cli.startup import StartView, next_steps
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
@@ -191,6 +193,16 @@ def served_name(target: str | None) -> str:
     return EMBEDDED_TARGET if target is None else _loading("--target", target)["model_id"]
 
 
+def _ready(view: StartView, config: ServiceConfig) -> None:
+    """Says how long the start took and what to type next."""
+    view.close()
+    server, target = config.server, config.target_config.model_loading_config.model_id
+    https = server.tls is not None and server.tls.http
+    chats = server.chat_template is not None or target != EMBEDDED_TARGET  # which has no template
+    print("\n".join(next_steps(server, grpc=True, https=https, chats=chats)), flush=True)
+    print(f"paceline: ready after {view.elapsed_s:.1f} s", file=sys.stderr, flush=True)
+
+
 def run_serve(args: argparse.Namespace) -> int:
     """Runs ``paceline serve``."""
     if args.local:
@@ -206,5 +218,8 @@ def run_serve(args: argparse.Namespace) -> int:
     config = read_config(args)
     local = args.address is None
     require_service(config, memory=local, cores=False, ports=local)  # our own Ray is told of as many cores as it takes
-    with Service(config, address=args.address, dashboard=args.dashboard, verbose=args.verbose) as service:
-        return EXIT_INTERRUPTED if service.run() == signal.SIGINT else EXIT_DONE
+    with StartView(live=not args.verbose) as view:
+        how = {"address": args.address, "dashboard": args.dashboard, "verbose": args.verbose}
+        show = view.note if view.is_live else None
+        with Service(config, **how, show=show, on_ready=lambda: _ready(view, config)) as service:
+            return EXIT_INTERRUPTED if service.run() == signal.SIGINT else EXIT_DONE

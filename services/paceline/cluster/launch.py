@@ -17,13 +17,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from paceline.cluster import janitor
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import local_environment, serve_environment, socket_folder
+from paceline.cluster.noise import divert
 from paceline.cluster.private import protect_token, session_folder
 from paceline.cluster.watch import StatusSource, Watch, first_line, gist, say
 from paceline.config import ServiceConfig
@@ -56,11 +57,16 @@ class Service:
         dashboard: bool = False,
         verbose: bool = False,
         ray_options: dict[str, Any] | None = None,
+        show: Callable[[str, str], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """``address``: of the Ray cluster to join; None starts one. ``ray_options``: more for ``ray.init``."""
+        """``address``: of the Ray cluster to join; None starts one. ``ray_options``: more for ``ray.init``. ``show`` is
+        told how the start goes on (``watch.Watch``). ``on_ready`` is called after "ready" is printed.
+        """
         self.config = config
         self._address, self._dashboard, self._verbose = address, dashboard, verbose
         self._ray_options = ray_options or {}
+        self._show, self._on_ready = show, on_ready
         self._folder = socket_folder()
         self._janitor: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
@@ -108,6 +114,9 @@ class Service:
         from paceline.cluster.app import APPLICATION, GRPC_SERVICES, build
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        logs_folder = session_folder().parent
+        if not self._verbose:
+            divert(logs_folder)
         options: dict[str, Any] = {"log_to_driver": self._verbose, "logging_level": logging.WARNING}
         if not local:  # the processes of a cluster that runs have not been started with it
             options["runtime_env"] = {"env_vars": environment}
@@ -123,6 +132,7 @@ class Service:
         if local:
             protect_token()
         say("starting Ray on this machine" if local else f"joining the Ray cluster at {self._address}")
+        say(f"what Ray and Serve log is in {logs_folder}")
         try:
             ray.init(address=self._address or "local", **(options | self._ray_options))
         except Exception as error:
@@ -198,7 +208,7 @@ class Service:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt, number, None)
         try:
-            watch = Watch(APPLICATION, self._status.ask)
+            watch = Watch(APPLICATION, self._status.ask, show=self._show)
             while not self._stopping.is_set():
                 await watch.poll()
                 if watch.became_ready():
@@ -216,12 +226,14 @@ class Service:
         scheme = "https" if server.tls is not None and server.tls.http else "http"
         print(f"HTTP     {scheme}://{server.host}:{server.http_port}/v1  OpenAI-compatible; /metrics, /health")
         print("ready", flush=True)
+        if self._on_ready is not None:
+            self._on_ready()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray reports the end of its own processes as errors."""
-    with contextlib.redirect_stderr(io.StringIO()):
+    """Ray reports the end of its own processes as errors, some of them on standard output."""
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield
 
 

@@ -116,14 +116,14 @@ class MonitorReplica:
 
 
 class _Notes(logging.Handler):
-    """Remembers the last line that Paceline logged, which tells what a long start is busy with."""
+    """Remembers the stage that a start is in, and when it began."""
 
     def __init__(self, text: str) -> None:
         super().__init__(logging.INFO)
-        self.text = text
+        self.text, self.began_s = text, time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        self.text, self.began_s = record.getMessage(), time.monotonic()
 
 
 class Pusher:
@@ -187,10 +187,13 @@ class EngineDeployment:
         self._num_leases = 0
         self._stopped = False
         notes = _Notes(f"loading {model}")
-        logging.getLogger("paceline").addHandler(notes)
+        stages = logging.getLogger(logs.STAGES)
+        stages.addHandler(notes)
+        stages.setLevel(logging.INFO)  # whatever is logged: a stage is told to the monitor
+        stages.propagate = False
         startup = None
         if monitor is not None:
-            startup = Pusher(lambda: self._note_startup(notes.text, time.monotonic() - started))
+            startup = Pusher(lambda: self._note_startup(notes.text, time.monotonic() - notes.began_s))
         try:
             if tokenizers:
                 target, draft = (load_tokenizer(source, trusted) for source, trusted in tokenizers)
@@ -209,7 +212,7 @@ class EngineDeployment:
             await self._server.start()
             self._host = self._server.host
         finally:
-            logging.getLogger("paceline").removeHandler(notes)
+            stages.removeHandler(notes)
             if startup is not None:
                 await startup.stop()
         if monitor is not None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import EngineError, PacelineError, by_name
+from paceline.logs import BUILT
 
 if TYPE_CHECKING:
     from paceline.types import Startup
@@ -27,6 +28,9 @@ _ANSWER_S = 2.0
 _SILENT_AFTER_S, _SILENT_REPEAT_S = 10.0, 600.0
 """Silence is reported after ``_SILENT_AFTER_S``, again when it is twice as long, and so on, at least every
 ``_SILENT_REPEAT_S``."""
+
+_SLOW = "to initialize"
+"""Serve's words for a replica that takes its time; what it does meanwhile is told by its stages."""
 
 Question = concurrent.futures.Future[Any]
 """A question to Serve that may never be answered."""
@@ -85,8 +89,15 @@ class Watch:
         ask: Callable[[], Question],
         dead: Callable[[], str | None] = dead_process,
         clock: Callable[[], float] = time.monotonic,
+        show: Callable[[str, str], None] | None = None,
     ) -> None:
-        """``ask`` asks for Serve's status. ``dead`` names what has ended without which the service cannot go on."""
+        """``ask`` asks for Serve's status. ``dead`` names what has ended without which the service cannot go on.
+
+        ``show`` is told what each part does while the service starts, ``ready`` when it has started; None: lines on
+        standard error, again every 10 s.
+        """
+        self._show = show
+        self._starting: set[str] = set()
         self._application, self._ask, self._dead, self._clock = application, ask, dead, clock
         self._started = clock()
         self.is_ready = self._announced = False
@@ -153,7 +164,7 @@ class Watch:
         message = deployment.message
         if not self.is_ready and "ConfigError" in message:  # a further try would fail like the first
             raise reason_of(message)
-        if message and (running < now[1]):
+        if message and (running < now[1]) and _SLOW not in message:
             self._say_once(name, gist(message))
 
     async def _look_at_start(self, application: Any) -> None:
@@ -166,20 +177,30 @@ class Watch:
             monitor = serve.get_deployment_handle("Monitor", self._application)
             with contextlib.suppress(Exception):
                 starting: list[Startup] = await asyncio.wait_for(monitor.starting.remote(), 2)
-                for startup in starting:
-                    self._say_once(startup.replica_id, f"{startup.kind} {startup.replica_id}: {startup.doing}")
+                self._note_starting(starting)
         if _name(application.status) == "RUNNING":
             router = serve.get_deployment_handle("Router", self._application)
             with contextlib.suppress(Exception):
                 self.is_ready = await asyncio.wait_for(router.is_ready.remote(), 2)
 
-    def _say_once(self, key: str, text: str) -> None:
+    def _note_starting(self, starting: list[Startup]) -> None:
+        parts = {f"{startup.kind} {startup.replica_id}": startup.doing for startup in starting}
+        tell = self._say_once if self._show is None else self._show
+        for part, doing in parts.items():
+            tell(part, doing)
+        for part in sorted(self._starting - {*parts}):
+            tell(part, BUILT)
+        self._starting = {*parts}
+
+    def _say_once(self, part: str, doing: str) -> None:
         """Again after a while, with the time since the start: a user wants to see that it is alive."""
-        said, when = self._said.get(key, ("", 0.0))
+        if not doing:
+            return
+        said, when = self._said.get(part, ("", 0.0))
         now = self._clock()
-        if text and (text != said or now - when > _REPEAT_S):
-            self._said[key] = (text, now)
-            say(f"{text} ({now - self._started:.0f} s)")
+        if doing != said or now - when > _REPEAT_S:
+            self._said[part] = (doing, now)
+            say(f"{part}: {doing} ({now - self._started:.0f} s)")
 
 
 def reason_of(message: str) -> PacelineError:

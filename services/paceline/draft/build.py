@@ -251,6 +251,7 @@ def _model_drafter(
     translation, description = _translation(setup, target, runner.vocab_size, is_part=is_part), "draft model"
     if translation is not None:
         description += f" with {translation.num_shared} of the target's {translation.vocab_size} tokens"
+    logging.getLogger("paceline.startup").info("timing forwards of several tokens")
     sizes: dict[str, Any] = {
         "max_leaves": max(1, (options.tree_step_tokens or affordable_width(runner)) // tokens_per_leaf),
         "max_prefill_tokens": setup.max_step_tokens,

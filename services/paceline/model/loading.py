@@ -169,6 +169,8 @@ def _progress(group: Collectives) -> Progress:
         if loaded * 4 // total > logged:
             logged = loaded * 4 // total
             log.info("rank %d of %d has read %d %% of %s", group.rank, group.degree, 25 * logged, gib(total))
+            if group.rank == 0:
+                logging.getLogger("paceline.startup").info("loading, %d %% of %s", 25 * logged, gib(total))
 
     return report
 

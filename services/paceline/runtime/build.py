@@ -10,11 +10,13 @@ from typing import Any
 
 from paceline.config import DraftSetup, ModelOptions, TargetSetup, cache_dir
 from paceline.errors import EngineError, PacelineError
+from paceline.logs import STAGES
 from paceline.messages import FromDraft, FromTarget
 from paceline.runtime.workers import Emit, Engine, settle
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
+stages = logging.getLogger(STAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class EngineSpec:
             EngineError: another rank has failed, or building failed unexpectedly.
         """
         setup = self.setup
+        stages.info("loading %s", setup.source or "without a model")
         with self._reported():
             return self._target(emit, setup) if isinstance(setup, TargetSetup) else self._draft(emit, setup)
 

@@ -29,11 +29,31 @@ from paceline.runtime.pipe import Channel
 from paceline.runtime.workers import Emit, EngineFactory, In, Out, Stop, limit_torch_threads, pin, run, settle
 
 log = logging.getLogger(__name__)
+stages = logging.getLogger(logs.STAGES)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
     """The engine is built."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What the engine's process does now, while it builds the engine."""
+
+    doing: str
+
+
+class _Stages(logging.Handler):
+    """Sends the stages of this process to its parent."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.INFO)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not hasattr(record, "engine"):  # that is what another rank does, which this process has started
+            self._channel.send(_Stage(record.getMessage()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +193,10 @@ class ProcessWorker(Generic[In, Out]):
                 for frame in channel.receive(None):
                     if isinstance(frame, list):
                         self._on_messages(frame)
+                    elif isinstance(frame, _Stage):
+                        stages.info("%s", frame.doing, extra={"engine": self.name})
                     elif isinstance(frame, _Ready):
+                        stages.info(logs.BUILT, extra={"engine": self.name})
                         self._built.set()
                     elif isinstance(frame, _Failed):
                         failure = frame
@@ -231,8 +254,9 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, 
         return messages
 
     try:
-        factory: EngineFactory[Any, Any] = pickle.loads(factory_pickle)
-        engine = factory(lambda messages: channel.send(list(messages)))
+        with _stages_told(channel):
+            factory: EngineFactory[Any, Any] = pickle.loads(factory_pickle)
+            engine = factory(lambda messages: channel.send(list(messages)))
         limit_torch_threads()
         settle()
         channel.send(_Ready())
@@ -246,6 +270,19 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, 
         with contextlib.suppress(OSError):
             channel.send(_Failed.of(error))
         os._exit(1)
+
+
+@contextlib.contextmanager
+def _stages_told(channel: Channel) -> Iterator[None]:
+    """Stages go to the parent during the block. They are logged there: it is the one that may show them."""
+    handler = _Stages(channel)
+    stages.addHandler(handler)
+    stages.setLevel(logging.INFO)
+    stages.propagate = False
+    try:
+        yield
+    finally:
+        stages.removeHandler(handler)
 
 
 def _end_with_parent() -> None:

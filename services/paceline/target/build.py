@@ -139,6 +139,7 @@ def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_
     speculates_quantized = setup.speculates and model.quantization is not None
     report = None
     if options.batch_invariant != "off":
+        logging.getLogger("paceline.startup").info("testing that decoding and verification have the same bits")
         started = time.perf_counter()
         report = check_invariance(runner, max_len, options.max_step_tokens)
         level = logging.INFO if report.holds and not report.num_states_different else logging.WARNING

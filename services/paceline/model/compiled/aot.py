@@ -124,6 +124,7 @@ def compiled_step(
             if find_compiler() is None:
                 raise NoCompilerError("compile is true, but there is no C++ compiler: set compile to auto or false")
             started = time.perf_counter()
+            logging.getLogger("paceline.startup").info("compiling for this machine, which takes about a minute once")
             log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
             _compile(model, layers, sliding_window, kernel, temporary, taps)

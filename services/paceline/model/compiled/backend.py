@@ -159,7 +159,8 @@ class DeviceBackend:
                 raise
             if time.perf_counter() - told > _PROGRESS_S:
                 told = time.perf_counter()
-                log.info("recorded %d of %d step shapes", len(self._replays), len(self._shapes))
+                done, total = len(self._replays), len(self._shapes)
+                logging.getLogger("paceline.startup").info("recording step shapes, %d of %d", done, total)
         log.info(
             "recorded %d of %d step shapes in %.1f s",
             len(self._replays),
