@@ -83,6 +83,14 @@ class TestDeclarations:
             "vllm:request_success_total",
             "vllm:kv_cache_usage_perc",
             "vllm:num_preemptions_total",
+            "vllm:request_prefill_time_seconds",
+            "vllm:request_decode_time_seconds",
+            "vllm:request_inference_time_seconds",
+            "vllm:request_time_per_output_token_seconds",
+            "vllm:request_prompt_tokens",
+            "vllm:request_generation_tokens",
+            "vllm:prefix_cache_queries_total",
+            "vllm:prefix_cache_hits_total",
         } == {name for name in CATALOGUE if name.startswith("vllm:")}
         assert all(metric.labels[0] == "model_name" for name, metric in CATALOGUE.items() if name.startswith("vllm:"))
 
