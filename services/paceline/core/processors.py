@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -135,7 +136,7 @@ class SamplerState:
         if self.grammar is not None:
             self.grammar.append(token_ids)
 
-    @property
+    @cached_property
     def only_scales(self) -> bool:
         """True if no processor but the temperature ever changes the logits of this session."""
         return not (
@@ -150,7 +151,7 @@ class SamplerState:
             or self.min_p > 0
         )
 
-    @property
+    @cached_property
     def wants_raw_logprobs(self) -> bool:
         """True if log probabilities are asked for that the processed distribution does not have."""
         is_raw = self.params.logprobs_mode is LogprobsMode.RAW

@@ -143,8 +143,9 @@ def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], li
             if not state.only_scales:
                 return None
             temperature = 0.0 if state.greedy else state.temperature
+            seed, num_tokens = state.seed_bits, state.num_tokens
         temperatures.append(temperature)
-        keys += (state.seed_bits, row.position, 0)  # three numbers per row, flat
+        keys += (seed, num_tokens + len(row.suffix), 0)  # three numbers per row, flat
     token_ids, logprobs = native.pick(logits, temperatures, keys, Stream.COUPLED)
     return None if -1 in token_ids else (token_ids, logprobs)
 

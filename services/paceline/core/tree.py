@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 
 from paceline.messages import Node, SparseDistribution, record
@@ -116,7 +115,7 @@ class TreeNode:
         return min(1.0, max(factors[producer] * prob for producer, prob in self.claims))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Proposal:
     """The draft tokens of one session that the target verifies in one step; may be empty.
 

@@ -32,13 +32,13 @@ from paceline.core.processors import Row
 from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
 from paceline.core.tree import Proposal, num_equal
 from paceline.errors import EngineError
-from paceline.messages import SparseDistribution
+from paceline.messages import SparseDistribution, record
 from paceline.types import Acceptance
 
 _Q_TOLERANCE = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Verdict:
     """The target's decision about one proposal."""
 

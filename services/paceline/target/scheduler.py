@@ -98,6 +98,8 @@ class Scheduled:
     def rows(self) -> list[Row]:
         """The positions to decide: after the context, and after each token of the proposal."""
         sampler = self.session.sampler
+        if not self.num_drafted:
+            return [Row(sampler)]
         return [Row(sampler, suffix) for suffix in self.proposal.suffixes()]
 
 

@@ -178,7 +178,8 @@ class TargetSession:
 
     def max_draft(self) -> int:
         """Length of the longest useful proposal: the round yields one token more than it accepts."""
-        return max(0, min(self.k, self.max_tokens - len(self.tokens) - 1))
+        left = self.max_tokens - len(self.tokens) - 1
+        return self.k if self.k <= left else max(0, left)
 
     def commit_outcome(self, token_ids: tuple[int, ...], now: float) -> None:
         """Extends the context by the tokens that the target decided."""
