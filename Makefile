@@ -2,6 +2,7 @@
 # make check   linters, formatter and type checker                 make bench   the local benchmark
 # make protos  the generated code in services/paceline/v1          make clean   forget the environment and caches
 # make lock    requirements.txt: all packages, by hash             make audit   known weaknesses of them (needs a network)
+# make docs    build/site: the documentation as a site
 # make sbom    build/sbom.cdx.json: what is installed              make browser Chromium for the tests of the page (as root)
 #
 # Tests run in rings, each one call of pytest; the marks of a test (pyproject.toml) say which ring it is in:
@@ -32,7 +33,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo browser test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom
+.PHONY: setup demo browser test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
 
 setup: $(STAMP)
 
@@ -115,6 +116,10 @@ check: setup check-protos
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup
+	$(BIN)/python -m mkdocs build --strict -q
+	@echo build/site/index.html
 
 bench: setup
 	$(BIN)/paceline bench local

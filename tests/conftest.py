@@ -10,8 +10,11 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("paceline", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("paceline")
 
-TOOLS = ("tests/bench/", "tests/plan/", "tests/k8s/", "tests/cluster/test_files.py", "tests/cli/test_plan.py")
-"""What these tests cover does not serve: benchmark, planner, manifests and cluster files."""
+TOOLS = (
+    *("tests/bench/", "tests/plan/", "tests/k8s/", "tests/examples/"),
+    *("tests/cluster/test_files.py", "tests/cli/test_plan.py"),
+)
+"""What these tests cover does not serve: benchmark, planner, manifests, cluster files and examples."""
 
 COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
 """All tests that were collected, those of other rings included."""

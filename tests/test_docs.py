@@ -163,7 +163,7 @@ _SUFFIX = re.compile(r"\.(py|cpp|ya?ml|sh|md|json|jsonl|txt|proto|svg|toml)$")
 @functools.cache
 def _names() -> frozenset[str]:
     """The names of all files and folders, for those that a page names without their place."""
-    tops = ("services", "tests", "benchmarks", "cluster", "k8s", "protos", "docs")
+    tops = ("services", "tests", "benchmarks", "cluster", "k8s", "protos", "docs", "examples")
     return frozenset(path.name for top in tops for path in (ROOT / top).rglob("*"))
 
 

@@ -27,6 +27,7 @@ GUARDS_ELSEWHERE = {
     "cluster/test_files.py::test_a_lost_node_is_noticed_soon_but_not_by_a_head_that_stands_still_for_some_seconds": {
         "tools"
     },
+    "examples/test_site.py::test_a_broken_link_is_noticed": {"tools"},
     "k8s/test_manifests.py::test_a_gateway_that_would_end_streams_is_noticed": {"tools"},
     "k8s/test_manifests.py::test_another_order_of_leaving_is_noticed": {"tools"},
     "k8s/test_manifests.py::test_a_policy_without_one_of_them_is_noticed": {"tools"},
