@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
 
-from paceline.types import FinishReason, Round, SamplingParams, SpeculationParams
+from paceline.types import FinishReason, Round, SamplingParams, SpeculationParams, TopLogprobs
 
 _T = TypeVar("_T")
 
@@ -148,6 +148,8 @@ class Outcome:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     """Prompt tokens whose KV was shared with an earlier session; set in the first outcome only."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Likeliest tokens in the place of each token, if the session asks for them."""
 
 
 @record

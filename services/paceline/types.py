@@ -78,6 +78,12 @@ class SeedScope(enum.StrEnum):
     """All requests: the key of the noise is the seed itself. Prompts of one length draw by the same noise then."""
 
 
+MAX_TOP_LOGPROBS = 20
+"""Most likeliest tokens that can be reported for the place of a token."""
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Likeliest tokens of one place with their log probabilities, equal ones by their ids; forbidden ones are left out."""
+
+
 class LogprobsMode(enum.StrEnum):
     """Distribution that the log probabilities of emitted tokens are taken from."""
 
@@ -272,6 +278,8 @@ class SamplingParams(_RequestParams):
     """Requests that share noise if their seeds are equal: those of the same prompt, or all."""
     logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED
     """Log probabilities before or after the processors, which change no token either way."""
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """Likeliest tokens, with their log probabilities, that are reported for the place of each token; 0: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -379,6 +387,7 @@ class SamplingFields(TypedDict, total=False):
     seed: int | None
     seed_scope: SeedScope | Literal["prompt", "global"]
     logprobs_mode: LogprobsMode | Literal["raw_logprobs", "processed_logprobs"]
+    top_logprobs: int
 
 
 def as_sampling(sampling: SamplingParams | None, fields: SamplingFields) -> SamplingParams:
@@ -828,6 +837,8 @@ class Chunk:
     """Token counts so far, this chunk included; None in the chunks that a client receives."""
     trace: Trace | None = None
     """Times and tree of the round, for a request that asked for them."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Likeliest tokens in the place of each token, for a request that asked for them; else ()."""
 
     @property
     def text(self) -> str:
@@ -873,6 +884,8 @@ class Result:
     seed: int
     matched_stop: int | str | None = None
     """Stop token id, end-of-sequence token id or stop string that ended the session; None if none of them did."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Likeliest tokens in the place of each token, for a request that asked for them; else ()."""
 
 
 class Generation(Protocol):

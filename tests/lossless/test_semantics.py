@@ -163,7 +163,7 @@ def test_raw_log_probabilities_are_the_models_own(mode: Mode) -> None:
 
 def test_raw_log_probabilities_of_processed_rows_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: the option is ignored."""
-    monkeypatch.setattr(verification, "_with_raw_logprobs", lambda verdicts, *rest: verdicts)
+    monkeypatch.setattr(verification, "with_logprobs", lambda verdicts, *rest: verdicts)
     assert _largest_error(Mode.OVERLAPPED) > 0.1
 
 

@@ -239,6 +239,7 @@ def chunks(draw):
         tuple(draw(st.booleans()) for _ in token_ids),
         draw(tuples(st.tuples(st.text(max_size=5), st.booleans()), 3)),
         draw(st.none() | rounds()),
+        top_logprobs=draw(st.sampled_from([(), (((3, -0.5), (1, -1.5)),) * len(token_ids)])),
     )
 
 
@@ -289,6 +290,7 @@ def test_result(result, parts):
         text="".join(chunk.text for chunk in parts),
         token_ids=sum((chunk.token_ids for chunk in parts), ()),
         logprobs=sum((chunk.logprobs for chunk in parts), ()),
+        top_logprobs=sum((chunk.top_logprobs for chunk in parts), ()),
     )
     proto = sent(api.complete_to_proto(result))
     assert api.complete_from_proto(proto, parts) == result
@@ -324,6 +326,8 @@ def test_the_words_of_a_complete():
         ({"round": types_pb2.SpeculationRound(accepted=2, drafted=1, cause=1)}, ("2 of 1",)),
         ({"token_ids": [1, 2], "drafted": [True]}, ("2 tokens with 1 flags",)),
         ({"token_ids": [1], "drafted": [True], "output_logprobs": [-1.0, -2.0]}, ("2 log probabilities",)),
+        ({"top_logprobs": [types_pb2.TopLogprobs(token_ids=[1], logprobs=[-1.0])]}, ("0 tokens with 1 entries",)),
+        ({"top_logprobs": [types_pb2.TopLogprobs(token_ids=[1])]}, ("tokens without log probabilities",)),
     ],
 )
 def test_a_chunk_that_makes_no_sense(changes, parts):

@@ -89,7 +89,10 @@ def outcomes(draw):
     token_ids = draw(tokens)
     logprobs = tuple(draw(numbers) for _ in token_ids)
     reason = draw(st.none() | st.sampled_from(FinishReason))
-    return Outcome(draw(ids), draw(uint64), draw(uint31), token_ids, logprobs, draw(rounds()), reason, draw(uint31))
+    top = draw(st.sampled_from([(), (((3, -0.5), (1, -1.5)),) * len(token_ids)]))
+    return Outcome(
+        draw(ids), draw(uint64), draw(uint31), token_ids, logprobs, draw(rounds()), reason, draw(uint31), top
+    )
 
 
 closes = st.builds(CloseSession, ids, uint64)
@@ -303,6 +306,7 @@ MALFORMED_FROM_TARGET = {
     "outcome that accepts more than was drafted": outcome_with(round={"accepted": 3}),
     "outcome of an unknown finish reason": outcome_with(finish_reason=99),
     "outcome with too few logprobs": outcome_with(logprobs=[-1.0]),
+    "outcome with a token without its logprob": outcome_with(top_logprobs=[types_pb2.TopLogprobs(token_ids=[1])]),
 }
 
 

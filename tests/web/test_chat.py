@@ -100,6 +100,21 @@ def test_the_prompt_is_the_rendered_chat_and_the_tokens_are_the_pipelines(real, 
     assert tokens == list(expected.token_ids)
 
 
+def test_the_likeliest_tokens_are_in_the_place_of_each(real):
+    body = {"messages": USER, "max_tokens": 5, "logprobs": True, "top_logprobs": 4, "ignore_eos": True}
+    status, _, answer = call(f"{real}/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert len(choice["logprobs"]["content"]) == 5
+    for entry in choice["logprobs"]["content"]:
+        first, *others = entry.pop("top_logprobs")
+        assert first == entry  # greedy
+        assert [one["logprob"] for one in others] == sorted((one["logprob"] for one in others), reverse=True)
+        assert len(others) == 3
+    _, _, plain = call(f"{real}/v1/chat/completions", body | {"speculation": {"enabled": False}})
+    assert plain["choices"][0]["message"] == choice["message"]
+
+
 def test_an_answer_may_fill_the_context_unless_it_is_told_otherwise(model):
     service, client = model
     client.chat.completions.create(model=MODEL, messages=USER)
@@ -230,7 +245,8 @@ REFUSED = [
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]}, "tool_choice is 'x'"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice is {"),
     ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos is true"),
-    ({"top_logprobs": 5, "logprobs": True}, "top_logprobs is 5"),
+    ({"top_logprobs": 5}, "top_logprobs is 5 without logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21"),
     ({"response_format": {"type": "xml"}}, "response_format is"),
     ({"response_format": {"type": "json_object"}, "tools": [WEATHER]}, "tools are given, and so is the form"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex is given with response_format"),

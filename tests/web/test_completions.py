@@ -193,3 +193,19 @@ def wait(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def test_the_likeliest_tokens_come_with_their_log_probabilities(client, pipeline):
+    options = {"max_tokens": 6, "temperature": 0.7, "seed": 4}
+    result = pipeline.generate("lazy", top_logprobs=3, logprobs_mode="raw_logprobs", **options).result
+    asked = {"model": MODEL, "prompt": "lazy", "logprobs": 3, **options}
+    (choice,) = client.completions.create(**asked).choices
+    decode = pipeline.tokenizer.decode
+    for token_id, logprob, top, found in zip(
+        result.token_ids, result.logprobs, result.top_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert found == {decode([i], special=True): value for i, value in (*top, (token_id, logprob))}
+        assert len(top) == 3
+    assert choice.logprobs.token_logprobs == list(result.logprobs)
+    streamed = [part.choices[0].logprobs for part in client.completions.create(**asked, stream=True)]
+    assert [one for part in streamed if part for one in part.top_logprobs] == choice.logprobs.top_logprobs

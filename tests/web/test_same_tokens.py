@@ -93,7 +93,7 @@ def test_http_gives_the_tokens_of_grpc_and_of_the_pipeline(pipeline, service, ur
 
 
 def without(name):
-    def sampling(self, logprobs):
+    def sampling(self, *_):
         given = self.model_fields_set & SamplingParams.model_fields.keys() - {name}
         return SamplingParams(**{key: getattr(self, key) for key in given})
 

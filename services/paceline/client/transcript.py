@@ -132,6 +132,7 @@ class Transcript:
             text="".join(chunk.text for chunk in self._chunks),
             token_ids=tuple(token_id for chunk in self._chunks for token_id in chunk.token_ids),
             logprobs=tuple(logprob for chunk in self._chunks for logprob in chunk.logprobs),
+            top_logprobs=tuple(place for chunk in self._chunks for place in chunk.top_logprobs),
             finish_reason=FinishReason.ABORT,
             usage=Usage(self._prompt_tokens, self._num_tokens, self._cached_tokens),
             speculation=self._speculation(),

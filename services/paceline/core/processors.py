@@ -154,8 +154,17 @@ class SamplerState:
     @cached_property
     def wants_raw_logprobs(self) -> bool:
         """True if log probabilities are asked for that the processed distribution does not have."""
-        is_raw = self.params.logprobs_mode is LogprobsMode.RAW
-        return is_raw and not (self.only_scales and self.temperature == 1)
+        return self.raw_logprobs and not (self.only_scales and self.temperature == 1)
+
+    @property
+    def raw_logprobs(self) -> bool:
+        """True if log probabilities are those before all processors."""
+        return self.params.logprobs_mode is LogprobsMode.RAW
+
+    @property
+    def wants_rows(self) -> bool:
+        """True if log probabilities are asked for that only whole rows tell: of other tokens, or of raw logits."""
+        return self.params.top_logprobs > 0 or self.wants_raw_logprobs
 
     @property
     def edits(self) -> bool:

@@ -20,20 +20,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.core.deferred import Check, DeferredChecks, download, upload
+from paceline.core.logprobs import logprobs_at
 from paceline.core.noise import Stream, gumbel_argmax, uniform
 from paceline.core.processors import Row
 from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
 from paceline.core.tree import Proposal, num_equal
 from paceline.errors import EngineError
 from paceline.messages import SparseDistribution, record
-from paceline.types import Acceptance
+from paceline.types import Acceptance, TopLogprobs
 
 _Q_TOLERANCE = 1e-6
 
@@ -49,6 +50,12 @@ class Verdict:
     """Log-probability of each token, by the ``logprobs_mode`` of its session."""
     num_invalid: int = 0
     """Draft tokens that were ignored because the first of them has an invalid q."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Likeliest tokens in the place of each token, if the session asks for them."""
+
+    def rows(self, proposal: Proposal) -> list[int]:
+        """The rows, of those of its session, at which its tokens were decided."""
+        return [0, *(1 + index for index in proposal.along(self.token_ids[: self.num_accepted]))]
 
 
 class Choices(Protocol):
@@ -109,8 +116,8 @@ def decide(
     # Session i owns rows [ends[i - 1], ends[i]).
     ends = [*accumulate([len(proposal.token_ids) + 1 for proposal in proposals])]
     verdicts = _decide_batch(logits, rows, proposals, rules, ends)
-    if any(rows[end - 1].state.wants_raw_logprobs for end in ends):
-        return _with_raw_logprobs(verdicts, proposals, logits, rows, [0, *ends])
+    if any(rows[end - 1].state.wants_rows for end in ends):
+        return with_logprobs(verdicts, proposals, logits, rows, [0, *ends])
     return verdicts
 
 
@@ -134,28 +141,20 @@ def _decide_batch(
     return verify(process(logits, rows), proposals, rules)
 
 
-def _with_raw_logprobs(
+def with_logprobs(
     verdicts: Sequence[Verdict],
     proposals: Sequence[Proposal],
     logits: Tensor,
     rows: Sequence[Row],
     starts: Sequence[int],
 ) -> list[Verdict]:
-    """Replaces the log-probabilities of the sessions that ask for the model's own; ``starts``: their first rows."""
-    raw = [rows[start].state.wants_raw_logprobs for start in starts[:-1]]
-    wanted = [
-        (start + row, token)
-        for verdict, proposal, start, is_raw in zip(verdicts, proposals, starts, raw, strict=False)
-        if is_raw
-        for row, token in zip(_rows_of(verdict, proposal), verdict.token_ids, strict=True)
-    ]
-    row, token = upload(wanted, logits.device).unbind(-1)
-    log_probs = torch.log_softmax(logits[row].to(torch.float32), -1)  # [tokens, vocab]
-    values = iter(log_probs.gather(-1, token[:, None]).squeeze(-1).tolist())
-    return [
-        replace(verdict, logprobs=tuple(islice(values, len(verdict.token_ids)))) if is_raw else verdict
-        for verdict, is_raw in zip(verdicts, raw, strict=True)
-    ]
+    """Verdicts with the log probabilities that their sessions ask for; ``starts``: their first rows."""
+    wanting = [i for i in range(len(verdicts)) if rows[starts[i]].state.wants_rows]
+    decided = [([starts[i] + row for row in verdicts[i].rows(proposals[i])], verdicts[i].token_ids) for i in wanting]
+    found = list(verdicts)
+    for i, (values, top) in zip(wanting, logprobs_at(logits, rows, decided), strict=True):
+        found[i] = replace(verdicts[i], logprobs=values, top_logprobs=top)
+    return found
 
 
 def decide_at_once(logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Verdict] | None:
@@ -203,15 +202,10 @@ def verify(
     undecidable = frozenset(processed.undecidable)
     cut = []
     for verdict, proposal, start in zip(verdicts, proposals, starts, strict=False):
-        rows = _rows_of(verdict, proposal)  # the first one is never undecidable
+        rows = verdict.rows(proposal)  # the first one is never undecidable
         end = next((i for i, row in enumerate(rows) if start + row in undecidable), len(rows))
         cut.append(verdict if end == len(rows) else _cut(verdict, end))
     return cut
-
-
-def _rows_of(verdict: Verdict, proposal: Proposal) -> list[int]:
-    """The rows, of those of its session, at which the tokens of a verdict were decided."""
-    return [0, *(1 + index for index in proposal.along(verdict.token_ids[: verdict.num_accepted]))]
 
 
 def _cut(verdict: Verdict, num_tokens: int) -> Verdict:

@@ -52,6 +52,7 @@ from paceline.types import (
     SpeculationParams,
     SpeculationStats,
     Timing,
+    TopLogprobs,
     Usage,
     noise_key,
 )
@@ -172,6 +173,7 @@ class Session:
         self._withheld = ""  # decided text that may be the beginning of a stop string
         self._emitted: list[int] = []
         self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
         self._text: list[str] = []
         self._cached_tokens = 0
 
@@ -438,7 +440,9 @@ class Session:
         self.stats.add(round_)
         self._emitted += token_ids
         self._logprobs += logprobs
-        chunk = Chunk(token_ids, logprobs, drafted[:num_tokens], tuple(segments), round_, self._usage(), trace)
+        top = outcome.top_logprobs[:num_tokens]
+        self._top_logprobs += top
+        chunk = Chunk(token_ids, logprobs, drafted[:num_tokens], tuple(segments), round_, self._usage(), trace, top)
         self._text.append(chunk.text)
         actions.chunks.append(chunk)
         if finish_reason is not None:
@@ -545,6 +549,7 @@ class Session:
             timing=Timing(prefill_s, decode_s, rate, self._queue_s),
             seed=self.seed,
             matched_stop=self._matched_stop,
+            top_logprobs=tuple(self._top_logprobs),
         )
 
     def _usage(self) -> Usage:
@@ -574,7 +579,11 @@ class Session:
 def _malformed(outcome: Outcome) -> bool:
     """True if no target can have meant this outcome."""
     num_tokens = len(outcome.token_ids)
-    fits = num_tokens == len(outcome.logprobs) and 0 <= outcome.round.num_accepted <= outcome.round.num_drafted
+    fits = (
+        num_tokens == len(outcome.logprobs)
+        and len(outcome.top_logprobs) in (0, num_tokens)
+        and 0 <= outcome.round.num_accepted <= outcome.round.num_drafted
+    )
     return not (num_tokens and fits and outcome.round.num_accepted <= num_tokens and min(outcome.token_ids) >= 0)
 
 

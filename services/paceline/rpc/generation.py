@@ -18,6 +18,7 @@ from paceline.errors.refusals import explain_parameter
 from paceline.rpc.values import (
     CAUSES,
     read_round,
+    read_top_logprobs,
     sampling_fields,
     sampling_to_proto,
     speculation_fields,
@@ -25,6 +26,7 @@ from paceline.rpc.values import (
     status_from_proto,
     status_to_proto,
     write_round,
+    write_top_logprobs,
 )
 from paceline.types import (
     MAX_SALT_LEN,
@@ -203,6 +205,7 @@ def chunk_to_proto(
         completion_tokens=completion_tokens,
         cached_tokens=cached_tokens,
     )
+    write_top_logprobs(chunk.top_logprobs, proto.top_logprobs)
     for text, drafted in chunk.segments:
         proto.segments.add(text=text, drafted=drafted)
     if chunk.round is not None:
@@ -226,8 +229,14 @@ def chunk_from_proto(proto: generation_pb2.GenerateStreamChunk) -> Chunk:
         raise EngineError(
             f"the server sent {len(token_ids)} tokens with {len(drafted)} flags and {len(logprobs)} log probabilities"
         )
+    try:
+        top = read_top_logprobs(proto.top_logprobs)
+    except ValueError:
+        raise EngineError("the server sent tokens without log probabilities among top_logprobs") from None
+    if len(top) not in (0, len(token_ids)):
+        raise EngineError(f"the server sent {len(token_ids)} tokens with {len(top)} entries of top_logprobs")
     segments = tuple((segment.text, segment.drafted) for segment in proto.segments)
-    return Chunk(token_ids, logprobs, drafted, segments, round_)
+    return Chunk(token_ids, logprobs, drafted, segments, round_, top_logprobs=top)
 
 
 def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:
@@ -289,6 +298,7 @@ def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        top_logprobs=tuple(place for chunk in chunks for place in chunk.top_logprobs),
         finish_reason=finish_reason,
         usage=Usage(proto.prompt_tokens, proto.completion_tokens, proto.cached_tokens),
         speculation=SpeculationStats(

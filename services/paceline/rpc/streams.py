@@ -49,6 +49,7 @@ from paceline.messages import (
 )
 from paceline.rpc.values import (
     read_round,
+    read_top_logprobs,
     sampling_fields,
     sampling_to_proto,
     speculation_fields,
@@ -56,6 +57,7 @@ from paceline.rpc.values import (
     status_from_proto,
     status_to_proto,
     write_round,
+    write_top_logprobs,
 )
 from paceline.types import FinishReason, ReplicaStatus, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, target_pb2, types_pb2
@@ -149,6 +151,8 @@ def _write_outcome(message: Outcome, proto: target_pb2.Outcome) -> None:
         proto.finish_reason = _FINISH_REASONS_TO_PROTO[message.finish_reason]
     if message.cached_tokens:
         proto.cached_tokens = message.cached_tokens
+    if message.top_logprobs:
+        write_top_logprobs(message.top_logprobs, proto.top_logprobs)
 
 
 def _read_outcome(proto: target_pb2.Outcome) -> Outcome | None:
@@ -157,8 +161,12 @@ def _read_outcome(proto: target_pb2.Outcome) -> Outcome | None:
     if not session_id or round_ is None or reason not in _FINISH_REASONS or len(token_ids) != len(logprobs):
         return None
     finish_reason, cached_tokens = _FINISH_REASONS[reason], proto.cached_tokens
+    try:
+        top = read_top_logprobs(proto.top_logprobs) if proto.top_logprobs else ()
+    except ValueError:
+        return None
     return Outcome(
-        session_id, proto.epoch, proto.context_len, token_ids, logprobs, round_, finish_reason, cached_tokens
+        session_id, proto.epoch, proto.context_len, token_ids, logprobs, round_, finish_reason, cached_tokens, top
     )
 
 

@@ -5,10 +5,18 @@ sampling and speculation parameters, rounds and replica statuses.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from paceline.types import Cause, ReplicaStatus, Round, SamplingParams, SpeculationParams, StructuredOutput
+from paceline.types import (
+    Cause,
+    ReplicaStatus,
+    Round,
+    SamplingParams,
+    SpeculationParams,
+    StructuredOutput,
+    TopLogprobs,
+)
 from paceline.v1 import types_pb2
 
 CAUSES = {
@@ -39,6 +47,7 @@ _SAMPLING_SCALARS = (
     "seed",
     "seed_scope",
     "logprobs_mode",
+    "top_logprobs",
 )
 _SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "growth", "saguaro")
 _STATUS_SCALARS = (
@@ -59,6 +68,17 @@ _STATUS_SCALARS = (
     "controller",
     "batch_invariant",
 )
+
+
+def write_top_logprobs(places: Sequence[TopLogprobs], proto: Any) -> None:
+    """Adds the likeliest tokens of each place to ``proto``, a repeated field."""
+    for place in places:
+        proto.add(token_ids=[token_id for token_id, _ in place], logprobs=[logprob for _, logprob in place])
+
+
+def read_top_logprobs(proto: Iterable[types_pb2.TopLogprobs]) -> tuple[TopLogprobs, ...]:
+    """The likeliest tokens of each place. Raises ValueError if one has more tokens than log probabilities, or fewer."""
+    return tuple(tuple(zip(place.token_ids, place.logprobs, strict=True)) for place in proto)
 
 
 def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:

@@ -456,6 +456,7 @@ class TargetEngine:
             Round(part.num_drafted, num_accepted, session.cause, lookup=part.looked_up, head=part.headed),
             finish_reason,
             cached_tokens=session.cached_tokens if session.cause is Cause.START else 0,
+            top_logprobs=verdict.top_logprobs[:num_emitted],
         )
         self._meter.round(step, part, verdict, num_accepted, num_emitted)
         session.waiting_since = None

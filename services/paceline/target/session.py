@@ -99,7 +99,7 @@ class TargetSession:
         if lookups is not None and speculation.mode is Mode.OVERLAPPED and self.k > 0 and not self.rejection:
             self.lookup = Lookup(self.tokens, lookups)
             self.lookup.follow(len(self.tokens))
-        self.picks = self.sampler.only_scales and not self.rejection and not self.sampler.wants_raw_logprobs
+        self.picks = self.sampler.only_scales and not self.rejection and not self.sampler.wants_rows
         """True if its tokens can be drawn from parts of the vocabulary, without whole rows of logits."""
         self._vocab_size = vocab_size
         self.draft_epoch = message.epoch

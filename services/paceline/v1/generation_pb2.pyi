@@ -174,6 +174,7 @@ class GenerateStreamChunk(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """All segments in order. May lag behind the tokens: text that could be the beginning of a stop string, or of a
     character of several tokens, is withheld until it is decided.
@@ -203,6 +204,10 @@ class GenerateStreamChunk(_message.Message):
     def round(self) -> _types_pb2.SpeculationRound:
         """The round that made the tokens; absent in a chunk that only releases withheld text."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopLogprobs]:
+        """In the place of each token, if sampling_params.top_logprobs asks for them; else empty."""
+
     def __init__(
         self,
         *,
@@ -215,10 +220,11 @@ class GenerateStreamChunk(_message.Message):
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        top_logprobs: _abc.Iterable[_types_pb2.TopLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted", b"drafted", "output_logprobs", b"output_logprobs", "prompt_tokens", b"prompt_tokens", "round", b"round", "segments", b"segments", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted", b"drafted", "output_logprobs", b"output_logprobs", "prompt_tokens", b"prompt_tokens", "round", b"round", "segments", b"segments", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015

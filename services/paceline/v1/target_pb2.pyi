@@ -200,6 +200,7 @@ class Outcome(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     epoch: _builtins.int
     context_len: _builtins.int
@@ -220,6 +221,10 @@ class Outcome(_message.Message):
     def round(self) -> _types_pb2.SpeculationRound:
         """Required."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopLogprobs]:
+        """In the place of each token, if the session asks for them."""
+
     def __init__(
         self,
         *,
@@ -231,10 +236,11 @@ class Outcome(_message.Message):
         round: _types_pb2.SpeculationRound | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         cached_tokens: _builtins.int = ...,
+        top_logprobs: _abc.Iterable[_types_pb2.TopLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "context_len", b"context_len", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "round", b"round", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "context_len", b"context_len", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "round", b"round", "session_id", b"session_id", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

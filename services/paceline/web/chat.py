@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import InvalidRequestError
 from paceline.types import Chunk, Request, Result
 from paceline.web.calls import bound_calls
@@ -191,16 +192,15 @@ class ChatCompletion:
         }
 
     def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
-        tokenizer, found = self._edge.service.info.tokenizer, []
-        for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
-            token = tokenizer.decode([token_id], special=True)
-            whole = "\N{REPLACEMENT CHARACTER}" not in token
-            found.append(
-                {
-                    "token": token,
-                    "logprob": logprob,
-                    "bytes": list(token.encode("utf-8", "replace")) if whole else None,
-                    "top_logprobs": [],
-                }
-            )
-        return found
+        tokenizer = self._edge.service.info.tokenizer
+        tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
+        return [
+            _entry(tokenizer, token_id, logprob) | {"top_logprobs": [_entry(tokenizer, *other) for other in top]}
+            for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
+        ]
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    token = tokenizer.decode([token_id], special=True)
+    whole = "\N{REPLACEMENT CHARACTER}" not in token
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace")) if whole else None}

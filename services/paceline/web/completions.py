@@ -21,6 +21,7 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[str, float]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     next_offset: int = 0
     result: Result | None = None
@@ -39,7 +40,7 @@ class Completion:
             "model": edge.model_id,
         }
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
-        sampling = body.sampling(body.logprobs is not None)
+        sampling = body.sampling(body.logprobs is not None, body.logprobs or 0)
         self._prompts = body.prompts()
         num = len(self._prompts) * body.n
         self.requests = [
@@ -77,7 +78,7 @@ class Completion:
             extra["token_ids"] = list(item.token_ids)
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = self._logprobs(choice, item)
+            logprobs = self._take_logprobs(choice, item)
         options = self._body.stream_options
         if options is not None and options.include_speculation:
             extra["speculation"] = round_of(item)
@@ -99,7 +100,7 @@ class Completion:
                 extra = {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_ids(i)}
             logprobs = None
             if self._body.logprobs is not None:
-                logprobs = _as_logprobs(choice.tokens, choice.logprobs, choice.offsets)
+                logprobs = _logprobs(choice)
             choices.append(self._choice(i, "".join(choice.text), logprobs=logprobs, result=choice.result, extra=extra))
         return {**self._head, "choices": choices, "usage": self._totals.counts()}
 
@@ -127,18 +128,23 @@ class Completion:
             choice["speculation"] = speculation_of(result)
         return choice | (extra or {})
 
-    def _logprobs(self, choice: _Choice, chunk: Chunk) -> dict[str, Any] | None:
+    def _take_logprobs(self, choice: _Choice, chunk: Chunk) -> dict[str, Any] | None:
         if not chunk.token_ids:
             return None
         tokenizer = self._edge.service.info.tokenizer
         begin = len(choice.tokens)
-        for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+        for i, (token_id, logprob) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=True)):
             token = tokenizer.decode([token_id], special=True)
             choice.tokens.append(token)
             choice.logprobs.append(logprob)
             choice.offsets.append(choice.next_offset)
             choice.next_offset += len(token)
-        return _as_logprobs(choice.tokens[begin:], choice.logprobs[begin:], choice.offsets[begin:])
+            if self._body.logprobs:
+                top: dict[str, float] = {}
+                for other, value in chunk.top_logprobs[i]:
+                    top.setdefault(tokenizer.decode([other], special=True), value)
+                choice.top_logprobs.append(top | {token: logprob})  # it is there even if others are likelier
+        return _logprobs(choice, begin)
 
     def _prompt_text(self, i: int) -> str:
         prompt = self._prompts[i // self._body.n]
@@ -149,5 +155,11 @@ class Completion:
         return list(self._edge.service.info.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
-def _as_logprobs(tokens: list[str], logprobs: list[float], offsets: list[int]) -> dict[str, Any]:
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+def _logprobs(choice: _Choice, begin: int = 0) -> dict[str, Any]:
+    """OpenAI's ``logprobs`` of a choice, from one of its tokens on."""
+    return {
+        "tokens": choice.tokens[begin:],
+        "token_logprobs": choice.logprobs[begin:],
+        "top_logprobs": choice.top_logprobs[begin:] or None,
+        "text_offset": choice.offsets[begin:],
+    }

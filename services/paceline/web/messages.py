@@ -19,7 +19,6 @@ _FIELDS_OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")
 CHAT_INERT = MappingProxyType(
     {
         **INERT,
-        "top_logprobs": (0,),
         "modalities": (["text"],),
         "functions": ([],),
         "function_call": ("none",),
@@ -189,6 +188,12 @@ class ChatBody(ToolsBody):
     """The template opens an answer after the last message."""
     continue_final_message: bool = False
     """The answer continues the last message."""
+
+    @model_validator(mode="after")
+    def _shown(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise Fault("top_logprobs", f"is {self.top_logprobs} without logprobs: it is a part of what that adds")
+        return self
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:

@@ -16,6 +16,7 @@ from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, explain, explain_parameter, shown
 from paceline.types import (
     MAX_SALT_LEN,
+    MAX_TOP_LOGPROBS,
     LogprobsMode,
     RequestLimits,
     SamplingParams,
@@ -146,13 +147,15 @@ class Body(SamplingParams):
             raise Fault("stream_options", "is given without stream: it is for streams only")
         return self
 
-    def sampling(self, logprobs: bool) -> SamplingParams:
+    def sampling(self, logprobs: bool, top_logprobs: int = 0) -> SamplingParams:
         """The sampling parameters that were given. ``logprobs``: the answer shows log probabilities, which are the raw
-        ones unless the request says otherwise."""
+        ones unless the request says otherwise; ``top_logprobs``: and so many likeliest tokens."""
         names = self.model_fields_set & SamplingParams.model_fields.keys()
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if logprobs:
             given.setdefault("logprobs_mode", LogprobsMode.RAW)
+        if top_logprobs:
+            given["top_logprobs"] = top_logprobs
         return SamplingParams(**given)
 
     def stop_strings(self, limits: RequestLimits) -> tuple[str, ...]:
@@ -184,13 +187,15 @@ class CompletionBody(Body):
     """Text, token ids, or a list of either."""
     echo: bool = False
     """The text begins with the prompt."""
-    logprobs: int | None = Field(default=None, ge=0, le=0)
-    """0: the log probability of each token. Those of other tokens are not served."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """The log probability of each token, and of so many likeliest ones in its place."""
 
     @model_validator(mode="after")
     def _echo(self) -> Self:
         if self.echo and self.logprobs is not None:
             raise Fault("echo", "is true and logprobs is given: log probabilities of the prompt are not served")
+        if self.top_logprobs:
+            raise Fault("top_logprobs", f"is {self.top_logprobs}: here logprobs says how many")
         return self
 
     def prompts(self) -> list[str | tuple[int, ...]]:
