@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 
 import openai
 import pytest
-from tests.security.conftest import digest, write_keys
+from tests.security.conftest import Mounted, digest, write_keys
+from tests.support.models import save_pair
+from tests.web.support import call, served
 
+from paceline.cli.local_service import _Renewed, local_edge, local_of
 from paceline.cli.main import main
+from paceline.cli.serve import add_config_flags, read_config
 from paceline.cluster.ports import free_ports
+from paceline.config import DraftModel, LocalConfig, ServerConfig, ServiceConfig, TargetModel
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.local import LocalPipeline
+from paceline.metrics.access import AccessMetrics
+from paceline.metrics.catalogue import RELOAD_FAILURES
+from paceline.metrics.registry import Registry
+from paceline.security.certificates import CertificateFiles, Certificates
 
 REFUSED = [
     (("--grpc-port", "9000"), "--grpc-port is given with --local"),
-    (("--set", "server.http_port=9000"), "--set is given with --local"),
+    (("--set", "server.grpc_port=9001"), "server.grpc_port is set with --local"),
+    (("--set", "target_config.deployment_config.num_replicas=2"), "target_config.deployment_config is set with"),
+    (("--set", "router_config.target_timeout_s=2"), "router_config.target_timeout_s is set with --local"),
+    (("--set", "log.level=DEBUG"), "log is set with --local"),
+    (("--set", "target_config.engine_kwargs.max_session=2"), "target_config.engine_kwargs.max_session"),
+    (("--config", "nowhere.yaml"), "nowhere.yaml"),
     (("--targets", "2"), "--targets is given with --local"),
     (("--address", "auto"), "--address is given with --local"),
     (("--tls-client-ca", "ca.pem"), "--tls-client-ca is given with --local"),
     (("--print-environment",), "--print-environment is given with --local"),
     (("--http-port", "70000"), "server.http_port is 70000"),
     (("--api-keys", "nowhere.yaml"), "it cannot be read"),
-    (("--tls-certificate", "nowhere.pem", "--tls-key", "nowhere.pem"), "there is no such file"),
+    (
+        ("--tls-certificate", "nowhere.pem", "--tls-key", "nowhere.pem"),
+        "server.tls.certificate is 'nowhere.pem': it cannot be read",
+    ),
     (("--target", "somewhere"), "--target is given without --draft"),
 ]
 
@@ -42,6 +64,78 @@ def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys):
         port = taken.getsockname()[1]
         assert main(["serve", "--local", "--http-port", str(port)]) == 2
     assert f"server.http_port is {port}: it cannot be used" in capsys.readouterr().err
+
+
+def test_a_configuration_names_the_engines_of_this_machine(tmp_path):
+    file = tmp_path / "service.yaml"
+    file.write_text("target_config: {engine_kwargs: {max_sessions: 3}}\ndraft_config: {kind: ngram}\n")
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    flags = ["--config", str(file), "--set", "router_config.generation_config=none", "--set", "server.playground=false"]
+    config = read_config(parser.parse_args([*flags, "--dtype", "float32"]))
+    local = local_of(config)
+    assert (local.target.max_sessions, local.target.dtype, local.generation_config) == (3, "float32", "none")
+    assert local.target.path == str(TARGET_DIR)
+    assert local.draft == config.draft_config.engine_kwargs
+    assert not config.server.playground
+    assert local_of(ServiceConfig()).draft == DraftModel(path=str(DRAFT_DIR))
+
+
+def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
+    folder = save_pair(tmp_path)
+    run = {"dtype": "float32", "compile": False}
+    config = LocalConfig(
+        target=TargetModel(path=str(folder / "target"), **run),
+        draft=DraftModel(path=str(folder / "draft"), **run),
+        worker="thread",
+        pin_cores=False,
+    )
+    with LocalPipeline(config) as pipeline, served(local_edge(pipeline, ServerConfig(), "one")) as at:
+        body = {"prompt": "lazy", "max_tokens": 20, "ignore_eos": True}
+        usage = [call(f"{at}/v1/completions", body)[2]["usage"] for _ in range(2)]
+        page = call(f"{at}/metrics")[2].decode()
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if line[0] != "#"}
+    label = '{model_name="one"}'
+    assert values[f"vllm:generation_tokens_total{label}"] == 40
+    assert values[f"vllm:prompt_tokens_total{label}"] == sum(one["prompt_tokens"] for one in usage)
+    assert values['vllm:request_success_total{finished_reason="length",model_name="one"}'] == 2
+    accepted = sum(one["completion_tokens_details"]["accepted_prediction_tokens"] for one in usage)
+    assert values[f"vllm:spec_decode_num_accepted_tokens_total{label}"] == accepted > 0
+    assert not any("_created" in name for name in values)
+
+
+def shown(context, authority):
+    """The certificate that a server of this context shows, in DER."""
+    asking = ssl.create_default_context()
+    authority.configure_trust(asking)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    client = asking.wrap_bio(to_client, to_server, server_hostname="127.0.0.1")
+    for side in (client, server, client):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return client.getpeercert(binary_form=True)
+
+
+def test_a_renewed_certificate_is_shown_to_later_connections(tmp_path):
+    mounted = Mounted(tmp_path)
+    certificates = Certificates(CertificateFiles.at("server.tls", str(mounted.certificate), str(mounted.key)))
+    registry = Registry()
+    renewed, context = _Renewed(None, certificates, AccessMetrics(registry)), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(mounted.certificate, mounted.key)
+    first = shown(context, mounted.authority)
+    renewed.refresh(context)
+    assert shown(context, mounted.authority) == first
+    mounted.renew()
+    renewed.refresh(context)
+    second = shown(context, mounted.authority)
+    assert second != first
+    mounted.certificate.write_text("nothing")
+    for _ in range(3):
+        renewed.refresh(context)
+    assert shown(context, mounted.authority) == second
+    (failures,) = registry.samples()[RELOAD_FAILURES.name].values()
+    assert failures == 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
-from tests.support.models import letters_tokenizer
+from tests.support.models import letters_tokenizer, save_pair
+from tests.support.schemas import json_tokenizer
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.router.admission import TargetInfo
@@ -54,6 +57,21 @@ def save_chat(folder, response=True):
     if response:
         tokenizer.response_template = RESPONSE
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+SHORT = {str(i): -100 for text in ("<4>", " ", "\n") for i in json_tokenizer().encode(text)} | {"7": 20}
+"""A bias of a model of random weights against thoughts and spaces, which it would not end, and for the end."""
+
+
+def save_speaking_pair(folder):
+    """A pair of random weights whose tokens can write JSON, with the templates; returns the folder."""
+    save_pair(folder)
+    for name in ("target", "draft"):
+        backend = Backend.from_str(json_tokenizer().backend_json())
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<7>")
+        tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
+        tokenizer.save_pretrained(folder / name)
     return folder
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.support.models import save_pair
+from tests.web.chats import save_speaking_pair
 from tests.web.support import edge_over, served
 
+from paceline.checkpoint.chat import load_chat
 from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.local import LocalPipeline
 
@@ -15,17 +17,29 @@ def web_pair(tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("web"))
 
 
-@pytest.fixture(scope="session")
-def pipeline(web_pair):
+def started(folder):
     run = {"dtype": "float32", "compile": False}
     config = LocalConfig(
-        target=TargetModel(path=str(web_pair / "target"), adaptive=False, max_sessions=8, **run),
-        draft=DraftModel(path=str(web_pair / "draft"), **run),
+        target=TargetModel(path=str(folder / "target"), adaptive=False, max_sessions=8, **run),
+        draft=DraftModel(path=str(folder / "draft"), **run),
         worker="thread",
         pin_cores=False,
     )
-    with LocalPipeline(config) as started:
-        yield started
+    return LocalPipeline(config)
+
+
+@pytest.fixture(scope="session")
+def pipeline(web_pair):
+    with started(web_pair) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def speaking(tmp_path_factory):
+    """A pipeline whose tokens can write JSON, and its chat template."""
+    folder = save_speaking_pair(tmp_path_factory.mktemp("speaking"))
+    with started(folder) as running:
+        yield running, load_chat(str(folder / "target"))
 
 
 @pytest.fixture(scope="session")

@@ -7,18 +7,12 @@ import json
 import jsonschema
 import pytest
 from openai import OpenAI
-from tests.support.models import save_pair
-from tests.support.schemas import json_tokenizer
-from tests.web.chats import RESPONSE, TEMPLATE
+from tests.web.chats import SHORT
 from tests.web.support import MODEL, call, edge_over, served
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
 
-from paceline.checkpoint.chat import ChatTemplate, load_chat
-from paceline.config import DraftModel, LocalConfig, TargetModel
+from paceline.checkpoint.chat import ChatTemplate
 from paceline.errors import InvalidRequestError
-from paceline.local import LocalPipeline
 from paceline.web import chat as chats
 from paceline.web.calls import bound_calls
 
@@ -47,26 +41,6 @@ def tools(**more):
     ]
 
 
-@pytest.fixture(scope="module")
-def speaking(tmp_path_factory):
-    """A pair whose tokens can write JSON, and its chat template."""
-    folder = save_pair(tmp_path_factory.mktemp("calls"))
-    for name in ("target", "draft"):
-        backend = Tokenizer.from_str(json_tokenizer().backend_json())
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<7>")
-        tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
-        tokenizer.save_pretrained(folder / name)
-    run = {"dtype": "float32", "compile": False}
-    config = LocalConfig(
-        target=TargetModel(path=str(folder / "target"), adaptive=False, max_sessions=8, **run),
-        draft=DraftModel(path=str(folder / "draft"), **run),
-        worker="thread",
-        pin_cores=False,
-    )
-    with LocalPipeline(config) as pipeline:
-        yield pipeline, load_chat(str(folder / "target"))
-
-
 @pytest.fixture
 def at(speaking):
     pipeline, chat = speaking
@@ -82,8 +56,6 @@ def calls_of(answer):
     return found
 
 
-SHORT = {str(i): -100 for text in ("<4>", " ", "\n") for i in json_tokenizer().encode(text)} | {"7": 20}
-"""A bias against thoughts and spaces, which such a model would not end, and for the end."""
 ASKED = {"messages": USER, "temperature": 1.0, "max_tokens": 200, "logit_bias": SHORT, "return_token_ids": True}
 
 

@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
+import ssl
 import sys
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
+from paceline import logs
 from paceline.checkpoint.chat import load_chat
+from paceline.cli.local_metrics import Measured
 from paceline.cli.startup import StartView, next_steps
-from paceline.config import EMBEDDED_TARGET, LocalConfig, ServerConfig
+from paceline.config import (
+    EMBEDDED_TARGET,
+    DraftModel,
+    LocalConfig,
+    ModelDraftConfig,
+    ServerConfig,
+    ServiceConfig,
+    TargetModel,
+)
+from paceline.config.base import Strict
+from paceline.config.options import ModellessOptions
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
 from paceline.security.access import Access
+from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
 from paceline.web.app import make_app
 from paceline.web.service import Edge
+
+log = logging.getLogger(__name__)
 
 _GOODBYE_S = 5
 _RELOAD_S = 1.0
@@ -41,9 +59,10 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
     keys = None if server.api_keys is None else KeyRing(server.api_keys)
     if (tls := server.tls) is not None and tls.client_ca is not None:
         raise ConfigError("server.tls.client_ca is set: the HTTP port asks for no certificate of the client")
-    certificate, key = (None, None) if tls is None else (_file(tls.certificate), _file(tls.key))
-    pipeline = LocalPipeline(config)
-    edge = local_edge(pipeline, server, model_id, keys)
+    files = None if tls is None else CertificateFiles.at("server.tls", tls.certificate, tls.key)
+    certificates = None if files is None else Certificates(files)
+    pipeline, registry = LocalPipeline(config), Registry()
+    edge = local_edge(pipeline, server, model_id, keys, registry)
     with contextlib.closing(_listening(server)) as listening, contextlib.ExitStack() as stack:
         with StartView() as view:
             stack.enter_context(pipeline)
@@ -56,10 +75,10 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=_GOODBYE_S,
-                ssl_certfile=certificate,
-                ssl_keyfile=key,
+                ssl_certfile=None if files is None else files.certificate,
+                ssl_keyfile=None if files is None else files.key,
             ),
-            keys,
+            _Renewed(keys, certificates, AccessMetrics(registry)),
             [
                 f"HTTP     {scheme}://{server.host}:{server.http_port}/v1  OpenAI-compatible",
                 "ready",
@@ -71,16 +90,61 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
             one.run([listening])
 
 
-def local_edge(pipeline: LocalPipeline, server: ServerConfig, model_id: str, keys: KeyRing | None = None) -> Edge:
+def local_of(config: ServiceConfig) -> LocalConfig:
+    """The engines of a service's configuration, on this machine. Raises ConfigError for keys of what is not there."""
+    target, draft = config.target_config, config.draft_config
+    parts: dict[str, tuple[Strict | None, set[str]]] = {
+        "target_config": (target, {"model_loading_config", "engine_kwargs"}),
+        "draft_config": (draft, {"kind", "model_loading_config", "engine_kwargs"}),
+        "router_config": (config.router_config, {"generation_config"}),
+        "server": (config.server, ServerConfig.model_fields.keys() - {"grpc_port"}),
+        "": (config, {"target_config", "draft_config", "router_config", "server"}),
+    }
+    for place, (part, served) in parts.items():
+        for name in sorted(set() if part is None else part.model_fields_set - served):
+            key = f"{place}.{name}".removeprefix(".")
+            raise ConfigError(f"{key} is set with --local, which has neither replicas nor routers, gRPC and its logs")
+    models = {"target_config": target, "draft_config": draft if isinstance(draft, ModelDraftConfig) else None}
+    for place, model in models.items():
+        if model is not None and model.model_loading_config.tokenizer_source is not None:
+            raise ConfigError(
+                f"{place}.model_loading_config.tokenizer_source is set with --local, which has no such key"
+            )
+    drafter: DraftModel | ModellessOptions | None = None
+    if isinstance(draft, ModelDraftConfig):
+        drafter = DraftModel(path=draft.model_loading_config.source, **_given(draft.engine_kwargs))
+    elif draft is not None:
+        drafter = draft.engine_kwargs
+    return LocalConfig(
+        target=TargetModel(path=target.model_loading_config.source, **_given(target.engine_kwargs)),
+        draft=drafter,
+        generation_config=config.router_config.generation_config,
+    )
+
+
+def _given(options: Strict) -> dict[str, Any]:
+    """The options that were set; those that were not depend on where an engine runs."""
+    return {name: getattr(options, name) for name in options.model_fields_set}
+
+
+def local_edge(
+    pipeline: LocalPipeline,
+    server: ServerConfig,
+    model_id: str,
+    keys: KeyRing | None = None,
+    registry: Registry | None = None,
+) -> Edge:
     """The edge of HTTP over a pipeline of this machine. Raises ConfigError for a template that cannot be read."""
     target = pipeline.config.target
     chat = load_chat(target.path, server.chat_template, target.trust_remote_code)
-    access = Access(keys, AccessMetrics(Registry()))
+    registry = registry or Registry()
+    measured = Measured(pipeline, registry, model_id)
     return Edge(
         model_id,
-        pipeline,
-        access,
+        measured,
+        Access(keys, AccessMetrics(registry)),
         server.max_message_bytes,
+        metrics=measured.page,
         chat=chat,
         status=partial(asyncio.to_thread, pipeline.server_info),
         playground=server.playground,
@@ -117,37 +181,52 @@ def _done(number: int, frame: FrameType | None) -> None:
     """Takes the signal that uvicorn raises again after it has ended."""
 
 
-def _file(path: str) -> str:
-    found = Path(path).expanduser()
-    if not found.is_file():
-        raise ConfigError(f"server.tls names {path!r}: there is no such file")
-    return str(found)
+class _Renewed:
+    """Files that others renew while the service runs: the keys, and the certificate of the port."""
+
+    def __init__(self, keys: KeyRing | None, certificates: Certificates | None, metrics: AccessMetrics) -> None:
+        self._keys, self._certificates, self._metrics = keys, certificates, metrics
+        self._shown = None if certificates is None else certificates.current
+
+    def refresh(self, context: ssl.SSLContext | None) -> None:
+        """Takes those files again that have changed; ``context`` shows the certificate to later connections."""
+        if self._keys is not None:
+            self._keys.refresh()
+            self._metrics.reload_failures("api_keys", self._keys.num_failures)
+        if self._certificates is None or context is None:
+            return
+        identity = self._certificates.refresh()
+        self._metrics.certificate("server", identity.expires_at)
+        self._metrics.reload_failures("server", self._certificates.num_failures)
+        if identity is not self._shown:
+            with tempfile.NamedTemporaryFile() as checked:  # readable by this user alone: the version that was checked
+                checked.write(identity.key + b"\n" + identity.chain)
+                checked.flush()
+                context.load_cert_chain(checked.name)
+            self._shown = identity
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, and takes the keys again when their file has changed."""
+    """Says where it listens, and takes keys and certificate again when their files have changed."""
 
-    def __init__(self, config: uvicorn.Config, keys: KeyRing | None, lines: Sequence[str], view: StartView) -> None:
+    def __init__(self, config: uvicorn.Config, renewed: _Renewed, lines: Sequence[str], view: StartView) -> None:
         super().__init__(config)
-        self._keys, self._lines, self._view = keys, lines, view
+        self._renewed, self._lines, self._view = renewed, lines, view
 
     async def main_loop(self) -> None:
         print("\n".join(self._lines), flush=True)
         print(f"paceline: ready after {self._view.elapsed_s:.1f} s", file=sys.stderr, flush=True)
-        async with _every(_RELOAD_S, self._keys):
+        task = asyncio.create_task(self._renew(), name="paceline-renewal")
+        try:
             await super().main_loop()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
-
-@contextlib.asynccontextmanager
-async def _every(period_s: float, keys: KeyRing | None) -> AsyncIterator[None]:
-    async def work() -> None:
-        while keys is not None:
-            await asyncio.sleep(period_s)
-            keys.refresh()
-
-    task = asyncio.create_task(work(), name="paceline-keys")
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    async def _renew(self) -> None:
+        while True:
+            try:
+                self._renewed.refresh(self.config.ssl)
+            except Exception as error:  # it is tried again, and what is in use stays
+                logs.unexpected(log, error)
+            await asyncio.sleep(_RELOAD_S)

@@ -158,7 +158,7 @@ def _loading(flag: str, value: str) -> dict[str, str]:
     return {"model_id": folder.resolve().name, "model_source": str(folder)} if folder.is_dir() else {"model_id": value}
 
 
-_NOT_LOCAL = ("config", "set", "targets", "drafts", "routers", "grpc_port", "tls_client_ca", "address", "dashboard")
+_NOT_LOCAL = ("targets", "drafts", "routers", "grpc_port", "tls_client_ca", "address", "dashboard")
 
 
 def _run_local(args: argparse.Namespace) -> int:
@@ -169,8 +169,12 @@ def _run_local(args: argparse.Namespace) -> int:
     if args.print_environment:
         raise ConfigError("--print-environment is given with --local, which runs no Ray cluster")
     from paceline.cli.generate import local_config
-    from paceline.cli.local_service import serve_local
+    from paceline.cli.local_service import local_of, serve_local
 
+    if args.config is not None or args.set:
+        config = read_config(args)
+        serve_local(local_of(config), config.server, config.target_config.model_loading_config.model_id)
+        return EXIT_DONE
     keys = [*_SERVER_KEYS, _PAGE_KEY, *_FILE_KEYS.values()]
     names = [*(key.rpartition(".")[2] for key in (*_SERVER_KEYS, _PAGE_KEY)), *_FILE_KEYS]
     given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}

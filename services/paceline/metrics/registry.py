@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from paceline.metrics.declaration import Kind, Metric, Samples, Value
@@ -39,7 +40,7 @@ def family(metric: Metric, labels: Sequence[str], series: Mapping[tuple[str, ...
     return plain
 
 
-class Registry:
+class Registry(Collector):
     """Metrics of one process. ``collectors`` is what prometheus_client's exporters take.
 
     ``mirror``: inside a Ray worker, also feed Ray's exporter. Histograms are mirrored as they are observed; counters
@@ -80,6 +81,11 @@ class Registry:
     def samples(self) -> Samples:
         """Returns all values now."""
         return {name: _values(self._declared[name], made) for name, made in list(self._made.items())}
+
+    def collect(self) -> list[Family]:
+        """Returns all values now, as prometheus_client's exporters take them, without its times of creation."""
+        samples = sorted(self.samples().items())
+        return [family(self._declared[name], self._declared[name].labels, series) for name, series in samples]
 
     def mirror(self, samples: Samples) -> None:
         """Brings Ray's counters and gauges up to ``samples``; does nothing outside Ray."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.checkpoint.chat import ChatTemplate
-from paceline.router.admission import TargetInfo
+from paceline.router.admission import TargetInfo as TargetInfo
 from paceline.security.access import Access
 from paceline.types import Chunk, Request, RequestLimits, Result, ServerInfo, Usage
 

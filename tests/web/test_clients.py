@@ -1,0 +1,99 @@
+"""What others' clients send, against real engines: the helpers of OpenAI's client, and guidellm's calls replayed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import openai
+import pytest
+from openai import pydantic_function_tool
+from pydantic import BaseModel, Field
+from tests.web.chats import SHORT
+from tests.web.support import MODEL, call, edge_over, events, served
+
+USER = [{"role": "user", "content": "hi"}]
+OPTIONS = {"temperature": 1.0, "extra_body": {"logit_bias": SHORT, "seed": 3}}
+
+
+class Place(BaseModel):
+    city: Literal["rome", "oslo"]
+    days: int = Field(ge=0, le=9)
+
+
+@pytest.fixture(scope="module")
+def at(speaking):
+    pipeline, chat = speaking
+    with served(edge_over(pipeline, chat=chat)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(at):
+    with openai.OpenAI(base_url=f"{at}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_an_answer_is_parsed_as_a_model(client):
+    answer = client.chat.completions.parse(model=MODEL, messages=USER, response_format=Place, max_tokens=100, **OPTIONS)
+    assert isinstance(answer.choices[0].message.parsed, Place)
+
+
+def test_a_strict_tool_is_called_in_a_stream(client):
+    """The client sends ``strict: true`` and parses the arguments itself."""
+    with client.chat.completions.stream(
+        model=MODEL,
+        messages=USER,
+        tools=[pydantic_function_tool(Place)],
+        tool_choice={"type": "function", "function": {"name": "Place"}},
+        parallel_tool_calls=False,
+        max_tokens=120,
+        **OPTIONS,
+    ) as stream:
+        for _ in stream:
+            pass
+        (choice,) = stream.get_final_completion().choices
+    (called,) = choice.message.tool_calls
+    assert isinstance(called.function.parsed_arguments, Place)
+
+
+def test_the_asynchronous_client_parses_responses(at):
+    async def test():
+        async with openai.AsyncOpenAI(base_url=f"{at}/v1", api_key="none", max_retries=0) as client:
+            return await client.responses.parse(
+                model=MODEL, input="hi", text_format=Place, max_output_tokens=100, **OPTIONS
+            )
+
+    assert isinstance(asyncio.run(test()).output_parsed, Place)
+
+
+def test_a_tool_chooses_itself_and_its_answer_goes_back(client):
+    """The two calls of an agent: a call that is demanded, then the tool's answer among the messages."""
+    asked = {"model": MODEL, "tools": [pydantic_function_tool(Place)], "max_tokens": 120, **OPTIONS}
+    first = client.chat.completions.create(messages=USER, tool_choice="required", **asked).choices[0].message
+    turns = [
+        *USER,
+        first.model_dump(exclude_none=True),
+        *({"role": "tool", "tool_call_id": one.id, "content": "sunny"} for one in first.tool_calls),
+    ]
+    second = client.chat.completions.create(messages=turns, tool_choice="none", **asked)
+    assert second.choices[0].message.tool_calls is None
+    assert second.usage.prompt_tokens > len(turns)
+
+
+def test_guidellms_calls_are_answered(at):
+    """As it was recorded by a server that only listened: health, models, and a stream with counts in every event."""
+    assert call(f"{at}/health")[0] == 200
+    (model,) = call(f"{at}/v1/models")[2]["data"]
+    body = {
+        "model": model["id"],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "max_completion_tokens": 6,
+        "ignore_eos": True,
+    }
+    *parts, last, done = events(f"{at}/v1/chat/completions", body)
+    assert done == "[DONE]"
+    assert all(part["usage"] for part in parts)
+    assert last["usage"]["completion_tokens"] == 6
