@@ -33,6 +33,13 @@ def test_the_models_are_listed(client):
         client.models.retrieve("gpt-5")
 
 
+def test_the_paths_are_described(url):
+    status, _, described = call(f"{url}/openapi.json")
+    assert status == 200
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"} <= described["paths"].keys()
+    assert described["paths"]["/ping"].keys() == {"get", "post"}
+
+
 def test_a_completion_is_what_the_pipeline_says(client, pipeline):
     answer = client.completions.create(prompt="thequick", **ASKED)
     Completion.model_validate(answer.model_dump(), strict=True)

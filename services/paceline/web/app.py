@@ -127,7 +127,8 @@ def make_app(edge: Edge) -> FastAPI:
         ready = edge.service.ready
         return PlainTextResponse("serving\n" if ready else "no target is up\n", 200 if ready else 503)
 
-    @app.api_route("/ping", methods=["GET", "POST"], response_class=PlainTextResponse)
+    @app.post("/ping", response_class=PlainTextResponse, operation_id="ping_by_post")
+    @app.get("/ping", response_class=PlainTextResponse)
     async def ping() -> Response:
         """As ``/health``, by the name that SageMaker asks for."""
         return await health()
