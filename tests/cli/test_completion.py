@@ -23,7 +23,7 @@ def completed(text: str, *words: str) -> list[str]:
     listed = " ".join(f"'{word}'" for word in words)
     code = f"{text}\nCOMP_WORDS=({listed})\nCOMP_CWORD={len(words) - 1}\nCOMPREPLY=()\n{function}\n"
     code += "printf '%s\\n' \"${COMPREPLY[@]}\""
-    done = subprocess.run(["bash", "--norc"], input=code, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "--norc"], input=code, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -94,7 +94,7 @@ def _build(target: str, tree: Path, out: Path) -> Path:
 
 def environment(place: Path, wheel: Path) -> Path:
     """A virtual environment with the wheel alone, and nothing that it requires. Returns its site-packages."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, timeout=300)
     install = [
         sys.executable,
         "-m",
@@ -107,7 +107,7 @@ def environment(place: Path, wheel: Path) -> Path:
         "--no-index",
         str(wheel),
     ]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(install, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (site,) = (place / "lib").glob("python3*/site-packages")
     return site
@@ -120,7 +120,7 @@ def run(place: Path, *arguments: str, **variables: str) -> subprocess.CompletedP
         [str(place / "bin" / arguments[0]), *arguments[1:]],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         cwd=place,
         env=alone | variables,
     )

@@ -36,7 +36,7 @@ HEAVY = {"torch", "transformers", "ray", "numpy", "tokenizers", "safetensors"}
 
 
 def run(script, *arguments):
-    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300)
 
 
 def paceline_alone(*arguments):

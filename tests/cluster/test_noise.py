@@ -22,7 +22,7 @@ MESSAGES = ("token authentication", "a replica is slow", "task failed")
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, "-c", SAID, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", SAID, *arguments], capture_output=True, text=True, timeout=300)
 
 
 def test_what_ray_says_goes_to_a_file(tmp_path):
