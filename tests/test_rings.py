@@ -74,6 +74,7 @@ MANY_CASES = {
     "target/control/test_allocation.py::test_the_choice_is_the_best_of_all": "all but twelve are nightly",
     "test_docs.py::test_a_page_is_true_of_the_tree": "one case per page",
     "test_layering.py::test_every_import_is_an_arrow_of_the_picture": "one case per module",
+    "web/test_chat.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
     "web/test_errors.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
     "web/test_same_tokens.py::test_http_gives_the_tokens_of_grpc_and_of_the_pipeline": "mixed options, a case each",
 }
