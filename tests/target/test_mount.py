@@ -71,7 +71,7 @@ def prompts_of(vocab: int) -> list[list[int]]:
 
 
 class Record:
-    """What a head was asked, and the likeliest token that it answered with."""
+    """What a head was asked of sessions without holes, and the likeliest token that it answered with."""
 
     def __init__(self, head: HeadDrafter, engine: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[list[int], tuple[int, ...], int]] = []
@@ -80,7 +80,7 @@ class Record:
         def recording(leaves: list[Leaf]):
             candidates = expand(leaves)
             for i, leaf in enumerate(leaves):
-                if candidates.log_q[i, 0] > -1e30:
+                if candidates.log_q[i, 0] > -1e30 and not head._sessions[leaf.session_id].holes:
                     tokens = list(engine._sessions[leaf.session_id].tokens)
                     self.asked.append((tokens, leaf.path, int(candidates.token_ids[i, 0])))
             return candidates

@@ -26,7 +26,7 @@ from paceline.types import SamplingParams, SeedScope
 from paceline.v1 import types_pb2
 
 
-async def attacked(config, replicas, kind, attack, plain, patience_s=30.0):
+async def attacked(config, replicas, kind, attack, plain, patience_s=60.0):
     """A router's stream goes on beside an attack; then everything is free, and the replica serves others."""
     target, draft = replicas
     one = target if kind == "target" else draft
@@ -54,7 +54,7 @@ async def attacked(config, replicas, kind, attack, plain, patience_s=30.0):
             assert result.token_ids == plain(PROMPT, VICTIM)
             assert result.speculation.accepted > 0
             for name, count in growth.items():
-                await until(lambda: one.count(name) - before[name] >= count, what=name)  # noqa: B023
+                await until(lambda: one.count(name) - before[name] >= count, patience_s, name)  # noqa: B023
                 # a router's own messages may come late for a session, too; but none of them is malformed
                 assert name != "messages_malformed" or one.count(name) - before[name] == count
             if attack is stale and kind == "target":
@@ -129,14 +129,14 @@ def test_bytes_that_are_no_message_end_their_own_stream_only(config, shared, pla
 # -- the token --------------------------------------------------------------------------------------------------------
 
 
-async def assert_only_the_token_opens(config, kind):
+async def assert_only_the_token_opens(config, kind, patience_s=60.0):
     one = await served(config, kind, token="secret")
     try:
         async with Raw(one, token="secret") as raw:
             await raw.heard()
         for token in ("", "wrong", "secret "):
             async with Raw(one, token=token) as raw:
-                assert await asyncio.wait_for(raw.call.code(), 60) is grpc.StatusCode.UNAUTHENTICATED
+                assert await asyncio.wait_for(raw.call.code(), patience_s) is grpc.StatusCode.UNAUTHENTICATED
         assert one.host.num_sessions == 0
     finally:
         await one.server.stop()
@@ -155,7 +155,7 @@ def test_a_door_that_takes_every_token_is_caught(config, monkeypatch):
 
     async def test():
         with pytest.raises((AssertionError, TimeoutError)):
-            await assert_only_the_token_opens(config, "target")
+            await assert_only_the_token_opens(config, "target", patience_s=5.0)
 
     run(test)
 
