@@ -84,7 +84,7 @@ class Endpoint:
         try:
             import aiohttp
         except ImportError as error:
-            raise ConfigError("--endpoint needs aiohttp: pip install 'paceline[bench]'") from error
+            raise ConfigError("--endpoint needs aiohttp: pip install 'paceline[endpoint]'") from error
         headers = {"Authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)  # as many connections as there are requests

@@ -5,6 +5,7 @@ floor of a step = (weights + KV of all sessions) in bytes / bytes per second of 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import platform
@@ -45,13 +46,22 @@ def environment() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in _PACKAGES},
+        **_versions(),
         "commit": _commit(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "threads_per_engine": 1,
         "command": shlex.join(["paceline", *sys.argv[1:]]),
         "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _cpu() -> tuple[str, list[str]]:

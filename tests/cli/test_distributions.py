@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.bench.fake_openai import FakeOpenAI
 from tests.support.fake_service import WORDS, FakeService
 
 import paceline
@@ -126,20 +127,25 @@ def run(place: Path, *arguments: str, **variables: str) -> subprocess.CompletedP
     )
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory, wheel):
-    """The environment of ``pip install paceline``: its dependencies by links, file by file, and nothing else."""
-    place = tmp_path_factory.mktemp("client")
+def linked(place: Path, wheel: Path, extra: str = "") -> Path:
+    """An environment with the wheel and what it requires, by links, file by file, and nothing else."""
     site = environment(place, wheel)
     lines = Parser().parsestr(_member(wheel, "METADATA")).get_all("Requires-Dist")
     here = Path(sysconfig.get_path("purelib"))
-    for distribution in distributions(lines).values():
+    needed = distributions(lines) | (distributions(lines, extra) if extra else {})
+    for distribution in needed.values():
         for file in distribution.files or ():
             source = Path(str(distribution.locate_file(file)))
             if ".." not in file.parts and "__pycache__" not in file.parts and source.is_relative_to(here):
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
                 (site / file).symlink_to(source)
     return place
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory, wheel):
+    """The environment of ``pip install paceline``."""
+    return linked(tmp_path_factory.mktemp("client"), wheel)
 
 
 def _member(wheel: Path, name: str) -> str:
@@ -160,6 +166,7 @@ def test_a_client_requires_neither_torch_nor_ray():
     [
         ("local", {"torch", "transformers", "fastapi"}, {"ray", "matplotlib", "cryptography"}),
         ("serve", {"torch", "transformers", "fastapi", "ray", "cryptography"}, {"matplotlib"}),
+        ("endpoint", {"aiohttp", "tokenizers", "numpy"}, {"torch", "transformers", "ray", "matplotlib"}),
         ("bench", {"torch", "transformers", "matplotlib", "aiohttp"}, {"ray"}),
         ("quant", {"torchao"}, {"ray"}),
     ],
@@ -281,6 +288,23 @@ def test_a_bare_environment_chats_and_answers_batches_over_http(client, tmp_path
         server.shutdown()
 
 
+@pytest.mark.slow
+def test_an_endpoint_is_measured_without_torch(tmp_path, wheel):
+    """``pip install 'paceline[endpoint]'``: held-out prompts, cut by the embedded tokenizer."""
+    place = linked(tmp_path / "venv", wheel, "endpoint")
+    with FakeOpenAI() as server:
+        load = ["--prompts", "2", "--sessions", "1", "--repeats", "1", "--max-tokens", "6"]
+        done = run(place, "paceline", "bench", "endpoint", server.url, *load, "--json", str(tmp_path / "run.json"))
+        assert done.returncode == 0, done.stderr
+        assert server.url in done.stdout
+        asked = [request["max_tokens"] for request in server.requests]
+    assert asked.count(6) == 2
+    (unit,) = json.loads((tmp_path / "run.json").read_text())["units"]
+    assert len(unit["requests"]) == 2
+    done = run(place, "python", "-c", "import torch")
+    assert "No module named 'torch'" in done.stderr
+
+
 OTHERS = {"status", "config", "plan", "completion"}
 """Commands that a client runs as they are."""
 ARGUMENTS = {
@@ -299,6 +323,9 @@ def test_every_command_names_the_extra_that_it_lacks(client):
         assert (done.returncode, done.stdout) == (2, ""), (command, done.stderr)
         said = rf"paceline: {command} needs \w+, which is not installed: pip install 'paceline\[{extra}\]'\n"
         assert re.fullmatch(said, done.stderr), done.stderr
+    done = run(client, "paceline", "bench", "endpoint", "http://127.0.0.1:1")
+    assert done.returncode == 2
+    assert done.stderr.endswith("pip install 'paceline[endpoint]'\n")
     done = run(client, "paceline", "serve", "--local")
     assert done.returncode == 2
     assert done.stderr.endswith("pip install 'paceline[local]'\n")
@@ -335,6 +362,6 @@ if __name__ == "__main__":
     own = [path for name in ("paceline", "paceline_bench") for path in (ROOT / "services" / name).rglob("*.*")]
     package = sum(path.stat().st_size for path in own if path.is_file() and "__pycache__" not in path.parts)
     print(f"| extra | packages | MB |\n|---|---|---|\n| none: the package itself | 1 | {package / 1e6:.0f} |")
-    for name in ("", "local", "serve", "bench"):
+    for name in ("", "local", "serve", "endpoint", "bench"):
         needed = distributions(declared()) | (distributions(declared(), name) if name else {})
         print(f"| {name or 'none'} | {1 + len(needed)} | {(package + size_of(needed)) / 1e6:,.0f} |")

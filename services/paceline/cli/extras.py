@@ -1,7 +1,8 @@
 """Extras of the package: which of them a command line needs, and the sentence that says how to install what is missing.
 
 Without an extra the package is a client: it asks services, prints configurations and plans. ``local`` runs engines on
-this machine, ``serve`` the service on Ray, ``bench`` measures and draws, ``quant`` quantizes.
+this machine, ``serve`` the service on Ray, ``endpoint`` measures any server, ``bench`` measures and draws, ``quant``
+quantizes.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ MODULES = {
     ),
     "serve": ("ray", "grpc_reflection", "cryptography"),
     "quant": ("torchao",),
-    "bench": ("matplotlib", "aiohttp"),
+    "endpoint": ("tokenizers", "numpy", "prometheus_client", "aiohttp"),
+    "bench": ("matplotlib",),
 }
 """Extra -> the modules that it installs by itself, as they are imported."""
 
-_WITH_LOCAL = {"serve", "bench"}
-"""Extras that install ``local``, too."""
+_WITH = {"serve": ("local",), "bench": ("local", "endpoint")}
+"""Extras -> those that they install, too."""
 
 
 def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -40,7 +42,7 @@ def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
         case "advise" | "train-head":
             return ("local",)
         case "bench":
-            kinds: dict[str, tuple[str, ...]] = {"local": ("local",), "serve": ("serve",), "sweep": ("serve", "bench")}
+            kinds = {"local": ("local",), "serve": ("serve",), "endpoint": ("endpoint",), "sweep": ("serve", "bench")}
             return kinds.get(args.bench, ("bench",))
     return ()
 
@@ -48,16 +50,18 @@ def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
 def require_extras(args: argparse.Namespace) -> None:
     """Raises ConfigError in one sentence, before anything is loaded, if a package that the command needs is missing."""
     extras = extras_of(args)
-    wanted = ("local", *extras) if _WITH_LOCAL & {*extras} else extras
+    wanted = dict.fromkeys(inner for extra in extras for inner in (*_WITH.get(extra, ()), extra))
     for module in (module for extra in wanted for module in MODULES[extra]):
         if not _is_installed(module):
             raise ConfigError(f"{args.command} needs {module}, which is not installed{_remedy(extras)}")
 
 
-def explain_missing(command: str, module: str) -> str:
-    """The sentence for a module whose import has failed within a command."""
-    if command == "bench":
-        extras = ["bench"]
+def explain_missing(words: Sequence[str], module: str) -> str:
+    """The sentence for a module whose import has failed within a command, which is the first of the command line's
+    ``words`` (its arguments that are no flags)."""
+    command = words[0]
+    if command == "bench":  # its kinds import much of each other
+        extras = ["endpoint" if words[1:2] == ["endpoint"] else "bench"]
     else:
         extras = [extra for extra, modules in MODULES.items() if module.partition(".")[0] in modules]
     return f"{command} needs {module}, which is not installed{_remedy(extras[:1])}"

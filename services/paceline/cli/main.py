@@ -82,11 +82,11 @@ def _adder(entry: EntryPoint, *, wanted: bool) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    command = next((argument for argument in argv if not argument.startswith("-")), "")
+    words = [argument for argument in argv if not argument.startswith("-")] or [""]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest
     try:
-        args = build_parser(command).parse_args(argv)
+        args = build_parser(words[0]).parse_args(argv)
         require_extras(args)
         logs.configure(logging.INFO if getattr(args, "verbose", False) else logging.WARNING)
         status: int = args.run(args)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:  # installed for a client alone
         if error.name is None or error.name.startswith("paceline"):
             raise
-        return _complain(explain_missing(command, error.name), EXIT_USAGE)
+        return _complain(explain_missing(words, error.name), EXIT_USAGE)
     except ValidationError as error:
         return _complain(describe(error), EXIT_USAGE)
     except (ConfigError, InvalidRequestError) as error:
