@@ -80,8 +80,8 @@ SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-po
 SERVICE += "--no-playground --tls-certificate --tls-key --tls-client-ca --api-keys --chat-template"
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
 FLAGS = {
-    "generate": f"{MODEL} --json --logprobs --local --verbose --address --timeout --request-id --resume --no-resume "
-    f"{CONNECTION} --json-schema --json-object --regex --grammar --choice "
+    "generate": f"{MODEL} --json --logprobs --top-logprobs --local --verbose --address --timeout --request-id "
+    f"--resume --no-resume {CONNECTION} --json-schema --json-object --regex --grammar --choice --structural-tag "
     "--stop --max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "chat": f"{MODEL} --system --chat-template --local --verbose --address --api-key --tls-ca --stop --max-tokens "

@@ -24,6 +24,7 @@ def test_each_flag_names_a_form(tmp_path: Path) -> None:
     assert form() is None
     assert form("--json-schema", str(path)) == StructuredOutput(json_schema='{"type": "null"}')
     assert form("--grammar", str(path)) == StructuredOutput(grammar='{"type": "null"}')
+    assert form("--structural-tag", str(path)) == StructuredOutput(structural_tag='{"type": "null"}')
     assert form("--json-object") == StructuredOutput(json_object=True)
     assert form("--regex", "a+") == StructuredOutput(regex="a+")
     assert form("--choice", "a", "--choice", "b") == StructuredOutput(choice=("a", "b"))

@@ -107,6 +107,8 @@ def refused(capsys, *arguments):
         (["--tls"], ["--tls is given without --address"]),
         (["--tls-ca", "x"], ["--tls-ca is given without --address"]),
         (["--logprobs"], ["--logprobs is given without --json"]),
+        (["--top-logprobs", "2"], ["--top-logprobs is 2 without --json"]),
+        (["--json", "--top-logprobs", "21"], ["--top-logprobs is 21", "20"]),
         (["--address", "localhost"], ["'localhost'", "HOST:PORT, such as localhost:9000"]),
         (["--address", ""], ["''", "HOST:PORT"]),
         (["--address", "a:1", "--timeout", "0"], ["--timeout is 0:", "more than 0"]),
@@ -216,10 +218,10 @@ def test_version_and_help(capsys):
 def test_every_sampling_flag_reaches_its_field():
     flags = "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --ignore-eos"
     penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
-    kinds = "--seed-scope global --logprobs-mode raw_logprobs"
+    kinds = "--seed-scope global --logprobs-mode raw_logprobs --top-logprobs 5"
     args = build_parser().parse_args(f"generate x {flags} {penalties} {kinds}".split(" "))
     sampling = SamplingParams(**given(args, SamplingParams))
-    others = {"structured_output", "logit_bias", "bad_words", "stop_token_ids", "top_logprobs"}
+    others = {"structured_output", "logit_bias", "bad_words", "stop_token_ids"}
     assert sampling.model_dump(exclude=others) == {
         "max_tokens": 9,
         "min_tokens": 2,
@@ -234,6 +236,7 @@ def test_every_sampling_flag_reaches_its_field():
         "ignore_eos": True,
         "seed_scope": "global",
         "logprobs_mode": "raw_logprobs",
+        "top_logprobs": 5,
     }
 
 
@@ -304,9 +307,14 @@ def test_overlapped_from_standard_input_gives_the_same_text_and_says_how_it_ran(
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--mode", "overlapped"], ["--mode", "sequential"], ["--drafter", "ngram"]])
 def test_any_mode_gives_the_same_tokens(plain_json, flags):
-    done = run("generate", PROMPT, "--max-tokens", "24", "--json", *EAGER, *flags)
+    done = run("generate", PROMPT, "--max-tokens", "24", "--json", "--logprobs", "--top-logprobs", "2", *EAGER, *flags)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["token_ids"] == plain_json["token_ids"]
+    answer = json.loads(done.stdout)
+    assert answer["token_ids"] == plain_json["token_ids"]
+    assert [len(place) for place in answer["top_logprobs"]] == [2] * 24
+    best = [place[0] for place in answer["top_logprobs"]]  # the temperature is 0
+    assert [one["token_id"] for one in best] == answer["token_ids"]
+    assert [one["logprob"] for one in best] == pytest.approx(answer["logprobs"])
 
 
 @pytest.mark.slow

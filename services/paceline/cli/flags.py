@@ -173,14 +173,16 @@ def add_form_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--regex", metavar="REGEX", help="the output is text that this matches as a whole")
     group.add_argument("--grammar", metavar="FILE", help="the output is text that this grammar derives (GBNF or Lark)")
     group.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of these (repeatable)")
+    help_ = "the output has tagged parts, such as tool calls, by this structural tag of xgrammar or vLLM (JSON)"
+    group.add_argument("--structural-tag", metavar="FILE", help=help_)
 
 
 def form_of(args: argparse.Namespace) -> dict[str, Any]:
     """``structured_output`` as the flags describe it, or nothing. Raises ConfigError and InvalidRequestError."""
     fields: dict[str, Any] = {
         name: _content(f"--{name.replace('_', '-')}", path)
-        for name, path in (("json_schema", args.json_schema), ("grammar", args.grammar))
-        if path is not None
+        for name in ("json_schema", "grammar", "structural_tag")
+        if (path := getattr(args, name)) is not None
     }
     fields |= {name: value for name in ("json_object", "regex", "choice") if (value := getattr(args, name))}
     if args.regex is not None:

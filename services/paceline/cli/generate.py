@@ -25,7 +25,18 @@ from paceline.cli.flags import (
 )
 from paceline.config import wants_color
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.types import Chunk, Generation, Mode, Request, Result, Round, SamplingParams, SpeculationParams
+from paceline.types import (
+    MAX_TOP_LOGPROBS,
+    Chunk,
+    Generation,
+    Mode,
+    Request,
+    Result,
+    Round,
+    SamplingParams,
+    SpeculationParams,
+    TopLogprobs,
+)
 
 if TYPE_CHECKING:
     from paceline.config import LocalConfig
@@ -44,6 +55,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.add_argument("--logprobs", action="store_true", help="with --json: the log probability of every token")
+    help_ = f"with --json: the N likeliest tokens in the place of every token, at most {MAX_TOP_LOGPROBS}"
+    parser.add_argument("--top-logprobs", type=int, metavar="N", help=help_)
     add_form_flags(parser)
     add_engine_flags(parser, "run both engines on this machine (the default)")
     group = parser.add_argument_group("service")
@@ -107,6 +120,8 @@ def _check_place(args: argparse.Namespace) -> None:
     check_positive("--timeout", args.timeout)
     if args.logprobs and not args.json:
         raise InvalidRequestError("--logprobs is given without --json: only that shows them")
+    if args.top_logprobs and not args.json:
+        raise InvalidRequestError(f"--top-logprobs is {args.top_logprobs} without --json: only that shows them")
 
 
 @contextlib.contextmanager
@@ -215,6 +230,7 @@ def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
         "text": result.text,
         "token_ids": list(result.token_ids),
         **({"logprobs": list(result.logprobs)} if logprobs else {}),
+        **({"top_logprobs": [_likeliest(place) for place in result.top_logprobs]} if result.top_logprobs else {}),
         "finish_reason": result.finish_reason.value,
         "usage": {
             "prompt_tokens": result.usage.prompt_tokens,
@@ -237,6 +253,10 @@ def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
             "tokens_per_s": round(timing.tokens_per_s, 3),
         },
     }
+
+
+def _likeliest(place: TopLogprobs) -> list[dict[str, Any]]:
+    return [{"token_id": token_id, "logprob": logprob} for token_id, logprob in place]
 
 
 def summary(result: Result) -> str:
