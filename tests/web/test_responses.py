@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import openai
 import pytest
 from openai.types.responses import Response
@@ -11,6 +13,7 @@ from tests.web.support import MODEL, call, edge_over, served
 
 from paceline.checkpoint.chat import load_chat
 from paceline.types import FinishReason
+from paceline.web.speech import Speech
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 
@@ -74,6 +77,59 @@ def test_a_stream_tells_the_same_by_events(model):
     assert last.usage.total_tokens > 0
 
 
+SHOWN = {"include": ["message.output_text.logprobs"]}
+
+
+def texts_of_logprobs(client, **more):
+    """The tokens that have log probabilities: of the message of an answer, and of the events of a stream."""
+    answer = client.responses.create(model=MODEL, input="hello", tools=[TOOL], **SHOWN, **more)
+    Response.model_validate(answer.model_dump(warnings=False))
+    (message,) = (item for item in answer.output if item.type == "message")
+    events = list(client.responses.create(model=MODEL, input="hello", tools=[TOOL], stream=True, **SHOWN, **more))
+    deltas = [one for e in events if e.type == "response.output_text.delta" for one in e.logprobs]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [one.token for one in done.logprobs] == [one.token for one in deltas]
+    return [one.token for one in message.content[0].logprobs], [one.token for one in deltas]
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        (f"<4>hmm<5>so{called(city='Rome')}<7>", "so"),
+        ("so it is<2>", "so it is"),
+        ("<6>{no call<8>after", "{no callafter"),
+    ],
+)
+def test_the_log_probabilities_shown_are_those_of_the_text(model, says, text):
+    service, client = model
+    service.says = says
+    whole, streamed = texts_of_logprobs(client)
+    assert whole == streamed
+    assert "".join(token for token in whole if len(token) == 1) == text
+
+
+def test_tokens_of_the_reasoning_among_them_are_noticed(model, monkeypatch):
+    """The mutant: no token is ever closed."""
+    monkeypatch.setattr(Speech, "_placed", lambda self, parts: (replace(p, places=tuple(self._open)) for p in parts))
+    whole, _ = texts_of_logprobs(model[1])
+    assert "".join(whole) != "so"
+
+
+def test_the_log_probabilities_are_those_of_a_chat(speaking):
+    pipeline, chat = speaking
+    asked = {"temperature": 1.0, "seed": 5, "logit_bias": {"4": -100}, "ignore_eos": True, "top_logprobs": 3}
+    with served(edge_over(pipeline, chat=chat)) as at:
+        body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "max_tokens": 12}
+        chatted = call(f"{at}/v1/chat/completions", asked | body)[2]["choices"][0]["logprobs"]["content"]
+        answer = call(f"{at}/v1/responses", asked | {"input": "hi", "max_output_tokens": 12} | SHOWN)[2]
+    (message,) = answer["output"]
+    shown = message["content"][0]["logprobs"]
+    for one in (*chatted, *(top for entry in chatted for top in entry["top_logprobs"])):
+        one["bytes"] = one["bytes"] or []
+    assert shown == chatted
+    assert (len(shown), answer["top_logprobs"]) == (12, 3)
+
+
 def test_an_answer_that_was_cut_is_incomplete(model):
     service, client = model
     service.says, service.finish_reason = "so", FinishReason.LENGTH
@@ -95,6 +151,9 @@ REFUSED = [
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice is 'required'"),
     ({"n": 2}, "n is 2"),
+    ({"include": ["file_search_call.results"]}, "include[0] is 'file_search_call.results'"),
+    ({"top_logprobs": 2}, "top_logprobs is 2, but include holds no 'message.output_text.logprobs'"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs is 21"),
     ({"stream": False, "stream_options": {}}, "stream_options is given"),
 ]
 

@@ -126,7 +126,7 @@ class ChatCompletion:
         if self._body.return_token_ids:
             extra["token_ids"] = list(item.token_ids)
         if self._body.logprobs and item.token_ids:
-            entries = self._logprobs(item)
+            entries = token_logprobs(item, self._edge.service.info.tokenizer)
             choice.logprobs += entries
             extra["logprobs"] = {"content": entries, "refusal": None}
         options = self._body.stream_options
@@ -191,13 +191,14 @@ class ChatCompletion:
             "speculation": speculation_of(result),
         }
 
-    def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
-        tokenizer = self._edge.service.info.tokenizer
-        tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
-        return [
-            _entry(tokenizer, token_id, logprob) | {"top_logprobs": [_entry(tokenizer, *other) for other in top]}
-            for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
-        ]
+
+def token_logprobs(chunk: Chunk, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Log probabilities of the tokens of a chunk, and of the likeliest in the place of each, as OpenAI writes them."""
+    tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
+    return [
+        _entry(tokenizer, token_id, logprob) | {"top_logprobs": [_entry(tokenizer, *other) for other in top]}
+        for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
+    ]
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from paceline.errors import InvalidRequestError
-from paceline.errors.refusals import shown
+from paceline.errors.refusals import Fault, shown
 from paceline.types import Chunk, FinishReason, Result
-from paceline.web.chat import Asked
+from paceline.web.chat import Asked, token_logprobs
 from paceline.web.choices import Totals, speculation_of
 from paceline.web.forms import FORMS
 from paceline.web.messages import ChatBody, Function, Tool, ToolsBody
@@ -51,8 +51,6 @@ class ResponseBody(ToolsBody):
             "store": (True, False),
             "background": (False,),
             "truncation": ("disabled",),
-            "include": ([],),
-            "top_logprobs": (0,),
             "previous_response_id": NOTHING,
             "conversation": NOTHING,
             "prompt": NOTHING,
@@ -74,6 +72,15 @@ class ResponseBody(ToolsBody):
     """Options of reasoning."""
     n: int = Field(default=1, ge=1, le=1)
     """One answer."""
+    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
+    """What the answer also shows: the log probability of each token of its text."""
+
+    @model_validator(mode="after")
+    def _top_logprobs(self) -> Self:
+        if self.top_logprobs and not self.include:
+            asked = "include holds no 'message.output_text.logprobs', which shows them"
+            raise Fault("top_logprobs", f"is {self.top_logprobs}, but {asked}")
+        return self
 
     def messages(self) -> list[dict[str, Any]]:
         """The input as messages of a chat. Raises InvalidRequestError."""
@@ -126,13 +133,16 @@ class Response:
         options: dict[str, Any] = {"add_generation_prompt": True}
         if body.reasoning.effort is not None:
             options["reasoning_effort"] = body.reasoning.effort
-        self._asked = Asked(edge, body, body.messages(), tools, request_id, options=options)
+        shows = bool(body.include)
+        self._asked = Asked(edge, body, body.messages(), tools, request_id, logprobs=shows, options=options)
         self.requests = self._asked.requests
         self._speech = self._asked.speech()
         self._totals, self._created = Totals(1), int(time.time())
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item, while text is added to it
         self._text: list[str] = []
+        self._entries: list[dict[str, Any]] = []  # log probabilities by place, if they are shown
+        self._logprobs: list[dict[str, Any]] = []  # those of the open item
         self._result: Result | None = None
         self._num_events = 0
 
@@ -148,6 +158,8 @@ class Response:
                 yield from self._say(part)
             yield from self._close()
         else:
+            if self._body.include:
+                self._entries += map(_with_bytes, token_logprobs(item, self._edge.service.info.tokenizer))
             for part in self._speech.take(item):
                 yield from self._say(part)
 
@@ -184,6 +196,7 @@ class Response:
             "parallel_tool_calls": body.parallel_tool_calls,
             "temperature": body.temperature if "temperature" in given else None,
             "top_p": body.top_p if "top_p" in given else None,
+            "top_logprobs": body.top_logprobs,
             "max_output_tokens": body.max_tokens if "max_tokens" in given else None,
             "tool_choice": _choice_of(body.tool_choice),
             "tools": [tool.model_dump() for tool in body.tools],
@@ -225,13 +238,15 @@ class Response:
             yield from self._close()
             if kind == "message":
                 yield self._add(kind, "msg", role="assistant", content=[])
-                yield self._of_item("content_part.added", content_index=0, part=_output_text(""))
+                yield self._of_item("content_part.added", content_index=0, part=_output_text("", []))
             else:
                 yield self._add(kind, "rs", summary=[], content=[])
-            self._open, self._text = self._output[-1], []
+            self._open, self._text, self._logprobs = self._output[-1], [], []
         self._text.append(part.text)
         if kind == "message":
-            yield self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=[])
+            logprobs = [self._entries[place] for place in part.places] if self._entries else []
+            self._logprobs += logprobs
+            yield self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=logprobs)
         else:
             yield self._of_item("reasoning_text.delta", content_index=0, delta=part.text)
 
@@ -241,9 +256,10 @@ class Response:
             return
         text = "".join(self._text)
         if self._open["type"] == "message":
-            self._output[-1] = {**self._output[-1], "content": [_output_text(text)]}
-            yield self._of_item("output_text.done", content_index=0, text=text, logprobs=[])
-            yield self._of_item("content_part.done", content_index=0, part=_output_text(text))
+            part = _output_text(text, self._logprobs)
+            self._output[-1] = {**self._output[-1], "content": [part]}
+            yield self._of_item("output_text.done", content_index=0, text=text, logprobs=self._logprobs)
+            yield self._of_item("content_part.done", content_index=0, part=part)
         else:
             self._output[-1] = {**self._output[-1], "content": [{"type": "reasoning_text", "text": text}]}
             yield self._of_item("reasoning_text.done", content_index=0, text=text)
@@ -255,5 +271,11 @@ def _choice_of(choice: Any) -> Any:
     return {"type": "function", **choice} if isinstance(choice, dict) else choice or "auto"
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+    """The log probability of a token with a list for its bytes, where chats have null: no whole characters."""
+    others = [other | {"bytes": other["bytes"] or []} for other in entry["top_logprobs"]]
+    return entry | {"bytes": entry["bytes"] or [], "top_logprobs": others}
+
+
+def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -6,8 +6,8 @@ import functools
 import json
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.checkpoint.chat import ChatTemplate
@@ -35,6 +35,8 @@ class Part:
     name: str = ""
     """The function that is called."""
     call_id: str = ""
+    places: tuple[int, ...] = ()
+    """Of content: the tokens of the answer, from 0, that its text is of."""
 
 
 class Speech:
@@ -56,13 +58,13 @@ class Speech:
         decode = functools.partial(tokenizer.decode, special=True)
         self._detokenizer = None if by_text else Detokenizer(decode, token_ids)
         self._call = ""
+        self._num_tokens = 0
+        self._open: list[int] = []  # places of tokens whose text may still become content
         self.num_reasoning_tokens = 0
 
     def take(self, chunk: Chunk) -> Iterator[Part]:
         """The parts that a chunk completes."""
-        if self._parser is None:
-            yield from _content(chunk.text)
-        elif self._detokenizer is None:
+        if self._parser is None or self._detokenizer is None:
             yield from self._feed(chunk.text, len(chunk.token_ids))
         else:
             for token_id in chunk.token_ids:
@@ -77,21 +79,32 @@ class Speech:
                 parts = list(self._parts(self._parser.finalize()[1]))
             except _NO_CALL:
                 parts = list(self._give_up())
-            yield from parts
+            yield from self._placed(parts)
 
     def _feed(self, text: str, num_tokens: int) -> Iterator[Part]:
-        if self._parser is None:  # it has been given up
-            yield from _content(text)
+        self._open += range(self._num_tokens, self._num_tokens + num_tokens)
+        self._num_tokens += num_tokens
+        if self._parser is None:  # there is none, or it has been given up
+            yield from self._placed(_content(text))
             return
         try:
-            parts = list(self._parts(self._parser.feed(text)))
+            events = self._parser.feed(text)
+            parts = list(self._parts(events))
         except _NO_CALL:
             self._call += text
-            yield from self._give_up()
+            yield from self._placed(self._give_up())
             return
         if any(part.kind == "reasoning" for part in parts):
             self.num_reasoning_tokens += num_tokens
-        yield from parts
+        yield from self._placed(parts)
+        if any(event["type"] == "region_close" for event in events):  # by a token that is no text of any part
+            self._open.clear()
+
+    def _placed(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The parts, the first of content with the places that are open; whatever else is said closes these."""
+        for part in parts:
+            yield replace(part, places=tuple(self._open)) if part.kind == "content" else part
+            self._open.clear()
 
     def _give_up(self) -> Iterator[Part]:
         """Text that looks like a call and is none is content, and so is all that follows."""
