@@ -199,13 +199,15 @@ class LocalPipeline:
         *,
         cache_salt: str = "",
         trace: bool = False,
+        on_open: Callable[[], None] = lambda: None,
     ) -> LocalGeneration:
         """Starts a request; it waits its turn if ``max_sessions`` are in progress.
 
         ``prompt``: text, or token ids of the target's tokenizer. ``stop``: the text ends before the first of these;
         one text is one stop string. ``on_change`` is called, by any thread, whenever there is more for the consumer.
         ``cache_salt``: cached prompts and texts that the draft learns from are shared with requests of the same salt
-        only. ``trace``: chunks hold the times and the tree of their round.
+        only. ``trace``: chunks hold the times and the tree of their round. ``on_open`` is called, by any thread, when
+        its turn has come.
 
         Raises InvalidRequestError for a prompt that is empty or too long, or for parameters that cannot be served,
         EngineError if the target is gone.
@@ -234,7 +236,7 @@ class LocalPipeline:
                 clock=self._clock,
             )
             self._num_submitted += 1
-            generation = LocalGeneration(session, self.cancel, on_change)
+            generation = LocalGeneration(session, self.cancel, on_change, on_open, self._clock())
             self._waiting.append(generation)
             self._admit()
         return generation
@@ -339,11 +341,16 @@ class LocalPipeline:
             return self._overview.server_info(running, num_waiting, pools, starting)
 
     async def run(
-        self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
+        self,
+        request: Request,
+        owner: str = "",
+        on_usage: Callable[[Usage], None] = lambda _: None,
+        on_open: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields the chunks of a request, then its result, as ``router.service.GenerationService.run`` does.
 
-        ``owner`` is not used: nobody cancels by id here. Leaving the generator cancels the request.
+        ``owner`` is not used: nobody cancels by id here. ``on_open`` is called, by any thread, when its turn has come.
+        Leaving the generator cancels the request.
 
         Raises:
             InvalidRequestError: the request can never be served.
@@ -381,6 +388,7 @@ class LocalPipeline:
                 on_change,
                 cache_salt=request.cache_salt,
                 trace=request.trace,
+                on_open=on_open,
             )
             while True:
                 changed.clear()
@@ -421,7 +429,9 @@ class LocalPipeline:
             session = generation.session
             self._active[session.session_id] = generation
             self._relay.sessions[session.session_id] = session
-            self._send(session.open(self._draft_up, draft_wanted=self._draft_wanted))
+            queue_s = self._clock() - generation.submitted_s
+            generation.on_open()
+            self._send(session.open(self._draft_up, draft_wanted=self._draft_wanted, queue_s=queue_s))
 
     def _on_target(self, messages: Sequence[FromTarget]) -> None:
         with self._lock:
@@ -521,9 +531,18 @@ class LocalGeneration:
     """A request in progress: iterate over its chunks, then read ``result``. One consumer."""
 
     def __init__(
-        self, session: Session, cancel: Callable[[LocalGeneration], None], on_change: Callable[[], None] = lambda: None
+        self,
+        session: Session,
+        cancel: Callable[[LocalGeneration], None],
+        on_change: Callable[[], None] = lambda: None,
+        on_open: Callable[[], None] = lambda: None,
+        submitted_s: float = 0.0,
     ) -> None:
         self.session = session
+        self.on_open = on_open
+        """Called when its turn has come."""
+        self.submitted_s = submitted_s
+        """Time when it was submitted, by the pipeline's clock."""
         self._cancel, self._on_change = cancel, on_change
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._done = threading.Event()

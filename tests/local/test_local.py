@@ -351,6 +351,17 @@ def test_stopping_ends_what_is_in_progress(checkpoints):
     pipeline.stop()
 
 
+def test_a_request_that_waits_its_turn_says_how_long(checkpoints):
+    with LocalPipeline(config_of(checkpoints, max_sessions=1)) as pipeline:
+        opened = []
+        with pipeline._lock:  # nothing is decided before both are there
+            requests = [pipeline.submit(prompt(i, 9), sampled(6), on_open=lambda i=i: opened.append(i)) for i in (0, 1)]
+            assert opened == [0]
+        first, second = (request.result.timing for request in requests)
+    assert opened == [0, 1]
+    assert second.queue_s >= first.decode_s > 0
+
+
 @pytest.mark.slow
 def test_processes_that_are_killed(checkpoints, monkeypatch):
     """The draft's death changes no token and the draft comes back; the target's ends every request with an error."""
