@@ -40,7 +40,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt -e '.[serve,quant,bench,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[serve,quant,tracing,bench,dev]'
 	touch $@
 
 demo: setup
@@ -96,7 +96,7 @@ $(SUPPLY): requirements-supply.txt
 # own. The same for every machine and Python that is supported.
 lock: $(SUPPLY)
 	echo "torch ; python_version < '0'" | $(SUPPLY)/bin/uv pip compile -q --universal --python-version 3.11 \
-		--generate-hashes --no-header --no-annotate --override - --extra serve --extra quant --extra bench --extra dev \
+		--generate-hashes --no-header --no-annotate --override - --extra serve --extra quant --extra tracing --extra bench --extra dev \
 		-c constraints.txt -o requirements.txt pyproject.toml
 
 # Fails where the advisory database cannot be asked, too: silence is no answer.

@@ -544,6 +544,8 @@ class Request:
     """Cached prompts and texts that drafts learn from are shared with requests of the same salt only."""
     trace: bool = False
     """Chunks hold the times and the tree of their round. Over HTTP only."""
+    trace_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """The caller's ``traceparent`` and ``tracestate`` (W3C Trace Context), where requests leave traces."""
 
 
 @dataclass(frozen=True, slots=True)

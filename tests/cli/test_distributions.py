@@ -169,6 +169,7 @@ def test_a_client_requires_neither_torch_nor_ray():
         ("endpoint", {"aiohttp", "tokenizers", "numpy"}, {"torch", "transformers", "ray", "matplotlib"}),
         ("bench", {"torch", "transformers", "matplotlib", "aiohttp"}, {"ray"}),
         ("quant", {"torchao"}, {"ray"}),
+        ("tracing", {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc"}, {"torch", "ray"}),
     ],
 )
 def test_an_extra_resolves_to_what_is_installed_here(extra, with_, without):
@@ -180,7 +181,7 @@ def test_an_extra_resolves_to_what_is_installed_here(extra, with_, without):
 def test_the_command_line_names_the_extra_that_brings_a_module():
     owners = metadata.packages_distributions()
     for extra, lines in project()["optional-dependencies"].items():
-        if extra == "dev":
+        if extra in ("dev", "tracing"):  # tests/metrics/test_tracing.py: the packages of tracing share one namespace
             continue
         names = {canonicalize_name(Requirement(line).name) for line in lines} - {"paceline"}
         assert {canonicalize_name(owner) for module in MODULES[extra] for owner in owners[module]} == names

@@ -44,7 +44,8 @@ def test_a_client_loads_the_public_protocol_alone(name):
     assert written - folders == {
         *("paceline", "paceline.errors", "paceline.errors.refusals", "paceline.types"),
         *("paceline.rpc.generation", "paceline.rpc.status", "paceline.rpc.values"),
-        *("paceline.client.connection", "paceline.client.retries", "paceline.client.transcript"),
+        *("paceline.client.connection", "paceline.client.retries", "paceline.client.tracing"),
+        "paceline.client.transcript",
         "paceline.client.blocking" if name == "Client" else "paceline.client.aio",
     }
 

@@ -129,7 +129,7 @@ def test_a_digest_reaches_every_container_of_the_image(tmp_path):
 
 def test_the_image_installs_the_service():
     (install,) = (value for value in values(stages()["dependencies"], "RUN") if "torch==" in value)
-    assert '"$(ls /tmp/wheels/*.whl)[serve]"' in install
+    assert '"$(ls /tmp/wheels/*.whl)[serve,tracing]"' in install
 
 
 def test_what_the_build_copies_is_there_and_not_ignored():

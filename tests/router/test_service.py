@@ -25,7 +25,7 @@ class Router:
     def __init__(self):
         self.active, self.cancelled = set(), []
 
-    async def generate(self, request):
+    async def generate(self, request, spans=None):
         if request.request_id in self.active:
             raise InvalidRequestError("in progress")
         self.active.add(request.request_id)

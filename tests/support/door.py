@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from paceline.config import ServiceConfig
+from paceline.metrics.tracing import Tracing
 from paceline.router.router import Router
 from paceline.router.service import GenerationService
 from paceline.rpc.bounds import parse
@@ -21,12 +22,13 @@ from paceline.v1 import generation_pb2 as pb
 class Door:
     """GenerationService and health over one router. Methods are given bytes, as with Serve."""
 
-    def __init__(self, router: Router) -> None:
-        self.router, self.service = router, GenerationService(router)
+    def __init__(self, router: Router, tracing: Tracing | None = None) -> None:
+        self.router, self.service = router, GenerationService(router, tracing)
 
     async def Generate(self, request: bytes, context: Any) -> AsyncIterator[Any]:
         try:
-            async with contextlib.aclosing(self.service.generate(request)) as responses:
+            answer = self.service.generate(request, metadata=context.invocation_metadata())
+            async with contextlib.aclosing(answer) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:
@@ -72,12 +74,14 @@ def _fail(context: Any, error: Exception) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(router: Router, max_message_bytes: int | None = None) -> AsyncIterator[str]:
+async def opened(
+    router: Router, max_message_bytes: int | None = None, tracing: Tracing | None = None
+) -> AsyncIterator[str]:
     """Serves a router; yields HOST:PORT. ``max_message_bytes``: None: the configuration's default, -1: no limit."""
     limit = max_message_bytes or ServiceConfig().server.max_message_bytes
     options = [("grpc.max_receive_message_length", limit), ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(options=options)
-    door = Door(router)
+    door = Door(router, tracing)
     for add in (add_generation, add_health, add_reflection):
         add(door, server)
     port = server.add_insecure_port("127.0.0.1:0")

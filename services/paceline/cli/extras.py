@@ -2,7 +2,7 @@
 
 Without an extra the package is a client: it asks services, prints configurations and plans. ``local`` runs engines on
 this machine, ``serve`` the service on Ray, ``endpoint`` measures any server, ``bench`` measures and draws, ``quant``
-quantizes.
+quantizes, ``tracing`` sends traces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MODULES = {
     "endpoint": ("tokenizers", "numpy", "prometheus_client", "aiohttp"),
     "bench": ("matplotlib",),
 }
-"""Extra -> the modules that it installs by itself, as they are imported."""
+"""Extra -> the modules that it installs by itself, as they are imported. Of ``tracing`` no command line knows, but the
+configuration: ``preflight/tracing.py``."""
 
 _WITH = {"serve": ("local",), "bench": ("local", "endpoint")}
 """Extras -> those that they install, too."""

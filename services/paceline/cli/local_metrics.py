@@ -1,4 +1,4 @@
-"""The metrics page of ``paceline serve --local``: what a router counts, counted where there is none."""
+"""Metrics and traces of ``paceline serve --local``: what a router tells of its requests, told where there is none."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from paceline.local import LocalPipeline
 from paceline.metrics.catalogue import REQUEST_SUCCESS
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
+from paceline.metrics.tracing import Tracing
 from paceline.types import Chunk, FinishReason, Request, RequestLimits, Result, Usage
 from paceline.web.service import TargetInfo
 
 
 class Measured:
-    """A pipeline whose requests are counted: the service that the HTTP edge asks."""
+    """A pipeline whose requests are counted and traced: the service that the HTTP edge asks."""
 
     def __init__(
         self,
@@ -26,8 +27,9 @@ class Measured:
         registry: Registry,
         model_id: str,
         clock: Callable[[], float] = time.perf_counter,
+        tracing: Tracing | None = None,
     ) -> None:
-        self._pipeline, self._registry, self._clock = pipeline, registry, clock
+        self._pipeline, self._registry, self._clock, self._tracing = pipeline, registry, clock, tracing
         self._metrics = RouterMetrics(registry, model_id)
         self._left = registry.counter(REQUEST_SUCCESS, model_id, FinishReason.ABORT.value)
 
@@ -51,30 +53,39 @@ class Measured:
     ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields what the pipeline yields, and raises what it raises."""
         arrived, last, result = self._clock(), None, None
+        spans = None if self._tracing is None else self._tracing.begin(request)
+        on_open = _nothing if spans is None else spans.opened
         try:
-            async with contextlib.aclosing(self._pipeline.run(request, owner, on_usage)) as items:
+            async with contextlib.aclosing(self._pipeline.run(request, owner, on_usage, on_open)) as items:
                 async for item in items:
                     if isinstance(item, Result):
                         result = item
                         self._metrics.admitted(item.timing.queue_s)
                         self._metrics.finished(item)
+                        if spans is not None:
+                            spans.finished(item)
                     elif item.round is not None:
                         now = self._clock()
                         if last is None:
                             self._metrics.first_token(now - arrived)
                         self._metrics.round(item.round, len(item.token_ids), None if last is None else now - last)
                         last = now
+                        if spans is not None:
+                            spans.round(item.round, len(item.token_ids))
                     yield item
-        except ResourceExhaustedError:
-            self._metrics.rejected("queue_full")
-            raise
-        except PacelineError as error:
-            self._metrics.failed(type(error).__name__)
-            raise
-        except BaseException:  # the client has left, which closes the generator
-            if result is None:
+        except BaseException as error:
+            if spans is not None and isinstance(error, Exception):
+                spans.failed(error)
+            if isinstance(error, ResourceExhaustedError):
+                self._metrics.rejected("queue_full")
+            elif isinstance(error, PacelineError):
+                self._metrics.failed(type(error).__name__)
+            elif result is None:  # the client has left, which closes the generator
                 self._left.inc()
             raise
+        finally:
+            if spans is not None:
+                spans.end()
 
     async def page(self) -> str:
         """The page for Prometheus."""
@@ -82,3 +93,7 @@ class Measured:
         self._metrics.sessions(info.sessions_queued, info.sessions_running, 0)
         self._metrics.draft_replicas(len(info.pools.get("draft", ())))
         return generate_latest(self._registry).decode()
+
+
+def _nothing() -> None:
+    """Stands for spans that nobody wants."""

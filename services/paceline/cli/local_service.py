@@ -30,6 +30,7 @@ from paceline.config import (
     ServerConfig,
     ServiceConfig,
     TargetModel,
+    TracingConfig,
 )
 from paceline.config.base import Strict
 from paceline.config.options import ModellessOptions
@@ -37,6 +38,7 @@ from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
+from paceline.metrics.tracing import Tracing, trace_headers
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
@@ -49,7 +51,12 @@ _GOODBYE_S = 5
 _RELOAD_S = 1.0
 
 
-def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBEDDED_TARGET) -> None:
+def serve_local(
+    config: LocalConfig,
+    server: ServerConfig,
+    model_id: str = EMBEDDED_TARGET,
+    tracing_config: TracingConfig | None = None,
+) -> None:
     """Serves until a signal arrives; SIGINT leaves as KeyboardInterrupt.
 
     Raises:
@@ -62,8 +69,11 @@ def serve_local(config: LocalConfig, server: ServerConfig, model_id: str = EMBED
     files = None if tls is None else CertificateFiles.at("server.tls", tls.certificate, tls.key)
     certificates = None if files is None else Certificates(files)
     pipeline, registry = LocalPipeline(config), Registry()
-    edge = local_edge(pipeline, server, model_id, keys, registry)
+    tracing = None if tracing_config is None else Tracing.open(model_id, **tracing_config.arguments)
+    edge = local_edge(pipeline, server, model_id, keys, registry, tracing)
     with contextlib.closing(_listening(server)) as listening, contextlib.ExitStack() as stack:
+        if tracing is not None:
+            stack.callback(tracing.close)
         with StartView() as view:
             stack.enter_context(pipeline)
         scheme = "http" if tls is None else "https"
@@ -98,7 +108,7 @@ def local_of(config: ServiceConfig) -> LocalConfig:
         "draft_config": (draft, {"kind", "model_loading_config", "engine_kwargs"}),
         "router_config": (config.router_config, {"generation_config"}),
         "server": (config.server, ServerConfig.model_fields.keys() - {"grpc_port"}),
-        "": (config, {"target_config", "draft_config", "router_config", "server"}),
+        "": (config, {"target_config", "draft_config", "router_config", "server", "tracing"}),
     }
     for place, (part, served) in parts.items():
         for name in sorted(set() if part is None else part.model_fields_set - served):
@@ -133,12 +143,13 @@ def local_edge(
     model_id: str,
     keys: KeyRing | None = None,
     registry: Registry | None = None,
+    tracing: Tracing | None = None,
 ) -> Edge:
     """The edge of HTTP over a pipeline of this machine. Raises ConfigError for a template that cannot be read."""
     target = pipeline.config.target
     chat = load_chat(target.path, server.chat_template, target.trust_remote_code)
     registry = registry or Registry()
-    measured = Measured(pipeline, registry, model_id)
+    measured = Measured(pipeline, registry, model_id, tracing=tracing)
     return Edge(
         model_id,
         measured,
@@ -148,6 +159,7 @@ def local_edge(
         chat=chat,
         status=partial(asyncio.to_thread, pipeline.server_info),
         playground=server.playground,
+        trace_headers=None if tracing is None else trace_headers,
     )
 
 

@@ -173,21 +173,22 @@ def _run_local(args: argparse.Namespace) -> int:
 
     if args.config is not None or args.set:
         config = read_config(args)
-        serve_local(local_of(config), config.server, config.target_config.model_loading_config.model_id)
+        model_id = config.target_config.model_loading_config.model_id
+        serve_local(local_of(config), config.server, model_id, config.tracing)
         return EXIT_DONE
     keys = [*_SERVER_KEYS, _PAGE_KEY, *_FILE_KEYS.values()]
     names = [*(key.rpartition(".")[2] for key in (*_SERVER_KEYS, _PAGE_KEY)), *_FILE_KEYS]
     given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}
-    server = _local_server().with_overrides([_override(key, value) for key, value in given.items()]).server
+    config = _local_service().with_overrides([_override(key, value) for key, value in given.items()])
     with_draft = args.drafter != "none"
-    serve_local(local_config(args, with_draft), server, served_name(args.target))
+    serve_local(local_config(args, with_draft), config.server, served_name(args.target), config.tracing)
     return EXIT_DONE
 
 
-def _local_server() -> ServiceConfig:
+def _local_service() -> ServiceConfig:
     """The configuration that environment variables make. Raises ConfigError if they set what ``--local`` has not."""
     for key in settings(list(keys_of(ServiceConfig))):
-        if key == "server.grpc_port" or key.partition(".")[0] != "server":
+        if key == "server.grpc_port" or key.partition(".")[0] not in ("server", "tracing"):
             raise ConfigError(f"{variable_of(key)} is set with --local, which has neither replicas nor gRPC")
     return ServiceConfig().with_environment()
 

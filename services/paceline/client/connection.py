@@ -29,6 +29,7 @@ from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stub
 from pydantic import BaseModel, ConfigDict
 
 from paceline.client.retries import Retries
+from paceline.client.tracing import trace_metadata
 from paceline.client.transcript import Transcript, explained
 from paceline.errors import (
     ConfigError,
@@ -371,13 +372,14 @@ class StreamBase:
         self._client = client  # its channels live as long as the stream
         self._transcript = transcript
         self._call: Any = None
+        self._metadata = (*client.metadata, *trace_metadata())  # the caller's trace goes on when the stream is resumed
         self._begin()
 
     def _begin(self) -> None:
         """Sends the request, with what has arrived of its answer."""
         self._connection = self._client.connection()
         message, timeout_s = self._transcript.next_call()
-        self._call = self._connection.stub.Generate(message, timeout=timeout_s, metadata=self._client.metadata)
+        self._call = self._connection.stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
 
     @property
     def request_id(self) -> str:

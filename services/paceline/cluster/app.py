@@ -60,7 +60,8 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
     targets = build_target_deployment(config, bind_kwargs={"monitor": bound})
     drafts = None if config.draft_config is None else build_draft_deployment(config, bind_kwargs={"monitor": bound})
     names = (config.target_config.model_loading_config, config.draft_config and draft_name(config.draft_config))
-    needs = (*names, config.target_config.engine_kwargs, config.router_config, config.server, config.internal_tls)
+    parts = (config.target_config.engine_kwargs, config.router_config, config.server, config.internal_tls)
+    needs = (*names, *parts, config.tracing)
     router = _deployment(IngressReplica, config, config.router_config.deployment_options(), "Router", needs)
     return cast(Application, router.bind(config, targets, drafts, bound))
 

@@ -35,6 +35,7 @@ from paceline.fleet.report import Reporter
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
+from paceline.metrics.tracing import Tracing, trace_headers
 from paceline.router.admission import TargetInfo
 from paceline.router.elsewhere import Elsewhere, Named
 from paceline.router.pool import Lease
@@ -109,7 +110,11 @@ class Ingress:
             certificates=internal,
         )
         count_departures_as_cancelled()
-        self._service = GenerationService(self._router)
+        tracing = self.config.tracing
+        self._tracing = (
+            None if tracing is None else Tracing.open(model_id, instance_id=self._replica_id, **tracing.arguments)
+        )
+        self._service = GenerationService(self._router, self._tracing)
         longest, allowed = self._service.bounds.max_message_bytes, config.server.max_message_bytes
         if longest > allowed:
             log.warning("server.max_message_bytes is %d: prompts that fit the context have up to %d", allowed, longest)
@@ -128,9 +133,11 @@ class Ingress:
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """Streams the chunks of one request, then its result (generation.proto)."""
         try:
-            name = self._access.identify(grpc_context.invocation_metadata())
+            metadata = grpc_context.invocation_metadata()
+            name = self._access.identify(metadata)
             with self._access.enter(name) as charge:
-                async with contextlib.aclosing(self._service.generate(request, name, charge.note)) as responses:
+                answer = self._service.generate(request, name, charge.note, metadata)
+                async with contextlib.aclosing(answer) as responses:
                     async for response in responses:
                         yield response
         except Exception as error:
@@ -286,7 +293,8 @@ class Ingress:
         model_id = self.config.target_config.model_loading_config.model_id
         server = self.config.server
         parts = (server.max_message_bytes, self._metrics_page, self._chat, self._server_info, server.playground)
-        return make_app(Edge(model_id, self._service, self._access, *parts))
+        headers = None if self.config.tracing is None else trace_headers
+        return make_app(Edge(model_id, self._service, self._access, *parts, trace_headers=headers))
 
     async def _metrics_page(self) -> str:
         """The page for Prometheus. Raises EngineError."""
@@ -311,6 +319,8 @@ class Ingress:
         await self._router.stop()
         for pool in self._pools:
             await pool.stop()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def _reload(self) -> None:
         """Takes keys and certificates again if their files have changed."""

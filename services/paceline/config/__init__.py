@@ -1,8 +1,8 @@
 """Configuration: parsed once, frozen, handed down by the slice. A misspelt key is an error that names itself.
 
 Each module knows those before it: base, options, loading; policies, autoscaling, deployments; pools, which join both
-rows; files, security; service, which is the whole tree. ``local`` needs the options alone. ``environment`` is the only
-module that reads or sets environment variables.
+rows; files, security, tracing; service, which is the whole tree. ``local`` needs the options alone. ``environment`` is
+the only module that reads or sets environment variables.
 """
 
 from paceline.config.autoscaling import (
@@ -47,6 +47,7 @@ from paceline.config.pools import (
 )
 from paceline.config.security import InternalTls, ServerTls
 from paceline.config.service import LogConfig, ServerConfig, ServiceConfig
+from paceline.config.tracing import TracingConfig
 
 __all__ = [
     "DOWNSCALE_DELAY_S",
@@ -96,6 +97,7 @@ __all__ = [
     "TargetOptions",
     "TargetPolicy",
     "TargetSetup",
+    "TracingConfig",
     "apply_worker_environment",
     "cache_dir",
     "wants_color",

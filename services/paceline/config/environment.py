@@ -71,6 +71,16 @@ def cache_dir() -> Path:
     return Path(own).expanduser() if own else Path(base).expanduser() / "paceline"
 
 
+def otlp_protocol() -> str:
+    """The protocol by which spans are sent, as OpenTelemetry's variables say. Raises ConfigError for another one."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := os.environ.get(name):
+            if protocol not in ("grpc", "http/protobuf"):
+                raise ConfigError(f"{name} is {protocol!r}: 'grpc' and 'http/protobuf' are allowed")
+            return protocol
+    return "grpc"
+
+
 def apply_worker_environment() -> None:
     """Sets ``WORKER_ENVIRONMENT`` for this process. Must run before torch is imported to take full effect."""
     os.environ.update(WORKER_ENVIRONMENT)

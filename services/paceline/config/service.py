@@ -20,6 +20,7 @@ from paceline.config.loading import EMBEDDED_TARGET, resolve
 from paceline.config.options import DraftSetup, TargetSetup
 from paceline.config.pools import DraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
 from paceline.config.security import InternalTls, ServerTls
+from paceline.config.tracing import TracingConfig
 from paceline.errors import ConfigError
 from paceline.errors.refusals import Fault, explain, keys_of
 
@@ -71,6 +72,8 @@ class ServiceConfig(Strict):
     internal_tls: InternalTls | None = None
     """None: what the processes of the service tell each other is not encrypted."""
     log: LogConfig = LogConfig()
+    tracing: TracingConfig | None = None
+    """None: requests leave no traces for OpenTelemetry."""
 
     @model_validator(mode="after")
     def _draft_of_this_target(self) -> Self:

@@ -48,6 +48,7 @@ from paceline.preflight.heads import heads_size, known_heads_size
 from paceline.preflight.host_memory import available_bytes, session_pages
 from paceline.preflight.hub import why_not_fetched
 from paceline.preflight.ports import check_ports
+from paceline.preflight.tracing import check_tracing
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
         findings += _check_memory(target_setup, draft_setup, pools, target, draft, left)
     if memory:
         findings += _check_gpus(config)
+        findings += check_tracing(config)
     if cores:
         findings += _check_cores(config)
     if ports:

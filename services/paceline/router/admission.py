@@ -14,6 +14,7 @@ from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
 from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.metrics.router import RouterMetrics
+from paceline.metrics.tracing import RequestSpans
 from paceline.router.link import DraftLink, TargetLink
 from paceline.router.pool import Lease
 from paceline.router.retry import RetryHints
@@ -64,6 +65,8 @@ class ActiveRequest:
     """Set when the request leaves the queue, for a target or because it has ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there are chunks, a result or an error for the client."""
+    spans: RequestSpans | None = None
+    """None: the request leaves no trace."""
 
     @property
     def opened(self) -> bool:

@@ -31,6 +31,7 @@ from paceline.errors import (
 from paceline.logs import unexpected
 from paceline.messages import CloseSession, FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.metrics.router import RouterMetrics
+from paceline.metrics.tracing import RequestSpans
 from paceline.router.admission import ActiveRequest, Admission, TargetInfo
 from paceline.router.delay import DelayedLink
 from paceline.router.link import DRAFT, TARGET, DraftLink, Link, TargetLink
@@ -144,8 +145,12 @@ class Router:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk | Result, None]:
+    async def generate(
+        self, request: Request, spans: RequestSpans | None = None
+    ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields chunks as they are decided, then the Result. Leaving the generator frees the session everywhere.
+
+        ``spans`` is told of what happens to the request; its caller begins and ends it.
 
         Raises:
             InvalidRequestError: the request can never be served.
@@ -154,6 +159,7 @@ class Router:
             DeadlineExceededError: the request took longer than ``request_timeout_s``.
         """
         active = await self._enter(request)
+        active.spans = spans
         try:
             if active.session.result is not None:  # it lacked no more than its end, or was cancelled
                 active.result = active.session.result
@@ -296,6 +302,8 @@ class Router:
         session, queue_s = active.session, self._admission.opened(active)
         draft = self._placement.choose_draft(active) if session.speculates and link.draft_wanted else None
         self._placement.attach_target(active, link)
+        if active.spans is not None:
+            active.spans.opened(link.member.replica_id)
         if draft is not None:
             self._placement.attach_draft(active, draft)
         self._apply(active, session.open(draft is not None, draft_wanted=link.draft_wanted, queue_s=queue_s))
@@ -315,6 +323,8 @@ class Router:
             old.send([CloseSession(session.session_id, session.target_epoch)])
         self._placement.attach_target(active, link)
         self._metrics.moved(reason)
+        if active.spans is not None:
+            active.spans.moved(reason, link.member.replica_id)
         extra = {"request_id": active.request.request_id}
         log.info("session continues on target %s (%s)", link.member.replica_id, reason, extra=extra)
         self._apply(active, session.reopen_target())
@@ -378,6 +388,8 @@ class Router:
         if active not in self._orphaned:
             self._orphaned.append(active)
             active.orphaned_since = self._clock()
+            if active.spans is not None:
+                active.spans.lost()
 
     async def _tick_forever(self) -> None:
         task = asyncio.current_task()
@@ -509,11 +521,15 @@ class Router:
                     self._metrics.first_token(now - active.arrived_s)
                 gap_s = now - active.last_chunk_s if active.last_chunk_s else None
                 self._metrics.round(chunk.round, len(chunk.token_ids), gap_s)
+                if active.spans is not None:
+                    active.spans.round(chunk.round, len(chunk.token_ids))
                 active.last_chunk_s = now
             active.chunks.append(chunk)
         if actions.result is not None:
             active.result = actions.result
             self._metrics.finished(actions.result)
+            if active.spans is not None:
+                active.spans.finished(actions.result)
             self._release(active)
             asyncio.get_running_loop().call_soon(self._reconcile)  # there is room now
         active.changed.set()

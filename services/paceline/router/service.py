@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 
 from paceline.errors import PacelineError
+from paceline.metrics.tracing import Tracing, trace_headers
 from paceline.router.admission import TargetInfo
 from paceline.router.router import Router
 from paceline.rpc.bounds import RequestBounds
@@ -21,8 +23,9 @@ log = logging.getLogger(__name__)
 class GenerationService:
     """Requests over one router, for gRPC and HTTP alike. Its host turns PacelineErrors into statuses."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, tracing: Tracing | None = None) -> None:
+        """``tracing``: None: requests leave no traces."""
+        self._router, self._tracing = router, tracing
         self._owners: dict[str, str] = {}  # of the requests in progress here
         self.bounds = RequestBounds(
             router.limits, router.info.max_model_len, max_token_bytes=router.info.tokenizer.max_token_bytes
@@ -49,13 +52,17 @@ class GenerationService:
         message: bytes | generation_pb2.GenerateRequest,
         owner: str = "",
         on_usage: Callable[[Usage], None] = lambda _: None,
+        metadata: Iterable[tuple[str, str | bytes]] = (),
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yields the responses to one request. Raises PacelineError; leaving the generator frees the session.
 
         ``message``: the bytes of a GenerateRequest, or one that the host has parsed. ``owner``: the only one who may
-        cancel it by its id. ``on_usage`` takes the tokens so far, with each response.
+        cancel it by its id. ``on_usage`` takes the tokens so far, with each response. ``metadata``: of the call, which
+        may hold the trace that the request is part of.
         """
         request, logprobs = self.bounds.read(message)
+        if self._tracing is not None:
+            request = replace(request, trace_headers=trace_headers(metadata))
         async with contextlib.aclosing(self.run(request, owner, on_usage)) as items:
             async for item in items:
                 if isinstance(item, Result):
@@ -74,18 +81,24 @@ class GenerationService:
             self._owners[request.request_id] = owner
         extra = {"request_id": request.request_id}
         started, result = time.monotonic(), None
+        spans = None if self._tracing is None else self._tracing.begin(request)
         try:
-            async with contextlib.aclosing(self._router.generate(request)) as items:
+            async with contextlib.aclosing(self._router.generate(request, spans)) as items:
                 async for item in items:
                     if isinstance(item, Result):
                         result = item
                     assert item.usage is not None, "every chunk of a session has it"
                     on_usage(item.usage)
                     yield item
-        except PacelineError as error:
-            log.info("request failed: %s", type(error).__name__, extra=extra)
+        except Exception as error:
+            if spans is not None:
+                spans.failed(error)
+            if isinstance(error, PacelineError):
+                log.info("request failed: %s", type(error).__name__, extra=extra)
             raise
         finally:
+            if spans is not None:
+                spans.end()
             if first:
                 del self._owners[request.request_id]
             reason = result.finish_reason.value if result is not None else "left"

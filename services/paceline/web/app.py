@@ -106,6 +106,9 @@ def make_app(edge: Edge) -> FastAPI:
         requests = made.requests
         if given.stream_options is not None and given.stream_options.include_trace:
             requests = [replace(one, trace=True) for one in requests]
+        if edge.trace_headers is not None:
+            found = edge.trace_headers(request.headers.items())
+            requests = [replace(one, trace_headers=found) for one in requests]
         items = run_all(edge, caller, requests, request.receive)
         headers = {_REQUEST_ID: request_id}
         if not given.stream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,3 +52,5 @@ class Edge:
     """Describes the state of the whole service, where it is known. Raises EngineError."""
     playground: bool = True
     """Serve the page at ``/``."""
+    trace_headers: Callable[[Iterable[tuple[str, str]]], tuple[tuple[str, str], ...]] | None = None
+    """Picks the trace that a request is part of out of its headers. None: requests leave no traces."""
