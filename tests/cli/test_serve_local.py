@@ -97,6 +97,7 @@ def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if line[0] != "#"}
     label = '{model_name="one"}'
     assert values[f"vllm:generation_tokens_total{label}"] == 40
+    assert values[f"vllm:request_params_max_tokens_sum{label}"] == 40
     assert values[f"vllm:prompt_tokens_total{label}"] == sum(one["prompt_tokens"] for one in usage)
     assert values['vllm:request_success_total{finished_reason="length",model_name="one"}'] == 2
     accepted = sum(one["completion_tokens_details"]["accepted_prediction_tokens"] for one in usage)

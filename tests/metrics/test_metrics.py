@@ -25,7 +25,7 @@ from paceline.metrics.engines import declared, engine_counter
 from paceline.metrics.registry import Registry
 from paceline.metrics.replica import ReplicaMetrics
 from paceline.metrics.router import RouterMetrics
-from paceline.target.control.step_meter import TargetStats
+from paceline.target.control.step_meter import STEP_SIZES, StepSizes, TargetStats
 from paceline.types import Cause, FinishReason, ReplicaStatus, Result, Round, SpeculationStats, Timing, Usage
 
 MODEL = "llama"
@@ -49,12 +49,39 @@ def lines(registry):
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
 
 
+BOARDS = {
+    "e2e_request_latency_seconds": ("bucket", "count", "sum"),
+    "time_to_first_token_seconds": ("bucket", "count", "sum"),
+    "inter_token_latency_seconds": ("bucket", "count", "sum"),
+    "request_prompt_tokens": ("bucket",),
+    "request_generation_tokens": ("bucket",),
+    "request_max_num_generation_tokens": ("sum",),
+    "request_queue_time_seconds": ("sum",),
+    "request_prefill_time_seconds": ("sum",),
+    "request_decode_time_seconds": ("sum",),
+    "iteration_tokens_total": ("count",),
+    "num_requests_running": (),
+    "num_requests_waiting": (),
+    "kv_cache_usage_perc": (),
+    "prompt_tokens_total": (),
+    "generation_tokens_total": (),
+    "request_success_total": (),
+}
+"""What vLLM's own dashboards ask for (grafana, performance_statistics and query_statistics among its examples)."""
+
+
 class TestDeclarations:
+    @pytest.mark.parametrize("name", BOARDS)
+    def test_the_dashboards_of_vllm_find_their_series(self, name):
+        metric = CATALOGUE[f"vllm:{name}"]
+        assert (metric.kind is Kind.HISTOGRAM) == bool(BOARDS[name])
+        assert "model_name" in metric.labels, "by which they choose"
+
     def test_every_name_is_valid_and_says_its_kind_and_unit(self):
         for name, metric in CATALOGUE.items():
             assert name == metric.name
             assert re.fullmatch(r"(vllm:|paceline_)[a-z0-9_]+", name)
-            assert name.endswith("_total") == (metric.kind is Kind.COUNTER)
+            assert name.endswith("_total") == (metric.kind is Kind.COUNTER or metric is catalogue.ITERATION_TOKENS)
             assert metric.help.endswith(".")
             assert metric.unit in metric.documentation
             assert ("_seconds" in name) == (metric.unit == "seconds")
@@ -91,6 +118,10 @@ class TestDeclarations:
             "vllm:request_generation_tokens",
             "vllm:prefix_cache_queries_total",
             "vllm:prefix_cache_hits_total",
+            "vllm:request_max_num_generation_tokens",
+            "vllm:request_params_max_tokens",
+            "vllm:iteration_tokens_total",
+            "vllm:cache_config_info",
         } == {name for name in CATALOGUE if name.startswith("vllm:")}
         assert all(metric.labels[0] == "model_name" for name, metric in CATALOGUE.items() if name.startswith("vllm:"))
 
@@ -160,8 +191,8 @@ class TestRouter:
         router = RouterMetrics(registry, MODEL)
         router.admitted(0.004)
         router.first_token(0.3)
-        router.finished(result())
-        router.finished(result(FinishReason.ABORT))
+        router.finished(result(), 16)
+        router.finished(result(FinishReason.ABORT), 1000)
         router.failed("UNAVAILABLE")
         router.rejected("queue_full")
         router.rejected("queue_full")
@@ -175,6 +206,9 @@ class TestRouter:
         assert seen["vllm:request_success_total", (("finished_reason", "length"), model)] == 0
         assert seen["vllm:prompt_tokens_total", (model,)] == 14
         assert seen["vllm:e2e_request_latency_seconds_sum", (model,)] == pytest.approx(3.4)
+        assert seen["vllm:request_params_max_tokens_sum", (model,)] == 1016
+        assert seen["vllm:request_params_max_tokens_bucket", (("le", "20.0"), model)] == 1
+        assert seen["vllm:request_max_num_generation_tokens_sum", (model,)] == 6
         assert seen["vllm:request_queue_time_seconds_sum", (model,)] == pytest.approx(0.004)
         assert seen["paceline_queue_seconds_bucket", (("le", "0.005"),)] == 1
         assert seen["paceline_queue_seconds_bucket", (("le", "0.0025"),)] == 0
@@ -217,6 +251,32 @@ class TestReplica:
             for field, value in fields.items():
                 metric = engine_counter(kind, field)
                 assert samples[metric.name] == {(MODEL,) if metric.labels else (): value}
+
+    def test_steps_are_counted_by_their_rows(self):
+        registry, replica, sizes = Registry(), None, StepSizes()
+        replica = ReplicaMetrics(registry)
+        for steps in ((1, 1, 9), (3, 16, 17), (), (20_000,)):
+            for num_tokens in steps:
+                sizes.add(num_tokens)
+            replica.update(status(counters=sizes.counters()))
+        seen, model = lines(registry), ("model_name", MODEL)
+        by_bound = {b: seen["vllm:iteration_tokens_total_bucket", (("le", b), model)] for b in ("1.0", "8.0", "16.0")}
+        assert by_bound == {"1.0": 2, "8.0": 3, "16.0": 5}
+        assert seen["vllm:iteration_tokens_total_bucket", (("le", "16384.0"), model)] == 6
+        assert seen["vllm:iteration_tokens_total_count", (model,)] == 7
+        assert seen["vllm:iteration_tokens_total_sum", (model,)] == pytest.approx(20_047)
+        replica.update(status(incarnation=2, counters={"steps_of:8": 1, "step_tokens_of:8": 4}))
+        assert lines(registry)["vllm:iteration_tokens_total_count", (model,)] == 8, "a new process counts from zero"
+        assert catalogue.ITERATION_TOKENS.bounds == STEP_SIZES
+
+    def test_the_cache_is_described_as_it_is_now(self):
+        registry = Registry()
+        replica = ReplicaMetrics(registry)
+        for pages in (10, 10, 12):
+            replica.update(status(kv_pages=pages))
+        replica.update(status("draft", kv_pages=5))
+        described = registry.samples()["vllm:cache_config_info"]
+        assert described == {(MODEL, "64", "10"): 0, (MODEL, "64", "12"): 1}
 
     def test_special_names(self):
         registry = Registry()

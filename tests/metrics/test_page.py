@@ -26,7 +26,7 @@ def serve_requests(router: RouterMetrics) -> None:
         router.round(Round(number, number // 2, cause), number + 1, None if number == 0 else 0.025 * number)
     timing = Timing(prefill_s=0.25, decode_s=1.0, tokens_per_s=2.0, queue_s=0.5)
     for reason in (FinishReason.STOP, FinishReason.LENGTH):
-        router.finished(Result("a", (1,), (0.0,), reason, Usage(7, 3), SpeculationStats(), timing, seed=1))
+        router.finished(Result("a", (1,), (0.0,), reason, Usage(7, 3), SpeculationStats(), timing, seed=1), 16)
     router.failed("UNAVAILABLE")
     router.rejected("queue_full")
     router.dropped("malformed", 3)
@@ -56,6 +56,8 @@ def page() -> str:
             engine.counters = {
                 field: float(number + place * second) for place, field in enumerate(dataclasses.asdict(stats))
             }
+            if engine.kind == "target":
+                engine.counters |= {"steps_of:16": 2.0 * second, "step_tokens_of:16": 20.0 * second}
             engine.counters["a_field_of_another_version"] = float(second)
             measures = {"drafting": 1.0, "step_seconds:16": 0.05, "step_seconds:8": 0.04} if number == 0 else {}
             facts = {"num_sessions": 2, "kv_pages": 10, "kv_pages_used": 3, "busy_s": 0.5}

@@ -61,7 +61,7 @@ class Measured:
                     if isinstance(item, Result):
                         result = item
                         self._metrics.admitted(item.timing.queue_s)
-                        self._metrics.finished(item)
+                        self._metrics.finished(item, self._max_tokens(request, item.usage.prompt_tokens))
                         if spans is not None:
                             spans.finished(item)
                     elif item.round is not None:
@@ -86,6 +86,11 @@ class Measured:
         finally:
             if spans is not None:
                 spans.end()
+
+    def _max_tokens(self, request: Request, num_prompt_tokens: int) -> int:
+        info = self._pipeline.info
+        sampling = request.sampling.with_defaults(info.defaults)
+        return sampling.fitted(num_prompt_tokens, info.max_model_len).max_tokens
 
     async def page(self) -> str:
         """The page for Prometheus."""

@@ -13,6 +13,7 @@ _GAP_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10
 _REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _SHORT_S = (.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60)
 _TOKENS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2, 5))
+_PER_STEP = (1.0, *(float(2**n) for n in range(3, 15)))
 _PER_ROUND = (*(float(n) for n in range(1, MAX_DRAFT_TOKENS + 2)),)
 # fmt: on
 
@@ -95,6 +96,27 @@ REQUEST_PROMPT_TOKENS = histogram(
 REQUEST_GENERATION_TOKENS = histogram(
     "vllm:request_generation_tokens", "tokens", "Tokens emitted for a finished request.", _TOKENS, "model_name"
 )
+REQUEST_MAX_GENERATION = histogram(
+    "vllm:request_max_num_generation_tokens",
+    "tokens",
+    "Tokens emitted for a finished request; each choice counts as a request, and is the longest of its own.",
+    _TOKENS,
+    "model_name",
+)
+REQUEST_MAX_TOKENS = histogram(
+    "vllm:request_params_max_tokens",
+    "tokens",
+    "max_tokens of a finished request; the default is lowered to what its prompt leaves of the context.",
+    _TOKENS,
+    "model_name",
+)
+ITERATION_TOKENS = histogram(
+    "vllm:iteration_tokens_total",
+    "tokens",
+    "Rows of a step of a target: prompt, context and draft tokens. A histogram, in spite of its name.",
+    _PER_STEP,
+    "model_name",
+)
 PREFIX_QUERIES = counter(
     "vllm:prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache.", "model_name"
 )
@@ -103,6 +125,15 @@ PREFIX_HITS = counter(
 )
 KV_USAGE = gauge(
     "vllm:kv_cache_usage_perc", "ratio", "Part of a target's KV cache in use; 1 is all.", "model_name", per_replica=True
+)
+CACHE_CONFIG = gauge(
+    "vllm:cache_config_info",
+    "info",
+    "1 for a target's KV cache as it is: tokens of a page, and pages.",
+    "model_name",
+    "block_size",
+    "num_gpu_blocks",
+    per_replica=True,
 )
 PREEMPTIONS = counter(
     "vllm:num_preemptions_total", "sessions", "Sessions dropped for lack of KV, to be computed again.", "model_name"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from paceline.metrics.catalogue import (
     BATCH_INVARIANT,
+    CACHE_CONFIG,
     CONTROLLER,
+    ITERATION_TOKENS,
     KV_PAGES,
     KV_PAGES_USED,
     KV_USAGE,
@@ -16,7 +18,7 @@ from paceline.metrics.catalogue import (
 )
 from paceline.metrics.engines import engine_counter
 from paceline.metrics.registry import Registry
-from paceline.types import ReplicaStatus
+from paceline.types import PAGE_SIZE, ReplicaStatus
 
 
 class ReplicaMetrics:
@@ -26,6 +28,7 @@ class ReplicaMetrics:
         self._registry = registry
         self._incarnation: int | None = None
         self._seen: dict[str, float] = {}
+        self._cache: tuple[str, ...] | None = None  # labels of CACHE_CONFIG
 
     def update(self, status: ReplicaStatus) -> None:
         """Takes the newest status. A new incarnation, or a counter that fell, counts from zero again."""
@@ -33,15 +36,12 @@ class ReplicaMetrics:
         if status.incarnation != self._incarnation:
             self._incarnation, self._seen = status.incarnation, {}
         for field, value in status.counters.items():
-            metric = engine_counter(kind, field)
-            counter = registry.counter(metric, *([status.model] if metric.labels else []))
-            seen = self._seen.get(field, 0.0)
-            grown = value - seen if value >= seen else value
-            if grown > 0:  # also false for NaN
-                counter.inc(grown)
-                self._seen[field] = value
-            elif value < seen:
-                self._seen[field] = 0.0
+            name, _, bound = field.partition(":")
+            if name == "steps_of":
+                self._steps(status, value, bound)
+            elif not bound:
+                metric = engine_counter(kind, field)
+                registry.counter(metric, *([status.model] if metric.labels else [])).inc(self._grown(field, value))
         for name, value in status.measures.items():
             name, _, label = name.partition(":")
             if (measure := CONTROLLER.get(name)) is not None and bool(label) == bool(measure.labels):
@@ -58,3 +58,33 @@ class ReplicaMetrics:
             registry.gauge(KV_PAGES_USED, kind).set(status.kv_pages_used)
             if kind == "target":
                 registry.gauge(KV_USAGE, status.model).set(status.kv_pages_used / status.kv_pages)
+                self._describe_cache(status)
+
+    def _grown(self, field: str, value: float) -> float:
+        """The growth of a counter of the engine since it was asked for last."""
+        seen = self._seen.get(field, 0.0)
+        grown = value - seen if value >= seen else value
+        if grown > 0:  # also false for NaN
+            self._seen[field] = value
+            return grown
+        if value < seen:
+            self._seen[field] = 0.0
+        return 0.0
+
+    def _steps(self, status: ReplicaStatus, num_steps: float, bound: str) -> None:
+        """Observes the steps of a size, each with the mean of those that came since the last status."""
+        tokens = f"step_tokens_of:{bound}"
+        num_new, num_tokens = self._grown(f"steps_of:{bound}", num_steps), status.counters.get(tokens, 0.0)
+        new_tokens, histogram = (
+            self._grown(tokens, num_tokens),
+            self._registry.histogram(ITERATION_TOKENS, status.model),
+        )
+        for _ in range(int(num_new)):
+            histogram.observe(new_tokens / num_new)
+
+    def _describe_cache(self, status: ReplicaStatus) -> None:
+        labels = (status.model, str(PAGE_SIZE), str(status.kv_pages))
+        if self._cache not in (None, labels):
+            self._registry.gauge(CACHE_CONFIG, *self._cache).set(0)
+        self._cache = labels
+        self._registry.gauge(CACHE_CONFIG, *labels).set(1)

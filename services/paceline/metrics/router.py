@@ -36,6 +36,8 @@ from paceline.metrics.catalogue import (
     REQUEST_DECODE,
     REQUEST_GENERATION_TOKENS,
     REQUEST_INFERENCE,
+    REQUEST_MAX_GENERATION,
+    REQUEST_MAX_TOKENS,
     REQUEST_PER_TOKEN,
     REQUEST_PREFILL,
     REQUEST_PROMPT_TOKENS,
@@ -100,6 +102,8 @@ class RouterMetrics:
         self._per_token = registry.histogram(REQUEST_PER_TOKEN, model_name)
         self._request_prompt = registry.histogram(REQUEST_PROMPT_TOKENS, model_name)
         self._request_generation = registry.histogram(REQUEST_GENERATION_TOKENS, model_name)
+        self._max_generation = registry.histogram(REQUEST_MAX_GENERATION, model_name)
+        self._max_tokens = registry.histogram(REQUEST_MAX_TOKENS, model_name)
         self._prefix_queries = registry.counter(PREFIX_QUERIES, model_name)
         self._prefix_hits = registry.counter(PREFIX_HITS, model_name)
         reasons = (*(reason.value for reason in FinishReason), "error")
@@ -143,8 +147,8 @@ class RouterMetrics:
         if gap_s is not None:
             self._gap.observe(gap_s)
 
-    def finished(self, result: Result) -> None:
-        """A session has its result."""
+    def finished(self, result: Result, max_tokens: int) -> None:
+        """A session has its result; ``max_tokens`` is the most that it could have emitted."""
         timing, usage = result.timing, result.usage
         self._ended[result.finish_reason.value].inc()
         self._prompt_tokens.inc(usage.prompt_tokens)
@@ -152,6 +156,8 @@ class RouterMetrics:
         self._prefix_hits.inc(usage.cached_tokens)
         self._request_prompt.observe(usage.prompt_tokens)
         self._request_generation.observe(usage.completion_tokens)
+        self._max_generation.observe(usage.completion_tokens)
+        self._max_tokens.observe(max_tokens)
         self._prefill.observe(timing.prefill_s)
         self._decode.observe(timing.decode_s)
         self._inference.observe(timing.prefill_s + timing.decode_s)

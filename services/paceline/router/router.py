@@ -527,7 +527,7 @@ class Router:
             active.chunks.append(chunk)
         if actions.result is not None:
             active.result = actions.result
-            self._metrics.finished(actions.result)
+            self._metrics.finished(actions.result, active.session.sampling.max_tokens)
             if active.spans is not None:
                 active.spans.finished(actions.result)
             self._release(active)

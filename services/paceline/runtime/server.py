@@ -143,7 +143,7 @@ def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str
         "num_waiting": engine.num_waiting,
         "kv_pages_used": cache.num_pages - cache.num_available,
         "kv_pages": cache.num_pages,
-        "counters": dataclasses.asdict(engine.stats) | elsewhere,
+        "counters": dataclasses.asdict(engine.stats) | elsewhere | engine.step_sizes.counters(),
         "batch_invariant": engine.batch_invariant,
         **report(engine),
     }

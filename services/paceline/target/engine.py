@@ -111,7 +111,7 @@ class TargetEngine:
             states=runner.features,
         )
         self._meter = StepMeter(clock, self.allocation, self.wait_policy, self.gate)
-        self.stats = self._meter.stats
+        self.stats, self.step_sizes = self._meter.stats, self._meter.sizes
         self._emit = emit
         self._clock = clock
         self._max_model_len = max_model_len

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,32 @@ class TargetStats:
     drafts_resumed: int = 0
 
 
+STEP_SIZES = (1, *(2**n for n in range(3, 15)))
+"""Rows up to which steps are counted together; those of more rows are counted together, too."""
+
+
+class StepSizes:
+    """Steps since the engine started by their rows: prompt, context and draft tokens."""
+
+    def __init__(self) -> None:
+        self._steps = [0] * (len(STEP_SIZES) + 1)
+        self._tokens = [0] * (len(STEP_SIZES) + 1)
+
+    def add(self, num_tokens: int) -> None:
+        """Counts a step of so many rows."""
+        size = bisect_left(STEP_SIZES, num_tokens)
+        self._steps[size] += 1
+        self._tokens[size] += num_tokens
+
+    def counters(self) -> dict[str, float]:
+        """``steps_of:SIZE`` and ``step_tokens_of:SIZE``, the rows of these steps, for the sizes that there were."""
+        found: dict[str, float] = {}
+        for size, num_steps, num_tokens in zip((*STEP_SIZES, "inf"), self._steps, self._tokens, strict=True):
+            if num_steps:
+                found |= {f"steps_of:{size}": num_steps, f"step_tokens_of:{size}": num_tokens}
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
     """A step whose verdicts are known: its times in seconds, and the cost of its draft tokens."""
@@ -109,6 +136,7 @@ class StepMeter:
         self, clock: Callable[[], float], allocation: Allocation, wait_policy: WaitPolicy, gate: SessionGate
     ) -> None:
         self.stats = TargetStats()
+        self.sizes = StepSizes()
         self._clock = clock
         self._allocation = allocation
         self._wait_policy = wait_policy
@@ -183,6 +211,7 @@ class StepMeter:
         self.stats.steps += 1
         self.stats.step_s += now - self._started
         self.stats.tokens_computed += num_tokens
+        self.sizes.add(num_tokens)
         self.stats.guesses += num_guesses
         return step
 
