@@ -82,6 +82,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["so</th>", f"</th>{A}"],
         ["</th>x"],
     ),
+    "free text without some": (
+        sequence(tag("(", TEXT | {"excludes": ["a\n", "<x>"]}, ")"), TEXT | {"excludes": ["."]}),
+        ["(so)", "(<x)so", "(a)\n<x>"],
+        ["(<x>", "(so a\n", "(so)so."],
+    ),
+    "free text without some up to a special token": (
+        tag("<4>", TEXT | {"excludes": ["no"]}, "<5>"),
+        ["<4>so<5>", "<4><5>", "<4>n<5>"],
+        ["<4>so no", "<4>so<6>"],
+    ),
     "the older spelling": (
         {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]},
         ["so", "so<f>12</f>so"],
@@ -121,7 +131,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"format": {"type": "xml"}}, "#/format/type is 'xml': any_text, const_string"),
     ({"type": "tag", "format": TEXT}, "#/type is 'tag': only 'structural_tag'"),
     ({"format": {"type": "regex"}}, "#/format/pattern is null: text is needed"),
-    ({"format": {"type": "any_text", "excludes": []}}, "#/format/excludes is"),
+    ({"format": {"type": "any_text", "excludes": [3]}}, r"#/format/excludes is \[3\]: a list of texts is needed"),
+    ({"format": {"type": "regex", "pattern": "a", "excludes": ["b"]}}, "#/format/excludes is .* but regex has no"),
     ({"format": sequence(TEXT, {"type": "const_string", "value": "x"})}, "#/format/elements/0 is any_text"),
     ({"format": sequence(triggered(CALLS, "<call>"), TEXT)}, "#/format/elements/0 is followed by"),
     ({"format": triggered(CALLS, "<other>")}, "#/format/tags/0/begin is '<call>a': it must begin with exactly one"),

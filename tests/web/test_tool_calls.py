@@ -133,7 +133,6 @@ def test_qwens_calls_are_bound_as_qwen_writes_them(speaking):
     assert called["function"] == {"name": "wait", "arguments": {"seconds": 3}}
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma4"])
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
@@ -142,9 +141,13 @@ def test_qwens_calls_are_bound_as_qwen_writes_them(speaking):
         ({"choice": None, "strict": True}, "tools hold one that is strict, but this model"),
     ],
 )
-def test_calls_in_another_form_are_refused(speaking, model_type, asked, sentence):
+def test_calls_in_another_form_are_refused(speaking, asked, sentence):
+    """Lines of keys and values, which no form here is."""
+    lines = {"open": "<call>", "close": "</call>", "content": "kv-lines", "transform": {"function": "{content}"}}
+    response = {"start_anchor": "<3>", "fields": {"tool_calls": lines, "content": {"content": "text"}}}
+    chat = ChatTemplate(speaking[1]._tokenizer, None, response)
     with pytest.raises(InvalidRequestError, match=sentence):
-        form(of_type(speaking, model_type), **asked)
+        form(chat, **asked)
 
 
 def test_a_schema_that_cannot_be_bound_is_refused_with_its_place(at):

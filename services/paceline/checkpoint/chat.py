@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from paceline.checkpoint.folder import read_json, require_no_code
+from paceline.checkpoint.json_schema import resolved, types_of
 from paceline.errors import ConfigError, InvalidRequestError
 
 Message = Mapping[str, Any]
@@ -84,7 +85,21 @@ class ChatTemplate:
         fields = dict(self.response["fields"])
         if not tools:
             fields.pop("tool_calls", None)
+        elif fields.get("tool_calls", {}).get("content") == "xml-inline":  # arguments are text, cast by their types
+            tools = [_with_types(tool) for tool in tools]
         return ResponseParser({**self.response, "fields": fields}, prefix=prefix, tools=list(tools or ()))
+
+
+def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool whose arguments have the types that their schemas say by references, values or combinations, too."""
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    try:
+        properties = resolved(schema, schema).get("properties", {})
+        types = {name: {"type": list(types_of(one, schema))} for name, one in properties.items()}
+    except (LookupError, TypeError, ValueError, AttributeError):  # no schema: all arguments stay text
+        types = {}
+    return {"type": "function", "function": {**function, "parameters": {"properties": types}}}
 
 
 def _variables(template: str) -> frozenset[str]:

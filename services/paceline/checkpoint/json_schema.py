@@ -27,11 +27,12 @@ _VALUES = frozenset(
         *("minItems", "maxItems", "minProperties", "maxProperties"),
     }
 )
-_COMMENTS = frozenset(
+COMMENTS = frozenset(
     {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
+"""Keywords that only describe."""
 _IDENTITY = frozenset({"$schema", "$id"})
-KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES | _COMMENTS | _IDENTITY
+KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES | COMMENTS | _IDENTITY
 """All keywords that a schema may have."""
 
 
@@ -53,6 +54,69 @@ def check_schema(text: str) -> None:
 def check_parsed(schema: Mapping[str, Any], name: str = _NAME) -> None:
     """Raises InvalidRequestError, which begins with ``name``, for a keyword of a schema that is not supported."""
     _check(schema, name, "#", 0)
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with what its ``$ref`` means in its place; ``true`` and ``false`` as objects.
+
+    Raises LookupError for a reference to nothing, or to itself.
+    """
+    found: dict[str, Any] = {} if schema is True else {"enum": []} if schema is False else dict(schema)
+    for _ in range(MAX_DEPTH):
+        if "$ref" not in found:
+            return found
+        reference = found.pop("$ref")
+        target: Any = root
+        for key in filter(None, str(reference).removeprefix("#").split("/")):
+            if not isinstance(target, Mapping) or key not in target:
+                raise LookupError(f"$ref is {reference!r}, and there is no such schema")
+            target = target[key]
+        found = {**target, **found} if isinstance(target, Mapping) else {}
+    raise LookupError("$ref leads to itself")
+
+
+TYPES = ("integer", "number", "boolean", "null", "object", "array", "string")
+"""JSON types, those whose text is told from another's first."""
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, ...]:
+    """The JSON types that a schema's values may have, in the order of ``TYPES``; () if it says nothing of them.
+
+    Raises LookupError as ``resolved`` does.
+    """
+    schema = resolved(schema, root)
+    found: set[str] | None = None
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        found = {_type_of(value) for value in values}
+    elif isinstance(kind := schema.get("type"), str):
+        found = {kind}
+    elif isinstance(kind, list):
+        found = {*kind}
+    elif depth < MAX_DEPTH:
+        for part in schema.get("allOf", ()):
+            some = {*types_of(part, root, depth + 1)}
+            found = some if found is None else found & some if some else found
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                parts = [{*types_of(part, root, depth + 1)} for part in schema[keyword]]
+                found = set().union(*parts) if all(parts) else found
+    return tuple(name for name in TYPES if name in (found or ()))
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+    return "object" if isinstance(value, Mapping) else "array"
 
 
 def _check(schema: Any, name: str, place: str, depth: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.checkpoint.json_schema import MAX_DEPTH, WHITESPACE, check_parsed
@@ -32,6 +32,8 @@ _FIELDS: dict[str, dict[str, type]] = {
 _NEEDED: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
 _FLAGS = {"at_least_one", "stop_after_first"}
 """Further fields of the two formats of several tags, false unless they are given."""
+_EXCLUDES = "excludes"
+"""A further field of free text: a list of texts that it does not hold."""
 
 
 def lark_of(text: str, specials: Mapping[str, int]) -> str:
@@ -95,7 +97,7 @@ class _Grammar:
         inner: dict[str, Any] = {"depth": depth + 1, "last": last and not then}
         match node["type"]:
             case "any_text":
-                return self._free_text(then, place, last=last)
+                return self._free_text(then, place, node.get(_EXCLUDES, []), last=last)
             case "const_string":
                 return self._joined(self._text(node["value"]), self._text(then))
             case "regex":
@@ -165,29 +167,33 @@ class _Grammar:
             return first if node.get("stop_after_first") else self._joined(first, f"({tags})*", f"({free})?")
         return f"({tags} | {free})?" if node.get("stop_after_first") else f"({tags})* ({free})?"
 
-    def _free_text(self, then: str, place: str, *, last: bool) -> str:
+    def _free_text(self, then: str, place: str, excludes: Sequence[str], *, last: bool) -> str:
         if then:
-            return self._until(then, place)
+            return self._until(then, place, excludes)
         if not last:
             raise _fault(place, "is any_text that has no end: only the last format, or the content of a tag, may be it")
-        return f"({self._rule(': /(?s:.*)/')})?"
+        return f"({self._terminal(excludes)})?"
 
-    def _until(self, text: str, place: str) -> str:
+    def _until(self, text: str, place: str, excludes: Sequence[str] = ()) -> str:
         """Free text up to the first ``text``, and this."""
         first, *rest = self._pieces(text)
         if first in self._specials:
-            return self._joined(f"({self._rule(': /(?s:.+)/')})?", *map(self._piece, (first, *rest)))
+            return self._joined(f"({self._terminal(excludes)})?", *map(self._piece, (first, *rest)))
         if rest:
             raise _fault(place, f"ends with {shown(text)}: a special token in it may only be at its beginning")
-        return self._rule(f"[lazy]: /(?s:.*)/ {_quoted(first)}")
+        return self._rule(f"[lazy]: {_without(excludes)} {_quoted(first)}")
+
+    def _terminal(self, excludes: Sequence[str]) -> str:
+        """Free text to its very end, which is not empty."""
+        return self._rule(f": {_without(excludes)}", "T") if excludes else self._rule(": /(?s:.+)/")
 
     def _json(self, schema: Mapping[str, Any], place: str) -> str:
         check_parsed(schema, f"structured_output.structural_tag: {place}")
         return self._rule(": %json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}))
 
-    def _rule(self, body: str) -> str:
-        """The name of the rule that ends so: attributes, a colon, and what it derives."""
-        return self._names.setdefault(body, f"r{len(self._names)}")
+    def _rule(self, body: str, kind: str = "r") -> str:
+        """The name of the rule that ends so: attributes, a colon, and what it derives. ``T``: of a terminal."""
+        return self._names.setdefault(body, f"{kind}{len(self._names)}")
 
     def _text(self, text: str) -> str:
         return " ".join(map(self._piece, self._pieces(text)))
@@ -223,6 +229,10 @@ def _check_fields(node: Any, place: str) -> None:
         if not isinstance(node.get(name), allowed):
             raise _fault(f"{place}/{name}", f"is {shown(node.get(name))}: {_NEEDED[allowed]} is needed")
     for name in node.keys() - fields.keys() - {"type"}:
+        if name == _EXCLUDES and kind == "any_text":
+            if not isinstance(node[name], list) or not all(isinstance(text, str) and text for text in node[name]):
+                raise _fault(f"{place}/{name}", f"is {shown(node[name])}: a list of texts is needed")
+            continue
         if name not in flags:
             raise _fault(f"{place}/{name}", f"is {shown(node[name])}, but {kind} has no such field")
         if not isinstance(node[name], bool):
@@ -238,6 +248,14 @@ def _tags_of(node: Mapping[str, Any], place: str) -> list[Any]:
     if not node["tags"]:
         raise _fault(f"{place}/tags", "is []: at least one is needed")
     return list(node["tags"])
+
+
+def _without(excludes: Sequence[str]) -> str:
+    """Any text, but none that holds one of ``excludes``."""
+    if not excludes:
+        return "/(?s:.*)/"
+    held = "|".join("".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text) for text in excludes)
+    return f"(/(?s:.*)/ & ~{_slashed(f'(?s:.*)({held})(?s:.*)')})"
 
 
 def _slashed(pattern: str) -> str:

@@ -1,0 +1,246 @@
+"""Arguments of tool calls that are not written as JSON: the formats of a structural tag for the schema of a function.
+
+Two ways are known: an element for each argument, with text as it is and everything else as JSON (Qwen 3.5), and an
+object with bare keys and strings between quotes of their own (Gemma 4).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.checkpoint.json_schema import COMMENTS, resolved, types_of
+from paceline.errors import InvalidRequestError
+
+Format = dict[str, Any]
+"""A format of a structural tag."""
+Schema = Mapping[str, Any]
+
+_MAX_DEPTH = 16
+_MAX_ITEMS = 16
+_EITHER = ("anyOf", "oneOf")
+_OF_STRING = {"minLength", "maxLength"}
+_OF_ARRAY = {"items", "minItems", "maxItems"}
+_OF_OBJECT = {"properties", "required", "additionalProperties"}
+_NOTES = COMMENTS | {"type", "$defs", "definitions"}
+_PYTHONS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
+"""Values that templates write as Python does, and parsers read both ways."""
+
+
+def const(text: str) -> Format:
+    """The format of one text."""
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*elements: Format) -> Format:
+    """One format after the other."""
+    return {"type": "sequence", "elements": list(elements)} if elements else const("")
+
+
+def either(formats: Sequence[Format]) -> Format:
+    """Any one of some formats."""
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
+
+
+class Elements:
+    """Arguments as ``begin % name``, a value, ``end``: strings as they are, everything else as JSON."""
+
+    def __init__(self, begin: str, end: str, after: str, forbidden: Sequence[str]) -> None:
+        """``after`` follows each ``end``. ``forbidden``: what no text may hold, besides ``end``."""
+        self._begin, self._end, self._after, self._forbidden = begin, end, after, list(forbidden)
+
+    def arguments(self, schema: Schema, name: str) -> Format:
+        """All arguments that a schema allows, in its order.
+
+        Raises:
+            InvalidRequestError: the schema cannot be bound in this form; it begins with ``name`` and has the place.
+        """
+        members, required = _members(resolved(schema, schema), name, "#")
+        elements = []
+        for key, member in members.items():
+            place = f"#/properties/{key}"
+            value = either(self._values(member, schema, name, place))
+            element = sequence(const(self._begin % key), value, const(self._after))
+            elements.append(element if key in required else {"type": "optional", "content": element})
+        return sequence(*elements)
+
+    def _values(self, schema: Any, root: Schema, name: str, place: str) -> list[Format]:
+        """The ways to write a value, each with the end of its element."""
+        schema = resolved(schema, root)
+        if (values := _enumerated(schema)) is not None:
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            for text in texts:
+                if text != text.strip() or any(end in text for end in (self._end, *self._forbidden)):
+                    raise _fault(name, place, f"allows {text!r}, which this model cannot write")
+            return [const(f"{text}\n{self._end}") for text in texts]
+        types = types_of(schema, root)
+        if types and "string" not in types:
+            if len(types) == 1 and schema.keys() <= _NOTES and types[0] in _PYTHONS:
+                return [const(f"{text}\n{self._end}") for text in _PYTHONS[types[0]]]
+            form = {"type": "json_schema", "json_schema": _with_definitions(schema, root)}
+            return [sequence(form, const(f"\n{self._end}"))]
+        if set(types) - {"string", "null"}:
+            raise _fault(name, place, "allows text and other values, which this model does not tell apart")
+        parts = next((schema[key] for key in _EITHER if key in schema), None)
+        if parts is not None:
+            _refuse_keywords(schema, {*_EITHER}, name, place)
+            found = [one for part in parts for one in self._values(part, root, name, place)]
+            return next(([one] for one in found if one["type"] == "tag"), found)  # free text is any text
+        _refuse_keywords(schema, _OF_STRING, name, place)
+        if schema.keys() & _OF_STRING:
+            line = _line(schema.get("minLength", 0), schema.get("maxLength"))
+            nothing = [const(f"None\n{self._end}")] if "null" in types else []
+            return [sequence({"type": "regex", "pattern": line}, const(f"\n{self._end}")), *nothing]
+        free = {"type": "any_text", "excludes": self._forbidden}
+        return [{"type": "tag", "begin": "", "content": free, "end": self._end}]
+
+
+def _line(least: int, most: int | None) -> str:
+    """One line of text of a length, without spaces at its ends, which parsers take away, and without ``<``."""
+    if most is not None and most < 2:
+        return rf"[^<\s]{{{least},{most}}}"
+    between = f"{{{max(least - 2, 0)},{'' if most is None else most - 2}}}"
+    more = rf"[^<\s][^<\n]{between}[^<\s]"
+    return {0: rf"([^<\s]|{more})?", 1: rf"[^<\s]|{more}"}.get(least, more)
+
+
+class BareObjects:
+    """Objects as ``{key:value,...}`` with the keys in the order of the alphabet, strings between ``quote``."""
+
+    def __init__(self, quote: str, forbidden: Sequence[str]) -> None:
+        """``forbidden``: what no text may hold, besides ``quote``."""
+        self._quote, self._forbidden = quote, list(forbidden)
+
+    def arguments(self, schema: Schema, name: str) -> Format:
+        """An object of all arguments that a schema allows.
+
+        Raises:
+            InvalidRequestError: the schema cannot be bound in this form; it begins with ``name`` and has the place.
+        """
+        return self._object(resolved(schema, schema), schema, name, "#", 0)
+
+    def _value(self, schema: Any, root: Schema, name: str, place: str, depth: int) -> Format:
+        if depth > _MAX_DEPTH:
+            raise _fault(name, place, f"is nested too deep for this model: at most {_MAX_DEPTH} levels are allowed")
+        schema = resolved(schema, root)
+        if (values := _enumerated(schema)) is not None:
+            return either([const(self._written(value, name, place)) for value in values])
+        for key in _EITHER:
+            if key in schema:
+                _refuse_keywords(schema, {key}, name, place)
+                parts = enumerate(schema[key])
+                return either([self._value(part, root, name, f"{place}/{key}/{i}", depth + 1) for i, part in parts])
+        types = types_of(schema, root)
+        if not types:
+            raise _fault(name, place, "has no type: this model writes values by their types")
+        return either([self._of_type(kind, schema, root, name, place, depth + 1) for kind in types])
+
+    def _of_type(self, kind: str, schema: Schema, root: Schema, name: str, place: str, depth: int) -> Format:
+        if kind == "object":
+            return self._object(schema, root, name, place, depth)
+        if kind == "array":
+            return self._array(schema, root, name, place, depth)
+        if kind == "string":
+            return self._string(schema, name, place)
+        return {"type": "json_schema", "json_schema": {**_with_definitions(schema, root), "type": kind}}
+
+    def _string(self, schema: Schema, name: str, place: str) -> Format:
+        _refuse_keywords(schema, _OF_STRING, name, place)
+        quote = const(self._quote)
+        if schema.keys() & _OF_STRING:
+            length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+            return sequence(quote, {"type": "regex", "pattern": rf"[^<\x01\x02]{length}"}, quote)
+        text = {"type": "any_text", "excludes": self._forbidden}
+        return {"type": "tag", "begin": self._quote, "content": text, "end": self._quote}
+
+    def _array(self, schema: Schema, root: Schema, name: str, place: str, depth: int) -> Format:
+        _refuse_keywords(schema, _OF_ARRAY, name, place)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if least > _MAX_ITEMS or (most or 0) > _MAX_ITEMS:
+            raise _fault(name, place, f"asks for a length: at most {_MAX_ITEMS} items can be counted for this model")
+        if most == 0:
+            return const("[]")
+        item = self._value(schema.get("items", {}), root, name, f"{place}/items", depth)
+        fixed = [part for _ in range(least - 1) for part in (item, const(","))]
+        if most is None:
+            tag = {"type": "tag", "begin": "", "content": item, "end": ""}
+            several = {"type": "tags_with_separator", "tags": [tag], "separator": ",", "at_least_one": least > 0}
+            return sequence(const("["), *fixed, several, const("]"))
+        more: Format = const("")
+        for _ in range(most - max(least, 1)):
+            more = {"type": "optional", "content": sequence(const(","), item, more)}
+        last = sequence(item, more)
+        return sequence(const("["), *fixed, last if least else {"type": "optional", "content": last}, const("]"))
+
+    def _object(self, schema: Schema, root: Schema, name: str, place: str, depth: int) -> Format:
+        found, required = _members(schema, name, place)
+        members = []
+        for key in sorted(found, key=str.lower):
+            if not key.replace("_", "a").isalnum():
+                raise _fault(name, f"{place}/properties/{key}", "is a name of signs that this model cannot write")
+            value = self._value(found[key], root, name, f"{place}/properties/{key}", depth)
+            members.append((key in required, sequence(const(f"{key}:"), value)))
+        return sequence(const("{"), _listed(members), const("}"))
+
+    def _written(self, value: Any, name: str, place: str) -> str:
+        """A value as the template writes it."""
+        match value:
+            case str():
+                if any(text in value for text in (self._quote, *self._forbidden)):
+                    raise _fault(name, place, f"allows {value!r}, which this model cannot write")
+                return f"{self._quote}{value}{self._quote}"
+            case Mapping():
+                inner = ((key, self._written(value[key], name, place)) for key in sorted(value, key=str.lower))
+                return "{" + ",".join(f"{key}:{text}" for key, text in inner) + "}"
+            case list():
+                return "[" + ",".join(self._written(one, name, place) for one in value) + "]"
+        return json.dumps(value)
+
+
+def _listed(members: Sequence[tuple[bool, Format]]) -> Format:
+    """Members with commas between those that are there. Each is given with whether it must be there."""
+    comma = const(",")
+
+    def after(rest: Sequence[tuple[bool, Format]]) -> list[Format]:
+        parts = ((must, sequence(comma, member)) for must, member in rest)
+        return [part if must else {"type": "optional", "content": part} for must, part in parts]
+
+    pivot = next((i for i, (must, _) in enumerate(members) if must), None)
+    if pivot is not None:
+        before = [{"type": "optional", "content": sequence(member, comma)} for _, member in members[:pivot]]
+        return sequence(*before, members[pivot][1], *after(members[pivot + 1 :]))
+    ways = [sequence(member, *after(members[i + 1 :])) for i, (_, member) in enumerate(members)]
+    return {"type": "optional", "content": either(ways)} if ways else const("")
+
+
+def _members(schema: Schema, name: str, place: str) -> tuple[Mapping[str, Any], set[str]]:
+    """The properties of an object, and those that are required."""
+    _refuse_keywords(schema, _OF_OBJECT, name, place)
+    properties, required = schema.get("properties", {}), set(schema.get("required", ()))
+    if missing := sorted(required - properties.keys()):
+        raise _fault(name, place, f"requires {missing[0]!r}, which is none of its properties")
+    return properties, required
+
+
+def _enumerated(schema: Schema) -> list[Any] | None:
+    """The values that a schema lists; None: it lists none."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _with_definitions(schema: Schema, root: Schema) -> dict[str, Any]:
+    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
+
+
+def _refuse_keywords(schema: Schema, allowed: set[str], name: str, place: str) -> None:
+    """Refuses keywords that would not bind."""
+    for keyword in schema.keys() - _NOTES - allowed:
+        raise _fault(name, place, f"has {keyword!r}, which cannot bind what this model writes without JSON")
+
+
+def _fault(name: str, place: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}: {place} {problem}")
+
+
+Arguments = Callable[[Schema, str], Format]
+"""The arguments of a schema in the form of a model; the second argument begins a refusal."""
