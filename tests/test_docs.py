@@ -24,6 +24,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 from tests.lossless.methods import methods_page
+from tests.support.reference import python_page
 
 from paceline.cli.main import build_parser, main
 from paceline.config import ServiceConfig
@@ -456,6 +457,7 @@ GENERATED = {
     "configuration.md": functools.partial(_config, "--markdown"),
     "configuration.schema.json": functools.partial(_config, "--schema"),
     "methods.md": methods_page,
+    "python.md": python_page,
 }
 
 
@@ -463,6 +465,19 @@ GENERATED = {
 def test_a_generated_page_is_fresh(name: str) -> None:
     page = ROOT / "docs" / name
     assert page.read_text(encoding="utf-8") == GENERATED[name](), "run python -m tests.test_docs"
+
+
+def test_every_type_that_the_reference_names_is_described_there() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    described = {name.rpartition(".")[2] for name in re.findall(r"^### `(.+)`$", text, re.MULTILINE)}
+    described |= set(re.findall(r"^\| `(\w+Error)` \|", text, re.MULTILINE))
+    page = Page.read(ROOT / "docs" / "python.md")
+    code = "\n".join([*page.spans, *(block for _, block in page.blocks)])
+    ours = defined(SERVICES / "paceline" / "types.py") | defined(SERVICES / "paceline" / "errors" / "__init__.py")
+    named = set(re.findall(r"\b[A-Z][a-z]\w+\b", code)) & ours
+    others = {"Sequence", "Mapping", "Any", "Literal", "Unpack"}
+    assert named - described - others == {"SamplingFields"}, "tests/support/reference.py: SECTIONS"
+    assert len(described) > 30
 
 
 # -- The checks can fail ------------------------------------------------------------------------------------------

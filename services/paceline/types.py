@@ -607,7 +607,7 @@ class ReplicaStatus:
     measures: Mapping[str, float] = field(default_factory=dict)
     """Measurements behind the controller's choice: gauges by name, with a label after a colon."""
     batch_invariant: str = ""
-    """Result of a target's self-test: a value of ``BatchInvariant``."""
+    """Result of a target's self-test: ``yes``, ``no`` or ``untested``; empty: not known, or no target."""
 
 
 @dataclass(frozen=True, slots=True)
