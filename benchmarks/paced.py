@@ -29,9 +29,9 @@ from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost
 from paceline.runtime.server import EngineServer, describer
-from paceline.types import Cause, Chunk, Mode, Request, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Cause, Chunk, Mode, Request, SamplingParams, SpeculationParams
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 600.0
 _TIMEOUT_S = 30.0
 """Limit of a silent or busy replica: a first forward of a shape can take a second where others want the cores too."""
 _context = multiprocessing.get_context("forkserver")
@@ -72,14 +72,18 @@ class PacedFactory:
     kind: str
     config: LocalConfig
     pace: Pace
+    disturbed: Callable[[Any], Any] | None = None
+    """Makes a runner of the draft's own, such as one whose logits are less good. None: as it is."""
 
     def __call__(self, emit: Callable[[Sequence[Any]], None]) -> Any:
         if self.kind == "draft":
             setup = self.config.draft_setup()
             assert setup is not None
             draft: Any = EngineSpec(setup).build(emit)
+            drafter = draft._drafter
+            if self.disturbed is not None:
+                drafter._runner = self.disturbed(drafter._runner)
             if self.pace.step_s:
-                drafter = draft._drafter
                 drafter._runner = PacedRunner(drafter._runner, self.pace)
             return draft
         from paceline.target.control.step_cost import StepCost
@@ -174,11 +178,13 @@ class InTurn:
     then the target once.
     """
 
-    def __init__(self, config: LocalConfig, target: Pace, draft: Pace) -> None:
+    def __init__(
+        self, config: LocalConfig, target: Pace, draft: Pace, disturbed: Callable[[Any], Any] | None = None
+    ) -> None:
         self._from_target: deque[Any] = deque()
         self._from_draft: deque[Any] = deque()
         self._target = PacedFactory("target", config, target)(self._from_target.extend)
-        self._draft = PacedFactory("draft", config, draft)(self._from_draft.extend)
+        self._draft = PacedFactory("draft", config, draft, disturbed)(self._from_draft.extend)
         self._decode = load_tokenizer(config.target.path).decode
         self._sessions: dict[str, Session] = {}
         self._num_opened = 0
@@ -240,13 +246,15 @@ class InTurn:
             self._target.receive(actions.to_target)
 
 
-def _take_turns(config: LocalConfig, target: Pace, draft: Pace, pipe: Connection) -> None:
+def _take_turns(
+    config: LocalConfig, target: Pace, draft: Pace, disturbed: Callable[[Any], Any] | None, pipe: Connection
+) -> None:
     """The process of an ``InTurn``: arguments of ``run`` in, a Window out."""
     apply_worker_environment()
     import torch
 
     torch.set_num_threads(1)
-    device = InTurn(config, target, draft)
+    device = InTurn(config, target, draft, disturbed)
     pipe.send(None)
     while True:
         try:
@@ -299,13 +307,17 @@ def processes() -> Iterator[list[Process]]:
 
 
 def replicas(
-    started: list[Process], config: LocalConfig, paces: Sequence[tuple[str, Pace]], cores: Sequence[int] = ()
+    started: list[Process],
+    config: LocalConfig,
+    paces: Sequence[tuple[str, Pace]],
+    cores: Sequence[int] = (),
+    disturbed: Callable[[Any], Any] | None = None,
 ) -> dict[str, list[Member]]:
     """Targets and drafts, ready to be connected to, by kind."""
     begun = []
     for i, (kind, pace) in enumerate(paces):
         core = cores[i] if i < len(cores) else None
-        process = Process.start(_serve, PacedFactory(kind, config, pace), f"{kind}-{i}", core)
+        process = Process.start(_serve, PacedFactory(kind, config, pace, disturbed), f"{kind}-{i}", core)
         started.append(process)
         begun.append((kind, f"{kind}-{i}", process))
     members: dict[str, list[Member]] = {"target": [], "draft": []}
@@ -314,9 +326,16 @@ def replicas(
     return members
 
 
-def in_turn(started: list[Process], config: LocalConfig, target: Pace, draft: Pace, count: int) -> list[Process]:
+def in_turn(
+    started: list[Process],
+    config: LocalConfig,
+    target: Pace,
+    draft: Pace,
+    count: int,
+    disturbed: Callable[[Any], Any] | None = None,
+) -> list[Process]:
     """Co-located devices, ready to ``run``."""
-    begun = [Process.start(_take_turns, config, target, draft) for _ in range(count)]
+    begun = [Process.start(_take_turns, config, target, draft, disturbed) for _ in range(count)]
     started += begun
     for process in begun:
         process.answer()
@@ -373,6 +392,8 @@ async def load(
     return window
 
 
-def speculation_of(mode: Mode, k: int) -> SpeculationParams:
+def speculation_of(mode: Mode, k: int, rule: Acceptance = Acceptance.COUPLED) -> SpeculationParams:
     """Speculation parameters of a request."""
-    return SpeculationParams(mode=mode) if mode is Mode.PLAIN else SpeculationParams(mode=mode, max_draft_tokens=k)
+    if mode is Mode.PLAIN:
+        return SpeculationParams(mode=mode)
+    return SpeculationParams(mode=mode, max_draft_tokens=k, acceptance=rule)
