@@ -42,7 +42,7 @@ from paceline.types import Acceptance, Mode, SamplingParams
 from paceline_bench.prompts import held_out_prompts
 
 ROWS = 295
-"""Rows that cost as much as a step: an H100 in bf16 (``plan/devices.py``)."""
+"""Rows that cost as much as a step: an H100 in bf16 (``cli/plan.py``)."""
 TREE_STEP_TOKENS = 32
 TARGET_DEVICES, DRAFT_DEVICES = 4, 1
 PUBLISHED = {"plain": 54.7, "co-located": 161.8, "overlapped": 255.8}

@@ -31,7 +31,7 @@ from paceline_bench.prompts import held_out_prompts
 
 STEP_S = 0.02
 ROWS = 295
-"""Rows that cost as much as a step: an H100 in bf16 (`plan/command.py`)."""
+"""Rows that cost as much as a step: an H100 in bf16 (``cli/plan.py``)."""
 LINK_S = 0.0003
 ACCEPTANCES = (0.6, 0.8, 0.9)
 RATIOS = (0.05, 0.1, 0.2)
