@@ -1,4 +1,4 @@
-"""Machines of a real cluster fail under streams: what do clients see, and how long until all is as before?
+"""Machines of a real cluster fail or are replaced under streams: what do clients see, and until when?
 
     PACELINE_TESTBED=... python benchmarks/clusters/failures.py [FAILURE ...] [--output FILE]
 
@@ -8,7 +8,11 @@ machine. Then one failure after another, each healed before the next:
 
 - draft-power, target-power, head-power: the machine loses power, and is switched on again after OFF_S seconds (of the
   targets the one with the most sessions);
-- draft-cable, target-cable, head-cable: its cable is pulled, and plugged in again after as long.
+- draft-cable, target-cable, head-cable: its cable is pulled, and plugged in again after as long;
+- draft-change, target-change: ``serve deploy`` with another option of the engine, which replaces every replica of the
+  pool;
+- target-upgrade: what a new image takes of a machine: it is drained (``paceline.cluster.drain``), switched off, and
+  comes back after as long.
 
 Every stream of every client must have the tokens that plain decoding gave before. In the end
 cluster/onprem_down.py must leave nothing running on any machine. Exit status 1 if a stream broke or differed, if
@@ -48,9 +52,13 @@ ADDRESSES = {
 }
 POOL = {"router": "router", "draft": "draft", "target": "target", "spare": "target"}
 CORE = {"target": 0, "spare": 0, "draft": 1, "router": 1, "head": 1}
-FAILURES = ["draft-power", "draft-cable", "target-power", "target-cable", "head-power", "head-cable"]
+FAILURES = [
+    *("draft-power", "draft-cable", "target-power", "target-cable", "head-power", "head-cable"),
+    *("draft-change", "target-change", "target-upgrade"),
+]
 WHOLE = {"router": 1, "draft": 1, "target": 2}
 BEFORE_S, OFF_S, AFTER_S, RECOVERY_S, DOWN_S = 6.0, 12.0, 6.0, 120.0, 120.0
+CHANGE_S, DRAIN_S = 300.0, 180.0
 UP = "RAY_UP_enable_autoscaler_v2=0 RAY_AUTH_MODE=token ray up --yes --no-config-cache"
 
 
@@ -86,6 +94,11 @@ class Seen:
         states = self.nodes[-1]["states"] if self.nodes else {}
         lives = [address for address, state in states.items() if state == "ALIVE"]
         return pools == WHOLE and len(lives) == len(CORE)
+
+    def ids(self, pool: str) -> set[str]:
+        """Ids of the ready replicas of a pool."""
+        self.read()
+        return set(self.pools[-1]["ids"].get(pool, ())) if self.pools else set()
 
     def sessions(self, address: str) -> int:
         """Number of sessions of the target on that machine."""
@@ -154,23 +167,52 @@ def deploy(machines: Machines, serve: Path) -> None:
     say(f"serve deploy: taken with the token, refused without: {refused.strip().splitlines()[-1][:120]}")
 
 
-def fail(machines: Machines, seen: Seen, failure: str, config: Path) -> list[str]:
-    """One failure, from a quiet time before to a whole cluster after; returns its row."""
+def change(machines: Machines, serve: Path, pool: str) -> None:
+    """Deploys the application again with room for one session less in each engine of the pool."""
+    config = yaml.safe_load(serve.read_text())
+    config["applications"][0]["args"][f"{pool}_config"]["engine_kwargs"]["max_sessions"] -= 1
+    serve.write_text(yaml.safe_dump(config))
+    machines.run(LAUNCHER, f"RAY_AUTH_MODE=token serve deploy -a http://{ADDRESSES['head']}:8265 {serve}")
+
+
+def disturb(machines: Machines, seen: Seen, failure: str, name: str, config: Path, serve: Path) -> float:
+    """Makes the failure happen and heals it; returns the time at which it was healed."""
     pool, what = failure.split("-")
+    if what == "change":
+        before = seen.ids(pool)
+        change(machines, serve, pool)
+        with contextlib.suppress(TimeoutError):
+            took = wait_until("successors", lambda: not before & seen.ids(pool) and seen.whole(), timeout_s=CHANGE_S)
+            say(f"{failure}: every replica is another after {took:.1f} s")
+        return time.time()
+    if what == "upgrade":
+        drain = ". ~/paceline/environment.sh; python -m paceline.cluster.drain --graceful-s 1830 --cold-start-s 0"
+        say(
+            machines.run(name, f"{drain} --timeout-s {DRAIN_S:.0f}", timeout_s=DRAIN_S + 30.0, check=False).strip()[
+                -300:
+            ]
+        )
+    machines.host("cut" if what == "cable" else "kill", name)
+    say(f"{failure}: {name} is gone")
+    time.sleep(OFF_S)
+    machines.host("heal" if what == "cable" else "boot", name)
+    back = time.time()
+    if failure == "head-power":
+        machines.run(LAUNCHER, f"{UP} --restart-only {config}", timeout_s=120)
+        say(f"{failure}: ray up again, {time.time() - back:.1f} s")
+    return back
+
+
+def fail(machines: Machines, seen: Seen, failure: str, config: Path, serve: Path) -> list[str]:
+    """One failure, from a quiet time before to a whole cluster after; returns its row."""
+    pool = failure.split("-")[0]
     time.sleep(BEFORE_S)
     candidates = [name for name in CORE if POOL.get(name, name) == pool]
     name = max(candidates, key=lambda candidate: seen.sessions(ADDRESSES[candidate]))
     there = f"{seen.sessions(ADDRESSES[name])} of {len({event['client'] for event in seen.messages})}"
     began = time.time()
-    machines.host({"power": "kill", "cable": "cut"}[what], name)
-    say(f"{failure}: {name} is gone")
-    time.sleep(OFF_S)
-    machines.host({"power": "boot", "cable": "heal"}[what], name)
-    back = time.time()
+    back = disturb(machines, seen, failure, name, config, serve)
     say(f"{failure}: back after {back - began:.1f} s")
-    if failure == "head-power":
-        machines.run(LAUNCHER, f"{UP} --restart-only {config}", timeout_s=120)
-        say(f"{failure}: ray up again, {time.time() - back:.1f} s")
     recovered: float | None = None
     with contextlib.suppress(TimeoutError):
         time.sleep(1.0)
@@ -317,7 +359,7 @@ def main() -> int:
                 if time.time() - started > args.limit_s:
                     say(f"{failure}: no time for it")
                     continue
-                rows.append(fail(machines, seen, failure, config))
+                rows.append(fail(machines, seen, failure, config, serve))
                 print(table(rows), flush=True)
             left = stop(machines, config)
         finally:

@@ -5,7 +5,8 @@
 Each client asks the same request over and over; the first time plain and undisturbed, which gives the tokens that all
 later streams must have. Lines of the output: {"t": seconds since 1970, "kind": ...} with
 ``message`` (client, tokens, drafted), ``end`` (client, identical or an error), ``pools`` (ready replicas of each
-pool, sessions of the target on each node) and ``nodes`` (state of each address, as the head sees it) when they change.
+pool and their ids, sessions of the target on each node) and ``nodes`` (state of each address, as the head sees it) when
+they change.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ class Traffic:
                 info = await client.server_info(timeout_s=3.0)
                 counts = {name: len(replicas) for name, replicas in info.pools.items()}
                 sessions = {replica.node: replica.num_sessions for replica in info.pools.get("target", ())}
-                if (pools := {"counts": counts, "sessions": sessions}) != last:
+                ids = {
+                    name: sorted(replica.replica_id for replica in replicas) for name, replicas in info.pools.items()
+                }
+                if (pools := {"counts": counts, "sessions": sessions, "ids": ids}) != last:
                     self._note("pools", **pools)
                     last = pools
             await asyncio.sleep(POLL_S)
