@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,30 @@ def test_the_end_is_allowed_exactly_where_the_output_may_end() -> None:
     assert tokens_of(state.masks([()])[0]) == {a}  # it went back
     assert state.append((a, b, c, EOS))
     assert not matcher(StructuredOutput(regex="a(bc)*")).append((a, b, EOS))
+
+
+def test_a_state_that_went_to_and_fro_answers_as_a_new_one() -> None:
+    """Whatever was asked before, and whatever was committed then: on the path that was looked at, beside it, beyond."""
+    form = StructuredOutput(regex="(a(bc)*d?)*e")
+    letters = [json_tokenizer().encode(text)[0] for text in "abcde"]
+    random = Random(5)
+    state, committed = matcher(form), ()
+    num_committed = 0
+    for _ in range(300):
+        suffixes = [tuple(random.choices(letters, k=random.randrange(5))) for _ in range(random.randrange(1, 5))]
+        good = tuple(json_tokenizer().encode("abcbcdabcad"))
+        suffixes += [good[: random.randrange(6)] for _ in range(2)]
+        found = state.masks(suffixes)
+        for suffix, mask in zip(suffixes, found, strict=True):
+            fresh = json_grammars().matcher(form, committed)
+            assert np.array_equal(fresh.masks([suffix])[0], mask), (committed, suffix)
+        path = random.choice(suffixes)
+        if path and json_grammars().matcher(form, committed).append(path) and path[-1] != letters[4]:
+            assert state.append(path)
+            committed, num_committed = (*committed, *path), num_committed + 1
+        elif random.random() < 0.1:
+            state, committed = matcher(form), ()
+    assert num_committed > 50
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

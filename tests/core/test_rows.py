@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +16,9 @@ from paceline.core import noise, rows
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import best_coupled, draft_candidates, pick, pick_unprocessed, process, rank_coupled
-from paceline.types import SamplingParams
+from paceline.core.tree import Proposal
+from paceline.core.verification import decide, verify
+from paceline.types import Acceptance, SamplingParams, StructuredOutput
 
 SIZES = st.sampled_from([1, 3, 16, 127, 128, 129, 1001, 5000])
 SPREADS = st.sampled_from([0.0, 0.5, 5.0, 30.0, 200.0, 1e6])
@@ -107,10 +112,174 @@ def test_a_row_without_a_distribution_is_left_to_the_pipeline(bad):
 
 def test_other_processors_are_left_to_the_pipeline():
     plain = SamplerState(SamplingParams(temperature=1.0), 1, (0,), vocab_size=9)
-    for options in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}):
+    for options in ({"top_p": 0.5}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}, {"bad_words": ((1,),)}):
         other = SamplerState(SamplingParams(temperature=1.0, **options), 1, (0,), vocab_size=9)
         assert pick_unprocessed(torch.zeros(2, 9), [Row(plain), Row(other)]) is None
     assert pick_unprocessed(torch.zeros(1, 9, dtype=torch.float16), [Row(plain)]) is None
+
+
+class Allowing:
+    """A grammar whose masks are random, each of the kind that a row is given."""
+
+    failure = ""
+
+    def __init__(self, seed: int, size: int, kinds: Sequence[str]) -> None:
+        self.tables: dict[tuple[int, ...], torch.Tensor] = {}
+        self._seed, self._size, self._kinds = seed, size, kinds
+
+    def append(self, token_ids: Sequence[int]) -> bool:
+        raise AssertionError("nothing is committed here")
+
+    def allowed(self, suffix: tuple[int, ...]) -> torch.Tensor:
+        """[size] bool."""
+        if suffix not in self.tables:
+            generator = torch.Generator().manual_seed(hash((self._seed, suffix)) % 2**31)
+            kind, size = self._kinds[len(suffix) % len(self._kinds)], self._size
+            some = int(torch.randint(size, (), generator=generator))
+            table = torch.rand(size, generator=generator) < {"few": 0.01, "half": 0.5}.get(kind, 2.0)
+            if kind in ("one", "few", "half"):
+                table = torch.zeros(size, dtype=torch.bool) if kind == "one" else table
+                table[some] = True
+            elif kind == "all but one":
+                table[some] = size == 1
+            elif kind == "none":
+                table[:] = False
+            self.tables[suffix] = table
+        return self.tables[suffix]
+
+    def masks(self, suffixes: Sequence[tuple[int, ...]]) -> np.ndarray:
+        bits = torch.stack([self.allowed(suffix) for suffix in suffixes]).numpy()
+        return np.packbits(bits, axis=-1, bitorder="little")
+
+
+KINDS = ("few", "half", "one", "all but one", "all")
+CUTS: tuple[dict[str, Any], ...] = ({}, {"top_k": 3}, {"min_p": 0.05}, {"top_k": 40, "min_p": 1e-3})
+
+
+def bound_rows(
+    seed: int, num_rows: int, size: int, temperature: float, kinds: Sequence[str], **cuts: Any
+) -> tuple[list[Row], Allowing]:
+    """Rows of a session behind one another."""
+    grammar = Allowing(seed, size, [kinds[(seed + i) % len(kinds)] for i in range(len(kinds))])
+    form = StructuredOutput(json_object=True)
+    params = SamplingParams(temperature=temperature, structured_output=form, **cuts)
+    state = SamplerState(params, seed, (0,), vocab_size=size, grammar=grammar)
+    return [Row(state, tuple(range(i))) for i in range(num_rows)], grammar
+
+
+def masked_first(logits: torch.Tensor, batch: Sequence[Row], grammar: Allowing) -> tuple[list[int], list[float]]:
+    """Picks by definition: the mask, then everything else."""
+    allowed = torch.stack([grammar.allowed(row.suffix) for row in batch])
+    state = batch[0].state
+    params = state.params.model_copy(update={"structured_output": None})
+    free = SamplerState(params, state.seed, (0,), vocab_size=state.vocab_size)
+    processed = process(logits.float().masked_fill(~allowed, -math.inf), [Row(free, row.suffix) for row in batch])
+    noise = gumbel(processed.seeds, processed.positions, Stream.COUPLED, state.vocab_size).double()
+    expected = (processed.scores.double() + noise * (not state.greedy)).argmax(-1)
+    return expected.tolist(), processed.log_probs.gather(-1, expected[:, None])[:, 0].tolist()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), SIZES, SPREADS, SHAPES, DTYPES, st.sampled_from(CUTS))
+@settings(max_examples=60, deadline=None)
+def test_a_masked_pick_is_that_of_masked_logits(seed, num_rows, size, spread, shape, dtype, cuts):
+    """What is forbidden does not matter, be it no number; top-k and min-p see what the mask has left."""
+    logits = adversarial(seed, num_rows, size, spread, shape).to(dtype)
+    for temperature in (0.0, 0.7, 1.0):
+        batch, grammar = bound_rows(seed, num_rows, size, temperature, KINDS, **cuts)
+        allowed = torch.stack([grammar.allowed(row.suffix) for row in batch])
+        given_logits = logits.masked_fill(~allowed, (math.nan, math.inf, 3e38)[seed % 3])
+        if not given_logits.masked_fill(~allowed, -math.inf).amax(-1).isfinite().all():
+            assert pick_unprocessed(given_logits, batch) is None
+            continue
+        picked = pick_unprocessed(given_logits, batch)
+        assert picked is not None
+        expected = masked_first(given_logits, batch, grammar)
+        assert picked[0] == expected[0]
+        torch.testing.assert_close(torch.tensor(picked[1]), torch.tensor(expected[1]), rtol=2e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_an_allowed_token_is_left_to_the_pipeline(dtype, temperature):
+    batch, _ = bound_rows(1, 2, 300, temperature, ["all", "none"])
+    logits = torch.zeros(2, 300, dtype=dtype)
+    assert pick_unprocessed(logits, batch) is None
+    assert pick_unprocessed(logits[:1], batch[:1]) is not None or pick_unprocessed(logits[1:], batch[1:]) is not None
+
+
+@pytest.mark.parametrize("mutant", ["inverted", "shifted by a token", "shifted by a byte", "of another row"])
+def test_wrong_masks_are_caught(mutant, monkeypatch):
+    """The check above, over masks that are wrong."""
+    right = Allowing.masks
+
+    def wrong(self, suffixes):
+        masks = right(self, suffixes)
+        if mutant == "inverted":
+            return ~masks
+        if mutant == "of another row":
+            return np.roll(masks, 1, axis=0)
+        if mutant == "shifted by a byte":
+            return np.roll(masks, 1, axis=1)
+        return np.packbits(np.roll(np.unpackbits(masks, axis=-1), 1, axis=-1), axis=-1)
+
+    monkeypatch.setattr(Allowing, "masks", wrong)
+    for dtype in (torch.float32, torch.bfloat16):
+        for temperature in (0.0, 1.0):
+            logits = adversarial(7, 4, 5000, 5.0, "as drawn").nan_to_num(neginf=-9.0).to(dtype)
+            batch, grammar = bound_rows(7, 4, 5000, temperature, ["few", "half"])
+            picked = pick_unprocessed(logits, batch)
+            assert picked is None or picked[0] != masked_first(logits, batch, grammar)[0]
+
+
+def test_sessions_with_and_without_a_form_are_picked_together():
+    logits = adversarial(3, 6, 1001, 3.0, "as drawn")
+    bound, grammar = bound_rows(3, 3, 1001, 1.0, ["half", "few"])
+    free = SamplerState(SamplingParams(temperature=0.9, top_k=5), 8, (0,), vocab_size=1001)
+    batch = [bound[0], Row(free), bound[1], bound[2], Row(free, (4,)), Row(free, (4, 5))]
+    picked = pick_unprocessed(logits, batch)
+    assert picked is not None
+    at = [0, 2, 3]
+    assert [picked[0][i] for i in at] == masked_first(logits[at], bound, grammar)[0]
+    others = [1, 4, 5]
+    assert [picked[0][i] for i in others] == pick(process(logits[others], [batch[i] for i in others]))[0]
+
+
+@given(st.integers(0, 2**32), SIZES, st.sampled_from(["chain", "tree"]))
+@settings(max_examples=40, deadline=None)
+def test_a_session_with_a_form_is_decided_as_by_the_pipeline(seed, size, shape):
+    """Row by row as far as its tokens were proposed, beside another session; what nobody asks for is not masked."""
+    asked: list[tuple[int, ...]] = []
+    batch, grammar = bound_rows(seed, 1, size, 1.0, KINDS)
+    state, proposal, own = batch[0].state, Proposal(), []
+    for _ in range(4):  # what is proposed is right but for the last token
+        rows = [Row(state, suffix) for suffix in proposal.suffixes()]
+        logits = torch.stack([adversarial(hash((seed, row.suffix)) % 2**31, 1, size, 3.0, "")[0] for row in rows])
+        own = pick(process(logits, rows))[0]
+        path = proposal.follow(own)
+        last, token = (path[-1] if path else -1), own[path[-1] + 1 if path else 0]
+        parents = (*map(proposal.parent, range(len(proposal))), last)
+        token_ids = (*proposal.token_ids, token)
+        if shape == "tree" and size > 1:
+            token_ids, parents = (*token_ids[:-1], (token + 1) % size, token), (*parents, last)
+        chain = all(parent == i - 1 for i, parent in enumerate(parents))
+        proposal = Proposal(token_ids, parents=() if chain else parents)
+    token_ids = (*proposal.token_ids[:-1], (proposal.token_ids[-1] + 1) % size)
+    if shape == "chain":
+        proposal = Proposal(token_ids)
+    rows = [Row(state, suffix) for suffix in proposal.suffixes()]
+    logits = torch.stack([adversarial(hash((seed, row.suffix)) % 2**31, 1, size, 3.0, "")[0] for row in rows])
+    other = Row(SamplerState(SamplingParams(temperature=1.0), 1, (0,), vocab_size=size))
+    logits, rows, proposals = torch.cat((logits, logits[:1])), [*rows, other], [proposal, Proposal()]
+    rules = [Acceptance.COUPLED] * 2
+    expected = verify(process(logits, rows), proposals, rules)
+    right = Allowing.masks
+    grammar.masks = lambda suffixes: (asked.extend(suffixes), right(grammar, suffixes))[1]  # type: ignore[method-assign]
+    found = decide(logits, rows, proposals, rules)
+    for verdict, one in zip(found, expected, strict=True):
+        assert (verdict.num_accepted, verdict.token_ids) == (one.num_accepted, one.token_ids)
+        torch.testing.assert_close(torch.tensor(verdict.logprobs), torch.tensor(one.logprobs), rtol=2e-6, atol=5e-6)
+    assert asked == [found[0].token_ids[:i] for i in range(len(found[0].token_ids))]
+    assert found[0].num_accepted >= 3
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), SIZES, SPREADS, SHAPES, DTYPES, st.sampled_from([1, 5, 256, 5000]))
@@ -119,6 +288,12 @@ def test_the_largest_values_are_a_stable_sorts(seed, num_rows, size, spread, sha
     x, m = adversarial(seed, num_rows, size, spread, shape).to(dtype), min(m, size)
     expected = x.float().sort(dim=-1, descending=True, stable=True)
     values, ids = rows.largest(x, m)
+    assert torch.equal(values, expected.values[:, :m])
+    assert torch.equal(ids, expected.indices[:, :m])
+    batch, grammar = bound_rows(seed, num_rows, size, 1.0, KINDS)
+    allowed = torch.stack([grammar.allowed(row.suffix) for row in batch])
+    expected = x.float().masked_fill(~allowed, -math.inf).sort(dim=-1, descending=True, stable=True)
+    values, ids = rows.largest(x, m, grammar.masks([row.suffix for row in batch]))
     assert torch.equal(values, expected.values[:, :m])
     assert torch.equal(ids, expected.indices[:, :m])
 

@@ -202,11 +202,18 @@ class Matcher:
         lenient: bool = False,
     ) -> None:
         """``prototype``: its copies share what they have found out; ``anew``: one that has found out nothing."""
+        import numpy  # engines have it; the command line is up without it
+
+        self._numpy = numpy
         self.failure = ""
         """Reason why some place could not be decided; empty while none exceeded the bounds."""
         self._anew, self._vocab_size, self._lenient = anew, vocab_size, lenient
         self._eos_token_ids = eos_token_ids
         self._tokens: list[int] = []
+        self._path: tuple[int, ...] = ()
+        """Tokens behind the committed ones that the state has consumed too."""
+        self._known: dict[tuple[int, ...], NDArray[np.uint8]] = {}
+        """Masks of continuations of the committed tokens."""
         self._state = prototype.deep_copy()
         self._lost = False
         self._num_bytes = 4 * -(-vocab_size // 32)
@@ -216,8 +223,12 @@ class Matcher:
 
         What comes with or after the end-of-sequence token of a complete output is not looked at.
         """
-        self._tokens += token_ids
-        num_consumed = self._consume(token_ids)
+        self._known.clear()
+        tokens = tuple(token_ids)
+        followed = self._path[: len(tokens)] == tokens
+        num_consumed = len(tokens) if followed else self._move(tokens)
+        self._tokens += tokens
+        self._path = self._path[len(tokens) :] if followed else ()
         if self._state.is_error():
             self._restart()
             num_consumed = len(token_ids)  # unless it fails again, which the next mask shows
@@ -231,62 +242,74 @@ class Matcher:
     def masks(self, suffixes: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
         """The tokens that may follow each of ``suffixes`` after the committed tokens.
 
-        Suffixes that begin alike share the work. One that the grammar forbids has no next token, and is left
-        unconstrained: no row below a forbidden token matters.
+        Suffixes that begin alike share the work, those of later calls too, and what was found stays known until tokens
+        are committed. A suffix that the grammar forbids has no next token, and is left unconstrained: no row below a
+        forbidden token matters.
 
         Returns:
-            [rows, bytes] with bit v % 8 of byte v // 8 set if token v is allowed; at least one byte per 8 tokens.
+            [rows, bytes] with bit v % 8 of byte v // 8 set if token v is allowed; at least one byte per 8 tokens. They
+            are not to be modified.
         """
-        import numpy as np  # engines have it; the command line is up without it
-
-        masks = np.full((len(suffixes), self._num_bytes), 0xFF, np.uint8)
-        if self._lost:
-            masks[:] = 0xFF if self._lenient else 0
-            return masks
-        path: list[int] = []
-        for row in sorted(range(len(suffixes)), key=suffixes.__getitem__):
-            path = self._move(path, suffixes[row])
-            if len(path) == len(suffixes[row]):
-                self._mask_into(masks[row])
-            if self._state.is_error():
-                path = self._again(masks[row], suffixes[row])
-        self._state.rollback(len(path))
+        count, num_bytes = len(suffixes), self._num_bytes
+        masks: NDArray[np.uint8] = self._numpy.empty((count, num_bytes), self._numpy.uint8)
+        place = masks.__array_interface__["data"][0]
+        for row in sorted(range(count), key=suffixes.__getitem__) if count > 1 else range(count):
+            suffix = suffixes[row]
+            if (known := self._known.get(suffix)) is not None:
+                masks[row] = known
+            elif self._lost:
+                masks[row] = 0xFF if self._lenient else 0
+            elif self._mask_at(place + row * num_bytes, suffix):
+                self._known[suffix] = masks[row]
+            elif self._state.is_error():
+                masks[row] = self._again(suffix)
+            else:
+                masks[row] = 0xFF
         return masks
 
-    def _move(self, path: list[int], suffix: tuple[int, ...]) -> list[int]:
-        """Goes from one continuation of the committed tokens to another, as far as the grammar allows."""
-        common = 0
-        while common < min(len(path), len(suffix)) and path[common] == suffix[common]:
-            common += 1
-        if len(path) > common:
-            self._state.rollback(len(path) - common)
-        return [*suffix[: common + self._consume(suffix[common:])]]
+    def _mask_at(self, place: int, suffix: tuple[int, ...]) -> bool:
+        """Writes a mask to a place in memory; False if there is none: the suffix is forbidden, or exceeds a bound."""
+        if self._move(suffix) < len(suffix):
+            return False
+        self._state.unsafe_compute_mask_ptr(place, self._num_bytes)
+        return not self._state.is_error()
+
+    def _move(self, suffix: tuple[int, ...]) -> int:
+        """Goes to a continuation of the committed tokens, as far as the grammar allows: the number of its tokens."""
+        path = self._path
+        count = len(path)
+        if suffix[:count] != path:
+            count = next((i for i, (a, b) in enumerate(zip(path, suffix, strict=False)) if a != b), len(suffix))
+            self._state.rollback(len(path) - count)
+        if count < len(suffix):
+            count += self._consume(suffix[count:])
+        self._path = suffix[:count]
+        return count
 
     def _consume(self, token_ids: Sequence[int]) -> int:
         """The number of tokens that were consumed; the first that was not is not allowed."""
-        known = next((i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size), len(token_ids))
-        return int(self._state.try_consume_tokens([*token_ids[:known]])) if known else 0
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            known = next(i for i, token in enumerate(token_ids) if not 0 <= token < self._vocab_size)
+            token_ids = token_ids[:known]
+        return int(self._state.try_consume_tokens([*token_ids]))
 
-    def _mask_into(self, mask: NDArray[np.uint8]) -> None:
-        self._state.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_bytes)
-
-    def _again(self, mask: NDArray[np.uint8], suffix: tuple[int, ...]) -> list[int]:
-        """Decides a row after a bound was exceeded, without what other rows and sessions have left in the caches.
+    def _again(self, suffix: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Mask of a row after a bound was exceeded, without what other rows and sessions have left in the caches.
 
         Whether it can be decided then depends on its tokens alone, as in plain decoding.
         """
         self._restart()
-        path = self._move([], suffix)
-        if len(path) == len(suffix) and not self._state.is_error():
-            self._mask_into(mask)
-        if not self._state.is_error():
-            return path
-        self.failure = _reason(self._state) or "it exceeds the bounds of a step"
-        mask[:] = 0xFF if self._lenient else 0
-        self._lost = self._lenient
-        self._restart()
-        return []
+        mask: NDArray[np.uint8] = self._numpy.full(self._num_bytes, 0xFF, self._numpy.uint8)
+        self._mask_at(mask.__array_interface__["data"][0], suffix)
+        if self._state.is_error():
+            self.failure = _reason(self._state) or "it exceeds the bounds of a step"
+            mask[:] = 0xFF if self._lenient else 0
+            self._lost = self._lenient
+            self._restart()
+        return mask
 
     def _restart(self) -> None:
-        self._state = self._anew()
-        self._consume(self._tokens)
+        """Comes to the committed tokens again from the beginning, and keeps nothing."""
+        self._state, self._path = self._anew(), ()
+        if self._tokens:
+            self._consume(self._tokens)

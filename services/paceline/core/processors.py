@@ -24,12 +24,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core import rows as native
@@ -57,8 +56,8 @@ class Grammar(Protocol):
         """Commits tokens; False if one of them was not allowed."""
         ...
 
-    def masks(self, suffixes: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
-        """[rows, bytes]: bit v % 8 of byte v // 8 is set if token v may come after the committed ones and the row's."""
+    def masks(self, suffixes: Sequence[tuple[int, ...]]) -> native.Masks:
+        """The tokens that may come after the committed ones and each row's; those beyond the masks may not."""
         ...
 
 
@@ -139,17 +138,25 @@ class SamplerState:
     @cached_property
     def only_scales(self) -> bool:
         """True if no processor but the temperature ever changes the logits of this session."""
+        return self.picks_at_once and not (self.grammar is not None or self.top_k < self.vocab_size or self.min_p > 0)
+
+    @cached_property
+    def picks_at_once(self) -> bool:
+        """True if a native pass over the logits draws this session's tokens: structured output, top-k and min-p only
+        leave out tokens, and no other processor but the temperature ever acts."""
         return not (
-            self.grammar is not None
-            or self.params.logit_bias
+            self.params.logit_bias
             or self.params.bad_words
             or self._stop_ids
             or self._repeats
             or self._counts
-            or self.top_k < self.vocab_size
             or self.top_p < 1
-            or self.min_p > 0
         )
+
+    @cached_property
+    def log_min_p(self) -> float:
+        """The least logit that min-p keeps, where the largest is 0: with the bits of ``truncate_``."""
+        return float(torch.tensor([self.min_p], dtype=torch.float32).log_())
 
     @cached_property
     def wants_raw_logprobs(self) -> bool:
@@ -169,9 +176,13 @@ class SamplerState:
     @property
     def edits(self) -> bool:
         """True if any processor before the temperature can change logits now."""
+        return self.grammar is not None or self.changes
+
+    @property
+    def changes(self) -> bool:
+        """True if any processor between structured output and temperature can change logits now."""
         return bool(
-            self.grammar is not None
-            or self.params.logit_bias
+            self.params.logit_bias
             or self.params.bad_words
             or (self._stop_ids and self.num_output_tokens < self.params.min_tokens)
             or self._repeats
@@ -182,6 +193,10 @@ class SamplerState:
         """Applies the processors before the temperature in place to [rows, vocab] float32, one suffix per row."""
         if self.grammar is not None:
             _forbid_(logits, self.grammar.masks(suffixes))
+        self.change_(logits, suffixes)
+
+    def change_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
+        """``edit_`` without structured output. What that forbids stays forbidden in any order: -inf remains -inf."""
         if self.params.logit_bias:
             logits[:, self._bias_ids] += self._bias
         if self.params.bad_words:
@@ -252,7 +267,29 @@ class SamplerState:
             raise InvalidRequestError(f"{what} holds token id {bad}: ids in [0, {self.vocab_size}) are allowed")
 
 
-def _forbid_(logits: Tensor, allowed: NDArray[np.uint8]) -> None:
+def masks_of(rows: Sequence[Row], vocab_size: int) -> native.Masks | None:
+    """The tokens that structured outputs allow in each row, one bit for each of the ids; None where none is asked for.
+
+    Rows of one session next to each other are asked for in one call.
+    """
+    if len(rows) == 1 and (only := rows[0].state.grammar) is not None:  # nearly every call of a target
+        masks = only.masks([rows[0].suffix])
+        if 8 * masks.shape[1] >= vocab_size:
+            return masks
+    if all(row.state.grammar is None for row in rows):
+        return None
+    masks, start = np.full((len(rows), -(-vocab_size // 8)), 0xFF, np.uint8), 0
+    for _, group in groupby(rows, key=lambda row: id(row.state)):
+        same = list(group)
+        if (grammar := same[0].state.grammar) is not None:
+            allowed = grammar.masks([row.suffix for row in same])[:, : masks.shape[1]]
+            masks[start : start + len(same), : allowed.shape[1]] = allowed
+            masks[start : start + len(same), allowed.shape[1] :] = 0  # ids that no token has
+        start += len(same)
+    return masks
+
+
+def _forbid_(logits: Tensor, allowed: native.Masks) -> None:
     """Forbids in [rows, vocab] what is not allowed: one bit per token, the lowest of each byte first."""
     logits[:, 8 * allowed.shape[1] :] = -math.inf  # ids that no token has
     logits = logits[:, : 8 * allowed.shape[1]]

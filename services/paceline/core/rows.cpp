@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -161,22 +162,56 @@ inline float largest_lane(Lanes lanes) {
   return best;
 }
 
-// `count` values as float32, what is missing in a block filled up with -inf.
+// The values of a row, -inf where its mask has no bit. No mask: all of them.
 template <typename T>
-inline void load_block(const T* __restrict x, int64_t count, float* __restrict out) {
-  if (count >= kBlock) {
-    for (int i = 0; i < kBlock; ++i) out[i] = value(x[i]);
-    return;
+struct Values {
+  const T* x;
+  const uint8_t* mask = nullptr;
+
+  float operator[](int64_t i) const {
+    return mask && !(mask[i >> 3] >> (i & 7) & 1) ? -kInfinity : value(x[i]);
   }
-  for (int i = 0; i < kBlock; ++i) out[i] = i < count ? value(x[i]) : -kInfinity;
-}
+
+  // A block from `begin`, as many values as there are up to `count`, the rest -inf. False: there are only -inf, and
+  // `out` is as it was. With a mask `begin` is a multiple of 8.
+  bool load(int64_t begin, int64_t count, float* __restrict out) const {
+    const T* __restrict from = x + begin;
+    if (!mask) {
+      if (count >= kBlock) {
+        for (int i = 0; i < kBlock; ++i) out[i] = value(from[i]);
+      } else {
+        for (int i = 0; i < kBlock; ++i) out[i] = i < count ? value(from[i]) : -kInfinity;
+      }
+      return true;
+    }
+    uint32_t words[kBlock / 32] = {};
+    std::memcpy(words, mask + begin / 8, (std::min<int64_t>(count, kBlock) + 7) / 8);
+    uint32_t any = 0;
+    for (uint32_t word : words) any |= word;
+    if (!any) return false;
+    if (count >= kBlock) {
+      for (int i = 0; i < kBlock; i += 32) {
+        const uint32_t word = words[i / 32];
+        for (int j = 0; j < 32; ++j) {
+          const float v = value(from[i + j]);
+          out[i + j] = word >> j & 1 ? v : -kInfinity;
+        }
+      }
+    } else {
+      for (int i = 0; i < kBlock; ++i) {
+        out[i] = i < count && words[i / 32] >> (i % 32) & 1 ? value(from[i]) : -kInfinity;
+      }
+    }
+    return true;
+  }
+};
 
 template <typename T>
-float largest_of(const T* x, int64_t n, bool* is_number) {
+float largest_of(const Values<T>& x, int64_t n, bool* is_number) {
   alignas(64) float block[kBlock];
   Lanes best = Lanes{} - kInfinity, sum = {};  // of what is no number
   for (int64_t base = 0; base < n; base += kBlock) {
-    load_block(x + base, n - base, block);
+    if (!x.load(base, n - base, block)) continue;
     for (int i = 0; i < kBlock; i += kLanes) {
       const Lanes v = load_lanes(block + i);
       best = v > best ? v : best;
@@ -195,7 +230,8 @@ struct Best {
 };
 
 // The largest of weight + noise over tokens [first, first + n); weight(i) of token first + i as what the score is the
-// sum with. `floor`: a score that is reached for certain. Weights of a block go through `load(begin, count, out)`.
+// sum with. `floor`: a score that is reached for certain. Weights of a block go through `load(begin, count, out)`, which
+// returns false where all are -inf.
 template <typename Load, typename Weight>
 Best gumbel_best(int64_t n, int64_t first, const Key& key, double floor, Load load, Weight weight) {
   Best best;
@@ -207,7 +243,7 @@ Best gumbel_best(int64_t n, int64_t first, const Key& key, double floor, Load lo
   for (int64_t base = first & ~int64_t{3}; base < first + n; base += kBlock) {
     const int64_t begin = std::max(base, first), end = std::min(base + kBlock, first + n);
     if (end - begin < kBlock) std::fill(w, w + kBlock, -kInfinity);
-    load(begin - first, static_cast<int>(end - begin), w + (begin - base));
+    if (!load(begin - first, static_cast<int>(end - begin), w + (begin - base))) continue;
     // With the largest noise possible (log2 c = -1), does the heaviest reach?
     Lanes heaviest = load_lanes(w);
     for (int i = kLanes; i < kBlock; i += kLanes) {
@@ -239,56 +275,17 @@ void raw_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const int64_t
   for (int64_t row = 0; row < rows; ++row, x += stride) {
     const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
     bool is_number;
-    const float most = largest_of(x, n, &is_number);
+    const float most = largest_of(Values<T>{x}, n, &is_number);
     const double floor = most * (most < 0 ? 1.000001 : 0.999999) + kMinGumbel - 0.01;
     const T* at = x;
     const Best best = gumbel_best(
         n, first, key, most == -kInfinity ? -std::numeric_limits<double>::infinity() : floor,
         [at](int64_t begin, int count, float* out) {
           for (int i = 0; i < count; ++i) out[i] = value(at[begin + i]);
+          return true;
         },
         [at](int64_t i) { return exact_value(at[i]); });
     tokens[row] = best.token, scores[row] = best.score;
-  }
-}
-
-template <typename T>
-void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const float* temperatures, const int64_t* keys,
-               int stream, int64_t* tokens, float* logprobs) {
-  for (int64_t row = 0; row < rows; ++row, x += stride) {
-    const float temperature = temperatures[row] == 0 ? 1.0f : temperatures[row];
-    bool is_number;
-    const float most = largest_of(x, n, &is_number);
-    if (!is_number || !(std::fabs(most) < kInfinity)) {
-      tokens[row] = -1, logprobs[row] = -kInfinity;
-      continue;
-    }
-    const T* at = x;
-    // The same two roundings as torch's: shift, then scale.
-    const auto scaled = [at, most, temperature](int64_t i) { return (value(at[i]) - most) / temperature; };
-    double total = 0;
-    const auto load = [&](int64_t begin, int count, float* out) {
-      for (int i = 0; i < count; ++i) out[i] = (value(at[begin + i]) - most) / temperature;
-      float sums[kLanes] = {};
-      int i = 0;
-      for (; i + kLanes <= count; i += kLanes)
-        for (int j = 0; j < kLanes; ++j) sums[j] += exp_below(out[i + j]);
-      for (; i < count; ++i) sums[0] += exp_below(out[i]);
-      for (int j = 1; j < kLanes; ++j) sums[0] += sums[j];
-      total += sums[0];
-    };
-    int64_t token = 0;
-    if (temperatures[row] == 0) {
-      float buffer[kBlock];
-      for (int64_t i = 0; i < n; i += kBlock) load(i, static_cast<int>(std::min<int64_t>(kBlock, n - i)), buffer);
-      while (value(at[token]) != most) ++token;
-    } else {
-      const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
-      token = gumbel_best(n, 0, key, kMinGumbel - 0.01, load,
-                          [&](int64_t i) { return static_cast<double>(scaled(i)); })
-                  .token;
-    }
-    tokens[row] = token, logprobs[row] = scaled(token) - static_cast<float>(std::log(total));
   }
 }
 
@@ -308,38 +305,110 @@ inline float value_of(uint64_t key) {
   return x;
 }
 
+// Puts the m largest of n values into the first m places of `kept`, in any order but for the smallest, which is last.
 template <typename T>
-void largest_rows(const T* x, int64_t rows, int64_t n, int64_t stride, int64_t m, float* values, int64_t* ids) {
+void gather_largest(const Values<T>& x, int64_t n, int64_t m, std::vector<uint64_t>& kept) {
   const int64_t room = std::min(n, std::max<int64_t>(4 * m, 512)) + kBlock;
-  std::vector<uint64_t> kept(room);
+  if (static_cast<int64_t>(kept.size()) < room) kept.resize(room);
   const auto descending = [](uint64_t a, uint64_t b) { return a > b; };
-  for (int64_t row = 0; row < rows; ++row, x += stride) {
-    int64_t size = 0;
-    float least = -kInfinity;  // ties with it come too late, once there are m
-    bool full = false;
-    for (int64_t base = 0; base < n; base += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, n - base));
-      if (full) {
-        int32_t any = 0;
-        for (int i = 0; i < count; ++i) any |= value(x[base + i]) > least;
-        if (!any) continue;
-      }
-      for (int i = 0; i < count; ++i) {
-        const float v = value(x[base + i]);
-        kept[size] = sortable(v, base + i);
-        size += !full || v > least;
-      }
-      if (size > room - kBlock && base + kBlock < n) {
-        std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
-        size = m, full = true, least = value_of(kept[m - 1]);
-      }
+  alignas(64) float block[kBlock];
+  int64_t size = 0;
+  float least = -kInfinity;  // ties with it come too late, once there are m
+  bool full = false;
+  for (int64_t base = 0; base < n; base += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - base));
+    if (!x.load(base, count, block)) {
+      if (full) continue;
+      std::fill(block, block + kBlock, -kInfinity);
     }
-    if (size > m) std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
-    std::sort(kept.begin(), kept.begin() + m, descending);
+    if (full) {
+      int32_t any = 0;
+      for (int i = 0; i < kBlock; ++i) any |= block[i] > least;
+      if (!any) continue;
+    }
+    for (int i = 0; i < count; ++i) {
+      kept[size] = sortable(block[i], base + i);
+      size += !full || block[i] > least;
+    }
+    if (size > room - kBlock && base + kBlock < n) {
+      std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
+      size = m, full = true, least = value_of(kept[m - 1]);
+    }
+  }
+  std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
+}
+
+template <typename T>
+void largest_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks, int64_t mask_stride,
+                  int64_t m, float* values, int64_t* ids) {
+  std::vector<uint64_t> kept;
+  for (int64_t row = 0; row < rows; ++row, x += stride) {
+    gather_largest(Values<T>{x, masks ? masks + row * mask_stride : nullptr}, n, m, kept);
+    std::sort(kept.begin(), kept.begin() + m, std::greater<uint64_t>());
     for (int64_t i = 0; i < m; ++i) {
       values[row * m + i] = value_of(kept[i]);
       ids[row * m + i] = static_cast<uint32_t>(~static_cast<uint32_t>(kept[i]));
     }
+  }
+}
+
+// What each row is cut to before a token of it is picked.
+struct Cuts {
+  const uint8_t* masks;  // a bit for every token, `mask_stride` bytes from row to row; nullptr: all are allowed
+  int64_t mask_stride;
+  const int64_t* top_k;  // the k largest stay, and what equals the k-th
+  const float* floors;   // after the temperature, with the largest at 0: what is below goes
+};
+
+template <typename T>
+void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& cuts, const float* temperatures,
+               const int64_t* keys, int stream, int64_t* tokens, float* logprobs) {
+  std::vector<uint64_t> kept;
+  for (int64_t row = 0; row < rows; ++row, x += stride) {
+    const Values<T> at{x, cuts.masks ? cuts.masks + row * cuts.mask_stride : nullptr};
+    const float temperature = temperatures[row] == 0 ? 1.0f : temperatures[row];
+    bool is_number;
+    const float most = largest_of(at, n, &is_number);
+    if (!is_number || !(std::fabs(most) < kInfinity)) {
+      tokens[row] = -1, logprobs[row] = -kInfinity;
+      continue;
+    }
+    // The same two roundings as torch's: shift, then scale.
+    const auto scaled = [at, most, temperature](int64_t i) { return (at[i] - most) / temperature; };
+    float floor = cuts.floors[row];
+    if (cuts.top_k[row] < n) {
+      gather_largest(at, n, cuts.top_k[row], kept);
+      floor = std::max(floor, (value_of(kept[cuts.top_k[row] - 1]) - most) / temperature);
+    }
+    double total = 0;
+    const auto load = [&](int64_t begin, int count, float* out) {
+      alignas(64) float block[kBlock];
+      if (!at.load(begin, count, block)) return false;
+      for (int i = 0; i < count; ++i) {
+        const float v = (block[i] - most) / temperature;
+        out[i] = v < floor ? -kInfinity : v;
+      }
+      float sums[kLanes] = {};
+      int i = 0;
+      for (; i + kLanes <= count; i += kLanes)
+        for (int j = 0; j < kLanes; ++j) sums[j] += exp_below(out[i + j]);
+      for (; i < count; ++i) sums[0] += exp_below(out[i]);
+      for (int j = 1; j < kLanes; ++j) sums[0] += sums[j];
+      total += sums[0];
+      return true;
+    };
+    int64_t token = 0;
+    if (temperatures[row] == 0) {
+      float buffer[kBlock];
+      for (int64_t i = 0; i < n; i += kBlock) load(i, static_cast<int>(std::min<int64_t>(kBlock, n - i)), buffer);
+      while (at[token] != most) ++token;
+    } else {
+      const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
+      token = gumbel_best(n, 0, key, kMinGumbel - 0.01, load,
+                          [&](int64_t i) { return static_cast<double>(scaled(i)); })
+                  .token;
+    }
+    tokens[row] = token, logprobs[row] = scaled(token) - static_cast<float>(std::log(total));
   }
 }
 
@@ -358,19 +427,26 @@ void paceline_gumbel_max(const void* x, int kind, int64_t rows, int64_t n, int64
   if (kind == 2) raw_rows(static_cast<const Bf16*>(x), rows, n, stride, keys, stream, first, tokens, scores);
 }
 
-// The token with the largest (x - max) / temperature + noise of each row, and its log-probability; temperature 0: the
-// largest x. A row with NaN, +inf or nothing but -inf has token -1.
-void paceline_pick(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const float* temperatures,
+// The token with the largest (x - max) / temperature + noise of each row after its cuts (see Cuts), and its
+// log-probability among those that are left; temperature 0: the largest x. A row with NaN, +inf or nothing but -inf where
+// its mask has bits has token -1.
+void paceline_pick(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
+                   int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
                    const int64_t* keys, int stream, int64_t* tokens, float* logprobs) {
-  if (kind == 0) pick_rows(static_cast<const float*>(x), rows, n, stride, temperatures, keys, stream, tokens, logprobs);
-  if (kind == 2) pick_rows(static_cast<const Bf16*>(x), rows, n, stride, temperatures, keys, stream, tokens, logprobs);
+  const Cuts cuts{masks, mask_stride, top_k, floors};
+  const auto pick = [&](const auto* of) {
+    pick_rows(of, rows, n, stride, cuts, temperatures, keys, stream, tokens, logprobs);
+  };
+  if (kind == 0) pick(static_cast<const float*>(x));
+  if (kind == 2) pick(static_cast<const Bf16*>(x));
 }
 
-// The m largest of each row, largest first, of equal ones the lower id first; NaN counts as -inf.
-void paceline_largest(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, int64_t m, float* values,
-                      int64_t* ids) {
-  if (kind == 0) largest_rows(static_cast<const float*>(x), rows, n, stride, m, values, ids);
-  if (kind == 2) largest_rows(static_cast<const Bf16*>(x), rows, n, stride, m, values, ids);
+// The m largest of each row, largest first, of equal ones the lower id first; NaN, and what its mask has no bit for,
+// counts as -inf.
+void paceline_largest(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
+                      int64_t mask_stride, int64_t m, float* values, int64_t* ids) {
+  if (kind == 0) largest_rows(static_cast<const float*>(x), rows, n, stride, masks, mask_stride, m, values, ids);
+  if (kind == 2) largest_rows(static_cast<const Bf16*>(x), rows, n, stride, masks, mask_stride, m, values, ids);
 }
 
 // Ranks candidates: the `wanted` best of log_q + noise of each row (greedy: no noise), best first, equal ones by id.

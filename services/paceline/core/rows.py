@@ -11,10 +11,13 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.native import compiled, machine
@@ -24,6 +27,8 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _MAX_TOKENS = 2**31
+Masks = NDArray[np.uint8]
+"""[rows, bytes]: bit v % 8 of byte v // 8 is set if token v of the row may be taken; others count as -inf."""
 log = logging.getLogger(__name__)
 
 
@@ -56,26 +61,56 @@ def gumbel_max(x: Tensor, keys: Sequence[int], stream: int, first: int) -> tuple
     return ids, scores
 
 
-def pick(x: Tensor, temperatures: Sequence[float], keys: Sequence[int], stream: int) -> tuple[list[int], list[float]]:
+def pick(
+    x: Tensor,
+    temperatures: Sequence[float],
+    keys: Sequence[int],
+    stream: int,
+    *,
+    masks: Masks | None = None,
+    top_k: Sequence[int] | None = None,
+    floors: Sequence[float] | None = None,
+) -> tuple[list[int], list[float]]:
     """The token of each row with the largest (x - max x) / temperature + noise, and its log-probability.
 
     Temperature 0: the largest x, at temperature 1. Token -1: the row has NaN or +inf, or nothing but -inf.
+
+    Args:
+        x: [rows, tokens].
+        temperatures: one per row.
+        keys: seed bits, position and nonce of each row, flat.
+        stream: of the noise.
+        masks: the tokens that may be taken; None: all. Maximum and log-probability are those of the allowed ones, and
+            NaN and +inf elsewhere do not matter.
+        top_k: the k largest are kept, and all that equal the k-th; None: all.
+        floors: tokens below them after the temperature are left out; None: none.
     """
-    rows = len(x)
+    rows, tokens = x.shape
     ids, logprobs = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
-    given = (ctypes.c_float * rows)(*temperatures)
-    _call("paceline_pick", *_rows(x), given, _int64s(keys), stream, ids, logprobs)
+    given, lowest = ctypes.c_float * rows, floors or (-math.inf,) * rows
+    _call(
+        "paceline_pick",
+        *_rows(x),
+        *_masks(masks, x),
+        _int64s(top_k or (tokens,) * rows),
+        given(*lowest),
+        given(*temperatures),
+        _int64s(keys),
+        stream,
+        ids,
+        logprobs,
+    )
     return list(ids), list(logprobs)
 
 
-def largest(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+def largest(x: Tensor, m: int, masks: Masks | None = None) -> tuple[Tensor, Tensor]:
     """The m largest values of each row [rows, m] float32, descending, and their ids int64; of equal ones the lower id.
 
-    NaN counts as -inf.
+    NaN counts as -inf, and so does what ``masks`` do not allow.
     """
     values = torch.empty(len(x), m, dtype=torch.float32)
     ids = torch.empty(len(x), m, dtype=torch.int64)
-    _call("paceline_largest", *_rows(x), _size(m), _at(values), _at(ids))
+    _call("paceline_largest", *_rows(x), *_masks(masks, x), _size(m), _at(values), _at(ids))
     return values, ids
 
 
@@ -127,6 +162,18 @@ def cut_below_(x: Tensor, limits: Sequence[float]) -> None:
 def _rows(x: Tensor) -> tuple[object, ...]:
     rows, tokens = x.shape
     return _at(x), _KINDS[x.dtype], _size(rows), _size(tokens), _size(x.stride(0))
+
+
+def _masks(masks: Masks | None, x: Tensor) -> tuple[object, ...]:
+    """The masks' place and the bytes from one row to the next."""
+    if masks is None:
+        return None, _size(0)
+    rows, tokens = x.shape
+    count, num_bytes = masks.shape
+    assert count == rows, f"{count} masks for {rows} rows"
+    assert 8 * num_bytes >= tokens, f"masks of {num_bytes} bytes for {tokens} tokens"
+    assert masks.strides == (num_bytes, 1), "a mask is bytes, row after row"
+    return ctypes.c_void_p(masks.__array_interface__["data"][0]), _size(num_bytes)
 
 
 def _at(x: Tensor) -> ctypes.c_void_p:

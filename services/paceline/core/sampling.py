@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core import rows as native
 from paceline.core.deferred import Check, DeferredChecks, check_now, upload
 from paceline.core.noise import Stream, fast_gumbel_at, gumbel_argmax
-from paceline.core.processors import Row, column, truncate_
+from paceline.core.processors import Row, column, masks_of, truncate_
 from paceline.errors import EngineError, InvalidRequestError
 
 
@@ -128,7 +128,7 @@ def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
 
 
 def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]] | None:
-    """Picks the target's own tokens from raw logits in one pass, for sessions that need no processor but temperature.
+    """Picks the target's own tokens from raw logits in one pass, for sessions whose state ``picks_at_once``.
 
     None: another device or dtype, another processor, or a row without a distribution, which ``process`` reports.
     """
@@ -136,17 +136,27 @@ def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], li
         return None
     temperatures: list[float] = []
     keys: list[int] = []
+    cuts: list[tuple[int, float]] = []
     state = None
     for row in rows:
         if row.state is not state:
             state = row.state
-            if not state.only_scales:
+            if not state.picks_at_once:
                 return None
             temperature = 0.0 if state.greedy else state.temperature
-            seed, num_tokens = state.seed_bits, state.num_tokens
+            seed, num_tokens, cut = state.seed_bits, state.num_tokens, (state.top_k, state.log_min_p)
         temperatures.append(temperature)
         keys += (seed, num_tokens + len(row.suffix), 0)  # three numbers per row, flat
-    token_ids, logprobs = native.pick(logits, temperatures, keys, Stream.COUPLED)
+        cuts.append(cut)
+    token_ids, logprobs = native.pick(
+        logits,
+        temperatures,
+        keys,
+        Stream.COUPLED,
+        masks=masks_of(rows, logits.shape[1]),
+        top_k=[top_k for top_k, _ in cuts],
+        floors=[floor for _, floor in cuts],
+    )
     return None if -1 in token_ids else (token_ids, logprobs)
 
 
@@ -163,11 +173,12 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
         token_ids [rows, m] int64 and log_q [rows, m] float32, sorted by log_q descending; cut candidates are
         -inf.
     """
-    edited = _edited(logits, rows) if any(row.state.edits for row in rows) else logits
     m = min(m, logits.shape[-1])
-    if native.usable(edited, torch.float32, torch.bfloat16):
-        x, token_ids = native.largest(edited, m)
+    if native.usable(logits, torch.float32, torch.bfloat16):
+        changed = _edited(logits, rows, bind=False) if any(row.state.changes for row in rows) else logits
+        x, token_ids = native.largest(changed, m, masks_of(rows, logits.shape[1]))
     else:
+        edited = _edited(logits, rows) if any(row.state.edits for row in rows) else logits
         top, token_ids = edited.topk(m, dim=-1)
         x = top.float()
     x = x - x[:, :1]
@@ -225,8 +236,11 @@ def best_coupled(
     return token_ids[:, :wanted].tolist(), scores[:, :wanted].tolist()
 
 
-def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """A float32 copy of the logits after the processors that come before the temperature."""
+def _edited(logits: Tensor, rows: Sequence[Row], *, bind: bool = True) -> Tensor:
+    """A float32 copy of the logits after the processors that come before the temperature.
+
+    ``bind``: structured outputs among them.
+    """
     if len(rows) != len(logits):
         raise ValueError(f"{len(rows)} rows for {len(logits)} rows of logits")
     x = logits.to(torch.float32, copy=True)
@@ -234,8 +248,9 @@ def _edited(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         start = 0
         for _, group in groupby(rows, key=lambda row: id(row.state)):
             same = list(group)
+            edit = same[0].state.edit_ if bind else same[0].state.change_
             if same[0].state.edits:
-                same[0].state.edit_(x[start : start + len(same)], [row.suffix for row in same])
+                edit(x[start : start + len(same)], [row.suffix for row in same])
             start += len(same)
     return x
 

@@ -182,6 +182,13 @@ class Proposal:
             rows.append((*rows[parent + 1], token_id))
         return rows
 
+    def after(self, index: int, token_id: int) -> int | None:
+        """Index of ``token_id`` behind token ``index``, -1 for the context; None: it is not proposed there."""
+        for child in (index + 1,) if not self.parents else range(index + 1, len(self.token_ids)):
+            if child < len(self.token_ids) and self.token_ids[child] == token_id and self.parent(child) == index:
+                return child
+        return None
+
     def follow(self, own: Sequence[int]) -> list[int]:
         """The accepted path: indices of the tokens that equal the target's own ones.
 

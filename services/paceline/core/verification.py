@@ -136,9 +136,50 @@ def _decide_batch(
             verdicts = decide_at_once(logits, rows, proposals)
             if verdicts is not None:
                 return verdicts
-        elif (picked := pick_unprocessed(logits, rows)) is not None:
-            return _matches(proposals, *picked)
+        elif (decided := _decide_on_host(logits, rows, proposals, ends)) is not None:
+            return decided
     return verify(process(logits, rows), proposals, rules)
+
+
+def _decide_on_host(
+    logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal], ends: Sequence[int]
+) -> list[Verdict] | None:
+    """Decides by the coupled rule in one pass over the logits; None where ``pick_unprocessed`` cannot.
+
+    A session with a structured output is followed row by row: behind its first token that was not proposed nobody asks
+    which tokens are allowed, as that costs more than a row.
+    """
+    states = [rows[end - 1].state for end in ends]
+    if not all(state.picks_at_once for state in states):
+        return None
+    if all(state.grammar is None or not proposal.token_ids for state, proposal in zip(states, proposals, strict=True)):
+        picked = pick_unprocessed(logits, rows)
+        return None if picked is None else _matches(proposals, *picked)
+    found: list[Verdict] = []
+    for proposal, start, end in zip(proposals, (0, *ends), ends, strict=False):
+        own = _followed(logits[start:end], rows[start:end], proposal)
+        if own is None:
+            return None
+        found.append(own)
+    return found
+
+
+def _followed(logits: Tensor, rows: Sequence[Row], proposal: Proposal) -> Verdict | None:
+    """Decides one session, ``logits`` [rows, vocab], as far as its tokens were proposed."""
+    if rows[0].state.grammar is None:
+        picked = pick_unprocessed(logits, rows)
+        return None if picked is None else _match(proposal, *picked)
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    at: int | None = -1
+    while at is not None:
+        picked = pick_unprocessed(logits[at + 1 : at + 2], rows[at + 1 : at + 2])
+        if picked is None:
+            return None
+        token_ids += picked[0]
+        logprobs += picked[1]
+        at = proposal.after(at, token_ids[-1])
+    return Verdict(len(token_ids) - 1, tuple(token_ids), tuple(logprobs))
 
 
 def with_logprobs(
