@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
-import threading
-from concurrent import futures
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from tests.config.support import refusal
 from tests.metrics.test_metrics import result
-from tests.support.spans import MODEL, REQUEST
+from tests.support.spans import MODEL, REQUEST, collector
 
 from paceline import __version__
 from paceline.client.tracing import trace_metadata
@@ -34,50 +27,6 @@ def _variables(monkeypatch):
     for name in ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "30")
-
-
-class _Collector(otlp_grpc.TraceServiceServicer):
-    def __init__(self, requests):
-        self._requests = requests
-
-    def Export(self, request, context):
-        self._requests.append(request)
-        return otlp.ExportTraceServiceResponse()
-
-
-@contextlib.contextmanager
-def collector(protocol):
-    """A collector's URL, and the messages that it is sent."""
-    requests = []
-    if protocol == "grpc":
-        server = grpc.server(futures.ThreadPoolExecutor(1))
-        otlp_grpc.add_TraceServiceServicer_to_server(_Collector(requests), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            yield f"http://127.0.0.1:{port}", requests
-        finally:
-            server.stop(None).wait()
-        return
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            assert self.path == "/v1/traces"
-            body = self.rfile.read(int(self.headers["content-length"]))
-            requests.append(otlp.ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", requests
-        server.shutdown()
-        thread.join()
 
 
 def one_request(tracing):

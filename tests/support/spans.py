@@ -1,9 +1,17 @@
-"""Traces that stay in memory, and what is asked of them."""
+"""Traces that stay in memory, what is asked of them, and a collector for those that are sent."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -61,3 +69,47 @@ def values(spans: list[ReadableSpan]) -> set[Any]:
         for value in (span.attributes or {}).values():
             found |= set(value) if isinstance(value, tuple) else {value}
     return found
+
+
+class _Collector(otlp_grpc.TraceServiceServicer):
+    def __init__(self, requests):
+        self._requests = requests
+
+    def Export(self, request, context):
+        self._requests.append(request)
+        return otlp.ExportTraceServiceResponse()
+
+
+@contextlib.contextmanager
+def collector(protocol: str = "grpc") -> Iterator[tuple[str, list[otlp.ExportTraceServiceRequest]]]:
+    """A collector's URL, and the messages that it is sent."""
+    requests = []
+    if protocol == "grpc":
+        server = grpc.server(futures.ThreadPoolExecutor(1))
+        otlp_grpc.add_TraceServiceServicer_to_server(_Collector(requests), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"http://127.0.0.1:{port}", requests
+        finally:
+            server.stop(None).wait()
+        return
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            assert self.path == "/v1/traces"
+            body = self.rfile.read(int(self.headers["content-length"]))
+            requests.append(otlp.ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", requests
+        server.shutdown()
+        thread.join()

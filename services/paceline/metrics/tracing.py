@@ -102,7 +102,8 @@ class Tracing:
             raise ConfigError(
                 f"tracing is set, which needs {error.name}: pip install 'paceline[tracing]' adds it"
             ) from None
-        resource = Resource.create({"service.version": __version__, "service.instance.id": instance_id})
+        told = {"service.version": __version__} | ({"service.instance.id": instance_id} if instance_id else {})
+        resource = Resource.create(told)
         if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "paceline"}))
         sampler = None if sample_ratio is None else ParentBasedTraceIdRatio(sample_ratio)

@@ -7,11 +7,13 @@ import itertools
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.support.models import save_pair
+from tests.support.spans import collector
 
 from paceline.cluster.environment import serve_environment
 from paceline.cluster.ports import free_ports
@@ -48,6 +50,8 @@ class App:
 
     config: dict
     pair: Path
+    exported: list
+    """Messages that routers have sent to the collector of traces."""
 
     TARGET = "Target:tests--target_v1"
     DRAFT = "Draft:tests--draft"
@@ -118,7 +122,10 @@ def app(pair):
 
     from paceline.cluster.app import APPLICATION, GRPC_SERVICES, build
 
-    config = config_for(pair)
+    stack = ExitStack()
+    url, exported = stack.enter_context(collector())
+    # traces of requests whose callers ask for them, and of no others
+    config = config_for(pair, tracing={"endpoint": url, "protocol": "grpc", "sample_ratio": 0.0, "first_rounds": 1})
     server = config["server"]
     try:
         with pytest.MonkeyPatch.context() as patch:  # what tests start later must not take the ports of this one
@@ -141,12 +148,13 @@ def app(pair):
             [serve.RunTarget(build(config), name=APPLICATION, route_prefix="/", external_scaler_enabled=True)],
             wait_for_applications_running=False,
         )
-        running = App(config, pair)
+        running = App(config, pair, exported)
         asyncio.run(_ready(running))
         yield running
     finally:
         serve.shutdown()
         ray.shutdown()
+        stack.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

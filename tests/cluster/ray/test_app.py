@@ -359,6 +359,40 @@ def test_http_gives_the_tokens_of_grpc_and_a_client_that_leaves_ends_its_request
     finish(run())
 
 
+def test_requests_leave_traces_below_their_callers(app):
+    callers = {f"{i:032x}": f"{i:016x}" for i in (0xA1, 0xA2)}  # trace -> span
+
+    def sent():
+        return [
+            span for message in app.exported for r in message.resource_spans for s in r.scope_spans for span in s.spans
+        ]
+
+    async def run():
+        by_grpc, by_http = ({"traceparent": f"00-{trace}-{span}-01"} for trace, span in callers.items())
+        async with stub_of(app) as stub:
+            await collect(stub.Generate(request("thequick", 8), metadata=[*by_grpc.items()]))
+            await collect(stub.Generate(request("thequick", 8)))
+        async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
+            await client.completions.create(
+                model="tests/target.v1", prompt="thequick", max_tokens=8, extra_headers=by_http
+            )
+
+        def arrived():
+            return {span.trace_id.hex() for span in sent() if span.parent_span_id.hex() in callers.values()}
+
+        await until(lambda: arrived() == callers.keys(), what="both requests have told their traces")
+
+    finish(run())
+    requests = {span.span_id: span for span in sent() if span.name == "text_completion tests/target.v1"}
+    assert {span.trace_id.hex(): span.parent_span_id.hex() for span in requests.values()} == callers
+    below = [
+        (requests[span.parent_span_id].trace_id.hex(), span.name)
+        for span in sent()
+        if span.name in ("queue", "prefill")
+    ]
+    assert sorted(below) == sorted((trace, name) for trace in callers for name in ("queue", "prefill"))
+
+
 def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app):
     async def run():
         async with stub_of(app) as stub:
