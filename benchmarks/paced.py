@@ -90,7 +90,7 @@ class PacedFactory:
 
         target: Any = EngineSpec(self.config.target_setup()).build(emit)
         if self.pace.step_s:
-            target.runner = PacedRunner(target.runner, self.pace)
+            target.runners.current = PacedRunner(target.runner, self.pace)
             target.allocation.cost = StepCost()
             target.calibrate()
         return target

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack, cast, overload
@@ -328,12 +329,14 @@ class LocalPipeline:
             num_waiting, most = len(self._waiting), self.config.target.max_sessions
             held, model = len(running) + num_waiting, Path(self.config.target.path).name
             target = ReplicaStatus("target-0", "target", 0, held, num_waiting, most, model=model)
+            target = replace(target, execution=self._target.execution)
             pools = {"target": () if self._failure else (target,)}
             starting: tuple[Startup, ...] = ()
             if self._draft is not None:
                 options, restarts = self.config.draft, self.num_draft_restarts
                 model = Path(options.path).name if isinstance(options, DraftModel) else getattr(options, "kind", "")
                 draft = ReplicaStatus("draft-0", "draft", restarts, drafting(running), 0, most, model=model)
+                draft = replace(draft, execution=self._draft.execution)
                 pools["draft"] = (draft,) if self._draft_up else ()
             if self._draft_lost_s is not None:
                 doing, elapsed_s = "it has ended and is started again", self._clock() - self._draft_lost_s

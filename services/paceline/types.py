@@ -564,6 +564,10 @@ class Round:
     """True if a head of the target made the proposal, for lack of a draft's."""
 
 
+Execution = Literal["eager", "compiling", "compiled", "failed", ""]
+"""How a model runs on a CPU: ``compiling`` is eagerly until its compilation beside it ends, ``failed`` eagerly because
+that has failed; empty: on another device, or no model."""
+
 BatchInvariant = Literal["yes", "no", "untested", ""]
 """Verdict on a target: if it gave the same bits for verification and for decoding when it started; empty: not known,
 or no target."""
@@ -608,6 +612,9 @@ class ReplicaStatus:
     """Measurements behind the controller's choice: gauges by name, with a label after a colon."""
     batch_invariant: str = ""
     """Result of a target's self-test: ``yes``, ``no`` or ``untested``; empty: not known, or no target."""
+    execution: str = ""
+    """How the replica's model runs on a CPU: ``eager``, ``compiling`` (eagerly until its compilation in the background
+    ends), ``compiled`` or ``failed`` (eagerly, as it could not be compiled); empty: on another device, or no model."""
 
 
 @dataclass(frozen=True, slots=True)

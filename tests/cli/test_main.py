@@ -319,7 +319,7 @@ def test_any_mode_gives_the_same_tokens(plain_json, flags):
 
 @pytest.mark.slow
 def test_compiling_says_so_once_and_leaves_standard_output_alone(tmp_path):
-    arguments = command("generate", PROMPT, "--mode", "plain", "--max-tokens", "8", "--json")
+    arguments = command("generate", PROMPT, "--mode", "plain", "--max-tokens", "8", "--json", "--compile")
     lines = []
     for _ in range(2):
         environment = {**os.environ, "PACELINE_CACHE": str(tmp_path)}
@@ -504,11 +504,11 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("when", [*slow(["streaming", "starting"]), *nightly(["compiling"])])
+@pytest.mark.parametrize("when", [*slow(["streaming", "starting", "compiling beside"]), *nightly(["compiling"])])
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
     """A real SIGINT to the whole process group, as a terminal sends it."""
-    flags = [] if when == "compiling" else EAGER
+    flags = {"compiling": ["--compile"], "compiling beside": []}.get(when, EAGER)
     if when == "streaming":  # with the operators that are there, as in a second run
         (cache_dir() / "operators").mkdir(parents=True, exist_ok=True)
         (tmp_path / "operators").symlink_to(cache_dir() / "operators")
@@ -521,6 +521,10 @@ def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
         assert process.stderr is not None
         if when == "streaming":
             assert process.stdout.read(1)
+        elif when == "compiling beside":
+            assert process.stdout.read(1)
+            while not any("compiled.worker" in _command_of(pid) for pid in _processes_with(tmp_path)):
+                time.sleep(0.05)
         elif when == "compiling":
             assert b"compiling" in process.stderr.read(200)
             time.sleep(10)
@@ -537,6 +541,13 @@ def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
     while _processes_with(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def _command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def _processes_with(path):

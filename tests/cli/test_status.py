@@ -126,6 +126,20 @@ def test_what_the_self_test_of_a_target_found(verdict, words):
     assert "invarian" not in "\n".join(report(INFO)), "an older target says nothing"
 
 
+@pytest.mark.parametrize(
+    ("execution", "words"),
+    [
+        ("compiling", "target t1: eager until it is compiled, which is done in the background"),
+        ("failed", "target t1: eager, as it could not be compiled: its log says why"),
+    ],
+)
+def test_a_model_that_is_eager_for_now(execution, words):
+    (target,) = INFO.pools["target"]
+    for found, said in ((execution, True), ("compiled", False), ("eager", False), ("", False)):
+        info = replace(INFO, pools={**INFO.pools, "target": (replace(target, execution=found),)})
+        assert (words in "\n".join(report(info))) is said
+
+
 def test_a_service_that_sizes_no_pool_says_nothing_of_it():
     assert "wanted" not in "\n".join(report(replace(INFO, scaling=())))
 

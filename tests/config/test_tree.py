@@ -62,7 +62,8 @@ def test_model_source_and_tokenizer_source_default_to_the_model():
 
 
 TARGET_VALUES = {
-    "dtype": "float32", "compile": False, "device": "cpu", "quantization": "int8", "tensor_parallel_size": 2,
+    "dtype": "float32", "compile": False, "background_compilation": False, "device": "cpu", "quantization": "int8",
+    "tensor_parallel_size": 2,
     "rank_timeout_s": 3.0, "cuda_graphs": False, "max_cuda_graphs": 9, "attention": "sdpa", "max_sessions": 3,
     "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "tree_verification": "off", "kv_pages": 20,
     "kv_fraction": None,
@@ -260,6 +261,13 @@ def test_a_key_of_the_other_kind_of_draft():
 
 AUTOSCALING = "target_config.deployment_config.autoscaling_config"
 CONTRADICTIONS = {
+    "target_config.engine_kwargs.background_compilation is true beside compile false: leave one of them out": {
+        "target_config": {"engine_kwargs": {"background_compilation": True, "compile": False}}
+    },
+    "draft_config.engine_kwargs.background_compilation is true with tensor_parallel_size 2, whose ranks are "
+    "compiled before they serve: 'auto' or false is allowed": {
+        "draft_config": {"engine_kwargs": {"background_compilation": True, "tensor_parallel_size": 2}}
+    },
     "target_config.engine_kwargs.kv_fraction is 0.5 while kv_pages is 8: give one of them": {
         "target_config": {"engine_kwargs": {"kv_pages": 8, "kv_fraction": 0.5}}
     },

@@ -298,6 +298,14 @@ class TestReplica:
         ReplicaMetrics(registry).update(status(batch_invariant=verdict))
         assert registry.samples().get(catalogue.BATCH_INVARIANT.name, {}).get((MODEL,)) == value
 
+    @pytest.mark.parametrize(
+        ("execution", "value"), [("compiled", 1), ("eager", 0), ("compiling", 0), ("failed", 0), ("", None)]
+    )
+    def test_a_model_is_compiled_or_eager(self, execution, value):
+        registry = Registry()
+        ReplicaMetrics(registry).update(status(execution=execution))
+        assert registry.samples().get(catalogue.COMPILED.name, {}).get(("target",)) == value
+
     def test_a_controllers_measures_are_gauges(self):
         """A label follows a colon; what is unknown here, or has a label too many or too few, is left out."""
         registry = Registry()

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch):
-    def load(*given):
+    def load(*given, **options):
         raise LookupError("loaded")
 
     monkeypatch.setattr(target_build, "load_model", load)
@@ -105,3 +105,41 @@ def test_a_model_that_must_be_fetched_is_not_judged(memory, monkeypatch):
     monkeypatch.setattr(Checkpoint, "open", lambda source, trusted: Checkpoint(source, 2048, (), 128))
     with pytest.raises(LookupError):
         build_target_engine(TargetSetup("org/not-here"), print)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "eager"),
+    [
+        ({}, "cpu", True),
+        ({"compile": True}, "cpu", False),
+        ({"compile": True, "background_compilation": True}, "cpu", True),
+        ({"background_compilation": False}, "cpu", False),
+        ({"tensor_parallel_size": 2}, "cpu", False),
+        ({}, "cuda", False),
+    ],
+)
+def test_a_model_serves_before_it_is_compiled_where_the_options_allow_it(folder, memory, options, device, eager):
+    memory(1 << 40)
+    placement = Placement(torch.device(device), torch.float32)
+    checkpoint = Checkpoint.open(str(folder / "target"))
+    assert preflight.begins_eagerly(TargetOptions(**options), checkpoint, placement) is eager
+
+
+def test_a_model_is_compiled_first_where_both_at_once_would_not_fit(folder, memory, caplog):
+    """Five times the weights; unless it is demanded."""
+    checkpoint, placement = Checkpoint.open(str(folder / "target")), Placement(torch.device("cpu"), torch.float32)
+    memory(needed := 5 * checkpoint.size("float32").weights_bytes)
+    assert preflight.begins_eagerly(TargetOptions(), checkpoint, placement)
+    memory(needed - 1)
+    with caplog.at_level(logging.INFO, logger=preflight.log.name):
+        assert not preflight.begins_eagerly(TargetOptions(), checkpoint, placement)
+    assert "it is compiled before it serves" in caplog.text
+    assert preflight.begins_eagerly(TargetOptions(background_compilation=True), checkpoint, placement)
+
+
+def test_a_compilation_that_is_demanded_of_a_gpu_is_refused(folder):
+    placement = Placement(torch.device("cuda"), torch.float32)
+    with pytest.raises(ConfigError, match=r"background_compilation is true, and the model is on device 'cuda'"):
+        preflight.begins_eagerly(
+            TargetOptions(background_compilation=True), Checkpoint.open(str(folder / "target")), placement
+        )

@@ -352,7 +352,7 @@ def test_malformed_from_draft_is_dropped_and_counted():
 
 def test_what_a_controller_says_travels_with_the_status():
     status = ReplicaStatus("t", "target", 1, 2, 0, 8, controller="drafting is off: é", measures={"step_seconds:4": 0.5})
-    status = replace(status, batch_invariant="no")
+    status = replace(status, batch_invariant="no", execution="compiling")
     batch = wire.encode_from_target([], status)
     assert wire.decode_from_target(sent(batch)) == ([], status, 0)
 

@@ -80,6 +80,7 @@ class Pump:
         step_s: Callable[[int], float] | None = None,
         heads: Sequence[MountedHead] = (),
         grammars: Grammars | None = None,
+        compilation: Any = None,
     ) -> None:
         """``step_s``: seconds of a target forward by the number of its tokens; None: no time passes."""
         self.rng = random.Random(seed)
@@ -107,6 +108,7 @@ class Pump:
             adaptive=adaptive,
             heads=heads,
             grammars=grammars,
+            compilation=compilation,
             clock=self.clock,
         )
         if step_s is not None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from tests.support.models import save_pair
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.config import TargetOptions, TargetSetup
 from paceline.errors import ConfigError
+from paceline.model import loading
+from paceline.model.compiled.background import CompileJob
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
+from paceline.model.step import Step
 from paceline.target import build
 
 HOLDS, FAILS = InvarianceReport(384), InvarianceReport(384, 9, 1, 0.5)
@@ -59,6 +64,56 @@ def test_a_target_that_must_hold_it_does_not_start_without(source: str, monkeypa
     monkeypatch.setattr(build, "check_invariance", lambda *given: FAILS)
     with pytest.raises(ConfigError, match=r"batch_invariant is 'require', and the target .* 9 of 384 rows"):
         build.build_target_engine(setup(source, "require"), lambda events: None)
+
+
+class Compiled:
+    """A compilation that ends at once: with the step that the model has, or with none."""
+
+    def __init__(self, job: CompileJob, load: object) -> None:
+        self.job, self.started = job, False
+
+    def start(self) -> None:
+        self.started = True
+
+    def wait(self) -> None:
+        assert self.started
+
+    def take(self) -> object:
+        return self.step
+
+    def close(self) -> None:
+        pass
+
+    step: object = None
+    execution = "compiling"
+
+
+@pytest.mark.parametrize(
+    ("compiles", "reports", "verdict", "execution"),
+    [
+        (True, [FAILS, HOLDS], "yes", "compiled"),
+        (False, [FAILS], "no", "eager"),
+        (True, [HOLDS], "yes", "compiling"),
+    ],
+)
+def test_eager_steps_that_are_not_batch_invariant_serve_nobody(
+    compiles: bool,
+    reports: list[InvarianceReport],
+    verdict: str,
+    execution: str,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Then the target waits until it is compiled, and is tested again; it stays eager where that cannot be done."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(build, "check_invariance", lambda *given: reports.pop(0))
+    eager = loading.load_pretrained(Checkpoint.open(source), torch.float32)
+    monkeypatch.setattr(Compiled, "step", Step(eager) if compiles else None)
+    monkeypatch.setattr(build, "Compilation", Compiled)
+    engine = build.build_target_engine(setup(source, "auto", compile="auto"), lambda events: None)
+    assert (engine.batch_invariant, engine.execution, reports) == (verdict, execution, [])
 
 
 def test_quantized_weights_are_not_taken_untested_beside_a_draft(source: str, monkeypatch: pytest.MonkeyPatch) -> None:

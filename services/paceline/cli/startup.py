@@ -83,6 +83,8 @@ class StartView(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Notes a stage of an engine, which is named by the record's ``engine`` or its thread."""
+        if hasattr(record, "execution"):  # of an engine that serves already
+            return
         self.note(getattr(record, "engine", (record.threadName or "").removeprefix("paceline-")), record.getMessage())
 
     def note(self, part: str, doing: str) -> None:

@@ -29,6 +29,11 @@ _INVARIANCE = {
     "untested": "not tested for batch invariance: tokens may differ from plain decoding at near-ties",
 }
 """Phrases by the value in a target's status."""
+_EXECUTION = {
+    "compiling": "eager until it is compiled, which is done in the background",
+    "failed": "eager, as it could not be compiled: its log says why",
+}
+"""Phrases by the value in a replica's status, of those that are worth one."""
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -91,6 +96,7 @@ def report(info: ServerInfo) -> Iterator[str]:
         yield f"Ray Serve's controller has not answered for {silence}: nothing is replaced or scaled until it does"
     yield _speculation(info)
     yield from _invariance(info)
+    yield from _executions(info)
     yield from _controllers(info)
     if info.scaling:
         yield ""
@@ -142,6 +148,14 @@ def _invariance(info: ServerInfo) -> Iterator[str]:
     for status in info.pools.get("target", ()):
         if words := _INVARIANCE.get(status.batch_invariant):
             yield f"target {status.replica_id}: {words}"
+
+
+def _executions(info: ServerInfo) -> Iterator[str]:
+    """Replicas whose models are eager and were not meant to be."""
+    for kind in ("target", "draft"):
+        for status in info.pools.get(kind, ()):
+            if words := _EXECUTION.get(status.execution):
+                yield f"{kind} {status.replica_id}: {words}"
 
 
 def _controllers(info: ServerInfo) -> Iterator[str]:

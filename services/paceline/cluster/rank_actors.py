@@ -29,7 +29,7 @@ from paceline.runtime.build import EngineSpec
 from paceline.runtime.cores import CoreClaim
 from paceline.runtime.ranks import MakeFollower, meeting_file, rank_name, sharded_options
 from paceline.runtime.workers import EngineFactory, pin
-from paceline.types import START_TIMEOUT_S, Rendezvous
+from paceline.types import START_TIMEOUT_S, Execution, Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,11 @@ class ActorWorker:
     @property
     def alive(self) -> bool:
         return self._watcher.is_alive()
+
+    @property
+    def execution(self) -> Execution:
+        """Nothing: the engine tells, which is the first rank."""
+        return ""
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Ends the actor now; one that hangs too, if it is on this node."""

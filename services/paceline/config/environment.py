@@ -81,6 +81,11 @@ def otlp_protocol() -> str:
     return "grpc"
 
 
+def worker_environment(**more: str) -> dict[str, str]:
+    """The environment of a worker that is another program: this process' own, ``WORKER_ENVIRONMENT`` and ``more``."""
+    return {**os.environ, **WORKER_ENVIRONMENT, **more}
+
+
 def apply_worker_environment() -> None:
     """Sets ``WORKER_ENVIRONMENT`` for this process. Must run before torch is imported to take full effect."""
     os.environ.update(WORKER_ENVIRONMENT)

@@ -37,6 +37,10 @@ class ModelOptions(Strict):
     """The number format. ``auto``: bfloat16 where the device multiplies it natively, else float32."""
     compile: bool | Literal["auto"] = "auto"
     """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
+    background_compilation: bool | Literal["auto"] = "auto"
+    """Where the model is to be compiled, serve it eagerly at once and compile it beside, in a process of low priority;
+    sessions that begin afterwards are compiled. ``auto``: where ``compile`` is ``auto``, on one rank, with memory for
+    both."""
     device: Device = "auto"
     quantization: Quantization | None = None
     """None: the weights as they are in the checkpoint, which may come quantized."""
@@ -53,6 +57,20 @@ class ModelOptions(Strict):
     service. False: such a checkpoint is refused, without a question."""
     attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
+
+    @model_validator(mode="after")
+    def _can_compile_later(self) -> Self:
+        if self.background_compilation is not True:
+            return self
+        if self.compile is False:
+            raise Fault("background_compilation", "is true beside compile false: leave one of them out")
+        if self.tensor_parallel_size > 1:
+            raise Fault(
+                "background_compilation",
+                f"is true with tensor_parallel_size {self.tensor_parallel_size}, whose ranks are compiled before they "
+                "serve: 'auto' or false is allowed",
+            )
+        return self
 
 
 HeadMethod = Literal[

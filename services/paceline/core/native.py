@@ -31,13 +31,18 @@ def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) ->
     Raises:
         EngineError: there is no compiler, or it fails; with its first error.
     """
-    path = cache_dir() / "operators" / f"{source.stem}-{digest}.so"
+    path = library_path(source, digest)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             _compile(source, path, options, purpose)
     return path
+
+
+def library_path(source: Path, digest: str) -> Path:
+    """Path that the shared library of ``source`` has in the cache, whether it is there or not."""
+    return cache_dir() / "operators" / f"{source.stem}-{digest}.so"
 
 
 def torch_options() -> tuple[str, ...]:

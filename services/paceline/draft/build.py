@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -27,8 +28,9 @@ from paceline.drafters.plugins import DrafterContext, make_plugin
 from paceline.drafters.protocol import Drafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.translation import Translation
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ResourceExhaustedError
 from paceline.messages import Nodes, SessionFailed
+from paceline.model.compiled.background import Compilation, CompileJob
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
 from paceline.model.device import resolve
@@ -37,7 +39,7 @@ from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, ranked
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
-from paceline.preflight.device import require_draft
+from paceline.preflight.device import begins_eagerly, require_draft
 from paceline.preflight.host_memory import MEASURED_LEAVES, draft_pages
 from paceline.types import PAGE_SIZE, Rendezvous, pages_for
 
@@ -46,6 +48,7 @@ _WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
 _AFFORDABLE = 1.25
 _TIMED_FORWARDS = 5
 log = logging.getLogger(__name__)
+stages = logging.getLogger("paceline.startup")
 
 Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
@@ -58,6 +61,8 @@ class _Built(NamedTuple):
     """Tokens of the longest context that it holds."""
     description: str
     """For the status of the replica (``DraftEngine.description``)."""
+    runner: ModelRunner | None = None
+    """That of its model, or of the first one of a cascade."""
 
 
 def affordable_width(runner: ModelRunner) -> int:
@@ -129,7 +134,7 @@ def _runner(
     options = setup.model[1]
     placement = resolve(options, None if group is None else group.device)
     require_draft(setup, checkpoint, placement, group)
-    model = load_model(checkpoint, options, group, placement)
+    model = load_model(checkpoint, options, group, placement, later=begins_eagerly(options, checkpoint, placement))
     max_len = min(setup.max_model_len or model.max_len, model.max_len)
     return model, model.runner(draft_pages(setup, max_len)), max_len
 
@@ -175,14 +180,15 @@ def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> 
     max_context_len = min(each.max_context_len for each in made)
     first, *others = drafters = made[::-1]
     log.info("draft: a %s cascade of %s", options.arrangement, ", ".join(each.drafter.kind for each in drafters))
+    runner = next((each.runner for each in drafters if each.runner is not None), None)
     if options.arrangement == "vertical":
-        return _Built(first.drafter, max_context_len, f"vertical cascade of {first.description}")
+        return _Built(first.drafter, max_context_len, f"vertical cascade of {first.description}", runner)
     parts = [first.description]
     for length, other in zip(options.all_lengths, others, strict=True):
         parts[-1] += f" ({length} positions)"
         parts.append(other.description)
     drafter = HorizontalDrafter([each.drafter for each in drafters], options.all_lengths)
-    return _Built(drafter, max_context_len, f"horizontal cascade of {', then '.join(parts)}")
+    return _Built(drafter, max_context_len, f"horizontal cascade of {', then '.join(parts)}", runner)
 
 
 def _corpus(setup: DraftSetup, paths: Sequence[str], vocab_size: int) -> Iterator[Sequence[int]]:
@@ -251,7 +257,7 @@ def _model_drafter(
     translation, description = _translation(setup, target, runner.vocab_size, is_part=is_part), "draft model"
     if translation is not None:
         description += f" with {translation.num_shared} of the target's {translation.vocab_size} tokens"
-    logging.getLogger("paceline.startup").info("timing forwards of several tokens")
+    stages.info("timing forwards of several tokens")
     sizes: dict[str, Any] = {
         "max_leaves": max(1, (options.tree_step_tokens or affordable_width(runner)) // tokens_per_leaf),
         "max_prefill_tokens": setup.max_step_tokens,
@@ -269,7 +275,16 @@ def _model_drafter(
         description = f"PARD {description}, {tokens_per_leaf} tokens at once"
     else:
         drafter = ModelDrafter(runner, **sizes)
-    return _Built(drafter, max_context_len, description)
+    if model.load_compiled is not None:
+
+        def measure_again() -> None:
+            if options.tree_step_tokens is None:
+                with contextlib.suppress(ResourceExhaustedError):  # no page is free: as many as before
+                    drafter.max_leaves = max(1, affordable_width(runner) // tokens_per_leaf)
+
+        stages.info("serving eagerly, and compiling in the background")
+        runner.follow(Compilation(CompileJob.of(source, options), model.load_compiled), measure_again)
+    return _Built(drafter, max_context_len, description, runner)
 
 
 def _translation(setup: DraftSetup, target: Checkpoint, draft_vocab_size: int, *, is_part: bool) -> Translation | None:
@@ -303,4 +318,5 @@ def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) ->
         max_context_len=built.max_context_len,
         grammars=grammars,
         description=built.description,
+        runner=built.runner,
     )

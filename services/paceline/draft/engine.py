@@ -33,7 +33,8 @@ from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessio
 from paceline.drafters.ranking import Ranking, Rule, rank
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.model.runner import ModelRunner
+from paceline.types import Execution, Mode, SamplingParams, SpeculationParams
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class DraftEngine:
         device: of the candidates and sampler states.
         grammars: compiles structured outputs; None: drafts are not bound by them, which costs acceptance only.
         description: of the drafter, for the status.
+        runner: of the drafter's model, if it has one, for the status.
         clock: seconds.
     """
 
@@ -106,10 +108,12 @@ class DraftEngine:
         device: str = "cpu",
         grammars: Grammars | None = None,
         description: str = "",
+        runner: ModelRunner | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._grammars = grammars
         self.description = description
+        self._runner = runner
         self.stats = DraftStats()
         self._drafter = drafter
         self._emit = emit
@@ -134,6 +138,11 @@ class DraftEngine:
     def num_sessions(self) -> int:
         """Number of open sessions."""
         return len(self._sessions)
+
+    @property
+    def execution(self) -> Execution:
+        """How the drafter's model runs. Any thread may ask."""
+        return "" if self._runner is None else self._runner.execution
 
     def receive(self, messages: Iterable[OpenSession | Commit | CloseSession]) -> None:
         """Takes messages in order. Never raises: a message that cannot be followed ends its own session."""

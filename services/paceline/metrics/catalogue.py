@@ -228,6 +228,13 @@ BATCH_INVARIANT = gauge(
     "model_name",
     per_replica=True,
 )
+COMPILED = gauge(
+    "paceline_replica_compiled",
+    "flag",
+    "1 if a replica's model on a CPU runs compiled, 0 if eagerly: by choice, until it is compiled, or as that failed.",
+    "kind",
+    per_replica=True,
+)
 KV_PAGES = gauge("paceline_kv_pages", "pages", "KV pages of a replica.", "kind", per_replica=True)
 KV_PAGES_USED = gauge("paceline_kv_pages_used", "pages", "KV pages of a replica in use.", "kind", per_replica=True)
 REPLICAS_UP = gauge("paceline_replicas_up", "replicas", "Processes that report to the monitor now.", "kind")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.metrics.catalogue import (
     BATCH_INVARIANT,
     CACHE_CONFIG,
+    COMPILED,
     CONTROLLER,
     ITERATION_TOKENS,
     KV_PAGES,
@@ -53,6 +54,8 @@ class ReplicaMetrics:
         registry.gauge(REPLICA_DRAINING, kind).set(status.draining)
         if status.batch_invariant in ("yes", "no"):
             registry.gauge(BATCH_INVARIANT, status.model).set(status.batch_invariant == "yes")
+        if status.execution:
+            registry.gauge(COMPILED, kind).set(status.execution == "compiled")
         if status.kv_pages:
             registry.gauge(KV_PAGES, kind).set(status.kv_pages)
             registry.gauge(KV_PAGES_USED, kind).set(status.kv_pages_used)

@@ -197,8 +197,13 @@ class KVCache:
         assert cached <= set(self._hash_of), "a cached page has no hash"
 
 
-def root_hash(salt: str) -> bytes:
-    """First hash of the chain of pages of a salt, so that sessions of different salts share no page."""
+def root_hash(salt: str, generation: int = 0) -> bytes:
+    """First hash of the chain of pages of a salt, so that sessions of different salts share no page.
+
+    ``generation``: of what computes the pages, whose bits may differ from one to the next.
+    """
+    if generation:
+        return hashlib.blake2b(f"{generation} {salt}".encode(), digest_size=16, person=b"generation").digest()
     return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -18,8 +18,10 @@ from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.errors import ConfigError
+from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import Attention, kernel_for
-from paceline.model.compiled.aot import NoCompilerError, compiled_step
+from paceline.model.compiled import linear as cpu_linear
+from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.device import Placement, resolve
@@ -36,6 +38,7 @@ from paceline.model.runner import ModelRunner
 from paceline.model.states import StateTaps, require_boundaries
 from paceline.model.step import Step, name_of, probe_layers
 from paceline.model.tails import widen_narrow_layers
+from paceline.types import Execution
 
 _NUM_NAMED = 3
 """Parameters that a message names; of the others it gives the number."""
@@ -69,6 +72,9 @@ class LoadedModel:
     """The hidden states that its steps return beside the logits; None: none."""
     cuda_graphs: CudaGraphs = "auto"
     max_cuda_graphs: int = 64
+    load_compiled: Callable[[], StepFunction | None] | None = None
+    """Of a model that is eager only until it is compiled: loads the compiled step from the cache. Returns None if it
+    is not there."""
 
     @property
     def num_parameters(self) -> int:
@@ -98,8 +104,14 @@ class LoadedModel:
             "backend": make_backend(cache, self.dtype, self.sliding_window, graphs, self.max_cuda_graphs),
         }
         if self.share is None:
-            return ModelRunner(self.step, cache, **options)
+            return ModelRunner(self.step, cache, execution=self._execution, **options)
         return (LeadingRunner if leads else RankRunner)(self.step, cache, share=self.share, **options)
+
+    @property
+    def _execution(self) -> Execution:
+        if self.device.type != "cpu":
+            return ""
+        return "eager" if isinstance(self.step, Step) else "compiled"
 
 
 class Examination(Protocol):
@@ -122,11 +134,14 @@ def load_model(
     placement: Placement | None = None,
     features: Features | None = None,
     examination: Examination | None = None,
+    *,
+    later: bool = False,
 ) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     ``placement``: what the options resolve to on this machine; None: it is resolved here. ``features``: the hidden
-    states that its steps are to return. ``examination``: called before the model is compiled.
+    states that its steps are to return. ``examination``: called before the model is compiled. ``later``: a whole model
+    that is to be compiled, and has not been on this machine, is left eager and given ``load_compiled``.
 
     Raises:
         ConfigError: the checkpoint cannot be loaded, unsupported attention, CUDA graphs demanded where there are none,
@@ -150,8 +165,9 @@ def load_model(
     if options.compile == "auto" and compile and (reason := why_eager(model)):
         log.info("model %r is not compiled: %s", checkpoint.path, reason)
         compile = False
+    later = later and group is None and compile and find_compiler() is not None
     try:
-        loaded = prepare(model, compile=compile, attention=options.attention, features=features)
+        loaded = prepare(model, compile="later" if later else compile, attention=options.attention, features=features)
     except NoCompilerError:
         if options.compile != "auto":
             raise
@@ -176,9 +192,15 @@ def _progress(group: Collectives) -> Progress:
 
 
 def prepare(
-    model: PreTrainedModel, *, compile: bool, attention: Attention = "auto", features: Features | None = None
+    model: PreTrainedModel,
+    *,
+    compile: bool | Literal["later"],
+    attention: Attention = "auto",
+    features: Features | None = None,
 ) -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
+
+    ``compile``: ``later`` takes what has been compiled before, else leaves the model eager with ``load_compiled``.
 
     Raises:
         ConfigError: the model cannot run on the paged attention, or on the ``attention`` kernel, or ``compile`` on a
@@ -191,20 +213,28 @@ def prepare(
     taps = None if features is None else StateTaps(model, features, name_of(model))
     layers, window, spare_tokens = probe_layers(model, taps)
     text = model.config.get_text_config()
-    kernel = kernel_for(attention, model.device, model.dtype, layers)
+    never = compile == "later" and not (cpu_attention.at_hand() and cpu_linear.at_hand())
+    kernel = kernel_for("sdpa" if never and attention == "auto" else attention, model.device, model.dtype, layers)
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
-    step: StepFunction
+    step: StepFunction | None = None
     if compile:
         if model.device.type != "cpu":
             raise ConfigError(f"compile is for device cpu, this model is on {model.device.type}: set compile to false")
         if reason := why_eager(model):
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
+
+    def load_compiled() -> StepFunction | None:
+        chosen = kernel_for(attention, model.device, model.dtype, layers)
+        return cached_step(model, window, chosen, cache_dir() / "compiled", features)
+
+    if compile == "later":
+        step = None if never else load_compiled()
+    elif compile:
         step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled", taps)
-    else:
-        step = Step(model, kernel, taps)
+    waits = compile == "later" and step is None
     method, batch_dependence = quantization_of(model)
     return LoadedModel(
-        step=step,
+        step=step or Step(model, kernel, taps),
         layers=layers,
         sliding_window=window,
         spare_tokens=spare_tokens,
@@ -217,6 +247,7 @@ def prepare(
         quantization=method,
         batch_dependence=batch_dependence,
         features=features,
+        load_compiled=load_compiled if waits else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from paceline.model.compiled.buckets import Limits
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import SequenceStep, StepPlan
+from paceline.types import Execution
+
+if TYPE_CHECKING:
+    from paceline.model.compiled.background import Compilation
 
 
 class ModelRunner:
@@ -28,6 +33,7 @@ class ModelRunner:
         spare_tokens: int = 0,
         backend: Backend | None = None,
         features: Features | None = None,
+        execution: Execution = "",
     ) -> None:
         """Keeps what every step needs.
 
@@ -40,6 +46,7 @@ class ModelRunner:
             spare_tokens: padding that each step needs behind its last token (``tails.py``).
             backend: how steps reach the device; by default one by one, from the host's own memory.
             features: the states that ``step`` returns beside the logits.
+            execution: how ``step`` runs, for the status.
         """
         self.cache = cache
         self.dtype = dtype
@@ -50,6 +57,34 @@ class ModelRunner:
         self.num_forwards = 0
         self.backend = backend or HostBackend(cache, dtype, sliding_window)
         self._step = step
+        self._execution = execution
+        self._compilation: Compilation | None = None
+        self._on_swap: Callable[[], None] = lambda: None
+
+    @property
+    def execution(self) -> Execution:
+        """How the steps run. Any thread may ask."""
+        return self._execution if self._compilation is None else self._compilation.execution
+
+    def compiled(self, step: StepFunction) -> ModelRunner:
+        """Makes a runner of the same model, by its compiled ``step``, over the same cache."""
+        return ModelRunner(
+            step,
+            self.cache,
+            dtype=self.dtype,
+            sliding_window=self.sliding_window,
+            vocab_size=self.vocab_size,
+            spare_tokens=self.spare_tokens,
+            backend=self.backend,
+            features=self.features,
+            execution="compiled",
+        )
+
+    def follow(self, compilation: Compilation, on_swap: Callable[[], None] = lambda: None) -> None:
+        """Takes the compiled step, as soon as it is there, for all steps from then on: for a draft, of which no promise
+        depends on the bits of its model. ``on_swap`` is called then, between two steps. ``close`` ends the worker."""
+        self._compilation, self._on_swap = compilation, on_swap
+        compilation.start()
 
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""
@@ -67,6 +102,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Gives up what other processes take part in. Idempotent."""
+        if self._compilation is not None:
+            self._compilation.close()
 
     def run(self, plan: StepPlan) -> Tensor:
         """``forward`` of a plan: logits ``[num_logits, vocab_size]``."""
@@ -75,6 +112,9 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """The logits of a plan; and its states, behind which there may be rows of padding."""
         self.num_forwards += 1
+        if self._compilation is not None and (step := self._compilation.take()) is not None:
+            self._step = step
+            self._on_swap()
         with torch.no_grad():
             self.cache.copy(plan.copies)
             return self.backend.run(self._step, plan)

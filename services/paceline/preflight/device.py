@@ -11,7 +11,7 @@ import logging
 import torch
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.size import ModelSize
+from paceline.checkpoint.size import ModelSize, gib
 from paceline.config import DraftSetup, ModelOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.model.device import Placement, resolve
@@ -21,6 +21,9 @@ from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.host_memory import available_bytes
 
+_COPIES = 5
+"""Copies of the weights while an engine serves eagerly and another process compiles: the engine's, that process' own,
+those that are packed, the file that they go into, and the packed ones when they are loaded."""
 log = logging.getLogger(__name__)
 
 
@@ -58,6 +61,32 @@ def require_draft(
     room = _room(placement, group)
     if (size := _size(checkpoint, options, placement)) is not None:
         _report(check_draft(setup, size, checkpoint.max_model_len, room))
+
+
+def begins_eagerly(options: ModelOptions, checkpoint: Checkpoint, placement: Placement) -> bool:
+    """True if a model that has to be compiled first is to serve eagerly meanwhile (``background_compilation``).
+
+    Raises:
+        ConfigError: that is demanded of a device where nothing is compiled.
+    """
+    wanted = options.background_compilation
+    if placement.device.type != "cpu":
+        if wanted is True:
+            raise ConfigError(
+                f"background_compilation is true, and the model is on device {placement.device.type!r}, for which "
+                "nothing is compiled: use 'auto' or false"
+            )
+        return False
+    if wanted != "auto":
+        return wanted
+    if options.compile != "auto" or options.tensor_parallel_size > 1:
+        return False
+    size = _size(checkpoint, options, placement)
+    needed = 0 if size is None else _COPIES * size.weights_bytes
+    if needed > (left := available_bytes()):
+        log.info("it is compiled before it serves: both at once need %s, of which %s are free", gib(needed), gib(left))
+        return False
+    return True
 
 
 def _room(placement: Placement, group: Collectives | None) -> Room:

@@ -67,6 +67,7 @@ _STATUS_SCALARS = (
     "busy_share",
     "controller",
     "batch_invariant",
+    "execution",
 )
 
 

@@ -6,6 +6,7 @@ import pickle
 import select
 import socket
 import struct
+import threading
 from typing import Any
 
 _READ_BYTES = 1 << 18
@@ -13,10 +14,12 @@ _HEADER = struct.Struct("<Q")
 
 
 class Channel:
-    """Pickled frames over a stream socket. One reading thread; ``send`` blocks until the peer takes it."""
+    """Pickled frames over a stream socket. One reading thread; ``send``, by any thread, blocks until the peer takes
+    it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._sending = threading.Lock()
         self._buffer = bytearray()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -29,7 +32,9 @@ class Channel:
 
     def send(self, value: Any) -> None:
         """Sends one frame. Raises OSError if the peer is gone."""
-        self._sock.sendall(self.frame(value))
+        frame = self.frame(value)
+        with self._sending:
+            self._sock.sendall(frame)
 
     def receive(self, timeout_s: float | None) -> list[Any]:
         """All complete frames; waits for one at most ``timeout_s`` (None: for ever). EOFError at the end."""

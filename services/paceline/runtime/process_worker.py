@@ -26,7 +26,19 @@ from paceline import logs
 from paceline.config import apply_worker_environment
 from paceline.errors import PacelineError, as_paceline_error, by_name
 from paceline.runtime.pipe import Channel
-from paceline.runtime.workers import Emit, EngineFactory, In, Out, Stop, limit_torch_threads, pin, run, settle
+from paceline.runtime.workers import (
+    Emit,
+    EngineFactory,
+    In,
+    Out,
+    Stop,
+    execution_of,
+    limit_torch_threads,
+    pin,
+    run,
+    settle,
+)
+from paceline.types import Execution
 
 log = logging.getLogger(__name__)
 stages = logging.getLogger(logs.STAGES)
@@ -35,6 +47,15 @@ stages = logging.getLogger(logs.STAGES)
 @dataclass(frozen=True, slots=True)
 class _Ready:
     """The engine is built."""
+
+    execution: Execution
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """The engine's model runs in another way than before."""
+
+    execution: Execution
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +73,22 @@ class _Stages(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not hasattr(record, "engine"):  # that is what another rank does, which this process has started
+        # What has an engine is done by another rank, which this process has started; the rest is no stage.
+        if not hasattr(record, "engine") and not hasattr(record, "execution"):
             self._channel.send(_Stage(record.getMessage()))
+
+
+class _Executions(logging.Handler):
+    """Tells the parent how the engine's model runs, when that has changed."""
+
+    def __init__(self, channel: Channel, engine: object) -> None:
+        super().__init__(logging.INFO)
+        self._channel, self._engine = channel, engine
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if hasattr(record, "execution"):
+            with contextlib.suppress(OSError):  # the parent is gone
+                self._channel.send(_Executed(execution_of(self._engine)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +124,7 @@ class ProcessWorker(Generic[In, Out]):
         self.name = name
         self._on_messages, self._on_death = on_messages, on_death
         self._factory, self._core = factory, core
+        self._execution: Execution = ""
         self._sock: socket.socket | None = None
         self._process: BaseProcess | None = None
         self._built = threading.Event()
@@ -133,6 +169,10 @@ class ProcessWorker(Generic[In, Out]):
     @property
     def alive(self) -> bool:
         return self._reader.is_alive()
+
+    @property
+    def execution(self) -> Execution:
+        return self._execution
 
     def stop(self, timeout_s: float = 5.0) -> None:
         self._stopping = True
@@ -195,7 +235,10 @@ class ProcessWorker(Generic[In, Out]):
                         self._on_messages(frame)
                     elif isinstance(frame, _Stage):
                         stages.info("%s", frame.doing, extra={"engine": self.name})
+                    elif isinstance(frame, _Executed):
+                        self._execution = frame.execution
                     elif isinstance(frame, _Ready):
+                        self._execution = frame.execution
                         stages.info(logs.BUILT, extra={"engine": self.name})
                         self._built.set()
                     elif isinstance(frame, _Failed):
@@ -254,16 +297,17 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, 
         return messages
 
     try:
-        with _stages_told(channel):
+        with _stages_told(_Stages(channel)):
             factory: EngineFactory[Any, Any] = pickle.loads(factory_pickle)
             engine = factory(lambda messages: channel.send(list(messages)))
         limit_torch_threads()
         settle()
-        channel.send(_Ready())
-        try:
-            run(engine, drain)
-        finally:
-            engine.close()
+        with _stages_told(_Executions(channel, engine)):
+            channel.send(_Ready(execution_of(engine)))
+            try:
+                run(engine, drain)
+            finally:
+                engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         pass
     except Exception as error:
@@ -273,9 +317,8 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, 
 
 
 @contextlib.contextmanager
-def _stages_told(channel: Channel) -> Iterator[None]:
+def _stages_told(handler: logging.Handler) -> Iterator[None]:
     """Stages go to the parent during the block. They are logged there: it is the one that may show them."""
-    handler = _Stages(channel)
     stages.addHandler(handler)
     stages.setLevel(logging.INFO)
     stages.propagate = False

@@ -22,7 +22,7 @@ from paceline.errors import EngineError, PacelineError
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.process_worker import ProcessWorker
 from paceline.runtime.workers import Emit, In, ThreadWorker, Worker, available_cores
-from paceline.types import Rendezvous
+from paceline.types import Execution, Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,10 @@ class RankedWorker(Generic[In]):
     @property
     def alive(self) -> bool:
         return self._leader.alive and self._failure is None
+
+    @property
+    def execution(self) -> Execution:
+        return self._leader.execution
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stops all ranks (``Worker.stop``). The leader leaves first, which ends the followers."""

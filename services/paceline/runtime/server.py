@@ -145,10 +145,16 @@ def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str
         "kv_pages": cache.num_pages,
         "counters": dataclasses.asdict(engine.stats) | elsewhere | engine.step_sizes.counters(),
         "batch_invariant": engine.batch_invariant,
+        "execution": engine.execution,
         **report(engine),
     }
 
 
 def _describe_draft(engine: DraftEngine) -> Mapping[str, Any]:
     counters = dataclasses.asdict(engine.stats)
-    return {"num_sessions": engine.num_sessions, "counters": counters, "controller": explain(engine)}
+    return {
+        "num_sessions": engine.num_sessions,
+        "counters": counters,
+        "controller": explain(engine),
+        "execution": engine.execution,
+    }

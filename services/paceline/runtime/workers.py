@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from paceline.errors import PacelineError, as_paceline_error
+from paceline.types import Execution
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,11 @@ class Worker(Protocol[_In]):
         """True if the engine can still answer."""
         ...
 
+    @property
+    def execution(self) -> Execution:
+        """How the engine's model runs; empty before it is built. Any thread may ask."""
+        ...
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Asks the engine to end after its step, waits, then kills it (a process). Idempotent."""
         ...
@@ -94,6 +100,12 @@ class Worker(Protocol[_In]):
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Asks an engine to end after its step."""
+
+
+def execution_of(engine: object) -> Execution:
+    """How an engine's model runs; empty for one that has none, and for None."""
+    execution: Execution = getattr(engine, "execution", "")
+    return execution
 
 
 def available_cores() -> list[int]:
@@ -153,6 +165,7 @@ class ThreadWorker(Generic[In, Out]):
         self._inbox: queue.SimpleQueue[Sequence[In] | Stop] = queue.SimpleQueue()
         self._built = threading.Event()
         self._error: PacelineError | None = None
+        self._engine: Engine[In] | None = None
         self._thread = threading.Thread(target=self._main, name=f"paceline-{name}", daemon=True)
 
     def spawn(self) -> None:
@@ -175,6 +188,10 @@ class ThreadWorker(Generic[In, Out]):
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def execution(self) -> Execution:
+        return execution_of(self._engine)
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stops the engine. A thread cannot be killed: one that hangs is left to die with the process."""
         self._inbox.put(Stop())
@@ -196,7 +213,7 @@ class ThreadWorker(Generic[In, Out]):
     def _main(self) -> None:
         try:
             pin(self._core)
-            engine = self._factory(self._on_messages)
+            engine = self._engine = self._factory(self._on_messages)
             limit_torch_threads()
         except Exception as error:
             self._error = as_paceline_error(error)

@@ -14,6 +14,7 @@ from paceline.checkpoint.size import gib
 from paceline.config import TargetSetup
 from paceline.errors import ConfigError
 from paceline.messages import FromTarget
+from paceline.model.compiled.background import Compilation, CompileJob, SelfTest
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
 from paceline.model.device import resolve
@@ -22,7 +23,7 @@ from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, ranked
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
-from paceline.preflight.device import left_bytes, require_target
+from paceline.preflight.device import begins_eagerly, left_bytes, require_target
 from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
 from paceline.target.engine import TargetEngine
@@ -31,6 +32,7 @@ from paceline.target.mount import bind_heads, features_of, load_heads, open_head
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
+stages = logging.getLogger("paceline.startup")
 
 
 def build_target_engine(
@@ -71,7 +73,8 @@ def _runner(
     opened = open_heads(setup, checkpoint)
     require_target(setup, checkpoint, placement, group)
     probe = probe_of(opened, checkpoint)
-    model = load_model(checkpoint, options, group, placement, features_of(opened), probe)
+    later = begins_eagerly(options, checkpoint, placement)
+    model = load_model(checkpoint, options, group, placement, features_of(opened), probe, later=later)
     max_len = options.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
@@ -105,7 +108,18 @@ def _engine(
     options = setup.options
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
-    report = _self_test(setup, model, runner, max_len)
+    report = _compared(setup, runner, max_len)
+    compilation = _compilation(setup, model, max_len, tests=report is not None)
+    if compilation is not None and report is not None and not report.holds:
+        # Plain decoding would not be what verification gives: nothing is served before it can be compiled.
+        stages.info("compiling for this machine, which takes about a minute once")
+        compilation.start()
+        compilation.wait()
+        if (step := compilation.take()) is not None:
+            runner = runner.compiled(step)
+            report = _compared(setup, runner, max_len)
+        compilation = None
+    _judge(setup, model, report)
     engine = TargetEngine(
         runner,
         emit,
@@ -117,9 +131,21 @@ def _engine(
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
         heads=heads,
         grammars=_grammars(checkpoint, model),
+        compilation=compilation,
     )
     engine.calibrate()
+    if compilation is not None:
+        stages.info("serving eagerly, and compiling in the background")
+        compilation.start()
     return engine
+
+
+def _compilation(setup: TargetSetup, model: LoadedModel, max_len: int, *, tests: bool) -> Compilation | None:
+    """What compiles the model while it serves eagerly, not started yet; None: it runs as it is to run."""
+    if model.load_compiled is None:
+        return None
+    test = SelfTest(max_len, setup.options.max_step_tokens) if tests else None
+    return Compilation(CompileJob.of(setup.source, setup.options, model.features, test), model.load_compiled)
 
 
 def _grammars(checkpoint: Checkpoint, model: LoadedModel) -> Grammars:
@@ -129,27 +155,33 @@ def _grammars(checkpoint: Checkpoint, model: LoadedModel) -> Grammars:
     return grammars
 
 
-def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_len: int) -> InvarianceReport | None:
-    """Compares the bits of decoding and verification and says what was found; None: that is not wanted.
+def _compared(setup: TargetSetup, runner: ModelRunner, max_len: int) -> InvarianceReport | None:
+    """Compares the bits of decoding and verification and says what was found; None: that is not wanted."""
+    options, path = setup.options, setup.source
+    if options.batch_invariant == "off":
+        return None
+    stages.info("testing that decoding and verification have the same bits")
+    started = time.perf_counter()
+    report = check_invariance(runner, max_len, options.max_step_tokens)
+    level = logging.INFO if report.holds and not report.num_states_different else logging.WARNING
+    log.log(level, "target %s: %s, in %.1f s", path, report, time.perf_counter() - started)
+    return report
+
+
+def _judge(setup: TargetSetup, model: LoadedModel, report: InvarianceReport | None) -> None:
+    """Refuses a target by what its self-test has found.
 
     Raises:
-        ConfigError: the bits differ where they must not, or are not to be compared where they must be.
+        ConfigError: the bits differ where they must not, or were not to be compared where they must be.
     """
     options, path = setup.options, setup.source
     speculates_quantized = setup.speculates and model.quantization is not None
-    report = None
-    if options.batch_invariant != "off":
-        logging.getLogger("paceline.startup").info("testing that decoding and verification have the same bits")
-        started = time.perf_counter()
-        report = check_invariance(runner, max_len, options.max_step_tokens)
-        level = logging.INFO if report.holds and not report.num_states_different else logging.WARNING
-        log.log(level, "target %s: %s, in %.1f s", path, report, time.perf_counter() - started)
-    elif speculates_quantized:
+    if report is None and speculates_quantized:
         raise ConfigError(
             f"batch_invariant is 'off': the target {path!r} is quantized by {model.quantization!r} and has a draft "
             "or a head, which needs the test, so it must be 'auto' or 'require'"
         )
-    else:
+    if report is None:
         log.warning("target %s: not tested for batch invariance (batch_invariant is 'off')", path)
     reason = model.batch_dependence if report is None or report.holds else f"it is {report}"
     if speculates_quantized and (reason := model.batch_dependence or reason):
@@ -162,4 +194,3 @@ def _self_test(setup: TargetSetup, model: LoadedModel, runner: ModelRunner, max_
             f"batch_invariant is 'require', and the target {path!r} does not hold it here, for {reason}: "
             "set it to 'auto' to start all the same, or use another checkpoint, dtype or machine"
         )
-    return report

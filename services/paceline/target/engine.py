@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from paceline.messages import (
     SessionFailed,
     TreeLost,
 )
-from paceline.model.parallel.runner import LeadingRunner
+from paceline.model.compiled.background import Compilation
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
@@ -41,26 +40,24 @@ from paceline.target.heads.driver import Heads
 from paceline.target.heads.feeding import Computed
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.lookup import new_shares
+from paceline.target.runners import Forwarded, Runners
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
-from paceline.types import PAGE_SIZE, Acceptance, BatchInvariant, Cause, Mode, Round, SamplingParams, pages_for
+from paceline.types import (
+    PAGE_SIZE,
+    Acceptance,
+    BatchInvariant,
+    Cause,
+    Execution,
+    Mode,
+    Round,
+    SamplingParams,
+    pages_for,
+)
 
 _CALIBRATED_SIZES = (1, 4, 8, 16, 32, 64)
 _TIMED_FORWARDS = 3
 _TIMED_BRANCHES = 5
-
-
-class _Forwarded(NamedTuple):
-    """Result of a forward. Where the runner has drawn some tokens itself, ``logits`` are those of the other parts."""
-
-    logits: Tensor
-    """[rows, vocab]: one row per draft token of each verifying part, and one more."""
-    token_ids: Sequence[int] | None = None
-    logprobs: Sequence[float] = ()
-    states: Tensor | None = None
-    """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head wants any."""
-    guessed: Tensor | None = None
-    """[branches, vocab]: logits after the guesses that rode in the step; None: there were none."""
 
 
 class TargetEngine:
@@ -79,6 +76,7 @@ class TargetEngine:
         batch_invariant: BatchInvariant = "untested",
         heads: Sequence[MountedHead] = (),
         grammars: Grammars | None = None,
+        compilation: Compilation | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Creates an engine without sessions.
@@ -93,9 +91,10 @@ class TargetEngine:
             batch_invariant: whether the model gave the same bits however its tokens were batched.
             heads: what proposes tokens where a session's draft has none; the first that is ready is asked.
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
+            compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
             clock: seconds.
         """
-        self.runner = runner
+        self.runners = Runners(runner, compilation)
         self._grammars = grammars
         self.batch_invariant = batch_invariant
         self.wait_policy = WaitPolicy()
@@ -126,6 +125,16 @@ class TargetEngine:
         )
         self._sessions: dict[str, TargetSession] = {}
         self._max_step_tokens = max_step_tokens
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner that new sessions begin on."""
+        return self.runners.current
+
+    @property
+    def execution(self) -> Execution:
+        """How sessions that begin now are run. Any thread may ask."""
+        return self.runners.execution
 
     @property
     def num_sessions(self) -> int:
@@ -165,14 +174,15 @@ class TargetEngine:
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
         self._settle()
+        self.runners.retain(session.generation for session in self._sessions.values())
         started = self._clock()
-        parts = self._scheduler.schedule(started)
+        parts = self.runners.in_order(self._scheduler.schedule(started))
         if not parts:
             self._meter.idle(waiting=bool(self._scheduler.running))
             return False
         self._announce(parts)
         self._meter.begin(parts, started, self.heads.take_s())
-        forwarded = self._forward(parts)
+        forwarded = self.runners.forward(parts, wants_states=bool(self.heads) and self.heads.wants_states(len(parts)))
         verdicts = self._verify(parts, forwarded)
         step = self._meter.decided(parts)
         self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
@@ -242,9 +252,9 @@ class TargetEngine:
         return None if until is None else max(0.0, until - self._clock())
 
     def close(self) -> None:
-        """Releases the other ranks of the model, if there are any. Idempotent."""
+        """Releases the other ranks of the model, if there are any, and ends its compilation. Idempotent."""
         self.heads.shutdown()
-        self.runner.close()
+        self.runners.close()
 
     def check_integrity(self) -> None:
         """Asserts the invariants of sessions, scheduler and pages."""
@@ -255,6 +265,8 @@ class TargetEngine:
 
     def _open(self, message: OpenSession) -> None:
         old = self._sessions.get(message.session_id)
+        self.runners.advance()
+        generation = self.runners.generation if old is None else old.generation
         if old is not None:
             self._close(old)
         form, output = message.sampling.structured_output, message.token_ids[message.num_prompt_tokens :]
@@ -271,6 +283,7 @@ class TargetEngine:
                 lookups=self._lookups,
                 inside=(self.allocation.heads, self.allocation.lookups),
                 grammar=grammar,
+                generation=generation,
             )
             self._check_fits(session)
         except PacelineError as error:
@@ -370,37 +383,7 @@ class TargetEngine:
                 in_flight.append(InFlight(session.session_id, session.epoch, session.num_tokens, node_ids))
         self._send(in_flight)
 
-    def _forward(self, parts: Sequence[Scheduled]) -> _Forwarded:
-        """Runs the model. One of several ranks draws tokens where its logits are, for sessions that allow it."""
-        steps: list[SequenceStep] = []
-        riding: list[SequenceStep] = []
-        for part in parts:
-            own = part.sequence_steps()
-            steps += own
-            riding += part.riding_steps(own[0])
-        forwarded = self._run(parts, [*steps, *riding], len(riding))
-        if not riding:
-            return forwarded
-        num_own = len(forwarded.logits) - len(riding)
-        return forwarded._replace(logits=forwarded.logits[:num_own], guessed=forwarded.logits[num_own:])
-
-    def _run(self, parts: Sequence[Scheduled], steps: Sequence[SequenceStep], num_riding: int) -> _Forwarded:
-        """Runs the model; the logits of the last ``num_riding`` steps come last."""
-        runner = self.runner
-        wants_states = bool(self.heads) and self.heads.wants_states(len(parts))
-        if isinstance(runner, LeadingRunner):
-            rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
-            rows += [None] * num_riding
-            if any(row is not None for row in rows):
-                if wants_states:
-                    return _Forwarded(*runner.forward_and_pick_with_states(steps, rows))
-                return _Forwarded(*runner.forward_and_pick(steps, rows))
-        if wants_states:
-            logits, states = runner.forward_with_states(steps)
-            return _Forwarded(logits, states=states)
-        return _Forwarded(runner.forward(steps))
-
-    def _verify(self, parts: Sequence[Scheduled], forwarded: _Forwarded) -> list[Verdict | PacelineError]:
+    def _verify(self, parts: Sequence[Scheduled], forwarded: Forwarded) -> list[Verdict | PacelineError]:
         """Verdicts of the parts that verify, in order; an error where one of them has none."""
         verifying = [part for part in parts if part.verifies]
         if forwarded.token_ids is None:

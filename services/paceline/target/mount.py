@@ -17,13 +17,14 @@ from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.lookahead import LookaheadHead
 from paceline.drafters.protocol import Features
+from paceline.model.compiled.background import Compilation, CompileJob
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
 from paceline.model.device import Placement
 from paceline.model.kv_cache import KVCache
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.step import Step
-from paceline.preflight.device import require_draft
+from paceline.preflight.device import begins_eagerly, require_draft
 from paceline.preflight.heads import TREE_BUDGET, draft_setup_of
 from paceline.preflight.host_memory import draft_pages
 from paceline.target.heads.mounted import MountedHead, union
@@ -158,7 +159,7 @@ def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, plac
     checkpoint = Checkpoint.open(source, options.trust_remote_code)
     require_same_tokens(target.tokenizer, checkpoint.tokenizer)
     require_draft(draft_setup, checkpoint, placement)
-    model = load_model(checkpoint, options, None, placement)
+    model = load_model(checkpoint, options, None, placement, later=begins_eagerly(options, checkpoint, placement))
     max_len = min(setup.options.max_model_len or model.max_len, model.max_len)
     runner = model.runner(draft_pages(draft_setup, max_len))
     num_sessions = setup.options.max_sessions
@@ -168,5 +169,7 @@ def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, plac
     drafter = DraftModelHead(
         runner, max_leaves=num_sessions, max_prefill_tokens=setup.options.max_step_tokens, top_m=_TOP_M
     )
+    if model.load_compiled is not None:
+        runner.follow(Compilation(CompileJob.of(source, options), model.load_compiled))
     longest = min(max_len, runner.cache.num_pages * PAGE_SIZE)
     return MountedHead(str(head), drafter, num_tokens=head.num_speculative_tokens, max_len=longest)

@@ -57,6 +57,7 @@ class TargetSession:
         lookups: Sequence[DecayingRatio] | None = None,
         inside: Sequence[AcceptanceHistory] | None = None,
         grammar: Grammar | None = None,
+        generation: int = 0,
     ) -> None:
         """Opens a session.
 
@@ -66,6 +67,7 @@ class TargetSession:
             inside: that of heads and of lookups, whose nodes come from within the target.
             lookups: the engine's shares of right prompt lookups (``lookup.py``); None: no such proposals.
             grammar: that of its structured output, after the output so far.
+            generation: of the runner that steps it from its first token to its last (``runners.py``).
 
         Raises:
             InvalidRequestError: the prompt or an option names a token outside the vocabulary.
@@ -114,7 +116,8 @@ class TargetSession:
         self.num_attached = 0
         """Tokens whose pages it shared when it was last given pages."""
         self.cache_salt = message.cache_salt
-        self._root = root_hash(self.cache_salt)
+        self.generation = generation
+        self._root = root_hash(self.cache_salt, generation)
         self._hashes: list[bytes] = []
         # The state of the draft, as far as the target knows it.
         self.draft_available = self.k > 0

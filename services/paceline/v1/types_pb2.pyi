@@ -585,6 +585,7 @@ class ReplicaStatus(_message.Message):
     CONTROLLER_FIELD_NUMBER: _builtins.int
     MEASURES_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    EXECUTION_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     kind: _builtins.str
     """"target", "draft" or "router"."""
@@ -610,6 +611,10 @@ class ReplicaStatus(_message.Message):
     """What its controller has chosen now, and why; of a draft, its drafter and what it has brought. In words."""
     batch_invariant: _builtins.str
     """Of a target: whether verification and decoding gave the same bits when it started, "yes", "no" or "untested"."""
+    execution: _builtins.str
+    """How its model runs on a CPU: "eager", "compiling" (eagerly until that is done), "compiled" or "failed" (eagerly, as
+    it could not be compiled); empty: on another device, or no model.
+    """
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Counted events since the replica started."""
@@ -639,10 +644,11 @@ class ReplicaStatus(_message.Message):
         controller: _builtins.str = ...,
         measures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         batch_invariant: _builtins.str = ...,
+        execution: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "execution", b"execution", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.native import compiled, machine, torch_options
+from paceline.core.native import compiled, library_path, machine, torch_options
 from paceline.errors import EngineError
 from paceline.types import PAGE_SIZE
 
@@ -46,6 +46,12 @@ def unavailable() -> str | None:
         log.warning("attention is computed by torch, which is slower: %s", error)
         return f"could not be built: {error}"
     return None
+
+
+def at_hand() -> bool:
+    """True if ``unavailable`` would compile nothing: the library is in the cache, or this machine cannot run it."""
+    capable = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return not capable or library_path(_SOURCE, _digest()).exists()
 
 
 def attend(

@@ -94,6 +94,24 @@ def artifact_key(
     return digest.hexdigest()
 
 
+def cached_step(
+    model: PreTrainedModel,
+    sliding_window: int | None,
+    kernel: Kernel,
+    cache_dir: Path,
+    features: Features | None = None,
+) -> StepFunction | None:
+    """The compiled step of ``model``, which is no rank's, from the cache; None: the cache does not hold it.
+
+    Raises:
+        EngineError: what is in the cache cannot be loaded here.
+    """
+    if not any(cache_dir.glob("*.pt2")):  # without reading every weight
+        return None
+    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features)}.pt2"
+    return load_package(path) if path.exists() else None
+
+
 def compiled_step(
     model: PreTrainedModel,
     layers: list[LayerSpec],
@@ -126,6 +144,8 @@ def compiled_step(
             started = time.perf_counter()
             logging.getLogger("paceline.startup").info("compiling for this machine, which takes about a minute once")
             log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
+            for left in path.parent.glob(f"{path.stem}.*.pt2"):  # by a process that was ended
+                left.unlink()
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
             _compile(model, layers, sliding_window, kernel, temporary, taps)
             temporary.rename(path)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from paceline.core.native import compiled, torch_options
+from paceline.core.native import compiled, library_path, torch_options
 from paceline.errors import EngineError
 
 BLOCK = 32
@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 def usable() -> bool:
     """True if this machine has the instructions and the library; compiles it if needed. Logs once why not."""
     return _library() is not None
+
+
+def at_hand() -> bool:
+    """True if ``usable`` would compile nothing: the library is in the cache, or this machine has no use for it."""
+    return not _has_instructions() or library_path(_SOURCE, _digest(_SOURCE)).exists()
 
 
 def key() -> str:

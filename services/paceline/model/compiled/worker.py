@@ -1,0 +1,89 @@
+"""The process that compiles a model beside its engine, which starts it: see ``background.py``.
+
+Reads a ``CompileJob`` from standard input, compiles into the cache, and writes one line of JSON: ``{"error": text or
+null, "test": text or null}``. It ends when standard input does, with all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+from paceline.config import cache_dir
+from paceline.errors import ConfigError, PacelineError
+from paceline.model.compiled.background import CompileJob
+
+_NICENESS = 10
+"""A tenth of a core that an engine wants, too; all of a core that nobody else wants."""
+_TEST_PAGES = 64
+"""KV pages of the self-test."""
+
+
+def main() -> None:
+    """Runs the worker. Prints nothing but its result: what libraries print goes nowhere."""
+    result, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    job: CompileJob = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(_NICENESS)
+    if job.cores and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # cores that went offline
+            os.sched_setaffinity(0, job.cores)
+    error = test = None
+    try:
+        with _one_at_a_time():
+            test = perform(job)
+    except PacelineError as refusal:
+        error = str(refusal)
+    except Exception as unexpected:  # whatever the exporter and the compiler raise
+        error = f"{type(unexpected).__name__}: {str(unexpected).strip().partition(chr(10))[0]}"
+    os.write(result, json.dumps({"error": error, "test": test}).encode() + b"\n")
+
+
+def perform(job: CompileJob) -> str | None:
+    """Compiles a model, and tests what came of it; the finding in words, None without a test.
+
+    Raises:
+        ConfigError: the model cannot be loaded or compiled, or verification and decoding differ in a bit.
+    """
+    import torch
+
+    from paceline.checkpoint.files import Checkpoint
+    from paceline.model.loading import load_model
+    from paceline.model.selftest import check_invariance
+
+    torch.set_num_threads(1)
+    options = job.options.model_copy(update={"compile": True})
+    model = load_model(Checkpoint.open(job.source, options.trust_remote_code), options, features=job.features)
+    if job.test is None:
+        return None
+    report = check_invariance(model.runner(_TEST_PAGES), job.test.max_len, job.test.max_step_tokens)
+    if not report.holds:
+        raise ConfigError(f"the compiled model is {report}")
+    return str(report)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Waits for other workers of this machine, so that many replicas do not compile side by side."""
+    folder = cache_dir() / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "worker.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The forward of a step, by the model that each of its sessions began on.
+
+There are two where the target began eagerly: a session keeps to the steps that computed its first token, since eager
+and compiled steps round differently, and a session of both could leave the tokens of plain decoding at a near-tie. So
+the swap is seen by new sessions alone; while there are sessions of both kinds, a step is two forwards, each of which is
+batch-invariant by itself. KV pages are shared among sessions of one kind only (``generation``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.model.compiled.background import Compilation
+from paceline.model.parallel.runner import LeadingRunner
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
+from paceline.target.scheduler import Scheduled
+from paceline.types import Execution
+
+
+class Forwarded(NamedTuple):
+    """Result of a forward. Where the runner has drawn some tokens itself, ``logits`` are those of the other parts."""
+
+    logits: Tensor
+    """[rows, vocab]: one row per draft token of each verifying part, and one more."""
+    token_ids: Sequence[int] | None = None
+    logprobs: Sequence[float] = ()
+    states: Tensor | None = None
+    """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head wants any."""
+    guessed: Tensor | None = None
+    """[branches, vocab]: logits after the guesses that rode in the step; None: there were none."""
+
+
+class Runners:
+    """The runner that new sessions begin on, and an earlier one while sessions that began on it are open."""
+
+    def __init__(self, runner: ModelRunner, compilation: Compilation | None = None) -> None:
+        """``compilation``: that of an eager ``runner``'s model, which has been started; ``close`` ends it."""
+        self.generation = 0
+        """Number of the runner that new sessions begin on."""
+        self._by_generation = {0: runner}
+        self._compilation = compilation
+
+    @property
+    def current(self) -> ModelRunner:
+        """The runner that new sessions begin on."""
+        return self._by_generation[self.generation]
+
+    @current.setter
+    def current(self, runner: ModelRunner) -> None:
+        self._by_generation[self.generation] = runner
+
+    @property
+    def execution(self) -> Execution:
+        """How sessions that begin now are run. Any thread may ask."""
+        return self.current.execution if self._compilation is None else self._compilation.execution
+
+    def advance(self) -> None:
+        """Lets sessions that begin from now on be compiled, if the compiled step has come."""
+        if self._compilation is not None and (step := self._compilation.take()) is not None:
+            compiled = self.current.compiled(step)
+            self._by_generation[self.generation + 1] = compiled
+            self.generation += 1
+
+    def retain(self, generations: Iterable[int]) -> None:
+        """Forgets the runners that no session needs any more, and with an eager one its weights."""
+        if len(self._by_generation) > 1:
+            kept = {self.generation, *generations}
+            self._by_generation = {n: runner for n, runner in self._by_generation.items() if n in kept}
+
+    def in_order(self, parts: list[Scheduled]) -> list[Scheduled]:
+        """The parts of a step in the order in which ``forward`` returns their rows."""
+        return parts if len(self._by_generation) == 1 else sorted(parts, key=_generation)
+
+    def forward(self, parts: Sequence[Scheduled], *, wants_states: bool) -> Forwarded:
+        """Runs the model on parts that are ``in_order``. One of several ranks draws tokens where its logits are, for
+        sessions that allow it."""
+        groups = [(n, [*group]) for n, group in itertools.groupby(parts, key=_generation)]
+        done = [_forward(self._by_generation[n], group, wants_states=wants_states) for n, group in groups]
+        if len(done) == 1:
+            return done[0]
+        features = self.current.features
+        states = []
+        for (_, group), one in zip(groups, done, strict=True):
+            if one.states is not None:
+                assert features is not None
+                states.append(one.states[: _num_states(group, every_position=features.every_position)])
+        guessed = [one.guessed for one in done if one.guessed is not None]
+        return Forwarded(
+            torch.cat([one.logits for one in done]),
+            states=torch.cat(states) if states else None,
+            guessed=torch.cat(guessed) if guessed else None,
+        )
+
+    def close(self) -> None:
+        """Ends the compilation and releases the other ranks of the model, if there are any. Idempotent."""
+        if self._compilation is not None:
+            self._compilation.close()
+        for runner in self._by_generation.values():
+            runner.close()
+
+
+def _generation(part: Scheduled) -> int:
+    return part.session.generation
+
+
+def _num_states(parts: Sequence[Scheduled], *, every_position: bool) -> int:
+    """Rows of states that belong to the parts' own tokens; those of guesses follow."""
+    if every_position:
+        return sum(part.num_tokens for part in parts)
+    return sum(part.num_drafted + 1 for part in parts if part.verifies)
+
+
+def _forward(runner: ModelRunner, parts: Sequence[Scheduled], *, wants_states: bool) -> Forwarded:
+    """The forward of parts of one runner."""
+    steps: list[SequenceStep] = []
+    riding: list[SequenceStep] = []
+    for part in parts:
+        own = part.sequence_steps()
+        steps += own
+        riding += part.riding_steps(own[0])
+    forwarded = _run(runner, parts, [*steps, *riding], len(riding), wants_states=wants_states)
+    if not riding:
+        return forwarded
+    num_own = len(forwarded.logits) - len(riding)
+    return forwarded._replace(logits=forwarded.logits[:num_own], guessed=forwarded.logits[num_own:])
+
+
+def _run(
+    runner: ModelRunner,
+    parts: Sequence[Scheduled],
+    steps: Sequence[SequenceStep],
+    num_riding: int,
+    *,
+    wants_states: bool,
+) -> Forwarded:
+    """Runs the model; the logits of the last ``num_riding`` steps come last."""
+    if isinstance(runner, LeadingRunner):
+        rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
+        rows += [None] * num_riding
+        if any(row is not None for row in rows):
+            if wants_states:
+                return Forwarded(*runner.forward_and_pick_with_states(steps, rows))
+            return Forwarded(*runner.forward_and_pick(steps, rows))
+    if wants_states:
+        logits, states = runner.forward_with_states(steps)
+        return Forwarded(logits, states=states)
+    return Forwarded(runner.forward(steps))
