@@ -504,7 +504,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("when", [*slow(["streaming", "starting", "compiling beside"]), *nightly(["compiling"])])
+@pytest.mark.parametrize("when", [*slow(["streaming", "starting"]), *nightly(["compiling", "compiling beside"])])
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
     """A real SIGINT to the whole process group, as a terminal sends it."""

@@ -95,6 +95,7 @@ def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
         usage = [call(f"{at}/v1/completions", body)[2]["usage"] for _ in range(2)]
         page = call(f"{at}/metrics")[2].decode()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if line[0] != "#"}
+    assert [value for name, value in values.items() if name.startswith("paceline_replica_compiled")] == [0.0, 0.0]
     label = '{model_name="one"}'
     assert values[f"vllm:generation_tokens_total{label}"] == 40
     assert values[f"vllm:request_params_max_tokens_sum{label}"] == 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -10,7 +11,7 @@ from prometheus_client import generate_latest
 
 from paceline.errors import PacelineError, ResourceExhaustedError
 from paceline.local import LocalPipeline
-from paceline.metrics.catalogue import REQUEST_SUCCESS
+from paceline.metrics.catalogue import COMPILED, REQUEST_SUCCESS
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import Tracing
@@ -97,6 +98,9 @@ class Measured:
         info = self._pipeline.server_info()
         self._metrics.sessions(info.sessions_queued, info.sessions_running, 0)
         self._metrics.draft_replicas(len(info.pools.get("draft", ())))
+        for status in itertools.chain(*info.pools.values()):
+            if status.execution:
+                self._registry.gauge(COMPILED, status.kind).set(status.execution == "compiled")
         return generate_latest(self._registry).decode()
 
 
