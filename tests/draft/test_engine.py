@@ -358,7 +358,7 @@ def test_a_context_longer_than_the_draft_holds_ends_its_session_at_once() -> Non
 def test_what_is_built_holds_the_longest_context_that_it_can(
     draft: Any, options: dict[str, int], longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "load_model", lambda *given: pair("llama")[1])
+    monkeypatch.setattr(build, "load_model", lambda *given, **how: pair("llama")[1])
     target = TargetSetup(str(TARGET_DIR), TargetOptions(**options))
     setup = DraftSetup.for_target(target, str(DRAFT_DIR) if isinstance(draft, DraftOptions) else None, draft)
     sent: list[Nodes | SessionFailed] = []

@@ -207,7 +207,7 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
 ) -> None:
     """Beside a draft; alone it may run."""
     folder = save_pair(tmp_path)
-    monkeypatch.setattr(build, "load_model", lambda *given: replace(load_model(*given), **model))
+    monkeypatch.setattr(build, "load_model", lambda *given, **how: replace(load_model(*given, **how), **model))
     monkeypatch.setattr(build, "check_invariance", lambda *given: report)
     options = TargetOptions(dtype="float32", device="cpu", compile=False, quantization="int8")
     target = TargetSetup(str(folder / "target"), options, tree_budget=256)

@@ -66,7 +66,7 @@ def test_build_sizes_the_cache_by_the_memory_left(tmp_path, monkeypatch):
 
     model, _ = pair("llama")
     page = model.size.page_bytes
-    monkeypatch.setattr(build, "load_model", lambda *given: model)
+    monkeypatch.setattr(build, "load_model", lambda *given, **how: model)
     monkeypatch.setattr(Checkpoint, "open", lambda source, trusted: Checkpoint(source, 2048, (), 128))
     setup = TargetSetup("x", TargetOptions(kv_fraction=0.5))
     reserved = target_estimate(setup, model.size, model.max_len).reserved_bytes
