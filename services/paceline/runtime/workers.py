@@ -229,4 +229,5 @@ class ThreadWorker(Generic[In, Out]):
             self._on_death(f"{self.name} engine failed: {as_paceline_error(error)}")
         finally:
             engine.close()
+            self._engine = None
             gc.unfreeze()  # what its factory has settled
