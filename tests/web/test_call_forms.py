@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from openai import OpenAI
 from tests.support.models import EOS
+from tests.support.rings import slow
 from tests.support.schemas import json_tokenizer
 from tests.web.chats import SHORT
 from tests.web.support import MODEL, call, edge_over, served
@@ -216,7 +217,7 @@ def walks(model, speaking, special=True):
     return ended
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("special", [True, *slow([False])])
 @pytest.mark.parametrize("model", MODELS)
 def test_whatever_is_allowed_is_read_as_arguments_of_the_schema(model, special, speaking):
     assert walks(model, speaking, special) >= 2 * len(SCHEMAS)

@@ -63,7 +63,7 @@ def test_a_stream_and_a_call_say_the_same(model):
     whole = chat.invoke([("system", "be brief"), ("user", "hi")])
     parts = list(chat.stream([("system", "be brief"), ("user", "hi")]))
     assert "".join(part.content for part in parts) == whole.content
-    assert len(parts) > 2
+    assert len(parts) > 1
     streamed = sum(parts[1:], parts[0])
     for message in (whole, streamed):
         assert message.response_metadata["finish_reason"] == "length"

@@ -124,10 +124,13 @@ def test_the_log_probabilities_are_those_of_a_chat(speaking):
         answer = call(f"{at}/v1/responses", asked | {"input": "hi", "max_output_tokens": 12} | SHOWN)[2]
     (message,) = answer["output"]
     shown = message["content"][0]["logprobs"]
-    for one in (*chatted, *(top for entry in chatted for top in entry["top_logprobs"])):
-        one["bytes"] = one["bytes"] or []
-    assert shown == chatted
     assert (len(shown), answer["top_logprobs"]) == (12, 3)
+    for one, other in zip(shown, chatted, strict=True):
+        assert one["token"] == other["token"]
+        assert one["bytes"] == (other["bytes"] or [])
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+        values = [[top["logprob"] for top in entry["top_logprobs"]] for entry in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 def test_an_answer_that_was_cut_is_incomplete(model):
