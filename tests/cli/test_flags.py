@@ -75,7 +75,10 @@ def test_a_docstring_and_a_default_give_the_help():
     assert texts["strict"] == "refuse more (default: off)"
 
 
-MODEL = "--target --draft --drafter --head --dtype --compile --no-compile --tensor-parallel-size"
+MODEL = (
+    "--target --draft --drafter --head --dtype --compile --no-compile --background-compilation "
+    "--no-background-compilation --tensor-parallel-size"
+)
 SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port "
 SERVICE += "--no-playground --tls-certificate --tls-key --tls-client-ca --api-keys --chat-template"
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"

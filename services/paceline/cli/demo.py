@@ -62,7 +62,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default 0: greedy")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each mode (default 3)")
-    parser.set_defaults(run=run_demo)
+    # All runs are of one model: one that was swapped between them would be compared with an eager one.
+    parser.set_defaults(run=run_demo, background_compilation=False)
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -121,6 +122,7 @@ def _service(args: argparse.Namespace) -> Iterator[_Source]:
             command += ["--" + name.replace("_", "-"), str(value)]
     if args.compile is not None:
         command.append("--compile" if args.compile else "--no-compile")
+    command.append("--background-compilation" if args.background_compilation else "--no-background-compilation")
     if args.verbose:
         command.append("--verbose")
     print("starting the service:", " ".join(["paceline", *command[3:]]), flush=True)

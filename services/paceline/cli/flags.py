@@ -115,7 +115,8 @@ def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str
         help="a drafter inside the target, such as draft_model=DIRECTORY or early_exit=BOUNDARY, and the most tokens "
         "that it proposes at once (repeatable; beside --drafter, or alone with --drafter none)",
     )
-    add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in ("dtype", "compile", "tensor_parallel_size")])
+    names = ("dtype", "compile", "background_compilation", "tensor_parallel_size")
+    add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in names])
     return group
 
 

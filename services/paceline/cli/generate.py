@@ -41,7 +41,10 @@ from paceline.types import (
 if TYPE_CHECKING:
     from paceline.config import LocalConfig
 
-_LOCAL_FLAGS = ("local", "target", "draft", "drafter", "head", "dtype", "compile", "tensor_parallel_size")
+_LOCAL_FLAGS = (
+    *("local", "target", "draft", "drafter", "head"),
+    *("dtype", "compile", "background_compilation", "tensor_parallel_size"),
+)
 _SERVICE_FLAGS = (
     *("timeout", "request_id", "resume"),
     *("tls", "tls_ca", "tls_certificate", "tls_key", "tls_server_name", "api_key"),

@@ -12,8 +12,8 @@ from paceline.cli.flags import flag_of
 from paceline.errors import ConfigError
 
 _OF_ENGINES = (
-    *("local", "target", "draft", "drafter", "head", "dtype", "compile"),
-    "tensor_parallel_size",
+    *("local", "target", "draft", "drafter", "head"),
+    *("dtype", "compile", "background_compilation", "tensor_parallel_size"),
     "chat_template",
 )
 _OF_SERVICES = ("api_key", "tls_ca")

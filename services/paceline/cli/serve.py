@@ -40,7 +40,7 @@ _FILE_KEYS = {
 }
 """Flags that name files, and the keys that they set."""
 _PAGE_KEY = "server.playground"
-_ENGINE_KEYS = ["target_config.engine_kwargs.dtype", "target_config.engine_kwargs.compile"]
+_ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in ("dtype", "compile", "background_compilation")]
 _TARGET_KEYS = [*_ENGINE_KEYS, "target_config.engine_kwargs.tensor_parallel_size"]
 
 
