@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -467,7 +468,8 @@ def test_an_interrupt_cancels_the_request(service, script):
     service.script = script
     request_id = f"interrupted-{script.__name__}"
     arguments = command("generate", PROMPT, "--address", service.address, "--request-id", request_id)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(arguments, **pipes, start_new_session=True) as process, killed_at_last(process):
         deadline = time.monotonic() + 60
         while request_id not in service.running:
             assert time.monotonic() < deadline
@@ -486,7 +488,8 @@ def test_an_interrupt_cancels_the_request(service, script):
 def test_a_reader_that_goes_away_cancels_the_request(service):
     service.script = endless
     arguments = command("generate", PROMPT, "--address", service.address, "--request-id", "unread")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(arguments, **pipes) as process, killed_at_last(process):
         assert process.stdout is not None
         assert process.stdout.read(1)
         process.stdout.close()
@@ -494,6 +497,15 @@ def test_a_reader_that_goes_away_cancels_the_request(service):
         assert process.stderr is not None
         assert process.stderr.read() == b""
     service.wait_cancelled("unread")
+
+
+@contextlib.contextmanager
+def killed_at_last(process):
+    """``with Popen`` waits for ever for a process that a failed test has left behind."""
+    try:
+        yield
+    finally:
+        process.kill()
 
 
 @pytest.fixture
