@@ -23,6 +23,7 @@ from paceline.model.loading import LoadedModel, prepare
 from paceline.target import scheduler as target_scheduler
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
+from paceline.target.runners import Runners
 from paceline.types import PAGE_SIZE, Acceptance, Mode, Result, SamplingParams, SpeculationParams
 
 WINDOW, NGRAM, GUESSES = 4, 4, 3
@@ -120,16 +121,16 @@ def test_no_text_changes_and_what_rides_is_the_targets(family: str, temperature:
 
 def test_the_bits_of_committed_rows_are_those_without_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of every step, computed once more without what rides."""
-    forward, compared = TargetEngine._forward, []
+    forward, compared = Runners.forward, []
 
-    def twice(self: TargetEngine, parts: Any) -> Any:
-        alone = self.runner.forward([step for part in parts for step in part.sequence_steps()])
-        found = forward(self, parts)
+    def twice(self: Runners, parts: Any, **wanted: Any) -> Any:
+        alone = self.current.forward([step for part in parts for step in part.sequence_steps()])
+        found = forward(self, parts, **wanted)
         assert torch.equal(alone, found.logits)
         compared.append(found.guessed is not None)
         return found
 
-    monkeypatch.setattr(TargetEngine, "_forward", twice)
+    monkeypatch.setattr(Runners, "forward", twice)
     pump, _ = pump_of("llama")
     assert_same(pump.run(requests_of(0.0)), plain("llama", 0.0))
     assert sum(compared) > 30
