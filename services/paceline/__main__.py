@@ -1,8 +1,6 @@
 """``python -m paceline``: the same as the console script."""
 
-import sys
-
-from paceline.cli.main import main
+from paceline.cli.main import console_script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console_script()

@@ -7,6 +7,8 @@ A command is a module of this package that is imported when it is asked for, or 
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import io
 import logging
 import os
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -79,8 +81,22 @@ def _adder(entry: EntryPoint, *, wanted: bool) -> Any:
         return None
 
 
+def console_script() -> NoReturn:
+    """Runs the command of ``sys.argv`` and ends the process with its exit status."""
+    status = main()
+    if status == EXIT_INTERRUPTED:
+        # An interrupt leaves gRPC's threads in the middle of something. The interpreter ends such threads wherever they
+        # are, and then waits, perhaps for ever, for locks that they held: it is not asked to end.
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script. Returns the exit status."""
+    """Runs a command (None: that of ``sys.argv``). Returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     words = [argument for argument in argv if not argument.startswith("-")] or [""]
     if isinstance(sys.stdout, io.TextIOWrapper):
