@@ -23,11 +23,12 @@ class Clock:
         return self.now
 
 
-def shown(*, terminal: bool, live: bool = True) -> str:
+def shown(*, terminal: bool, live: bool = True, lasting: bool = True) -> str:
     """What a start of two engines shows."""
     out, clock = io.StringIO(), Clock()
     stages = logging.getLogger(STAGES)
-    with StartView(Console(file=out, force_terminal=terminal, width=60), live=live, clock=clock) as view:
+    console = Console(file=out, force_terminal=terminal, width=60)
+    with StartView(console, live=live, lasting=lasting, clock=clock) as view:
         stages.info("loading %s", "big", extra={"engine": "target"})
         stages.info("loading %s", "small", extra={"engine": "draft"})
         clock.now += 2.5
@@ -55,6 +56,13 @@ def test_a_terminal_shows_what_each_stage_took():
     ):
         assert f"paceline: {line}" in text
     assert "after the end" not in text
+
+
+def test_a_view_that_does_not_last_shows_stages_on_a_terminal_alone():
+    text = shown(terminal=True, lasting=False)
+    assert "draft: loading small" in text
+    assert "done in" not in text
+    assert shown(terminal=False, lasting=False) == ""
 
 
 def test_the_logger_of_stages_is_left_as_it_was():

@@ -82,13 +82,14 @@ def _local(args: argparse.Namespace) -> Iterator[httpx2.AsyncClient]:
     """A client of engines in processes of this machine, without a port."""
     from paceline.cli.local_service import local_edge
     from paceline.cli.serve import served_name
+    from paceline.cli.startup import starting
     from paceline.config import ServerConfig
     from paceline.local import LocalPipeline
     from paceline.web.app import make_app
 
     pipeline = LocalPipeline(local_config(args))
     edge = local_edge(pipeline, ServerConfig(chat_template=args.chat_template), served_name(args.target))
-    with pipeline:
+    with starting(pipeline, verbose=args.verbose):
         transport = httpx2.ASGITransport(make_app(edge), raise_app_exceptions=False)
         yield httpx2.AsyncClient(transport=transport, base_url="http://local", timeout=None)
 

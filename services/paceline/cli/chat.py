@@ -86,6 +86,7 @@ def _line() -> str | None:
 @contextlib.contextmanager
 def _local(args: argparse.Namespace, sampling: dict[str, Any], speculation: dict[str, Any]) -> Iterator[Answer]:
     from paceline.checkpoint.chat import load_chat
+    from paceline.cli.startup import starting
     from paceline.local import LocalPipeline
 
     params = SamplingParams(**sampling), SpeculationParams(**speculation)
@@ -93,7 +94,8 @@ def _local(args: argparse.Namespace, sampling: dict[str, Any], speculation: dict
     chat = load_chat(config.target.path, args.chat_template, config.target.trust_remote_code)
     if chat is None:
         raise ConfigError("the target has no chat template: name one by --chat-template FILE, or use paceline generate")
-    with LocalPipeline(config) as pipeline:
+    pipeline = LocalPipeline(config)
+    with starting(pipeline, verbose=args.verbose):
 
         def answer(messages: Messages) -> Iterator[tuple[str, bool]]:
             token_ids = chat.encode(chat.render(messages, None, {"add_generation_prompt": True}))

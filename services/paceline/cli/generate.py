@@ -129,12 +129,13 @@ def _check_place(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _run_local(args: argparse.Namespace, request: Request) -> Iterator[Generation]:
+    from paceline.cli.startup import starting
     from paceline.local import LocalPipeline  # a request to a service does without the engines
 
     pipeline = LocalPipeline(local_config(args, with_draft=request.speculation.mode is not Mode.PLAIN))
     pipeline.load()
     token_ids = pipeline.encode(request.prompt, request.sampling)  # refuses before a model is loaded
-    with pipeline:
+    with starting(pipeline, verbose=args.verbose):
         yield pipeline.generate(token_ids, request.sampling, request.speculation, request.stop)
 
 

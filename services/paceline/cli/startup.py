@@ -12,13 +12,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
 
 from paceline.config import ServerConfig
 from paceline.logs import BUILT, STAGES
+
+if TYPE_CHECKING:
+    from paceline.local import LocalPipeline
 
 _PROMPT = "def read_file(path):"
 
@@ -38,12 +41,19 @@ class StartView(logging.Handler):
     """
 
     def __init__(
-        self, console: Console | None = None, *, live: bool = True, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console | None = None,
+        *,
+        live: bool = True,
+        lasting: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``live``: False for plain lines on a terminal, too."""
+        """``live``: False for plain lines on a terminal, too. ``lasting``: False to leave no line behind, and to show
+        nothing where there is no terminal."""
         super().__init__(logging.INFO)
         self._console = console or Console(stderr=True)
         self._clock, self._began_s = clock, clock()
+        self._lasting = lasting
         self._stages: dict[str, _Stage] = {}
         columns = (SpinnerColumn(), TextColumn("{task.description} {task.elapsed:.0f} s"))
         self.is_live = live and self._console.is_terminal
@@ -109,7 +119,8 @@ class StartView(logging.Handler):
             self._say(f"{part}: {stage.doing}, done in {self._clock() - stage.began_s:.1f} s")
 
     def _say(self, text: str) -> None:
-        self._console.print(f"paceline: {text}", markup=False, highlight=False, soft_wrap=True)
+        if self._lasting:
+            self._console.print(f"paceline: {text}", markup=False, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -118,6 +129,18 @@ class StartView(logging.Handler):
             yield
         finally:
             self.release()
+
+
+@contextlib.contextmanager
+def starting(pipeline: LocalPipeline, *, verbose: bool = False) -> Iterator[None]:
+    """Starts the engines of a command for the block; on a terminal, what they do is shown until they have started.
+
+    ``verbose``: it is told by the log instead.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.nullcontext() if verbose else StartView(lasting=False):
+            stack.enter_context(pipeline)
+        yield
 
 
 def next_steps(server: ServerConfig, *, grpc: bool, https: bool, chats: bool) -> list[str]:
