@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from importlib.metadata import entry_points, requires
 
-from paceline.cli.main import build_parser, main
+from paceline.cli.main import build_parser, console_script
 
 
 def test_the_console_script_is_ours():
     (script,) = entry_points(group="console_scripts", name="paceline")
-    assert script.load() is main
+    assert script.load() is console_script
 
 
 def test_the_benchmark_is_found_through_an_entry_point():
