@@ -34,6 +34,11 @@ LOST = {
     "stream": (Code.CANCELLED, "Stream removed (RST_STREAM error code 8)", ()),
     "reset": (Code.INTERNAL, "Received RST_STREAM with error code 2", ()),
     "proxy": (Code.UNKNOWN, "Received http2 header with status: 500", ()),
+    "new proxy": (
+        Code.NOT_FOUND,
+        "Application metadata not set. Ping /ray.serve.RayServeAPIService/ListApplications for available applications.",
+        (),
+    ),
     "stopped": to_status(RouterStoppedError("the router is being stopped")),
     "full": to_status(ResourceExhaustedError("the queue is full", 0.001)),
     "not yet noticed": to_status(RequestInProgressError("request_id 'r' is in progress")),
@@ -90,7 +95,7 @@ def test_a_stream_that_broke_before_its_last_message_gets_that(server, generate)
 
 
 @both
-@pytest.mark.parametrize("name", ["connection", "stream", "reset", "proxy"])
+@pytest.mark.parametrize("name", ["connection", "stream", "reset", "proxy", "new proxy"])
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_lost_server_is_an_engine_error_to_who_does_not_resume(server, generate, name, after):
     server.script = breaking(LOST[name], at=[after] * 3)

@@ -54,6 +54,9 @@ _CODES: dict[type[PacelineError], grpc.StatusCode] = {
 _LOST = r"Stream removed|RST_STREAM|http2 header with status: 5\d\d"
 """Texts of gRPC's own about a stream that its connection, or a proxy, gave up."""
 
+_NO_ROUTE = "RayServeAPIService/ListApplications"
+"""Part of the text with which Serve's proxy answers, as NOT_FOUND, while it has not been told its routes yet."""
+
 _ERRORS: dict[grpc.StatusCode, type[PacelineError]] = {
     **{code: kind for kind, code in _CODES.items()},
     # codes that Paceline does not send, but a proxy, Ray Serve or another server may
@@ -98,14 +101,18 @@ def is_lost(error: grpc.RpcError) -> bool:
     """Returns True if what served the call went away, so that another server may go on with it.
 
     A connection that ends takes its streams with it as UNAVAILABLE; a proxy that loses its server resets each stream
-    (CANCELLED or INTERNAL) or answers with an HTTP status (UNKNOWN). A call that was cancelled here looks the same.
+    (CANCELLED or INTERNAL) or answers with an HTTP status (UNKNOWN), and one that has just been started again knows
+    no server for a while (NOT_FOUND). A call that was cancelled here looks the same.
     """
     if is_ours(error):
         return isinstance(from_rpc_error(error), RouterStoppedError)
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return True
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.NOT_FOUND:
+        return _NO_ROUTE in details
     unnamed = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
-    return unnamed and re.search(_LOST, error.details() or "") is not None
+    return unnamed and re.search(_LOST, details) is not None
 
 
 def is_ours(error: grpc.RpcError) -> bool:
