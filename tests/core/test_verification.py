@@ -11,7 +11,7 @@ from paceline.core.sampling import ProcessedRows, draft_candidates, process, ran
 from paceline.core.tree import Proposal
 from paceline.core.verification import (
     acceptance_probability,
-    draft_distribution,
+    draft_distributions,
     residual,
     sample_draft,
     verify,
@@ -225,11 +225,10 @@ def test_a_position_that_is_drafted_again_gets_new_values():
 
 
 def test_saguaro_off_leaves_q_alone():
-    q, predicted = draft_distribution((4, 2), (math.log(0.75), math.log(0.25)), 1.0, 1)
-    assert q.probs == pytest.approx((0.75, 0.25), abs=1e-15)
-    assert predicted == (4,)
-    q, _ = draft_distribution((4, 2), (math.log(0.75), math.log(0.25)), 1 / 3, 1)
-    assert q.probs == pytest.approx((0.5, 0.5), abs=1e-15)
+    log_q = torch.tensor([[0.75, 0.25], [0.75, 0.25]], dtype=torch.float64).log()
+    off, on = draft_distributions(log_q, [1.0, 1 / 3], [1, 1]).tolist()
+    assert off == pytest.approx([0.75, 0.25], abs=1e-15)
+    assert on == pytest.approx([0.5, 0.5], abs=1e-15)
 
 
 def model(context, vocab_size=12):

@@ -16,7 +16,7 @@ from paceline.core import verification
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import ProcessedRows, process
 from paceline.core.tree import Proposal
-from paceline.core.verification import KeyedChoices, draft_distribution, verify
+from paceline.core.verification import KeyedChoices, draft_distributions, verify
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams
 
@@ -94,7 +94,9 @@ def distance(law, expected):
 def honest_draft(choose, log_q, saguaro, num_predicted):
     """Draws a token from the production draft distribution and reports it."""
     order = log_q.argsort(descending=True)
-    q, _ = draft_distribution(order.tolist(), log_q[order].tolist(), saguaro, num_predicted)
+    probs = draft_distributions(log_q[order][None], [saguaro], [num_predicted])[0]
+    support = probs > 0
+    q = SparseDistribution(tuple(order[support].tolist()), tuple(probs[support].tolist()))
     return q.token_ids[choose(q.probs)], q
 
 

@@ -443,25 +443,23 @@ class DraftSample:
     """Likely next tokens should the target reject this one, most likely first."""
 
 
-def draft_distribution(
-    token_ids: Sequence[int], log_q: Sequence[float], saguaro: float, num_predicted: int
-) -> tuple[SparseDistribution, tuple[int, ...]]:
-    """The distribution to draw a draft token from, and the predicted next tokens.
+def draft_distributions(log_q: Tensor, saguaro: Sequence[float], num_predicted: Sequence[int]) -> Tensor:
+    """The distributions to draw draft tokens from: [rows, m] float64, each row of sum 1.
 
     Saguaro sampling ("Speculative speculative decoding"): q of the F = ``num_predicted`` most likely tokens
     is scaled by C = ``saguaro`` and renormalized, so that the residual, and with it the recovered token,
     concentrates on these. The price is acceptance; 1 is off.
 
     Args:
-        token_ids, log_q: candidates sorted by log q descending, -inf where cut (``draft_candidates``).
+        log_q: [rows, m], sorted descending, -inf where cut (``draft_candidates``).
+        saguaro, num_predicted: one per row.
     """
-    weights = [math.exp(value) * (saguaro if i < num_predicted else 1.0) for i, value in enumerate(log_q)]
-    total = math.fsum(weights)
-    support = [(token, weight / total) for token, weight in zip(token_ids, weights, strict=True) if weight > 0]
-    q = SparseDistribution(tuple(token for token, _ in support), tuple(prob for _, prob in support))
-    return q, tuple(
-        token for token, value in list(zip(token_ids, log_q, strict=True))[:num_predicted] if value > -math.inf
-    )
+    weights = log_q.double().exp_()
+    if any(scale != 1.0 for scale in saguaro):
+        scales, top = upload(saguaro, weights.device, weights.dtype), upload(num_predicted, weights.device)
+        scaled = torch.arange(weights.shape[-1], device=weights.device) < top.unsqueeze(-1)
+        weights = torch.where(scaled, weights * scales.unsqueeze(-1), weights)
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def sample_draft(
@@ -479,18 +477,18 @@ def sample_draft(
         token_ids, log_q: [rows, m] from ``draft_candidates``.
         seeds, positions: [rows] int64 (``row_keys``).
         nonces: [rows] int64, different whenever a position is drafted again (the node id): no value is drawn twice.
-        saguaro, num_predicted: one per row, see ``draft_distribution``.
+        saguaro, num_predicted: one per row, see ``draft_distributions``.
     """
-    samples: list[tuple[SparseDistribution, tuple[int, ...]]] = [
-        draft_distribution(*row) for row in zip(token_ids.tolist(), log_q.tolist(), saguaro, num_predicted, strict=True)
-    ]
-    width = max((len(q.probs) for q, _ in samples), default=0)
-    padded = [(*q.probs, *(0.0,) * (width - len(q.probs))) for q, _ in samples]
-    log_weights = torch.tensor(padded, dtype=torch.float64, device=seeds.device).view(len(samples), width).log_()
-    # log_weights: [rows, width], padded with -inf. Noise is keyed by rank here, not by token: any choice among the
-    # support with these probabilities will do.
-    drawn = gumbel_argmax(log_weights, seeds, positions, Stream.DRAFT, nonces).tolist()
-    return [
-        DraftSample(q.token_ids[rank], q, tuple(v for v in predicted if v != q.token_ids[rank]))
-        for rank, (q, predicted) in zip(drawn, samples, strict=True)
-    ]
+    q = draft_distributions(log_q, saguaro, num_predicted)
+    # Noise is keyed by rank here, not by token: any choice among the support with these probabilities will do.
+    drawn = gumbel_argmax(q.log(), seeds, positions, Stream.DRAFT, nonces)
+    tokens = token_ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1).tolist()
+    support = q > 0
+    ends = support.sum(-1).cumsum(-1).tolist()
+    ids, probs = token_ids[support].tolist(), q[support].tolist()
+    samples = []
+    for token, num, start, end in zip(tokens, num_predicted, [0, *ends], ends, strict=False):
+        of_row = SparseDistribution(tuple(ids[start:end]), tuple(probs[start:end]))
+        predicted = tuple(v for v in of_row.token_ids[:num] if v != token)
+        samples.append(DraftSample(token, of_row, predicted))
+    return samples

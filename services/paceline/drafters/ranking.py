@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.core.deferred import download
 from paceline.core.processors import Row
 from paceline.core.sampling import RowKeys, best_coupled, row_keys
 from paceline.core.verification import sample_draft
@@ -75,6 +76,7 @@ def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
 def _rank_alike(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) -> list[Ranking]:
     """Ranks rows of one rule; the tensors are [rows, m]."""
     if rows[0].rule is Rule.REJECTION:
+        token_ids, log_q = download(token_ids, log_q)  # every q is sent whole: one wait, and the rest on the host
         log_q = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
         return _by_sampling(token_ids, log_q, row_keys([row.row for row in rows], log_q.device), rows)
     most = max(row.fan_out for row in rows)
