@@ -130,6 +130,9 @@ class Window:
     """Draft tokens up to the first that was rejected."""
     hits: int = 0
     misses: int = 0
+    draft_steps: int = 0
+    draft_s: float = 0.0
+    """Seconds of those steps, with what the draft's thread does between two forwards."""
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, chunk: Chunk) -> None:
@@ -154,6 +157,11 @@ class Window:
     @property
     def tokens_per_round(self) -> float:
         return self.tokens / max(self.rounds, 1)
+
+    @property
+    def draft_step_s(self) -> float:
+        """Mean seconds of a draft's step; 0 without one."""
+        return self.draft_s / max(self.draft_steps, 1)
 
     @property
     def hit_rate(self) -> float | None:
@@ -199,7 +207,8 @@ class InTurn:
         seconds: float,
     ) -> Window:
         """So many sessions at once, one request after the other."""
-        window = Window(warm_s, seconds)
+        window, stats = Window(warm_s, seconds), self._draft.stats
+        before = stats.tree_steps, stats.step_s
         if not sessions:
             time.sleep(warm_s + seconds)
         while not window.over:
@@ -212,6 +221,7 @@ class InTurn:
         for session in [*self._sessions.values()]:
             self._act(session.cancel())
         self._sessions.clear()
+        window.draft_steps, window.draft_s = stats.tree_steps - before[0], stats.step_s - before[1]
         return window
 
     def _open(self, prompt: Sequence[int], sampling: SamplingParams, speculation: SpeculationParams) -> None:
@@ -372,6 +382,7 @@ async def load(
 ) -> Window:
     """So many sessions at once on the router, one request after the other, until the time is over."""
     window = Window(warm_s, seconds)
+    before = _drafted(router)
 
     async def session() -> None:
         while True:
@@ -389,7 +400,15 @@ async def load(
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
+    after = _drafted(router)
+    window.draft_steps, window.draft_s = int(after[0] - before[0]), after[1] - before[1]
     return window
+
+
+def _drafted(router: Router) -> tuple[float, float]:
+    """Tree steps of all drafts, and their seconds."""
+    counters = [status.counters for status in router.statuses().get("draft", [])]
+    return sum(c["tree_steps"] for c in counters), sum(c["step_s"] for c in counters)
 
 
 def speculation_of(mode: Mode, k: int, rule: Acceptance = Acceptance.COUPLED) -> SpeculationParams:

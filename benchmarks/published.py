@@ -13,8 +13,9 @@ The share that the paper's own three figures imply, and a step of its draft, are
 and a target's step yields (1 - a^7) / (1 - a) tokens at 161.8 tokens/s, and one without waiting at most
 (1 - a^8) / (1 - a) at 255.8, which gives a = 0.86 and 1.75 ms.
 
-Beside each row stands what `paceline plan` simulates for it, with the acceptance that was measured. All rows of a
-setting are measured in turn, window by window.
+Beside each row stands what `paceline plan` simulates for it, with the acceptance and the mean step of the draft that
+were measured: its forwards last as long as they are told to, and what its thread does between two of them comes on top.
+All rows of a setting are measured in turn, window by window.
 """
 
 from __future__ import annotations
@@ -149,19 +150,19 @@ def show(setting: str, found: dict[Row, paced.Window], sessions: int, times: lis
     """Prints a setting's table."""
     plain = next(w for row, w in found.items() if row.mode is Mode.PLAIN)
     base = max(w.tokens_per_s for row, w in found.items() if row.name == "co-located")
-    target, draft = (StepTable.affine(step_s, step_s / ROWS) for step_s in times)
+    target = StepTable.affine(times[0], times[0] / ROWS)
     gap_s = max(0.0, sessions / plain.tokens_per_s - target.seconds(sessions))
     rows: list[tuple[str, ...]] = [
         (
             *("", "K", "tokens/s", "a request", "a device", "x co-located", "accepted", "tok/round", "hits"),
-            *("plan", "error", "published"),
+            *("draft ms", "plan", "error", "published"),
         )
     ]
     for row, w in found.items():
         accepted = paced.acceptance([w]) if row.k else 0.0
         system = System(
             target,
-            draft,
+            StepTable.affine(max(times[1], w.draft_step_s), times[1] / ROWS),
             Outcomes.derived(accepted or 0.5, coupled=rule is Acceptance.COUPLED),
             gap_s=gap_s,
             draft_width=TREE_STEP_TOKENS,
@@ -181,6 +182,7 @@ def show(setting: str, found: dict[Row, paced.Window], sessions: int, times: lis
                 f"{accepted:.3f}" if row.k else "-",
                 f"{w.tokens_per_round:.2f}",
                 "-" if w.hit_rate is None else f"{w.hit_rate:.2f}",
+                f"{1e3 * w.draft_step_s:.2f}" if row.k else "-",
                 f"{forecast:.1f}",
                 f"{forecast / w.tokens_per_s - 1:+.1%}",
                 f"{PUBLISHED[row.name]:g}" if published and row.k in (0, 6, 7) else "",

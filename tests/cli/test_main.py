@@ -318,7 +318,7 @@ def test_any_mode_gives_the_same_tokens(plain_json, flags):
     assert [one["logprob"] for one in best] == pytest.approx(answer["logprobs"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiling_says_so_once_and_leaves_standard_output_alone(tmp_path):
     arguments = command("generate", PROMPT, "--mode", "plain", "--max-tokens", "8", "--json", "--compile")
     lines = []

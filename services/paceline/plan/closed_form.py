@@ -55,7 +55,7 @@ class System:
     draft_width: int = 64
     """Nodes of a tree step, at most."""
     adaptive: bool = True
-    """The target verifies as many tokens as pay (``target/budget.py``), not all that there are."""
+    """The target verifies as many tokens as pay (``target/control/allocation.py``), not all that there are."""
     max_step_tokens: int = 256
     """Tokens of a step, prompt chunks and proposals together; of a draft's prefill likewise."""
     target_kv_s: float = 0.0

@@ -17,7 +17,7 @@ _LEAST_SAMPLES = 5
 class StepTable:
     """Linear between the points, constant before the first, and beyond the last with the slope of the last piece.
 
-    It is what ``budget.allot`` asks for its step times, so that the engine's own rule can decide here too.
+    It is what ``allocate_draft_tokens`` asks for its step times, so that the engine's own rule can decide here too.
     """
 
     points: tuple[tuple[int, float], ...]
