@@ -21,6 +21,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -251,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = asyncio.run(measure(args, service, templates, expected))
     names = list(dict.fromkeys(seen.fault for seen in found))
     print("\n".join([HEADER, *(row([seen for seen in found if seen.fault == name]) for name in names)]))
-    for seen in found:
-        for text in [*seen.failed, *seen.wrong]:
-            print(f"{seen.fault}: {text}")
+    reasons = Counter((one.fault, text) for one in found for text in [*one.failed, *one.wrong])
+    for (fault, text), times in reasons.items():
+        print(f"{fault}: {times} times {text}")
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(seen) for seen in found], indent=1) + "\n", encoding="utf-8")
     return 1 if any(seen.wrong for seen in found) else 0
