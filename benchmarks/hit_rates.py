@@ -155,9 +155,15 @@ def main() -> None:
             with torch.no_grad():
                 logits = [m(torch.tensor([window])).logits[0, SKIPPED - 1 : -1].float() for m in models]
             params = SamplingParams(temperature=temperature)
-            state = SamplerState(params, index, window[:SKIPPED], vocab_size=logits[0].shape[-1])
-            rows = [Row(state, window[SKIPPED:end]) for end in range(SKIPPED, WINDOW)]
             for name, rule, saguaro in rules:
+                state = SamplerState(
+                    params,
+                    index,
+                    window[:SKIPPED],
+                    vocab_size=logits[0].shape[-1],
+                    num_ranked=options.fan_out + 1 if rule is Acceptance.COUPLED else 0,
+                )
+                rows = [Row(state, window[SKIPPED:end]) for end in range(SKIPPED, WINDOW)]
                 count(cells[temperature, name], logits[0], logits[1], rows, rule, saguaro, options.fan_out)
     table_rows = [("temperature, rule", "acceptance", "hit after rejection", "hit after full acc.")]
     for (temperature, name), counts in cells.items():

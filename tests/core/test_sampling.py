@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from paceline.core import processors
 from paceline.core.deferred import DeferredChecks
-from paceline.core.noise import Stream, gumbel, seed_bits
+from paceline.core.noise import Stream, gumbel, gumbel_at, seed_bits
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import draft_candidates, process, rank_coupled, row_keys, sample_coupled
+from paceline.core.sampling import best_coupled, draft_candidates, process, rank_coupled, row_keys, sample_coupled
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.types import SamplingParams
 
@@ -60,8 +60,8 @@ def assert_same_distribution(log_probs, expected):
     torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=2e-5)
 
 
-def state(params, prompt=(1, 2), output=(), *, vocab_size=12, seed=7, eos=()):
-    return SamplerState(params, seed, prompt, output, eos_token_ids=eos, vocab_size=vocab_size)
+def state(params, prompt=(1, 2), output=(), *, vocab_size=12, seed=7, eos=(), num_ranked=0):
+    return SamplerState(params, seed, prompt, output, eos_token_ids=eos, vocab_size=vocab_size, num_ranked=num_ranked)
 
 
 TOKEN = st.integers(0, 11)
@@ -404,6 +404,78 @@ def test_the_first_of_the_ranking_is_the_targets_own_token():
     assert torch.equal(ranked[:, 0], sample_coupled(process(logits, rows)))
     assert (scores.diff(dim=-1).nan_to_num(-1.0) <= 0).all()
     assert torch.equal(ranked.sort(-1).values, token_ids.sort(-1).values)
+
+
+FLAT = 700
+"""Tokens of vocabularies of which the 256 likeliest hold a part only."""
+
+
+def scores_with_noise(logits, rows):
+    """What a draft's candidates are ranked by, over the whole vocabulary: [rows, tokens] float64."""
+    processed = process(logits, rows)
+    every = torch.arange(logits.shape[1]).expand(len(rows), -1)
+    noise = gumbel_at(processed.seeds, processed.positions, Stream.COUPLED, every).double()
+    return processed.scores.double() + noise, processed.log_probs
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 300}, {"min_p": 0.2}], ids=["all", "top-k", "min-p"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_that_share_noise_are_the_first_of_the_whole_vocabulary(options, dtype):
+    logits = (torch.randn(60, FLAT, generator=torch.Generator().manual_seed(1)) / 2).to(dtype)
+    sampler = state(SamplingParams(temperature=0.9, **options), seed=3, vocab_size=FLAT, num_ranked=5)
+    rows = [Row(sampler, (1,) * i) for i in range(60)]
+    token_ids, log_q = draft_candidates(logits, rows, 256)
+    assert token_ids.shape == log_q.shape == (60, 5)
+    scores, log_probs = scores_with_noise(logits, rows)
+    first = scores.topk(5, -1).indices
+    assert torch.equal(token_ids.sort(-1).values, first.sort(-1).values)
+    torch.testing.assert_close(log_q, log_probs.gather(-1, token_ids), rtol=2e-6, atol=5e-6)
+    assert (log_q.diff(dim=-1) <= 0).all()
+    assert best_coupled(token_ids, log_q, rows, 5)[0] == first.tolist()
+
+
+def test_the_likeliest_tokens_miss_the_targets_own_where_those_that_share_noise_do_not():
+    logits = torch.randn(200, FLAT, generator=torch.Generator().manual_seed(2)) / 2
+    shares = []
+    for num_ranked in (0, 6):
+        sampler = state(SamplingParams(temperature=1.0), seed=4, vocab_size=FLAT, num_ranked=num_ranked)
+        rows = [Row(sampler, (1,) * i) for i in range(200)]
+        own = sample_coupled(process(logits, rows)).tolist()
+        ranked, _ = best_coupled(*draft_candidates(logits, rows, 256), rows, 6)
+        shares.append(sum(first[0] == token for first, token in zip(ranked, own, strict=True)) / 200)
+    assert shares[0] < 0.7
+    assert shares[1] == 1.0
+
+
+def test_sessions_that_share_noise_and_others_have_their_own_candidates_in_one_batch():
+    logits = torch.randn(12, FLAT, generator=torch.Generator().manual_seed(6))
+    options = [
+        (SamplingParams(temperature=1.0), 4),
+        (SamplingParams(temperature=1.0), 0),
+        (SamplingParams(), 4),
+        (SamplingParams(temperature=1.0, top_p=0.9), 4),
+    ]
+    samplers = [state(params, seed=i, vocab_size=FLAT, num_ranked=num) for i, (params, num) in enumerate(options)]
+    rows = [Row(samplers[i % 4], (1,) * (i // 4)) for i in range(12)]
+    token_ids, log_q = draft_candidates(logits, rows, 64)
+    assert token_ids.shape == log_q.shape == (12, 64)
+    for i in range(12):
+        alone_ids, alone_log_q = draft_candidates(logits[i : i + 1], rows[i : i + 1], 64)
+        width = alone_ids.shape[1]
+        assert width == (4 if i % 4 == 0 else 64)
+        assert torch.equal(token_ids[i, :width], alone_ids[0])
+        assert torch.equal(log_q[i, :width], alone_log_q[0])
+        assert (log_q[i, width:] == -INF).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_a_row_that_is_no_distribution_has_no_candidates(bad):
+    logits = torch.zeros(2, FLAT)
+    logits[1, 7] = bad
+    sampler = state(SamplingParams(temperature=1.0), vocab_size=FLAT, num_ranked=4)
+    token_ids, log_q = draft_candidates(logits, [Row(sampler), Row(sampler)], 64)
+    assert log_q.isfinite().tolist() == [[True] * 4, [False] * 4]
+    assert (token_ids >= 0).all()
 
 
 def test_equal_scores_rank_by_id():

@@ -108,8 +108,8 @@ def difference(family: str, head: Watched) -> float:
     for tokens, _, ids, log_q in head.asked[:: max(1, len(head.asked) // NUM_COMPARED)]:
         with torch.no_grad():
             logits = first_layer(family)(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        some = ids[:20]
-        worst = max(worst, float((logits.log_softmax(-1)[some] - log_q[:20]).abs().max()))
+        some = log_q.isfinite()
+        worst = max(worst, float((logits.log_softmax(-1)[ids[some]] - log_q[some]).abs().max()))
     return worst
 
 

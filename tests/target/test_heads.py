@@ -277,7 +277,7 @@ def test_a_head_beside_a_draft(mode: Mode) -> None:
     assert_same(pump.run(requests), reference)
     used = sum(r.speculation.accepted - r.speculation.head_accepted for r in pump.results.values())
     assert (mounted.stats.rows_used > 20) == (mode is Mode.OVERLAPPED)
-    assert (used > 20) == (mode is not Mode.PLAIN)
+    assert (used > 10) == (mode is not Mode.PLAIN)
     assert mounted.stats.rows == pump.target.stats.head_rows
 
 

@@ -257,7 +257,9 @@ class DraftOptions(Growing, ModelOptions):
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)
-    """Candidates of the distribution that are ranked; the rest of its tail is never proposed."""
+    """Candidates of the distribution that are ranked; the rest of its tail is never proposed. Where the draft shares
+    the target's noise and a native pass on the CPU finds them, ``fan_out`` candidates of the whole vocabulary are
+    enough."""
     parallel_tokens: int | None = Field(default=None, ge=1, le=MAX_DRAFT_TOKENS)
     """Tokens that a PARD model predicts with one forward. None: 8 if the checkpoint is one (its config.json names a
     ``pard_token``), else 1."""

@@ -229,13 +229,15 @@ struct Best {
   int64_t token = 0;
 };
 
-// The largest of weight + noise over tokens [first, first + n); weight(i) of token first + i as what the score is the
-// sum with. `floor`: a score that is reached for certain. Weights of a block go through `load(begin, count, out)`, which
-// returns false where all are -inf.
+// The `wanted` largest of weight + noise over tokens [first, first + n) into `best`, largest first, of equal ones the
+// lower token first; weight(i) of token first + i as what the score is the sum with. Where there are fewer, the rest has
+// the score -inf. `floor`: a score that so many reach for certain. Weights of a block go through `load(begin, count,
+// out)`, which returns false where all are -inf.
 template <typename Load, typename Weight>
-Best gumbel_best(int64_t n, int64_t first, const Key& key, double floor, Load load, Weight weight) {
-  Best best;
-  best.token = first;
+void gumbel_best(int64_t n, int64_t first, const Key& key, double floor, int64_t wanted, Best* best, Load load,
+                 Weight weight) {
+  std::fill(best, best + wanted, Best{});
+  best->token = first;
   float reached = offset(floor);
   double least = floor;
   alignas(64) float w[kBlock];
@@ -260,13 +262,14 @@ Best gumbel_best(int64_t n, int64_t first, const Key& key, double floor, Load lo
       const int64_t token = base + i;
       if (token < first || token >= first + n) continue;
       const double score = static_cast<double>(gumbel(words[i])) + weight(token - first);
-      if (score > best.score) {
-        best.score = score, best.token = token;
-        if (score > least) least = score, reached = offset(score);
-      }
+      int64_t at = wanted;
+      while (at > 0 && score > best[at - 1].score) --at;
+      if (at == wanted) continue;
+      std::copy_backward(best + at, best + wanted - 1, best + wanted);
+      best[at].score = score, best[at].token = token;
+      if (best[wanted - 1].score > least) least = best[wanted - 1].score, reached = offset(least);
     }
   }
-  return best;
 }
 
 template <typename T>
@@ -278,8 +281,9 @@ void raw_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const int64_t
     const float most = largest_of(Values<T>{x}, n, &is_number);
     const double floor = most * (most < 0 ? 1.000001 : 0.999999) + kMinGumbel - 0.01;
     const T* at = x;
-    const Best best = gumbel_best(
-        n, first, key, most == -kInfinity ? -std::numeric_limits<double>::infinity() : floor,
+    Best best;
+    gumbel_best(
+        n, first, key, most == -kInfinity ? -std::numeric_limits<double>::infinity() : floor, 1, &best,
         [at](int64_t begin, int count, float* out) {
           for (int i = 0; i < count; ++i) out[i] = value(at[begin + i]);
           return true;
@@ -362,17 +366,17 @@ struct Cuts {
 
 template <typename T>
 void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& cuts, const float* temperatures,
-               const int64_t* keys, int stream, int64_t* tokens, float* logprobs) {
+               const int64_t* keys, int stream, int64_t wanted, int64_t* tokens, float* logprobs) {
   std::vector<uint64_t> kept;
-  for (int64_t row = 0; row < rows; ++row, x += stride) {
+  std::vector<Best> best(wanted);
+  for (int64_t row = 0; row < rows; ++row, x += stride, tokens += wanted, logprobs += wanted) {
+    std::fill(tokens, tokens + wanted, -1);
+    std::fill(logprobs, logprobs + wanted, -kInfinity);
     const Values<T> at{x, cuts.masks ? cuts.masks + row * cuts.mask_stride : nullptr};
     const float temperature = temperatures[row] == 0 ? 1.0f : temperatures[row];
     bool is_number;
     const float most = largest_of(at, n, &is_number);
-    if (!is_number || !(std::fabs(most) < kInfinity)) {
-      tokens[row] = -1, logprobs[row] = -kInfinity;
-      continue;
-    }
+    if (!is_number || !(std::fabs(most) < kInfinity)) continue;
     // The same two roundings as torch's: shift, then scale.
     const auto scaled = [at, most, temperature](int64_t i) { return (at[i] - most) / temperature; };
     float floor = cuts.floors[row];
@@ -397,18 +401,21 @@ void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& 
       total += sums[0];
       return true;
     };
-    int64_t token = 0;
     if (temperatures[row] == 0) {
       float buffer[kBlock];
       for (int64_t i = 0; i < n; i += kBlock) load(i, static_cast<int>(std::min<int64_t>(kBlock, n - i)), buffer);
-      while (at[token] != most) ++token;
+      std::fill(best.begin(), best.end(), Best{});
+      while (at[best[0].token] != most) ++best[0].token;
+      best[0].score = 0;
     } else {
       const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
-      token = gumbel_best(n, 0, key, kMinGumbel - 0.01, load,
-                          [&](int64_t i) { return static_cast<double>(scaled(i)); })
-                  .token;
+      const double floor = wanted == 1 ? kMinGumbel - 0.01 : -std::numeric_limits<double>::infinity();
+      gumbel_best(n, 0, key, floor, wanted, best.data(), load,
+                  [&](int64_t i) { return static_cast<double>(scaled(i)); });
     }
-    tokens[row] = token, logprobs[row] = scaled(token) - static_cast<float>(std::log(total));
+    const float log_total = static_cast<float>(std::log(total));
+    for (int64_t i = 0; i < wanted && best[i].score > -std::numeric_limits<double>::infinity(); ++i)
+      tokens[i] = best[i].token, logprobs[i] = scaled(best[i].token) - log_total;
   }
 }
 
@@ -427,15 +434,15 @@ void paceline_gumbel_max(const void* x, int kind, int64_t rows, int64_t n, int64
   if (kind == 2) raw_rows(static_cast<const Bf16*>(x), rows, n, stride, keys, stream, first, tokens, scores);
 }
 
-// The token with the largest (x - max) / temperature + noise of each row after its cuts (see Cuts), and its
-// log-probability among those that are left; temperature 0: the largest x. A row with NaN, +inf or nothing but -inf where
-// its mask has bits has token -1.
+// The `wanted` tokens with the largest (x - max) / temperature + noise of each row after its cuts (see Cuts), and their
+// log-probabilities among those that are left; temperature 0: the largest x alone. Where there are fewer, and in a row
+// with NaN, +inf or nothing but -inf where its mask has bits, tokens are -1. Returns [rows, wanted].
 void paceline_pick(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
                    int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
-                   const int64_t* keys, int stream, int64_t* tokens, float* logprobs) {
+                   const int64_t* keys, int stream, int64_t wanted, int64_t* tokens, float* logprobs) {
   const Cuts cuts{masks, mask_stride, top_k, floors};
   const auto pick = [&](const auto* of) {
-    pick_rows(of, rows, n, stride, cuts, temperatures, keys, stream, tokens, logprobs);
+    pick_rows(of, rows, n, stride, cuts, temperatures, keys, stream, wanted, tokens, logprobs);
   };
   if (kind == 0) pick(static_cast<const float*>(x));
   if (kind == 2) pick(static_cast<const Bf16*>(x));

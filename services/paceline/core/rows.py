@@ -70,10 +70,12 @@ def pick(
     masks: Masks | None = None,
     top_k: Sequence[int] | None = None,
     floors: Sequence[float] | None = None,
-) -> tuple[list[int], list[float]]:
-    """The token of each row with the largest (x - max x) / temperature + noise, and its log-probability.
+    wanted: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The tokens of each row with the largest (x - max x) / temperature + noise, and their log-probabilities.
 
-    Temperature 0: the largest x, at temperature 1. Token -1: the row has NaN or +inf, or nothing but -inf.
+    Temperature 0: the largest x alone, at temperature 1. Token -1: there are fewer, or the row has NaN or +inf, or
+    nothing but -inf.
 
     Args:
         x: [rows, tokens].
@@ -84,9 +86,13 @@ def pick(
             NaN and +inf elsewhere do not matter.
         top_k: the k largest are kept, and all that equal the k-th; None: all.
         floors: tokens below them after the temperature are left out; None: none.
+        wanted: tokens of each row.
+
+    Returns:
+        [rows, wanted] int64 and float32, the largest sum first.
     """
     rows, tokens = x.shape
-    ids, logprobs = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
+    ids, logprobs = torch.empty(rows, wanted, dtype=torch.int64), torch.empty(rows, wanted, dtype=torch.float32)
     given, lowest = ctypes.c_float * rows, floors or (-math.inf,) * rows
     _call(
         "paceline_pick",
@@ -97,10 +103,11 @@ def pick(
         given(*temperatures),
         _int64s(keys),
         stream,
-        ids,
-        logprobs,
+        _size(wanted),
+        _at(ids),
+        _at(logprobs),
     )
-    return list(ids), list(logprobs)
+    return ids, logprobs
 
 
 def largest(x: Tensor, m: int, masks: Masks | None = None) -> tuple[Tensor, Tensor]:

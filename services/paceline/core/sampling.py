@@ -120,7 +120,8 @@ def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
     if native.usable(processed.scores, torch.float32):
         greedy, nothing = processed.greedy.tolist(), torch.zeros_like(processed.seeds)
         keys = torch.stack((processed.seeds, processed.positions, nothing), dim=-1).flatten().tolist()
-        return native.pick(processed.scores, [float(not cold) for cold in greedy], keys, Stream.COUPLED)
+        picked, of_them = native.pick(processed.scores, [float(not cold) for cold in greedy], keys, Stream.COUPLED)
+        return picked.squeeze(-1).tolist(), of_them.squeeze(-1).tolist()
     token_ids = sample_coupled(processed)
     logprobs = processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
     own, values = torch.stack((token_ids.to(torch.float64), logprobs.to(torch.float64))).tolist()  # one transfer
@@ -134,6 +135,15 @@ def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], li
     """
     if len(rows) != len(logits) or not native.usable(logits, torch.float32, torch.bfloat16):
         return None
+    picked = _picked(logits, rows, 1)
+    if picked is None:
+        return None
+    token_ids, logprobs = picked[0].squeeze(-1).tolist(), picked[1].squeeze(-1).tolist()
+    return None if -1 in token_ids else (token_ids, logprobs)
+
+
+def _picked(logits: Tensor, rows: Sequence[Row], wanted: int) -> tuple[Tensor, Tensor] | None:
+    """``native.pick`` of raw logits, with the cuts of each row's session; None: one has a processor that it lacks."""
     temperatures: list[float] = []
     keys: list[int] = []
     cuts: list[tuple[int, float]] = []
@@ -148,7 +158,7 @@ def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], li
         temperatures.append(temperature)
         keys += (seed, num_tokens + len(row.suffix), 0)  # three numbers per row, flat
         cuts.append(cut)
-    token_ids, logprobs = native.pick(
+    return native.pick(
         logits,
         temperatures,
         keys,
@@ -156,23 +166,50 @@ def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], li
         masks=masks_of(rows, logits.shape[1]),
         top_k=[top_k for top_k, _ in cuts],
         floors=[floor for _, floor in cuts],
+        wanted=wanted,
     )
-    return None if -1 in token_ids else (token_ids, logprobs)
 
 
 def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
-    """Approximates ``process``: temperature, top-k, top-p and min-p act within the m most likely tokens.
+    """Candidates for the next token of a draft, in each row the m most likely ones; an approximation of ``process``.
 
-    Any difference to ``process`` costs acceptance, never correctness.
+    Temperature, top-k, top-p and min-p act within the m most likely tokens. Where a native pass draws the tokens of a
+    session with ``num_ranked``, candidates are so many with the largest log q + noise instead, of the whole vocabulary:
+    no others can be the first of the ranking, and of a flat distribution the m most likely may hold no more than nine
+    tenths. Any difference to ``process`` costs acceptance, never correctness.
 
     Args:
         logits: [rows, vocab] of any float dtype, not modified.
         m: candidates per row; the vocabulary size bounds it.
 
     Returns:
-        token_ids [rows, m] int64 and log_q [rows, m] float32, sorted by log_q descending; cut candidates are
-        -inf.
+        token_ids [rows, at most m] int64 and log_q float32, sorted by log_q descending; cut candidates are -inf.
     """
+    noisy = [i for i, row in enumerate(rows) if row.state.num_ranked and row.state.picks_at_once]
+    if not noisy or not native.usable(logits, torch.float32, torch.bfloat16):
+        return _likeliest(logits, rows, m)
+    if len(noisy) == len(rows):
+        return _noisiest(logits, rows, m)
+    token_ids = torch.zeros(len(rows), min(m, logits.shape[-1]), dtype=torch.int64)
+    log_q = torch.full(token_ids.shape, -math.inf)
+    others = sorted({*range(len(rows))} - {*noisy})
+    for made, indices in ((_noisiest, noisy), (_likeliest, others)):
+        ids, values = made(logits[indices], [rows[i] for i in indices], m)
+        token_ids[indices, : ids.shape[1]], log_q[indices, : ids.shape[1]] = ids, values
+    return token_ids, log_q
+
+
+def _noisiest(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
+    """The tokens of each row with the largest log q + noise, as ``draft_candidates`` returns them."""
+    most = max(row.state.num_ranked for row in rows)
+    picked = _picked(logits, rows, min(m, most, logits.shape[-1]))
+    assert picked is not None, "only for sessions whose state picks at once"
+    log_q, order = picked[1].sort(dim=-1, descending=True, stable=True)
+    return picked[0].clamp_(min=0).gather(-1, order), log_q
+
+
+def _likeliest(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
+    """The m most likely tokens of each row, as ``draft_candidates`` returns them."""
     m = min(m, logits.shape[-1])
     if native.usable(logits, torch.float32, torch.bfloat16):
         changed = _edited(logits, rows, bind=False) if any(row.state.changes for row in rows) else logits

@@ -34,7 +34,7 @@ from paceline.drafters.ranking import Ranking, Rule, rank
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed
 from paceline.model.runner import ModelRunner
-from paceline.types import Execution, Mode, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Execution, Mode, SamplingParams, SpeculationParams
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +205,7 @@ class DraftEngine:
             self._check_open(message)
             num_prompt_tokens = message.num_prompt_tokens
             sampling, grammar = self._constrained(message)
+            growth = self._growth(message.speculation)
             sampler = SamplerState(
                 sampling,
                 message.seed,
@@ -214,8 +215,9 @@ class DraftEngine:
                 vocab_size=self._vocab_size,
                 device=self._device,
                 grammar=grammar,
+                num_ranked=growth.fan_out if message.speculation.acceptance is Acceptance.COUPLED else 0,
             )
-            session = DraftSession(message, sampler, self._growth(message.speculation), self._calibrations)
+            session = DraftSession(message, sampler, growth, self._calibrations)
             self._drafter.open(message.session_id, message.token_ids, sampler, message.cache_salt)
         except Exception as error:
             self._drafter.close(message.session_id)

@@ -168,7 +168,7 @@ class ModelDrafter:
         ids, scores = download(ids, scores)
         if self.tokens_per_leaf == 1 and order == [(i, 0) for i in range(len(leaves))]:
             return Candidates(ids, scores)
-        everyone = self._candidates(leaves, tails, m)
+        everyone = self._candidates(leaves, tails, ids.shape[1])
         at, depths = torch.tensor(order).T
         of_leaves = (at,) if self.tokens_per_leaf == 1 else (at, depths)
         everyone.token_ids[of_leaves], everyone.log_q[of_leaves] = ids, scores

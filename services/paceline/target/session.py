@@ -17,6 +17,9 @@ from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
 
+FAN_OUT = 3
+"""Candidates of a head that are ranked at each place; the gap to the second says how certain the first is."""
+
 
 @dataclass(slots=True)
 class Account:
@@ -94,6 +97,7 @@ class TargetSession:
             vocab_size=vocab_size,
             device=device,
             grammar=grammar,
+            num_ranked=FAN_OUT if speculation.acceptance is Acceptance.COUPLED else 0,
         )
         self.rejection = speculation.acceptance is Acceptance.REJECTION and sampling.temperature > 0
         self.lookup: Lookup | None = None

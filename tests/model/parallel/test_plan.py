@@ -112,9 +112,7 @@ def test_two_ranks_equal_one_process(family: str, two: Ranks, tmp_path: Path) ->
     check_equal(two, FAMILIES[family](), tmp_path, torch.float32, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "family", [*slow(["llama"]), *nightly(f for f in PLANNED if f not in ("llama", "qwen3_moe"))]
-)
+@pytest.mark.parametrize("family", [*slow(["llama"]), *nightly(f for f in PLANNED if f not in ("llama", "qwen3_moe"))])
 def test_two_ranks_are_near_one_process_in_bfloat16(family: str, two: Ranks, tmp_path: Path) -> None:
     """Within 3 % of the largest logit. Not of experts: a rounding can choose another one."""
     check_equal(two, FAMILIES[family](), tmp_path, torch.bfloat16, 0.03)

@@ -13,9 +13,9 @@ from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, L
 from paceline.drafters.ranking import RankingRow, Rule, rank
 from paceline.target.control.allocation import expected_tokens
 from paceline.target.control.compared import compare
-from paceline.target.heads.followed import FAN_OUT, Followed, HeadSubtree, without_nodes
+from paceline.target.heads.followed import Followed, HeadSubtree, without_nodes
 from paceline.target.heads.mounted import MountedHead
-from paceline.target.session import TargetSession
+from paceline.target.session import FAN_OUT, TargetSession
 
 _LEAST_PATH = 0.02
 _NONCES = 1 << 31

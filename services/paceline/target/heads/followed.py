@@ -12,10 +12,7 @@ from paceline.drafters.ranking import Ranking, Rule
 from paceline.messages import Node
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.subtree import SubtreeOffer
-from paceline.target.session import TargetSession
-
-FAN_OUT = 3
-"""Candidates ranked at each place; the gap to the second says how certain the first is."""
+from paceline.target.session import FAN_OUT, TargetSession
 
 _MOST_HOLES = 4
 """Holes of a session that are known apart; the first two become one, with what is between them."""

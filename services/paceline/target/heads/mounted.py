@@ -14,8 +14,8 @@ from paceline.drafters.ranking import Rule
 from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.head_gate import HeadGate
-from paceline.target.heads.followed import FAN_OUT, Followed, rule_of
-from paceline.target.session import TargetSession
+from paceline.target.heads.followed import Followed, rule_of
+from paceline.target.session import FAN_OUT, TargetSession
 from paceline.types import PAGE_SIZE
 
 log = logging.getLogger(__name__)
