@@ -35,7 +35,7 @@ from tests.k8s.support import (
 from paceline.cluster.environment import LONGEST_STREAM_S, serve_environment
 from paceline.config import ServiceConfig
 
-pytestmark = needs_kubectl
+pytestmark = [needs_kubectl, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Ray's own models
 
 
 def args_of(service):
@@ -176,7 +176,6 @@ def test_the_serve_config_is_that_of_the_cluster_folder(name):
     assert yaml.safe_load(text) == expected
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own models
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_ray_serve_takes_the_config(name):
     from ray.serve.schema import ServeDeploySchema
