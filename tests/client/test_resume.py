@@ -14,7 +14,7 @@ from tests.support.fake_service import WORDS, chunk, complete, endless, wait_unt
 
 from paceline.client import AsyncClient, Client
 from paceline.client import connection as connection_module
-from paceline.client.retries import RESUME_TIMEOUT_S, Retries
+from paceline.client.retries import REACH_TIMEOUT_S, RESUME_TIMEOUT_S, Retries
 from paceline.errors import (
     DeadlineExceededError,
     EngineError,
@@ -202,9 +202,9 @@ class Clock:
         return self.now
 
 
-def retries(resume=True):
+def retries(resume=True, **options):
     clock = Clock()
-    return Retries(resume, clock=clock, uniform=lambda low, high: high), clock
+    return Retries(resume, clock=clock, uniform=lambda low, high: high, **options), clock
 
 
 def lost(hint=None, code=Code.UNAVAILABLE):
@@ -240,6 +240,32 @@ def test_a_request_without_a_token_is_sent_three_times_with_or_without_resuming(
     assert retries()[0].pause_s(Failed(*to_status(ResourceExhaustedError("full", 1))), 0) is None
     assert retries()[0].pause_s(Failed(*to_status(InvalidRequestError("top_p is 2"))), 3) is None
     assert retries(resume=False)[0].pause_s(lost(), 3) is None
+
+
+def test_a_client_that_was_answered_before_waits_until_its_service_can_be_reached_again():
+    policy, clock = retries(answered=True)
+    while (pause_s := policy.pause_s(lost(), 0)) is not None:
+        clock.now += pause_s
+    assert REACH_TIMEOUT_S - 2 < clock.now - 100 <= REACH_TIMEOUT_S
+    policy, _ = retries(answered=True)
+    ours = Failed(*to_status(EngineError("no target is up")))
+    assert [policy.pause_s(ours, 0) for _ in range(3)] == [0.1, 0.2, None], "it can be reached, and says no"
+    policy, _ = retries(resume=False, answered=True)
+    assert [policy.pause_s(lost(), 0) for _ in range(3)] == [0.1, 0.2, None]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["answered", "new"])
+def test_a_proxy_that_is_started_again_is_noticed_only_by_clients_that_are_new(server, before):
+    server.script = breaking(LOST["connection"], at=())
+    with Client(server.address) as client:
+        if before:
+            assert client.generate("hi").result.text == TEXT
+        server.script = breaking(LOST["new proxy"], at=[0] * 4)
+        if before:
+            assert client.generate("hi").result.text == TEXT
+        else:
+            with pytest.raises(EngineError, match="cannot be reached: Application metadata not set"):
+                assert client.generate("hi").result
 
 
 # -- the age of connections --------------------------------------------------------------------------------------------

@@ -279,6 +279,8 @@ class ClientBase(Generic[StreamT]):
         self._credentials = credentials if tls is None else tls.credentials()
         self._options = list(_OPTIONS)
         self._closed = False
+        self.answered = False
+        """The service has sent something of a stream."""
         if tls is not None and tls.server_name is not None:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
         self._lock = threading.Lock()
@@ -348,8 +350,9 @@ class ClientBase(Generic[StreamT]):
         stream; None: no limit. ``request_id``: unique among the requests in progress; drawn if absent, as is the
         seed. ``logprobs``: asks for the log probability of every token; without it, ``logprobs`` is empty.
         ``resume``: a stream whose router or connection is lost continues by itself, no token lost or twice; False:
-        it raises EngineError. ``cache_salt``: cached prompts and texts that drafts learn from are shared with requests
-        of the same salt only.
+        it raises EngineError. A new request of a client that has been answered before is also sent again, for a while,
+        if nothing can be reached. ``cache_salt``: cached prompts and texts that drafts learn from are shared with
+        requests of the same salt only.
 
         Raises InvalidRequestError for a request that cannot be sent; errors of the service are raised by the stream.
         """
@@ -357,7 +360,8 @@ class ClientBase(Generic[StreamT]):
         request = _request(prompt, sampling, speculation, stop, request_id, cache_salt, sampling_fields)
         message = api.request_to_proto(request, logprobs)
         timeout_s = checked_timeout(timeout_s)
-        stream = self._open(Transcript(request, message, self.address, timeout_s, Retries(resume)))
+        retries = Retries(resume, answered=self.answered)
+        stream = self._open(Transcript(request, message, self.address, timeout_s, retries))
         self._streams.add(stream)
         return stream
 
@@ -403,6 +407,7 @@ class StreamBase:
         raise NotImplementedError
 
     def _take(self, message: pb.GenerateResponse) -> Chunk | None:
+        self._client.answered = True
         chunk = self._transcript.feed(message)
         if self._transcript.over:  # the message could not be read
             self._call.cancel()

@@ -1,6 +1,7 @@
 """Decides if a request whose call failed is sent again, and after which pause. Knows no connections and does not wait.
 
-A request that has no token yet is sent three times at most, and only if the service was unavailable. A stream that
+A request that has no token yet is sent three times at most, and only if the service was unavailable; by a client that
+has been answered before, for REACH_TIMEOUT_S, as its service may be starting a router or a proxy again. A stream that
 broke after its first token is *resumed*: sent again with the tokens that have arrived, until it goes on or
 RESUME_TIMEOUT_S have passed. Neither can give a token twice: a request keeps its id and its seed, and the service
 continues after the tokens that it is told (``generated_token_ids`` in generation.proto).
@@ -19,6 +20,8 @@ from paceline.rpc.status import from_rpc_error, is_lost, pushback_s
 
 RESUME_TIMEOUT_S = 60.0
 """A broken stream fails if it has not gone on for so long."""
+REACH_TIMEOUT_S = 20.0
+"""A request without a token fails if a service that has answered before cannot be reached for so long."""
 _MAX_TRIES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
@@ -30,11 +33,13 @@ class Retries:
         self,
         resume: bool,
         *,
+        answered: bool = False,
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """``resume``: whether a stream that has begun is continued. ``uniform`` spreads the pauses of many clients."""
-        self._resume, self._clock, self._uniform = resume, clock, uniform
+        """``resume``: whether a stream that has begun is continued, and ``answered``: whether the service has answered
+        this client before, and is worth waiting for. ``uniform`` spreads the pauses of many clients."""
+        self._resume, self._patient, self._clock, self._uniform = resume, resume and answered, clock, uniform
         self._num_tokens = 0
         self._num_failures = 0
         self._since_s = 0.0
@@ -52,8 +57,10 @@ class Retries:
         if num_tokens:
             again = self._resume and _may_go_on(error) and now + hint_s <= self._since_s + RESUME_TIMEOUT_S
         else:
-            unavailable = is_lost(error) or error.code() is grpc.StatusCode.UNAVAILABLE
+            lost = is_lost(error)
+            unavailable = lost or error.code() is grpc.StatusCode.UNAVAILABLE
             again = unavailable and self._num_failures < _MAX_TRIES and hint_s <= RESUME_TIMEOUT_S
+            again = again or (self._patient and lost and now + hint_s <= self._since_s + REACH_TIMEOUT_S)
         return hint_s if again else None
 
 
