@@ -85,13 +85,13 @@ def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
     folder = save_pair(tmp_path)
     run = {"dtype": "float32", "compile": False}
     config = LocalConfig(
-        target=TargetModel(path=str(folder / "target"), **run),
+        target=TargetModel(path=str(folder / "target"), adaptive=False, **run),
         draft=DraftModel(path=str(folder / "draft"), **run),
         worker="thread",
         pin_cores=False,
     )
     with LocalPipeline(config) as pipeline, served(local_edge(pipeline, ServerConfig(), "one")) as at:
-        body = {"prompt": "lazy", "max_tokens": 20, "ignore_eos": True}
+        body = {"prompt": "lazy", "max_tokens": 20, "ignore_eos": True, "speculation": {"mode": "sequential"}}
         usage = [call(f"{at}/v1/completions", body)[2]["usage"] for _ in range(2)]
         page = call(f"{at}/metrics")[2].decode()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if line[0] != "#"}
