@@ -23,8 +23,11 @@ V1     := services/paceline/v1
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos \
 	--plugin=$(BIN)/protoc-gen-mypy --plugin=$(BIN)/protoc-gen-mypy_grpc
 
+# A test that hangs ends its process after a quarter of an hour, and is named, with what all threads were doing.
+TIMEOUT := --timeout 900 --timeout-method thread
+
 # Two processes, each with its own core; tests of one xdist_group never run at the same time as each other.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations 15
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations 15 $(TIMEOUT)
 
 # One torch thread per process: a multi-threaded region stalls whenever anything else wants one of its cores.
 export OMP_NUM_THREADS := 1
@@ -60,13 +63,13 @@ test-slow: setup
 	$(PYTEST) -m "slow and not nightly and not ray and not gpu"
 
 test-ray: setup
-	timeout 600 $(BIN)/python -m pytest -q -m "ray and not nightly" tests/metrics/test_metrics.py  # a cluster of its own
-	timeout 1800 $(BIN)/python -m pytest -q -m "ray and not nightly" --ignore tests/metrics/test_metrics.py
+	$(BIN)/python -m pytest -q $(TIMEOUT) -m "ray and not nightly" tests/metrics/test_metrics.py  # a cluster of its own
+	$(BIN)/python -m pytest -q $(TIMEOUT) -m "ray and not nightly" --ignore tests/metrics/test_metrics.py
 
 test-nightly: setup
 	$(PYTEST) -m "(slow or nightly) and not ray and not gpu"
-	$(BIN)/python -m pytest -q -m ray tests/metrics/test_metrics.py
-	$(BIN)/python -m pytest -q -m ray --ignore tests/metrics/test_metrics.py
+	$(BIN)/python -m pytest -q $(TIMEOUT) -m ray tests/metrics/test_metrics.py
+	$(BIN)/python -m pytest -q $(TIMEOUT) -m ray --ignore tests/metrics/test_metrics.py
 	$(MAKE) audit
 
 gpu:

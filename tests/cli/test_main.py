@@ -489,7 +489,7 @@ def test_a_reader_that_goes_away_cancels_the_request(service):
     service.script = endless
     arguments = command("generate", PROMPT, "--address", service.address, "--request-id", "unread")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(arguments, **pipes) as process, killed_at_last(process):
+    with subprocess.Popen(arguments, **pipes, start_new_session=True) as process, killed_at_last(process):
         assert process.stdout is not None
         assert process.stdout.read(1)
         process.stdout.close()
@@ -501,11 +501,13 @@ def test_a_reader_that_goes_away_cancels_the_request(service):
 
 @contextlib.contextmanager
 def killed_at_last(process):
-    """``with Popen`` waits for ever for a process that a failed test has left behind."""
+    """``with Popen`` waits for ever for a process that a failed test has left behind, and for those that it started."""
     try:
         yield
-    finally:
-        process.kill()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 @pytest.fixture
@@ -526,27 +528,31 @@ def test_an_interrupt_leaves_no_process_behind(when, tmp_path):
         (tmp_path / "operators").symlink_to(cache_dir() / "operators")
     arguments = command("generate", PROMPT, "--max-tokens", "900", "--ignore-eos", *flags)
     environment = {**os.environ, "PACELINE_CACHE": str(tmp_path)}
-    with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0, env=environment
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    with (
+        subprocess.Popen(arguments, **pipes, start_new_session=True, env=environment) as process,
+        killed_at_last(process),
+    ):
         assert process.stdout is not None
         assert process.stderr is not None
+        deadline = time.monotonic() + 120
         if when == "streaming":
             assert process.stdout.read(1)
         elif when == "compiling beside":
             assert process.stdout.read(1)
             while not any("compiled.worker" in _command_of(pid) for pid in _processes_with(tmp_path)):
+                assert time.monotonic() < deadline
                 time.sleep(0.05)
         elif when == "compiling":
             assert b"compiling" in process.stderr.read(200)
             time.sleep(10)
         else:
             while len(_processes_with(tmp_path)) < 3:
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
-        process.stdout.read()
-        errors = process.stderr.read()
-        assert process.wait(60) == 130, errors
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 130, errors
     assert b"Traceback" not in errors
     assert errors.endswith(b"\n")
     deadline = time.monotonic() + 60  # the interpreter's own helper process ends when it sees its pipe closed

@@ -1,4 +1,4 @@
-"""A link that is made slower on purpose."""
+"""The end of a link, and one that is made slower on purpose."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.router.delay import DelayedLink
-from paceline.router.link import DRAFT
+from paceline.router.link import DRAFT, DraftLink, Link
 from paceline.router.pool import Member
 from paceline.types import ReplicaStatus
 
@@ -65,3 +65,23 @@ def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
     asyncio.run(test())
     assert len(latencies) >= 2
     assert all(latency >= 2 * DELAY_S for latency in latencies)
+
+
+def test_a_link_that_is_stopped_while_its_stream_breaks_ends() -> None:
+    """The group of the stream's tasks is being ended by its reader, and loses the cancellation that comes then."""
+
+    async def test() -> None:
+        link: DraftLink = Link(
+            Member("draft-0", "127.0.0.1:1"), DRAFT, on_messages=lambda *_: None,
+            on_change=lambda _: None, silence_s=5.0,
+        )  # fmt: skip
+
+        async def read(call: Any) -> str:
+            link.stop()
+            return "the replica ended the stream"
+
+        link._read = read  # type: ignore[method-assign]
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            link.start(tasks)
+
+    asyncio.run(test())

@@ -98,14 +98,15 @@ class Link(Generic[Sent, Received]):
         self._echo_ns = 0  # when the echo that is on its way was sent; 0: none is
         self._num_others = 0
         self._task: asyncio.Task[None] | None = None
+        self._stopped = False
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Connects, and again whenever the stream breaks, in a task of the group until ``stop``."""
         self._task = tasks.create_task(self._run(), name=f"paceline-link-{self.member.replica_id}")
 
     def stop(self) -> None:
-        """Ends the stream. Idempotent; ``on_change`` is not called."""
-        self.up = False
+        """Ends the stream, and with it the link. Idempotent; ``on_change`` is not called."""
+        self.up, self._stopped = False, True
         if self._task is not None:
             self._task.cancel()
 
@@ -152,6 +153,8 @@ class Link(Generic[Sent, Received]):
             except Exception as error:  # an error of ours: without this task the replica would never come back
                 self._log_unexpected()
                 self.up, self.reason = False, f"{type(error).__name__}: {error}"
+            if self._stopped:  # a TaskGroup that a task of its own has ended forgets that it was cancelled, too
+                return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
