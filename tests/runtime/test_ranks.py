@@ -36,6 +36,7 @@ from paceline.runtime.process_worker import ProcessWorker
 from paceline.runtime.ranks import RankedWorker, process_ranks
 from paceline.target.build import build_target_engine
 from paceline.types import Acceptance, Cause, Mode, Rendezvous, SamplingParams, SpeculationParams
+from paceline_bench.processes import family, read_process
 
 RANK_TIMEOUT_S = 3.0
 TEXTS = ["abcdefgh", "the quick brown fox jumps over it", "zz"]
@@ -164,19 +165,13 @@ def test_a_rank_that_draws_by_another_seed_is_caught(
 
 def ranks_of(pid: int) -> list[int]:
     """Processes of followers below ``pid``."""
-    found = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [found.pid for found in family(pid) if found.parent == pid and "spawn_main" in found.command]
 
 
 def gone(pid: int, within_s: float = 60.0) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
+        if read_process(pid) is None:
             return True
         time.sleep(0.05)
     return False

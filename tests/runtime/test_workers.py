@@ -21,6 +21,7 @@ from paceline.errors import ConfigError, EngineError
 from paceline.logs import BUILT, STAGES
 from paceline.runtime.process_worker import ProcessWorker
 from paceline.runtime.workers import ThreadWorker, settle
+from paceline_bench.processes import read_process
 
 TIMEOUT_S = 30
 
@@ -215,17 +216,9 @@ def test_no_process_outlives_its_parent(tmp_path):
         pid = int(parent.stdout.readline())
         parent.kill()
     deadline = time.monotonic() + TIMEOUT_S
-    while _runs(pid):
+    while read_process(pid) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_relay_between_two_workers():

@@ -23,6 +23,7 @@ from paceline.rpc.transport import server_credentials
 from paceline.security import haproxy
 from paceline.security.access import TLS_HEADER
 from paceline.security.certificates import CertificateFiles, Certificates
+from paceline_bench.processes import read_process
 
 METHOD = "/paceline.v1.GenerationService/Generate"
 
@@ -256,11 +257,7 @@ def test_the_one_beside_the_proxy_ends_with_it(tmp_path):
     keeper = asyncio.run(test())
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
-        try:
-            state = Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return
-        if state == "Z":
+        if read_process(keeper) is None:
             return
         time.sleep(0.1)
     pytest.fail("it runs on")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import urllib.request
 from functools import partial
-from pathlib import Path
 
 import pytest
 from tests.security.conftest import digest, write_keys
@@ -18,6 +17,7 @@ from tests.web.support import edge_over, served
 
 from paceline.cluster.ports import free_ports
 from paceline.security.keys import KeyRing
+from paceline_bench.processes import family
 
 pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By
@@ -237,14 +237,8 @@ def test_it_asks_for_a_key_and_keeps_it_to_itself(browser, pipeline, tmp_path):
 
 def engines(process):
     """Process ids of target and draft: the children that it has spawned, in the order of their starts."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for thread in Path(f"/proc/{process.pid}/task").iterdir():
-        children += (thread / "children").read_text().split()
-    started = {}
-    for pid in set(children):
-        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            started[int(pid)] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return sorted(started, key=lambda pid: (started[pid], pid))
+    found = [c for c in family(process.pid) if c.parent == process.pid and "spawn_main" in c.command]
+    return [child.pid for child in sorted(found, key=lambda child: (child.started, child.pid))]
 
 
 def test_the_draft_is_killed_and_the_text_goes_on(page, server):

@@ -31,6 +31,7 @@ from paceline.cluster.ports import free_ports
 from paceline.cluster.watch import reason_of
 from paceline.errors import ConfigError, EngineError
 from paceline.types import Mode, SpeculationParams
+from paceline_bench import processes
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -146,28 +147,11 @@ class Running:
 
 def descendants(pid: int) -> set[int]:
     """A process and those below it."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    return {found.pid for found in processes.family(pid)}
 
 
 def command_line(pid):
     return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
-
-
-def alive(pids):
-    """Those that still run; a zombie waits for nobody here."""
-    left = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                left.add(pid)
-    return left
 
 
 def listening(pids):
@@ -297,9 +281,8 @@ def is_ours(pid):
 
 def wait_gone(pids, timeout_s=60):
     end = time.monotonic() + timeout_s
-    while left := alive(pids):
-        names = [Path(f"/proc/{pid}/cmdline").read_bytes()[:90] for pid in left if Path(f"/proc/{pid}").exists()]
-        assert time.monotonic() < end, names
+    while left := [found.command[:90] for pid in pids if (found := processes.read_process(pid))]:
+        assert time.monotonic() < end, left
         time.sleep(0.1)
 
 

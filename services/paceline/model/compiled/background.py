@@ -162,7 +162,8 @@ def all_cores() -> frozenset[int]:
     cores: set[int] = set()
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
-            cores |= os.sched_getaffinity(int(task.name))
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                cores |= os.sched_getaffinity(int(task.name))
     return frozenset(cores)
 
 
