@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from tests.faults.pump import LINKS, LONGEST, RATES, FaultyPump
 from tests.faults.runs import _at_outcome, _draft_refuses, accepted, run
-from tests.support.rings import slow
+from tests.support.rings import nightly, slow
 
 from paceline.types import Result
 
@@ -108,10 +108,10 @@ def test_everything_at_once(reference: dict[str, Result]) -> None:
     _chaos(reference, range(6))
 
 
-@pytest.mark.slow
-def test_everything_at_once_for_longer(reference: dict[str, Result]) -> None:
+@pytest.mark.parametrize("seeds", [*slow([range(6, 30)]), *nightly([range(30, 80)])], ids=str)
+def test_everything_at_once_for_longer(seeds: range, reference: dict[str, Result]) -> None:
     """The same with other seeds."""
-    _chaos(reference, range(6, 80))
+    _chaos(reference, seeds)
 
 
 def test_a_draft_that_refuses_every_session_is_left_in_peace(reference: dict[str, Result]) -> None:

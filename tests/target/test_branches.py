@@ -160,8 +160,8 @@ KERNELS = [
     ("model", "num_rows"),
     [
         *[("llama", 200), ("sliding windows", 100), ("experts", 100)],
-        *slow([("llama", 10_000)]),
-        *nightly([("sliding windows", 10_000), ("experts", 10_000)]),
+        *slow([("llama", 2_000)]),
+        *nightly([("llama", 10_000), ("sliding windows", 10_000), ("experts", 10_000)]),
     ],
 )
 @pytest.mark.parametrize("kernel", KERNELS)
