@@ -71,6 +71,7 @@ TARGET_VALUES = {
     "heads": [{
         "method": "draft_model", "model": "h", "boundaries": None, "num_speculative_tokens": 3, "probe": True,
             "lookahead": None,
+            "suffix": None,
         "probe_file": None,
     }],
 }  # fmt: skip

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from paceline.config import HeadOptions, SuffixMatching
 from paceline.core.processors import SamplerState
 from paceline.drafters.protocol import DrafterSessionError, Leaf
 from paceline.drafters.suffix import Cursor, SharedTexts, SuffixAutomaton, SuffixDrafter
@@ -155,3 +157,36 @@ def test_rows_without_a_match_are_empty() -> None:
     candidates = drafter.expand([Leaf("s", 0, (), ()), Leaf("s", 1, (1,), (44,))])
     assert candidates.token_ids.shape == candidates.log_q.shape == (2, 8)
     assert torch.isinf(candidates.log_q[1]).all()
+
+
+def test_a_chunk_of_prefill_serves_several_sessions() -> None:
+    """A long prompt takes several chunks, and short ones that wait behind it share the rest of the last one."""
+    drafter = SuffixDrafter()
+    for name, length in (("long", 2500), ("b", 10), ("c", 20)):
+        text = [i % 90 for i in range(length)]
+        drafter.open(name, text, sampler(text))
+    num_chunks = 0
+    while not drafter.ready("long"):
+        assert drafter.prefill()
+        drafter.check_integrity()
+        num_chunks += 1
+    assert num_chunks == 3
+    assert drafter.ready("b")
+    assert drafter.ready("c")
+    assert not drafter.prefill()
+
+
+def test_bad_keys_of_a_head_are_refused_by_name() -> None:
+    for fields, said in (
+        ({"suffix": {"min_match": 25}}, "min_match is 25: it must be at most max_tree_depth, which is 24"),
+        ({"suffix": {"max_spec_factor": 0}}, "max_spec_factor"),
+        ({"suffix": {"fan_out": 2}}, "fan_out"),
+        ({"model": "x"}, "model is 'x' beside method 'suffix'"),
+        ({"boundaries": [1]}, "boundaries is"),
+        ({"probe_file": "x"}, "which is not asked"),
+        ({"lookahead": {}}, "lookahead is given beside method 'suffix': it is for method 'lookahead'"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            HeadOptions(**{"method": "suffix"} | fields)
+    with pytest.raises(ValidationError, match="suffix is given beside method 'mtp'"):
+        HeadOptions(method="mtp", suffix=SuffixMatching())

@@ -82,6 +82,7 @@ ROWS: dict[str, Row] = {
     "JetSpec": Row("synthetic:jetspec"),
     "early exit": Row(None, refused={Column.RANKS: {"tensor_parallel_size": 2}}),
     "lookahead": Row(None),
+    "suffixes, in the target": Row(None),
     "draft model, co-located": _DRAFT,
 }
 """By the names of the catalogue."""
@@ -156,10 +157,10 @@ def with_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def other_entry(method: Method) -> Method | None:
     """The entry that has the same drafter in the other place."""
-    same = {"model": "draft_model", "draft_model": "model"}.get(method.kind)
-    if same is None or (method.place is Place.POOL and method.options):
+    same = {"model": "draft_model", "draft_model": "model", "suffix": "suffix"}.get(method.kind)
+    if same is None or (method.kind == "model" and method.options):
         return None
-    return next(other for other in METHODS if other.kind == same)
+    return next(other for other in METHODS if other.kind == same and other.place is not method.place)
 
 
 def snippet(method: Method) -> str:

@@ -12,7 +12,7 @@ from tests.support.models import letters_tokenizer, save_pair
 from tests.support.rings import slow
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.config import HeadOptions, SuffixMatching, TargetOptions, TargetSetup
 from paceline.drafters.heads import probe as probe_module
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.protocol import Leaf
@@ -20,6 +20,7 @@ from paceline.errors import ConfigError
 from paceline.messages import DraftState, OpenSession, Outcome, SessionFailed
 from paceline.model.loading import load_model
 from paceline.model.step_plan import SequenceStep
+from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, target_estimate
 from paceline.preflight.heads import heads_size
 from paceline.target.build import build_target_engine
 from paceline.target.control.report import explain
@@ -224,3 +225,42 @@ def test_a_draft_model_beside_the_target(tmp_path: Path) -> None:
         assert texts(engine, prompts, Mode.OVERLAPPED, temperature) == texts(engine, prompts, Mode.PLAIN, temperature)
     assert mounted.stats.rows_used > 20
     assert mounted.head._runner.cache.num_used == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_suffixes_beside_the_target(temperature: float, tmp_path: Path) -> None:
+    """The text is plain's, whether what is proposed is right, from a corpus of these texts, or mostly wrong; outputs
+    are shared with later sessions if that is asked for."""
+    source, prompts = save_pair(tmp_path) / "target", prompts_of(200)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("")
+    expected = texts(built(source, []), prompts, Mode.PLAIN, temperature)
+    used = []
+    for lines, shared_tokens in (([], 0), (expected, 0), ([], 10_000)):
+        corpus.write_text("".join(f"{line}\n" for line in lines))
+        matching = SuffixMatching(corpus=[str(corpus)], shared_tokens=shared_tokens)
+        engine = built(source, [HeadOptions(method="suffix", suffix=matching)])
+        (mounted,) = engine.heads.mounted
+        for _ in range(2):
+            assert texts(engine, prompts, Mode.OVERLAPPED, temperature) == expected
+            used.append(mounted.stats.rows_used)
+            mounted.stats.rows_used = 0
+        assert mounted.failure == ""
+        assert not mounted.head._sessions
+    alone, again, with_corpus, _, first, shared = used
+    assert alone == again, "nothing stays of other sessions"
+    assert with_corpus > alone + 40
+    assert shared > first + 40
+
+
+def test_what_suffixes_take_of_the_machine_is_counted(tmp_path: Path) -> None:
+    source = save_pair(tmp_path) / "target"
+    size = Checkpoint.open(str(source)).size("float32", None)
+    assert size is not None
+    for matching, host_bytes in ((None, 0), (SuffixMatching(shared_tokens=1000), 1000 * SUFFIX_BYTES)):
+        options = TargetOptions(**OPTIONS, heads=[HeadOptions(method="suffix", suffix=matching)])
+        setup = TargetSetup(str(source), options)
+        counted = heads_size(setup, size, 256)
+        assert counted == HeadsSize(host_bytes=host_bytes)
+        without = target_estimate(setup, size, 256)
+        assert target_estimate(setup, size, 256, heads=counted).host_bytes == without.host_bytes + host_bytes

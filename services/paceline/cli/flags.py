@@ -112,8 +112,8 @@ def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str
         "--head",
         action="append",
         metavar="METHOD=MODEL[,TOKENS]",
-        help="a drafter inside the target, such as draft_model=DIRECTORY or early_exit=BOUNDARY, and the most tokens "
-        "that it proposes at once (repeatable; beside --drafter, or alone with --drafter none)",
+        help="a drafter inside the target, such as draft_model=DIRECTORY, early_exit=BOUNDARY or suffix, and the most "
+        "tokens that it proposes at once (repeatable; beside --drafter, or alone with --drafter none)",
     )
     names = ("dtype", "compile", "background_compilation", "tensor_parallel_size")
     add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in names])

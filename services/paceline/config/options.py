@@ -85,10 +85,13 @@ HeadMethod = Literal[
     "jetspec",
     "early_exit",
     "lookahead",
+    "suffix",
     "draft_model",
 ]
 """The kinds of heads, by the names of vLLM's ``speculative_config``."""
 
+_WITHOUT_WEIGHTS = ("lookahead", "suffix")
+"""Methods without weights; the field of ``HeadOptions`` that has their options is of the same name."""
 _OF_LAYERS = ("eagle3", "peagle", "dflash", "dspark", "jetspec")
 
 
@@ -109,17 +112,44 @@ class LookaheadOptions(Strict):
         return self.window * (self.ngram - 1) - 1
 
 
+class SuffixMatching(Strict):
+    """What suffix decoding matches, and how far it proposes from a match (Oliaro et al. 2024). A new option costs one
+    edit: a field of this class."""
+
+    max_tree_depth: int = Field(default=24, ge=1, le=256)
+    """The longest match, in tokens."""
+    min_match: int = Field(default=1, ge=1, le=256)
+    """The shortest match, in tokens."""
+    max_spec_factor: float = Field(default=4.0, gt=0, le=64)
+    """Tokens that are proposed for each token of the context that matches."""
+    min_token_prob: float = Field(default=0.1, ge=0, le=1)
+    """The least frequency of a candidate among all that have followed the match."""
+    shared_tokens: int = Field(default=0, ge=0, le=1 << 24)
+    """Tokens of outputs that are kept for other sessions of the same ``cache_salt``, about 0.4 KB each. 0: none, as
+    sessions then learn nothing of one another."""
+    corpus: list[str] = Field(default_factory=list)
+    """Text files (``.jsonl``: one text or one list of token ids per line), read at start-up, that all sessions may be
+    continued from, whatever their salt."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_match > self.max_tree_depth:
+            depth = self.max_tree_depth
+            raise Fault("min_match", f"is {self.min_match}: it must be at most max_tree_depth, which is {depth}")
+        return self
+
+
 class HeadOptions(Strict):
     """A head: a drafter inside each target replica. The keys are those of vLLM's ``speculative_config``. A new option
     of all heads costs one edit: a field of this class."""
 
     method: HeadMethod
     """``draft_model``: a smaller model with the target's tokenizer, in the target's process. ``early_exit``: the first
-    layers of the target itself. ``lookahead``: n-grams that the target makes up on rows that ride in its steps. The
-    others read the target's hidden states."""
+    layers of the target itself. ``lookahead``: n-grams that the target makes up on rows that ride in its steps.
+    ``suffix``: what followed the longest end of the text before. The others read the target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
-    """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp``, ``early_exit`` and
-    ``lookahead`` only: there is nothing beside the target's own files."""
+    """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp``, ``early_exit``,
+    ``lookahead`` and ``suffix`` only: there is nothing beside the target's own files."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
     """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``, ``dflash``,
     ``dspark``, ``jetspec``): b for the residual stream before layer b, the number of layers for that after the last
@@ -129,10 +159,12 @@ class HeadOptions(Strict):
     pay."""
     lookahead: LookaheadOptions | None = None
     """Sizes of method ``lookahead``. None: the defaults."""
+    suffix: SuffixMatching | None = None
+    """Texts of method ``suffix``. None: the session's own."""
     probe: bool = True
     """Ask the head, when the target starts, for some text that the target writes. One that predicts hardly any of it is
     refused, and one that would predict more with another setting is warned of, with that setting. False: take it as it
-    is. A draft model, an early exit and lookahead are not asked."""
+    is. A draft model, an early exit, lookahead and suffixes are not asked."""
     probe_file: str | None = Field(default=None, min_length=1)
     """A text file from whose first four paragraphs the target goes on for this. None: sentences of our own."""
 
@@ -150,13 +182,14 @@ class HeadOptions(Strict):
     def _of_method(self) -> Self:
         if self.method == "early_exit":
             self._check_exit()
-        elif self.method == "lookahead":
+        elif self.method in _WITHOUT_WEIGHTS:
             if self.model is not None:
-                raise Fault("model", f"is {self.model!r} beside method 'lookahead', which has no weights of its own")
+                raise Fault("model", f"is {self.model!r} beside method {self.method!r}, which has no weights")
         elif self.method != "mtp" and self.model is None:
             raise Fault("model", f"is null: method {self.method!r} needs the directory or id of its checkpoint")
-        if self.lookahead is not None and self.method != "lookahead":
-            raise Fault("lookahead", f"is given beside method {self.method!r}: it is for method 'lookahead'")
+        for method in _WITHOUT_WEIGHTS:
+            if getattr(self, method) is not None and self.method != method:
+                raise Fault(method, f"is given beside method {self.method!r}: it is for method {method!r}")
         if self.boundaries is not None and self.method not in (*_OF_LAYERS, "early_exit"):
             raise Fault(
                 "boundaries",
@@ -171,7 +204,7 @@ class HeadOptions(Strict):
     @property
     def probed(self) -> bool:
         """True if a head of this method can be asked about what its target writes."""
-        return self.method not in ("draft_model", "early_exit", "lookahead")
+        return self.method not in ("draft_model", "early_exit", *_WITHOUT_WEIGHTS)
 
     def _check_exit(self) -> None:
         if self.model is not None:
@@ -284,32 +317,9 @@ class NgramOptions(Growing):
         return self
 
 
-class SuffixOptions(Growing):
+class SuffixOptions(Growing, SuffixMatching):
     """Options of the suffix drafter, which continues the longest end of the text that has occurred before, in the
-    session's own context, in outputs of other sessions, or in a corpus. A new option costs one edit: a field of this
-    class."""
-
-    max_tree_depth: int = Field(default=24, ge=1, le=256)
-    """The longest match, in tokens."""
-    min_match: int = Field(default=1, ge=1, le=256)
-    """The shortest match, in tokens."""
-    max_spec_factor: float = Field(default=4.0, gt=0, le=64)
-    """Tokens that are proposed for each token of the context that matches."""
-    min_token_prob: float = Field(default=0.1, ge=0, le=1)
-    """The least frequency of a candidate among all that have followed the match."""
-    shared_tokens: int = Field(default=0, ge=0, le=1 << 24)
-    """Tokens of outputs that are kept for other sessions of the same ``cache_salt``, about 0.4 KB each. 0: none, as
-    sessions then learn nothing of one another."""
-    corpus: list[str] = Field(default_factory=list)
-    """Text files (``.jsonl``: one text or one list of token ids per line), read at start-up, that all sessions may be
-    continued from, whatever their salt."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min_match > self.max_tree_depth:
-            depth = self.max_tree_depth
-            raise Fault("min_match", f"is {self.min_match}: it must be at most max_tree_depth, which is {depth}")
-        return self
+    session's own context, in outputs of other sessions, or in a corpus."""
 
 
 class PluginOptions(Growing):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,18 +13,18 @@ import torch
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.pard import parallel_draft
-from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import CascadeOptions, DraftOptions, DraftSetup, ModellessOptions, NgramOptions, SuffixOptions
 from paceline.core import rows
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
+from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.parallel import ParallelDrafter
 from paceline.drafters.plugins import DrafterContext, make_plugin
 from paceline.drafters.protocol import Drafter
-from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.translation import Translation
 from paceline.errors import ConfigError, ResourceExhaustedError
 from paceline.messages import Nodes, SessionFailed
@@ -148,15 +146,7 @@ def _modelless_drafter(setup: DraftSetup, options: DraftOptions | ModellessOptio
     if isinstance(options, NgramOptions):
         drafter = NgramDrafter(min_match=options.min_match, max_match=options.max_match, max_leaves=max_leaves)
     elif isinstance(options, SuffixOptions):
-        drafter = SuffixDrafter(
-            max_tree_depth=options.max_tree_depth,
-            min_match=options.min_match,
-            max_spec_factor=options.max_spec_factor,
-            min_token_prob=options.min_token_prob,
-            shared_tokens=options.shared_tokens,
-            corpus=_corpus(setup, options.corpus, target.vocab_size) if options.corpus else (),
-            max_leaves=max_leaves,
-        )
+        drafter = suffix_drafter(options, target, max_leaves)
     elif isinstance(options, CascadeOptions):
         return _cascade(setup, options, target)
     else:
@@ -189,42 +179,6 @@ def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> 
         parts.append(other.description)
     drafter = HorizontalDrafter([each.drafter for each in drafters], options.all_lengths)
     return _Built(drafter, max_context_len, f"horizontal cascade of {', then '.join(parts)}", runner)
-
-
-def _corpus(setup: DraftSetup, paths: Sequence[str], vocab_size: int) -> Iterator[Sequence[int]]:
-    """Token ids of the texts of files: one text each, or one text or list of token ids per line of ``.jsonl``.
-
-    Raises:
-        ConfigError: a file cannot be read, or a line is neither.
-    """
-    tokenizer = load_tokenizer(setup.target_source, setup.trusts_target)
-    for path in paths:
-        started, num_tokens = time.perf_counter(), 0
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"corpus names {path!r}, which cannot be read: {error}") from None
-        lines = text.splitlines() if path.endswith(".jsonl") else None
-        for number, line in enumerate([text] if lines is None else lines, 1):
-            token_ids = tokenizer.encode(line) if lines is None else _line(path, number, line, tokenizer, vocab_size)
-            num_tokens += len(token_ids)
-            yield token_ids
-        log.info("draft: %d tokens of %s in %.1f s", num_tokens, path, time.perf_counter() - started)
-
-
-def _line(path: str, number: int, line: str, tokenizer: Tokenizer, vocab_size: int) -> Sequence[int]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    if isinstance(value, str):
-        return tokenizer.encode(value)
-    if isinstance(value, list) and all(type(token) is int and 0 <= token < vocab_size for token in value):
-        return value
-    raise ConfigError(
-        f"corpus names {path!r}, whose line {number} is neither a JSON string nor a list of token ids in "
-        f"[0, {vocab_size})"
-    )
 
 
 def _model_drafter(

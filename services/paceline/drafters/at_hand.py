@@ -91,7 +91,7 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
         drafts = draft.size()
         assert drafts is not None
         return AtHand(method, source, forward_bytes=drafts.weights_bytes, one_pass=at_once > 1)
-    if method.place is Place.POOL:
+    if method.place is Place.POOL or method.kind == "suffix":
         return AtHand(method)
     if method.kind == "mtp" and source is None and not mtp_layers(target):
         raise ConfigError(f"the target {target.path!r} comes without MTP modules: --head mtp=DIRECTORY names others")

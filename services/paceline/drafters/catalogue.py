@@ -263,6 +263,15 @@ METHODS: tuple[Method, ...] = (
         {"lookahead": {"window": 5, "ngram": 4, "guesses": 5}, **_TOKENS},
     ),
     Method(
+        "suffixes, in the target",
+        Place.TARGET,
+        "suffix",
+        "suffix decoding (2411.04975)",
+        "",
+        "the same texts without a draft pool, or beside a draft, for what that misses",
+        _TOKENS,
+    ),
+    Method(
         "draft model, co-located",
         Place.TARGET,
         "draft_model",

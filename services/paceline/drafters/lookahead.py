@@ -28,9 +28,7 @@ import torch
 
 from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf
-from paceline.model.features import Features
-from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Stateless
 
 _MOST_KEYS = 4096
 """First tokens of a session's pool; the one that was seen longest ago leaves first."""
@@ -53,14 +51,12 @@ class _Session:
     pool: Pool = field(default_factory=OrderedDict)
 
 
-class LookaheadHead:
+class LookaheadHead(Stateless):
     """Implements ``paceline.drafters.protocol.Rider`` by lookahead decoding."""
 
     kind = "lookahead"
     tokens_per_leaf = 1
     conditional = True
-    features: Features | None = None
-    layers: tuple[LayerSpec, ...] = ()
 
     def __init__(self, window: int, ngram: int, guesses: int, *, max_leaves: int = 64) -> None:
         """Takes the sizes of the window and the pool.
@@ -74,9 +70,6 @@ class LookaheadHead:
         self.max_leaves = max_leaves
         self._window, self._num_levels, self._guesses = window, ngram - 1, guesses
         self._sessions: dict[str, _Session] = {}
-
-    def bind(self, cache: KVCache, first_layer: int) -> None:
-        """Takes nothing of the target's cache."""
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Takes any session; its first guesses are tokens of its prompt, drawn by a seed of their own."""
@@ -92,10 +85,6 @@ class LookaheadHead:
         """True for any open session."""
         self._session(session_id)
         return True
-
-    def feed(self, fed: Sequence[Fed]) -> None:
-        """Is never called: it has no ``features``."""
-        raise AssertionError("lookahead reads no hidden states")
 
     @property
     def num_guesses(self) -> int:

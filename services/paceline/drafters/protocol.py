@@ -77,6 +77,7 @@ __all__ = [
     "Head",
     "Leaf",
     "Rider",
+    "Stateless",
 ]
 
 FATAL = (torch.AcceleratorError, RanksLostError)
@@ -250,6 +251,21 @@ class Head(Drafter, Protocol):
             Exception: any other error switches the head off.
         """
         ...
+
+
+class Stateless:
+    """The part of ``Head`` that concerns hidden states, for heads that read none and keep nothing on the target's
+    pages."""
+
+    features: Features | None = None
+    layers: tuple[LayerSpec, ...] = ()
+
+    def bind(self, cache: KVCache, first_layer: int) -> None:
+        """Takes nothing of the target's cache."""
+
+    def feed(self, fed: Sequence[Fed]) -> None:
+        """Is never called: it has no ``features``."""
+        raise AssertionError(f"{type(self).__name__} reads no hidden states")
 
 
 class Rider(Head, Protocol):

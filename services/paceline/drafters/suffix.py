@@ -12,7 +12,6 @@ A suffix automaton (Blumer et al. 1985) of n tokens has at most 2 n states; addi
 from __future__ import annotations
 
 import heapq
-import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +19,9 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.core.processors import SamplerState
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Stateless
 
-_PREFILL_TOKENS = 2048
+_PREFILL_TOKENS = 1024
 _PARTS, _PART_COST = 4, 16
 """Shared texts are dropped in parts: an automaton has at most this share of their tokens, and costs as many more."""
 
@@ -191,8 +190,9 @@ class SharedTexts:
             del self._parts[salt]
 
 
-class SuffixDrafter:
-    """A ``Drafter`` of the suffix automata of a session's own text, of outputs with its salt, and of a corpus.
+class SuffixDrafter(Stateless):
+    """A ``Drafter``, and a ``Head``: the suffix automata of a session's own text, of outputs with its salt, and of a
+    corpus.
 
     The longest match decides; automata that match equally long add their counts. The session's processors do not act
     on the frequencies.
@@ -245,14 +245,15 @@ class SuffixDrafter:
         self._sessions[session_id] = self._unready[session_id] = session
 
     def prefill(self) -> bool:
-        """Indexes the next few thousand tokens of the session that waits longest."""
-        session_id = next(iter(self._unready), None)
-        if session_id is None:
+        """Indexes the next thousand tokens of the sessions that wait, those that wait longest first."""
+        if not self._unready:
             return False
-        session = self._unready[session_id]
-        self._index(session, _PREFILL_TOKENS)
-        if session.num_indexed == len(session.tokens):
-            del self._unready[session_id]
+        left = _PREFILL_TOKENS
+        while left and self._unready:
+            session_id, session = next(iter(self._unready.items()))
+            left -= self._index(session, left)
+            if session.num_indexed == len(session.tokens):
+                del self._unready[session_id]
         return True
 
     def ready(self, session_id: str) -> bool:
@@ -261,17 +262,15 @@ class SuffixDrafter:
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Matches the end of every leaf's text."""
-        token_ids = torch.zeros(len(leaves), self._num_candidates, dtype=torch.int64)
-        log_q = torch.full((len(leaves), self._num_candidates), -math.inf)
-        for row, leaf in enumerate(leaves):
+        rows: list[list[tuple[int, float]]] = []
+        for leaf in leaves:
             session = self._sessions.get(leaf.session_id)
             if session is None:
                 raise DrafterSessionError(leaf.session_id, "is not open")
             best = self._candidates(session, leaf.path)
-            if best:
-                token_ids[row, : len(best)] = torch.tensor([token_id for token_id, _ in best])
-                log_q[row, : len(best)] = torch.tensor([prob for _, prob in best]).log()
-        return Candidates(token_ids, log_q)
+            rows.append(best + [(0, 0.0)] * (self._num_candidates - len(best)))
+        token_ids = torch.tensor([[token_id for token_id, _ in row] for row in rows])
+        return Candidates(token_ids, torch.tensor([[prob for _, prob in row] for row in rows]).log())
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Indexes the committed tokens, after those of the prompt."""
@@ -294,13 +293,16 @@ class SuffixDrafter:
         assert behind == self._unready.keys()
         assert all(session.own.num_tokens == session.num_indexed for session in self._sessions.values())
 
-    def _index(self, session: _Session, max_tokens: int) -> None:
+    def _index(self, session: _Session, max_tokens: int) -> int:
+        """Indexes at most ``max_tokens`` further tokens; returns how many there were."""
         end = min(len(session.tokens), session.num_indexed + max_tokens)
         for i in range(session.num_indexed, end):
             session.own.append(session.cursor, session.tokens[i])
             if i >= session.num_private:
                 self._share(session, session.tokens[i])
+        num_tokens = end - session.num_indexed
         session.num_indexed = end
+        return num_tokens
 
     def _share(self, session: _Session, token_id: int) -> None:
         part = self._shared.newest(session.salt)

@@ -45,9 +45,9 @@ RAY_BYTES = 1 << 30
 """Memory that Ray's and Serve's own processes, the monitor and ``paceline serve`` were measured to take together."""
 
 _NODE_BYTES = 1024
-_SUFFIX_BYTES = 400
-"""A token in a suffix automaton (measured on source code)."""
 """A node of a speculation tree: Python objects in tree, frontier and row tables."""
+SUFFIX_BYTES = 400
+"""A token in a suffix automaton (measured on source code)."""
 _TOKEN_BYTES = 2048
 """Memory of a token in a tokenizer and in what is known of it, merges included."""
 _FLOAT32_BYTES = 4
@@ -120,6 +120,8 @@ class HeadsSize:
     """Numbers that they keep on the target's pages per token."""
     page_values: int = 0
     """Numbers that are kept per page beside them: the states of its last position."""
+    host_bytes: int = 0
+    """What they take of the machine's memory, whatever the device is."""
 
     def page_bytes(self, item_bytes: int) -> int:
         """Bytes that they add to a KV page of the target."""
@@ -150,7 +152,7 @@ def target_estimate(
     least = longest if options.kv_fraction is not None else target_pages(options, max_len)
     page_bytes = size.page_bytes and size.page_bytes + heads.page_bytes(size.item_bytes)
     estimate = MemoryEstimate(
-        process_bytes=ENGINE_PROCESS_BYTES,
+        process_bytes=ENGINE_PROCESS_BYTES + heads.host_bytes,
         weights_bytes=size.weights_bytes + heads.weights_bytes,
         packed_bytes=_packed_bytes(options, size, on_gpu),
         least_kv_bytes=(least + 1) * page_bytes,
@@ -223,7 +225,7 @@ def draft_estimate(
 
 def modelless_estimate(setup: DraftSetup) -> MemoryEstimate:
     """Estimates the memory of a draft replica without a model. A plugin's own is not known."""
-    shared = setup.options.shared_tokens * _SUFFIX_BYTES if isinstance(setup.options, SuffixOptions) else 0
+    shared = setup.options.shared_tokens * SUFFIX_BYTES if isinstance(setup.options, SuffixOptions) else 0
     return MemoryEstimate(ENGINE_PROCESS_BYTES + shared, tree_bytes=_draft_tree_bytes(setup))
 
 

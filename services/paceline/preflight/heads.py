@@ -14,7 +14,7 @@ from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.size import ModelSize, count_weights, size_of
 from paceline.config import DraftOptions, DraftSetup, HeadOptions, ModelOptions, TargetSetup
 from paceline.errors import ConfigError
-from paceline.preflight.estimate import HeadsSize, draft_estimate
+from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, draft_estimate
 
 TREE_BUDGET = 64
 """Rows of a session's nodes that the KV pages of a draft model in the target have room for."""
@@ -52,6 +52,7 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
             total.weights_bytes + one.weights_bytes,
             total.kv_values + one.kv_values,
             total.page_values + one.page_values,
+            total.host_bytes + one.host_bytes,
         )
     return total
 
@@ -64,6 +65,8 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
             return HeadsSize()
         longest = min(max_len, checkpoint.max_model_len)
         return HeadsSize(draft_estimate(draft_setup_of(setup, head), size, longest, on_gpu=on_gpu).device_bytes)
+    if head.method == "suffix":
+        return HeadsSize(host_bytes=SUFFIX_BYTES * (head.suffix.shared_tokens if head.suffix else 0))
     tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # its own copy of embedding and LM head
     if head.method == "lookahead":
         return HeadsSize()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
-from paceline.config import HeadOptions, LookaheadOptions, TargetSetup
+from paceline.config import HeadOptions, LookaheadOptions, SuffixMatching, TargetSetup
 from paceline.drafters.colocated import DraftModelHead
+from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head
@@ -41,7 +42,7 @@ class OpenedHead:
 
     options: HeadOptions
     plan: HeadPlan | ExitPlan | None
-    """None: a draft model, or lookahead."""
+    """None: it reads no states (a draft model, lookahead, suffixes)."""
 
     @property
     def features(self) -> Features | None:
@@ -69,7 +70,7 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
         if options.method == "early_exit":
             assert options.boundaries is not None
             plan = open_exit(target, options.boundaries[0])
-        elif options.method not in ("draft_model", "lookahead"):
+        elif options.method not in ("draft_model", "lookahead", "suffix"):
             boundaries = None if options.boundaries is None else tuple(options.boundaries)
             plan = open_head(
                 options.method,
@@ -115,6 +116,9 @@ def load_heads(
     for head in opened:
         if head.options.method == "lookahead":
             mounted = _lookahead(setup, head.options)
+        elif head.options.method == "suffix":
+            suffixes = suffix_drafter(head.options.suffix or SuffixMatching(), target, setup.options.max_sessions)
+            mounted = MountedHead(str(head.options), suffixes, num_tokens=head.options.num_speculative_tokens)
         elif head.plan is None:
             mounted = _draft_model(setup, head.options, target, Placement(model.device, model.dtype))
         elif isinstance(head.plan, ExitPlan):
