@@ -75,7 +75,7 @@ def ways(num_rows: int, vocab_size: int, logits: torch.Tensor) -> dict[str, Call
     coupled, proposals = [Acceptance.COUPLED], [Proposal(draft_tokens)]
     listed = {name: partial(decide, logits, batch(**o), proposals, coupled) for name, o in OPTIONS.items()}
     plain = batch(temperature=1.0)
-    q = tuple(SparseDistribution((token,), (1.0,)) for token in draft_tokens)
+    q = tuple(SparseDistribution.of((token,), (1.0,)) for token in draft_tokens)
     rejection = [Acceptance.REJECTION]
     listed["temperature 1, rejection rule"] = partial(decide, logits, plain, [Proposal(draft_tokens, q)], rejection)
     token_ids, log_q = draft_candidates(logits, plain, 256)

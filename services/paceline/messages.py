@@ -11,6 +11,8 @@ Nodes are pushed ahead of the target's needs; a hit costs no message on the crit
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
 
@@ -31,10 +33,32 @@ def record(kind: type[_T]) -> type[_T]:
 
 @record
 class SparseDistribution:
-    """A probability distribution with few tokens of non-zero mass: ``probs`` sum to 1 (float64), ids are distinct."""
+    """A probability distribution with few tokens of non-zero mass: distinct ids, probabilities that sum to 1.
 
-    token_ids: tuple[int, ...]
-    probs: tuple[float, ...]
+    In packed columns, as it travels: a draft under the rejection rule sends one with every node.
+    ``core/sparse.py`` reads them as arrays.
+    """
+
+    packed_ids: bytes
+    """int32, little-endian."""
+    packed_probs: bytes
+    """float64, little-endian."""
+
+    @staticmethod
+    def of(token_ids: Sequence[int], probs: Sequence[float]) -> SparseDistribution:
+        """Packs two columns. Raises struct.error for an id that is no int32."""
+        ids = struct.pack(f"<{len(token_ids)}i", *token_ids)
+        return SparseDistribution(ids, struct.pack(f"<{len(probs)}d", *probs))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids, unpacked."""
+        return struct.unpack(f"<{len(self.packed_ids) // 4}i", self.packed_ids)
+
+    @property
+    def probs(self) -> tuple[float, ...]:
+        """The probabilities, unpacked."""
+        return struct.unpack(f"<{len(self.packed_probs) // 8}d", self.packed_probs)
 
 
 @record

@@ -250,7 +250,7 @@ def test_a_producer_has_ids_of_its_own_and_predicts_a_token_once(node: Node) -> 
 
 def test_under_the_rejection_rule_there_is_one_producer() -> None:
     tree = SpeculationTree(VOCAB, 1, rejection=True)
-    assert tree.add([Node(1, 0, 0, 0.5, q=SparseDistribution((0,), (1.0,)))]) == Added(added=1)
+    assert tree.add([Node(1, 0, 0, 0.5, q=SparseDistribution.of((0,), (1.0,)))]) == Added(added=1)
     assert tree.add([Node(Producer.HEAD.first_id, 0, 0, 0.9)], Producer.HEAD) == Added(invalid=1)
 
 
@@ -269,7 +269,7 @@ def test_a_subtree_is_followed_branch_by_branch() -> None:
     assert SUBTREE.first(4).parents == (-1, 0, 1, -1)
 
 
-GOOD_Q = SparseDistribution((0, 2), (0.25, 0.75))
+GOOD_Q = SparseDistribution.of((0, 2), (0.25, 0.75))
 
 
 @pytest.mark.parametrize(
@@ -279,19 +279,19 @@ GOOD_Q = SparseDistribution((0, 2), (0.25, 0.75))
         (2, GOOD_Q, True),
         (1, GOOD_Q, False),
         (0, None, False),
-        (0, SparseDistribution((), ()), False),
-        (0, SparseDistribution((0, 2), (0.5, 0.6)), False),
-        (0, SparseDistribution((0, 2), (math.nan, 0.75)), False),
-        (0, SparseDistribution((2, 0), (math.nan, 0.75)), False),
-        (0, SparseDistribution((0, 2), (1.25, -0.25)), False),
-        (0, SparseDistribution((0, 0), (0.5, 0.5)), False),
-        (0, SparseDistribution((0, VOCAB), (0.5, 0.5)), False),
-        (0, SparseDistribution((0, -1), (0.5, 0.5)), False),
-        (0, SparseDistribution((0,), (0.5, 0.5)), False),
-        (0, SparseDistribution((0, 2), (0.0, 1.0)), False),
-        (0, SparseDistribution((0, 2), (math.inf, 1.0)), False),
-        (0, SparseDistribution((0, 2), (1e308, 1e308)), False),
-        (0, SparseDistribution((0, 2), (math.nan, 1e308)), False),
+        (0, SparseDistribution.of((), ()), False),
+        (0, SparseDistribution.of((0, 2), (0.5, 0.6)), False),
+        (0, SparseDistribution.of((0, 2), (math.nan, 0.75)), False),
+        (0, SparseDistribution.of((2, 0), (math.nan, 0.75)), False),
+        (0, SparseDistribution.of((0, 2), (1.25, -0.25)), False),
+        (0, SparseDistribution.of((0, 0), (0.5, 0.5)), False),
+        (0, SparseDistribution.of((0, VOCAB), (0.5, 0.5)), False),
+        (0, SparseDistribution.of((0, -1), (0.5, 0.5)), False),
+        (0, SparseDistribution.of((0,), (0.5, 0.5)), False),
+        (0, SparseDistribution.of((0, 2), (0.0, 1.0)), False),
+        (0, SparseDistribution.of((0, 2), (math.inf, 1.0)), False),
+        (0, SparseDistribution.of((0, 2), (1e308, 1e308)), False),
+        (0, SparseDistribution.of((0, 2), (math.nan, 1e308)), False),
     ],
 )
 def test_rejection_rule_takes_only_nodes_that_can_have_been_drawn(
@@ -354,7 +354,7 @@ def verify(p: Callable[[tuple[int, ...]], list[Fraction]], proposal: Proposal) -
 
 
 def sparse(q: list[Fraction]) -> SparseDistribution:
-    return SparseDistribution(tuple(range(VOCAB)), tuple(float(x) for x in q))
+    return SparseDistribution.of(tuple(range(VOCAB)), tuple(float(x) for x in q))
 
 
 def trees(extend: Callable[[int, int], bool]) -> Iterator[tuple[Fraction, SpeculationTree]]:

@@ -48,11 +48,11 @@ def join(*parts):
 
 
 def one_hot(v):
-    return SparseDistribution((v,), (1.0,))
+    return SparseDistribution.of((v,), (1.0,))
 
 
 def dense(probs):
-    return SparseDistribution(tuple(range(len(probs))), tuple(probs))
+    return SparseDistribution.of(tuple(range(len(probs))), tuple(probs))
 
 
 def test_theorem_lines():
@@ -118,17 +118,17 @@ def test_ragged_mixed_batches_equal_session_by_session(sessions, seed):
 INVALID_Q = {
     "missing": None,
     "unknown": None,
-    "nan": SparseDistribution((0, 1), (math.nan, 1.0)),
-    "negative": SparseDistribution((0, 1, 2), (0.5, -0.5, 1.0)),
-    "infinite": SparseDistribution((0, 1), (math.inf, 0.0)),
-    "short": SparseDistribution((0, 1), (0.5, 0.499)),
-    "long": SparseDistribution((0, 1), (0.9, 0.9)),
-    "repeated": SparseDistribution((0, 0), (0.5, 0.5)),
-    "lengths": SparseDistribution((0, 1), (1.0,)),
-    "not in support": SparseDistribution((1, 2), (0.5, 0.5)),
-    "no mass": SparseDistribution((0, 1), (0.0, 1.0)),
-    "outside": SparseDistribution((0, V), (0.5, 0.5)),
-    "empty": SparseDistribution((), ()),
+    "nan": SparseDistribution.of((0, 1), (math.nan, 1.0)),
+    "negative": SparseDistribution.of((0, 1, 2), (0.5, -0.5, 1.0)),
+    "infinite": SparseDistribution.of((0, 1), (math.inf, 0.0)),
+    "short": SparseDistribution.of((0, 1), (0.5, 0.499)),
+    "long": SparseDistribution.of((0, 1), (0.9, 0.9)),
+    "repeated": SparseDistribution.of((0, 0), (0.5, 0.5)),
+    "lengths": SparseDistribution.of((0, 1), (1.0,)),
+    "not in support": SparseDistribution.of((1, 2), (0.5, 0.5)),
+    "no mass": SparseDistribution.of((0, 1), (0.0, 1.0)),
+    "outside": SparseDistribution.of((0, V), (0.5, 0.5)),
+    "empty": SparseDistribution.of((), ()),
 }
 
 
@@ -172,7 +172,7 @@ def test_equal_p_and_q_accept_always():
 def test_tiny_q_is_not_rounded_away():
     """q(x) = 1e-12 against p(x) = 1e-13: accepted one time in ten, as exactly as any other ratio."""
     log_p = torch.tensor([1 - 1e-13, 1e-13], dtype=torch.float64).log().expand(2, 2)
-    q = SparseDistribution((0, 1), (1 - 1e-12, 1e-12))
+    q = SparseDistribution.of((0, 1), (1 - 1e-12, 1e-12))
     n = 2000
     processed = join(*(rows_of(log_p, seed) for seed in range(n)))
     verdicts = verify(processed, [Proposal((1,), (q,))] * n, [REJECTION] * n)
@@ -383,7 +383,7 @@ def test_a_dead_end_is_met_only_where_the_text_reaches_it(rule, temperature):
     for seed in range(12):
         texts = []
         for drafted in ((), (1, 2), (2, 1, 2), (2, 2, 2, 1)):
-            q = tuple(SparseDistribution((v,), (1.0,)) for v in drafted)
+            q = tuple(SparseDistribution.of((v,), (1.0,)) for v in drafted)
             state, output = SamplerState(params, seed, (3,), vocab_size=12), []
             try:
                 while len(output) < 12:

@@ -315,12 +315,12 @@ def _corrupted_nodes(message: Nodes, rng: random.Random) -> Nodes:
         {"q": q}
         for q in (
             None,
-            SparseDistribution((), ()),
-            SparseDistribution((node.token_id,), (math.nan,)),
-            SparseDistribution((node.token_id, node.token_id), (0.5, 0.5)),
-            SparseDistribution((node.token_id, VOCAB), (0.5, 0.5)),
-            SparseDistribution((node.token_id,), (0.5,)),
-            SparseDistribution((node.token_id, 11), (1e308, 1e308)),
+            SparseDistribution.of((), ()),
+            SparseDistribution.of((node.token_id,), (math.nan,)),
+            SparseDistribution.of((node.token_id, node.token_id), (0.5, 0.5)),
+            SparseDistribution.of((node.token_id, VOCAB), (0.5, 0.5)),
+            SparseDistribution.of((node.token_id,), (0.5,)),
+            SparseDistribution.of((node.token_id, 11), (1e308, 1e308)),
         )
     ]
     harmed = replace(node, **rng.choice(harms))

@@ -540,7 +540,7 @@ def _wrong_q(message):
     for node in message.nodes:
         if node.q is not None:
             ids = node.q.token_ids
-            node = replace(node, q=SparseDistribution(ids, (1 / len(ids),) * len(ids)))
+            node = replace(node, q=SparseDistribution.of(ids, (1 / len(ids),) * len(ids)))
         nodes.append(node)
     return [replace(message, nodes=tuple(nodes))]
 

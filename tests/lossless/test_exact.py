@@ -96,7 +96,7 @@ def honest_draft(choose, log_q, saguaro, num_predicted):
     order = log_q.argsort(descending=True)
     probs = draft_distributions(log_q[order][None], [saguaro], [num_predicted])[0]
     support = probs > 0
-    q = SparseDistribution(tuple(order[support].tolist()), tuple(probs[support].tolist()))
+    q = SparseDistribution.of(tuple(order[support].tolist()), tuple(probs[support].tolist()))
     return q.token_ids[choose(q.probs)], q
 
 
@@ -175,7 +175,7 @@ def test_an_untrusted_q_keeps_the_law():
     def damaged(choose, log_q, saguaro, num_predicted):
         token, q = honest_draft(choose, log_q, saguaro, num_predicted)
         if choose([0.5, 0.5]):
-            q = SparseDistribution(q.token_ids, tuple(2 * prob for prob in q.probs))
+            q = SparseDistribution.of(q.token_ids, tuple(2 * prob for prob in q.probs))
         return token, q
 
     assert law_error(3, 2, draft=damaged) < FLOAT64
@@ -243,12 +243,12 @@ def session_error(params, *, frozen=False, greedy_misses=False, report_temperatu
                 for _ in range((k, 0, 1)[kind]):
                     q = (q_model((*prompt, *output, *drafted)) / (params.temperature)).softmax(-1)
                     if kind == 2:
-                        token, reported = len(output) % 3, SparseDistribution((len(output) % 3,), (1.0,))
+                        token, reported = len(output) % 3, SparseDistribution.of((len(output) % 3,), (1.0,))
                     else:
                         token = choose(q.tolist())
                         if not report_temperature:
                             q = q_model((*prompt, *output, *drafted)).softmax(-1)
-                        reported = SparseDistribution(tuple(range(vocab_size)), tuple(q.tolist()))
+                        reported = SparseDistribution.of(tuple(range(vocab_size)), tuple(q.tolist()))
                     drafted, qs = (*drafted, token), (*qs, reported)
             rows = [Row(state, () if frozen else drafted[:j]) for j in range(len(drafted) + 1)]
             logits = torch.stack([p_model((*prompt, *output, *drafted[:j])) for j in range(len(rows))])
@@ -305,7 +305,7 @@ def test_mutant_q_before_the_temperature():
 def test_mutant_saguaro_without_rescaled_q():
     def unscaled(choose, log_q, saguaro, num_predicted):
         token, _ = honest_draft(choose, log_q, saguaro, num_predicted)
-        return token, SparseDistribution(tuple(range(len(log_q))), tuple(log_q.exp().tolist()))
+        return token, SparseDistribution.of(tuple(range(len(log_q))), tuple(log_q.exp().tolist()))
 
     assert law_error(3, 2, saguaro=0.25) < FLOAT64
     assert law_error(3, 2, saguaro=0.25, draft=unscaled) > VISIBLE
@@ -316,7 +316,7 @@ def test_mutant_choice_among_sampled_siblings():
 
     def certain(choose, log_q, saguaro, num_predicted):
         token, _ = honest_draft(choose, log_q, saguaro, num_predicted)
-        return token, SparseDistribution((token,), (1.0,))
+        return token, SparseDistribution.of((token,), (1.0,))
 
     # A single sampled token reported as certain wastes acceptance, but is lawful: given the token, it is ...
     assert law_error(3, 1, draft=certain) < FLOAT64

@@ -109,7 +109,7 @@ def _wrong_q(monkeypatch: pytest.MonkeyPatch) -> None:
         offer(self, mounted, followed)
         proposal = followed.session.headed
         flat = tuple(
-            q and SparseDistribution(q.token_ids, (1 / len(q.token_ids),) * len(q.token_ids)) for q in proposal.qs
+            q and SparseDistribution.of(q.token_ids, (1 / len(q.token_ids),) * len(q.token_ids)) for q in proposal.qs
         )
         followed.session.headed = replace(proposal, qs=flat)
 

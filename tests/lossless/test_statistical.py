@@ -228,7 +228,7 @@ def test_mutant_one_uniform_for_proposal_and_acceptance(monkeypatch):
     def inverse(log_q, seeds, positions, nonces, saguaro):
         u = original(seeds, positions, Stream.ACCEPT)
         tokens = (log_q.double().exp().cumsum(-1) < u[:, None]).sum(-1).clamp(max=V - 1).tolist()
-        return tokens, [SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
+        return tokens, [SparseDistribution.of(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
 
     assert law_p_value(REJECTION, P, Q, 1, draft=inverse) < FALSE_ALARM
     # With a uniform of its own the same draft is lawful.
@@ -239,7 +239,7 @@ def test_mutant_one_uniform_for_proposal_and_acceptance(monkeypatch):
 def test_mutant_one_noise_for_proposal_and_recovery():
     def shared(log_q, seeds, positions, nonces, saguaro):
         tokens = gumbel_argmax(log_q, seeds, positions, Stream.RECOVER).tolist()
-        return tokens, [SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
+        return tokens, [SparseDistribution.of(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
 
     assert law_p_value(REJECTION, P, OPPOSITE, 1, draft=shared) < FALSE_ALARM
 
@@ -251,7 +251,7 @@ def test_mutant_coupled_noise_under_the_rejection_rule(monkeypatch):
         tokens = gumbel_argmax(log_q, seeds, positions, Stream.COUPLED)
         chosen.append(gumbel_at(seeds, positions, Stream.COUPLED, tokens[:, None]).squeeze(-1))
         return tokens.tolist(), [
-            SparseDistribution(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()
+            SparseDistribution.of(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()
         ]
 
     def uniforms(seeds, positions, stream):

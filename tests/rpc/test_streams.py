@@ -65,7 +65,7 @@ from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
 @st.composite
 def sparse_distributions(draw):
     token_ids = draw(st.lists(uint31, min_size=1, max_size=4, unique=True))
-    return SparseDistribution(tuple(token_ids), tuple(draw(probs) for _ in token_ids))
+    return SparseDistribution.of(tuple(token_ids), tuple(draw(probs) for _ in token_ids))
 
 
 @st.composite
@@ -217,8 +217,12 @@ def nodes_with(**changes):
     return target_pb2.TargetCommand(nodes=types_pb2.Nodes(**{"session_id": "s", **columns, **changes}))
 
 
+sparse = types_pb2.SparseDistribution
+
+
 def q(token_ids, q_probs):
-    return types_pb2.SparseDistribution(token_ids=token_ids, probs=q_probs)
+    packed = SparseDistribution.of(token_ids, q_probs)
+    return sparse(token_ids=packed.packed_ids, probs=packed.packed_probs)
 
 
 def open_with(sampling=None, speculation=None, **changes):
@@ -260,7 +264,8 @@ MALFORMED_TO_TARGET = {
     "too many sampled": nodes_with(sampled=[True] * 3),
     "too few q": nodes_with(qs=[q([5], [1.0])]),
     "too many q": nodes_with(qs=[q([5], [1.0])] * 3),
-    "q is nan": nodes_with(qs=[q([5], [1.0]), q([5, 6], [1.0, NAN])]),
+    "q of broken ids": nodes_with(qs=[q([5], [1.0]), sparse(token_ids=b"12345", probs=b"1" * 10)]),
+    "q of broken probs": nodes_with(qs=[q([5], [1.0]), sparse(token_ids=b"1234", probs=b"1234567")]),
     "q with too few probs": nodes_with(qs=[q([5], [1.0]), q([5, 6], [1.0])]),
     "q with probs only": nodes_with(qs=[q([5], [1.0]), q([], [1.0])]),
     "step_s is nan": nodes_with(step_s=NAN),
@@ -371,7 +376,7 @@ any_nodes = st.builds(
     token_ids=columns,
     probs=st.lists(any_double, max_size=2),
     sampled=st.lists(st.booleans(), max_size=2),
-    qs=st.lists(st.builds(q, columns, st.lists(any_double, max_size=2)), max_size=2),
+    qs=st.lists(st.builds(sparse, token_ids=st.binary(max_size=9), probs=st.binary(max_size=17)), max_size=2),
     step_s=any_double,
 )
 any_open = st.builds(
@@ -454,6 +459,7 @@ def test_every_fact_of_a_status_is_sent():
 
 
 def test_values_that_a_float_cannot_hold():
-    tree = Nodes("s", 2**64 - 1, 7, (Node(1, 0, 3, 0.1, True, SparseDistribution((3, 4), (0.1, 0.9))),), step_s=0.003)
+    node = Node(1, 0, 3, 0.1, True, SparseDistribution.of((3, 4), (0.1, 0.9)))
+    tree = Nodes("s", 2**64 - 1, 7, (node,), step_s=0.003)
     start = OpenSession("s", 1, (3,), 1, 2**64 - 1, SamplingParams(temperature=0.7, top_p=0.95), SpeculationParams())
     assert wire.decode_to_target(sent(wire.encode_to_target([start, tree]))) == ([start, tree], 0)

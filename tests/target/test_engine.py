@@ -335,7 +335,7 @@ def _garbage(rng: random.Random, rate: float):
                     {"prob": rng.choice((nan, -1.0, 2.0, float("inf"), 0.0, 1.0))},
                     {"parent_id": rng.choice((-5, 0, node.node_id, node.node_id + 3, 10**6))},
                     {"node_id": rng.choice((-1, 0, node.node_id + 1))},
-                    {"q": SparseDistribution((0, 0), (nan, 2.0))},
+                    {"q": SparseDistribution.of((0, 0), (nan, 2.0))},
                     {"sampled": False},
                 )
             )

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, IntEnum, auto
 
+from paceline.core.sparse import drawable
 from paceline.messages import Node, SparseDistribution, record
 from paceline.types import Cause
 
@@ -33,7 +34,6 @@ MAX_NODES = 4096
 """Limit that protects a tree from a peer that never stops sending; a draft's own budget is far below it."""
 
 _LEAST_PROB = 1e-9
-_Q_TOLERANCE = 1e-6
 _PRODUCER_SHIFT = 28
 
 
@@ -441,16 +441,7 @@ class SpeculationTree:
             return False  # a producer predicts a token once; under the rejection rule there is one producer
         if not (self._rejection and node.sampled):
             return True
-        return parent.best is None and node.q is not None and self._drawable(node.token_id, node.q)
-
-    def _drawable(self, token_id: int, q: SparseDistribution) -> bool:
-        """True if q is a distribution over distinct tokens of the vocabulary that can yield the token."""
-        ids, probs = q.token_ids, q.probs
-        if token_id not in ids or len(ids) != len(probs) or len(set(ids)) != len(ids):
-            return False
-        if min(ids) < 0 or max(ids) >= self._vocab_size or not (min(probs) >= 0.0 and max(probs) <= 1.0):
-            return False  # so that the sum below cannot overflow
-        return abs(math.fsum(probs) - 1.0) <= _Q_TOLERANCE and probs[ids.index(token_id)] > 0.0
+        return parent.best is None and node.q is not None and drawable(node.q, node.token_id, self._vocab_size)
 
     def _join(self, first: TreeNode, node: Node, producer: Producer) -> None:
         """Makes a node of another producer an alias of the one that predicted its token first."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,12 +32,11 @@ from paceline.core.logprobs import logprobs_at
 from paceline.core.noise import Stream, gumbel_argmax, uniform
 from paceline.core.processors import Row
 from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
+from paceline.core.sparse import Columns, drawable, normalized, packed
 from paceline.core.tree import Proposal, num_equal
 from paceline.errors import EngineError
 from paceline.messages import SparseDistribution, record
 from paceline.types import Acceptance, TopLogprobs
-
-_Q_TOLERANCE = 1e-6
 
 
 @record
@@ -340,19 +340,22 @@ def _reject(
     log_p_by_row = {row: value for (row, _), value in zip(drafted, log_p, strict=True)}
 
     ends: list[int] = []  # the row that each session's next token is drawn from
-    rejected: list[dict[int, float] | None] = []  # q there, if its draft token was rejected
+    rejected: list[Columns | None] = []  # q there, if its draft token was rejected
     invalid: list[int] = []
     for proposal, start in zip(proposals, starts, strict=True):
-        num_valid = _num_valid(proposal, log_probs.shape[-1])
-        end, q_rejected = start + num_valid, None
-        for j, x in enumerate(proposal.token_ids[:num_valid]):
-            q = _normalized(proposal.qs[j])
-            if not choices.accept(start + j, acceptance_probability(math.exp(log_p_by_row[start + j]), q[x])):
-                end, q_rejected = start + j, q
+        num_accepted, q_rejected = 0, None
+        for x, q in zip(proposal.token_ids, proposal.qs, strict=False):
+            if q is None or not drawable(q, x, log_probs.shape[-1]):
                 break
-        ends.append(end)
+            ids, probs = normalized(q)
+            p_x = math.exp(log_p_by_row[start + num_accepted])
+            if not choices.accept(start + num_accepted, acceptance_probability(p_x, float(probs[ids == x][0]))):
+                q_rejected = ids, probs
+                break
+            num_accepted += 1
+        ends.append(start + num_accepted)
         rejected.append(q_rejected)
-        invalid.append(len(proposal) - num_valid if q_rejected is None else 0)
+        invalid.append(len(proposal) - num_accepted if q_rejected is None else 0)
 
     # p where all valid tokens were accepted, the residual max(p - q, 0) where one was rejected: [sessions, vocab]
     weights = log_probs[upload(ends, log_probs.device)].to(torch.float64).exp_()
@@ -372,37 +375,15 @@ def _reject(
     ]
 
 
-def _num_valid(proposal: Proposal, vocab_size: int) -> int:
-    """The number of tokens before the first one whose q cannot be trusted."""
-    for j, (x, q) in enumerate(zip(proposal.token_ids, proposal.qs, strict=False)):
-        if q is None:
-            return j
-        ids, probs = q.token_ids, q.probs
-        well_formed = (
-            len(ids) == len(probs) == len(set(ids))
-            and all(0 <= v < vocab_size for v in ids)
-            and all(prob >= 0 for prob in probs)  # false for NaN
-            and abs(sum(probs) - 1) <= _Q_TOLERANCE
-        )
-        if not well_formed or all(v != x or prob == 0 for v, prob in zip(ids, probs, strict=True)):
-            return j
-    return min(len(proposal), len(proposal.qs))
-
-
-def _normalized(q: SparseDistribution | None) -> dict[int, float]:
-    assert q is not None, "tokens without q are not valid"
-    total = math.fsum(q.probs)
-    return {v: prob / total for v, prob in zip(q.token_ids, q.probs, strict=True)}
-
-
-def _subtract_(weights: Tensor, rejected: Sequence[dict[int, float] | None]) -> None:
+def _subtract_(weights: Tensor, rejected: Sequence[Columns | None]) -> None:
     """Turns p into the residual, in place, in the rows whose draft token was rejected."""
-    entries = [(i, v, prob) for i, q in enumerate(rejected) if q is not None for v, prob in q.items()]
-    if not entries:
+    found = [(i, *q) for i, q in enumerate(rejected) if q is not None]
+    if not found:
         return
-    row_ids, token_ids, probs = zip(*entries, strict=True)
-    row, token = upload((row_ids, token_ids), weights.device)
-    q = upload(probs, weights.device, weights.dtype)
+    rows = np.concatenate([np.full(len(ids), i) for i, ids, _ in found])
+    ids, probs = (np.concatenate(parts) for parts in list(zip(*found, strict=True))[1:])
+    row, token = (upload(torch.from_numpy(index.astype(np.int64)), weights.device) for index in (rows, ids))
+    q = upload(torch.from_numpy(probs), weights.device)
     p = weights[row, token]
     weights[row, token] = residual(p, q)
     # p and q equal up to rounding leave no residual; a rejection, then of probability 1e-7, falls back to p.
@@ -483,12 +464,13 @@ def sample_draft(
     # Noise is keyed by rank here, not by token: any choice among the support with these probabilities will do.
     drawn = gumbel_argmax(q.log(), seeds, positions, Stream.DRAFT, nonces)
     tokens = token_ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1).tolist()
-    support = q > 0
-    ends = support.sum(-1).cumsum(-1).tolist()
-    ids, probs = token_ids[support].tolist(), q[support].tolist()
+    all_ids, all_probs = token_ids.cpu().numpy(), q.cpu().numpy()
+    support = all_probs > 0
+    ends = support.sum(-1).cumsum().tolist()
+    ids, probs = all_ids[support], all_probs[support]
     samples = []
     for token, num, start, end in zip(tokens, num_predicted, [0, *ends], ends, strict=False):
-        of_row = SparseDistribution(tuple(ids[start:end]), tuple(probs[start:end]))
-        predicted = tuple(v for v in of_row.token_ids[:num] if v != token)
-        samples.append(DraftSample(token, of_row, predicted))
+        likeliest = ids[start : min(start + num, end)].tolist()
+        predicted = tuple(v for v in likeliest if v != token)
+        samples.append(DraftSample(token, packed(ids[start:end], probs[start:end]), predicted))
     return samples

@@ -93,8 +93,7 @@ def _write_nodes(message: Nodes, proto: types_pb2.Nodes) -> None:
             for q in qs:
                 entry = proto.qs.add()
                 if q is not None:
-                    entry.token_ids.extend(q.token_ids)
-                    entry.probs.extend(q.probs)
+                    entry.token_ids, entry.probs = q.packed_ids, q.packed_probs
     proto.step_s = message.step_s
     if message.idle:
         proto.idle = True
@@ -117,10 +116,10 @@ def _read_nodes(proto: types_pb2.Nodes) -> Nodes | None:
     else:
         qs: list[SparseDistribution | None] = []
         for entry in proto.qs:
-            q = SparseDistribution(tuple(entry.token_ids[:]), tuple(entry.probs[:]))
-            if len(q.token_ids) != len(q.probs) or math.isnan(sum(q.probs)):
+            q = SparseDistribution(entry.token_ids, entry.probs)
+            if len(q.packed_ids) % 4 or len(q.packed_probs) != 2 * len(q.packed_ids):
                 return None
-            qs.append(q if q.token_ids else None)
+            qs.append(q if q.packed_ids else None)
         flags = sampled or repeat(True)
         nodes = tuple(map(Node, node_ids, parent_ids, token_ids, probs, flags, qs or repeat(None)))
     return Nodes(session_id, proto.epoch, proto.context_len, nodes, proto.idle, step_s)

@@ -795,21 +795,23 @@ Global___SessionFailed: _TypeAlias = SessionFailed  # noqa: Y015
 
 @_typing.final
 class SparseDistribution(_message.Message):
-    """A distribution with few tokens of non-zero mass; the columns are of equal length and probs sum to 1."""
+    """A distribution with few tokens of non-zero mass; the columns are of equal length and probs sum to 1. They are packed:
+    one has hundreds of tokens, and every node of the rejection rule has one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PROBS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    token_ids: _builtins.bytes
+    """int32, little-endian."""
+    probs: _builtins.bytes
+    """float64, little-endian."""
     def __init__(
         self,
         *,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        probs: _abc.Iterable[_builtins.float] | None = ...,
+        token_ids: _builtins.bytes = ...,
+        probs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -11,6 +11,7 @@ from tests.service.hostile.replicas import INF, NAN
 from tests.support.models import VOCAB
 
 from paceline.core.tree import MAX_NODES
+from paceline.messages import SparseDistribution
 from paceline.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 
@@ -162,11 +163,12 @@ def impossible_distributions(session_id, followed, rng):
     wrong = [
         ([20, 21], [0.5, 0.1]), ([21], [1.0]), ([20, 20], [0.5, 0.5]), ([20, VOCAB], [0.5, 0.5]),
         ([20, 21], [1e308, 1e308]), ([20, 21], [2.0, -1.0]), ([20, 21], [0.0, 1.0]),
+        ([20, 21], [NAN, 1.0]),
     ]  # fmt: skip
-    qs = [types_pb2.SparseDistribution(token_ids=ids, probs=probs) for ids, probs in wrong]
     events = []
-    for q in qs:
-        events += _below(session_id, followed, [20], qs=[q])
+    for q in (SparseDistribution.of(ids, probs) for ids, probs in wrong):
+        proto = types_pb2.SparseDistribution(token_ids=q.packed_ids, probs=q.packed_probs)
+        events += _below(session_id, followed, [20], qs=[proto])
     return events
 
 

@@ -203,7 +203,7 @@ def rejecting_session(*probs: float, token_id: int = 10) -> TargetSession:
     message = OpenSession("s", 1, (1, 2), 2, 0, SamplingParams(temperature=1.0, max_tokens=100), speculation)
     session = TargetSession(message, vocab_size=100, max_len=1000, device="cpu", now=0.0)
     for i, prob in enumerate(probs):
-        q = SparseDistribution((token_id + i, 5), (0.5, 0.5))
+        q = SparseDistribution.of((token_id + i, 5), (0.5, 0.5))
         session.tree.add([Node(i + 1, i, token_id + i, prob, q=q)])
     return session
 

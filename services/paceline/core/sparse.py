@@ -1,0 +1,53 @@
+"""Distributions of draft tokens under the rejection rule, in packed columns: read and checked without an object for
+each token, of which a distribution has hundreds."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.messages import SparseDistribution
+
+_TOLERANCE = 1e-6
+_ID, _PROB = np.dtype("<i4"), np.dtype("<f8")
+
+Columns = tuple[NDArray[np.int32], NDArray[np.float64]]
+"""Token ids and their probabilities, [n] each."""
+
+
+def packed(token_ids: NDArray[np.integer], probs: NDArray[np.float64]) -> SparseDistribution:
+    """The distribution with these columns, [n] each."""
+    return SparseDistribution(token_ids.astype(_ID, copy=False).tobytes(), probs.astype(_PROB, copy=False).tobytes())
+
+
+def columns(q: SparseDistribution) -> Columns | None:
+    """Views of the columns; None if they are not of equal length."""
+    size, rest = divmod(len(q.packed_ids), _ID.itemsize)
+    if rest or len(q.packed_probs) != size * _PROB.itemsize:
+        return None
+    return np.frombuffer(q.packed_ids, _ID), np.frombuffer(q.packed_probs, _PROB)
+
+
+def drawable(q: SparseDistribution, token_id: int, vocab_size: int) -> bool:
+    """True if q is a distribution over distinct tokens of the vocabulary that can yield the token."""
+    found = columns(q)
+    if found is None:
+        return False
+    ids, probs = found
+    at = np.flatnonzero(ids == token_id)
+    if len(at) != 1 or not probs[at[0]] > 0.0:
+        return False
+    if not (probs.min() >= 0.0 and probs.max() <= 1.0):  # False for NaN; the sum below cannot overflow
+        return False
+    if not abs(probs.sum() - 1.0) <= _TOLERANCE:
+        return False
+    ordered = np.sort(ids)
+    return bool(ordered[0] >= 0 and ordered[-1] < vocab_size and (ordered[1:] != ordered[:-1]).all())
+
+
+def normalized(q: SparseDistribution) -> Columns:
+    """Its columns, with probabilities that sum to 1 as nearly as floats do. ``q``: a distribution that is drawable."""
+    found = columns(q)
+    assert found is not None, "columns of unequal length are not drawable"
+    ids, probs = found
+    return ids, probs / probs.sum()
