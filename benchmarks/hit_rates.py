@@ -7,15 +7,15 @@ at the same temperature (with other random numbers than those of the rules), whi
 
 acceptance       the draft's token x is accepted by the target at this position.
 after rejection  given that x was rejected: the recovered token is among F alternatives other than x (Saguaro:
-                 among the F tokens whose q is scaled, x left out, so F - 1 where x is one of them).
+                 F - 1, of those whose q is scaled).
 after full acc.  the target's own token at this position, as it draws a bonus token, is among the draft's first
                  F candidates.
 
 coupled          ranked by log q + g with the target's noise; x is the first (at temperature 0: no noise).
-rejection        x is drawn from q; alternatives are the likeliest under q. At temperature 0 it is coupled.
-saguaro          rejection with q of the F likeliest scaled by C before drawing.
-Everything is computed by the functions that serve: `process`, `draft_candidates`, `rank_coupled`, `sample_draft`
-and `verify`.
+rejection        x is drawn from q; alternatives are ranked by log q + g with the noise of recovered and bonus tokens.
+                 At temperature 0 it is coupled.
+saguaro          rejection with q of the F likeliest scaled by C before drawing; these are the alternatives.
+Everything is computed by the functions that serve: `process`, `draft_candidates`, `rank` and `verify`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import draft_candidates, process, rank_coupled, row_keys
+from paceline.core.sampling import best_recovered, draft_candidates, process, rank_coupled, row_keys
 from paceline.core.tree import Proposal
-from paceline.core.verification import sample_draft, verify
+from paceline.core.verification import verify
+from paceline.drafters.protocol import Candidates
+from paceline.drafters.ranking import RankingRow, Rule, rank
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.model.loading import load_pretrained
 from paceline.types import Acceptance, SamplingParams
@@ -112,12 +114,12 @@ def count(
         proposals = [Proposal((x,)) for x in xs]
     else:
         scaled = f if saguaro < 1 else f + 1
-        samples = sample_draft(
-            token_ids, log_q, keys.seeds, keys.positions, keys.positions, [saguaro] * len(rows), [scaled] * len(rows)
-        )
-        xs, firsts = [s.token_id for s in samples], token_ids[:, :f].tolist()
-        others = [s.predicted[:f] for s in samples]
-        proposals = [Proposal((s.token_id,), (s.q,)) for s in samples]
+        wanted = [RankingRow(row, Rule.REJECTION, scaled, saguaro, nonce) for nonce, row in enumerate(rows)]
+        rankings = rank(Candidates(token_ids, log_q), wanted)
+        guesses = token_ids.tolist() if saguaro < 1 else best_recovered(token_ids, log_q, rows, f)[0]
+        xs, firsts = [ranking.token_ids[0] for ranking in rankings], [ids[:f] for ids in guesses]
+        others = [ranking.token_ids[1:] for ranking in rankings]
+        proposals = [Proposal((x,), (ranking.q,)) for x, ranking in zip(xs, rankings, strict=True)]
     rules = [rule] * len(rows)
     # The bonus row of a one-token proposal is not looked at; the row itself fills its place.
     twice = process(logits_p.repeat_interleave(2, 0), [row for row in rows for _ in range(2)])

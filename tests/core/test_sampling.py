@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from itertools import permutations
 
 import pytest
 import torch
@@ -482,3 +483,24 @@ def test_equal_scores_rank_by_id():
     token_ids, log_q = torch.tensor([[5, 3, 9, 1]]), torch.tensor([[-1.0, -1.0, -1.0, -2.0]])
     ranked, _ = rank_coupled(token_ids, log_q, torch.tensor([1]), torch.tensor([1]), torch.tensor([True]))
     assert ranked.tolist() == [[3, 5, 9, 1]]
+
+
+def test_the_key_of_a_text_is_that_of_its_tokens():
+    """However they were told: as prompt, as output, appended or as a suffix; and other texts have others."""
+
+    def state(prompt, output=(), appended=()):
+        made = SamplerState(SamplingParams(), 3, prompt, output, vocab_size=100)
+        made.append(appended)
+        return made
+
+    told = [
+        Row(state([1, 2, 3, 4])),
+        Row(state([1, 2], [3, 4])),
+        Row(state([1, 2], [3], [4])),
+        Row(state([1], [], [2]), (3, 4)),
+    ]
+    assert len({row.text_key for row in told}) == 1
+    texts = {tokens[:n] for tokens in permutations((1, 2, 3, 4)) for n in range(1, 5)}
+    keys = {Row(state(text[:1]), text[1:]).text_key for text in texts}
+    assert len(keys) == len(texts)
+    assert all(0 <= key < 2**32 for key in keys)

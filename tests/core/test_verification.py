@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ def rows_of(log_probs, seed=1, start=10, greedy=False):
         torch.arange(start, start + n),
         n * greedy,
         scores=log_probs,
+        rows=[SimpleNamespace(text_key=seed + i) for i in range(n)],
     )
 
 
@@ -44,7 +46,8 @@ def join(*parts):
     columns = [
         torch.cat([getattr(part, name) for part in parts]) for name in ("greedy", "seeds", "positions", "scores")
     ]
-    return ProcessedRows(*columns[:3], sum(part.num_greedy for part in parts), scores=columns[3])
+    rows = [row for part in parts for row in part.rows]
+    return ProcessedRows(*columns[:3], sum(part.num_greedy for part in parts), scores=columns[3], rows=rows)
 
 
 def one_hot(v):
@@ -210,8 +213,6 @@ def test_sample_draft_reports_what_it_drew_from():
         expected = (weights / weights.sum())[support]
         torch.testing.assert_close(torch.tensor(sample.q.probs, dtype=torch.float64), expected)
         assert sample.token_id in sample.q.token_ids
-        likely = [v for v in token_ids[i, support][:top].tolist() if v != sample.token_id]
-        assert list(sample.predicted) == likely
 
 
 def test_a_position_that_is_drafted_again_gets_new_values():

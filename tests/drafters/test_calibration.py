@@ -118,10 +118,10 @@ def test_the_sampled_token_has_no_part_in_its_own_probability() -> None:
     log_q = [-0.2, -1.5, -3.0, -4.0]
     for _ in range(500):
         drawn = rng.randrange(4)
-        siblings = [value for i, value in enumerate(log_q) if i != drawn][: RANKS - 1]
+        siblings = [log_q[0] - value for i, value in enumerate(log_q) if i != drawn][: RANKS - 1]
         calibration.observe(sampled(log_q[:2], siblings).gaps, rng.choice([0, 0, 1, 2, None]), rng.randrange(2))
     first = {
-        calibration.probabilities(sampled(log_q[:2], [v for i, v in enumerate(log_q) if i != drawn][:2]))[0]
+        calibration.probabilities(sampled(log_q[:2], [log_q[0] - v for i, v in enumerate(log_q) if i != drawn][:2]))[0]
         for drawn in range(4)
     }
     assert len(first) == 1

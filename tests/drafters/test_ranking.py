@@ -24,7 +24,8 @@ def batch(rules: list[Rule]) -> tuple[Candidates, list[RankingRow]]:
     for i, rule in enumerate(rules):
         params = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0)
         state = SamplerState(params, i, [1, 2], vocab_size=VOCAB)
-        rows.append(RankingRow(Row(state, (3,) * i), rule, fan_out=2 + i % 3, nonce=i))
+        saguaro = 0.5 if i % 2 else 1.0
+        rows.append(RankingRow(Row(state, (3,) * i), rule, fan_out=2 + i % 3, saguaro=saguaro, nonce=i))
     return Candidates(token_ids, log_q), rows
 
 
@@ -42,8 +43,12 @@ def test_batch_equals_single_rows_and_the_definition(rules: list[Rule]) -> None:
             assert found.q is not None
             assert math.fsum(found.q.probs) == pytest.approx(1)
             assert found.token_ids[0] in found.q.token_ids
-            others = sorted((t for t in ids if t != found.token_ids[0]), key=lambda t: -scores[t])
             siblings = found.token_ids[1:]
+            if row.saguaro == 1:
+                key = [torch.tensor([value]) for value in (i, row.row.position, row.row.text_key)]
+                noise = gumbel_at(key[0], key[1], Stream.RECOVER, candidates.token_ids[i : i + 1], key[2])[0]
+                scores = {t: s + g for (t, s), g in zip(scores.items(), noise.tolist(), strict=True)}
+            others = sorted((t for t in ids if t != found.token_ids[0]), key=lambda t: -scores[t])
             assert len(siblings) == row.fan_out - 1
             assert [scores[t] for t in siblings] == [scores[t] for t in others[: len(siblings)]]
             continue

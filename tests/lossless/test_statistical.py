@@ -7,7 +7,10 @@ the check, and each mutant below must make it fail.
 """
 
 import math
+import sys
+import zlib
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +47,10 @@ def draft_coupled(log_q, seeds, positions):
     return ranked[:, 0].tolist()
 
 
+def text_key(text):
+    return zlib.crc32(bytes(text))
+
+
 def draft_rejection(log_q, seeds, positions, nonces, saguaro=1.0):
     sorted_q, ids = log_q.sort(-1, descending=True)
     samples = sample_draft(ids, sorted_q, seeds, positions, nonces, [saguaro] * len(ids), [2] * len(ids))
@@ -62,8 +69,13 @@ def simulate(
     draft=None,
     saguaro=1.0,
     reset=False,
+    leaves_out=None,
 ):
-    """Sessions that start after token 0 and run to ``num_tokens``: texts and first-round verdicts."""
+    """Sessions that start after token 0 and run to ``num_tokens``: texts and first-round verdicts.
+
+    ``leaves_out``: says of each drafted token, from log q, keys, positions and the texts before, whether it and those
+    behind it are not proposed.
+    """
     seeds = torch.arange(first_seed, first_seed + sessions) * 0x9E3779B97F4A7C15 % 2**62
     texts, verdicts_of_first = [(0,)] * sessions, []
     active, nonce = list(range(sessions)), 0
@@ -72,6 +84,7 @@ def simulate(
         length = torch.tensor([0 if reset else len(texts[i]) for i in active])
         drafted: list[tuple[int, ...]] = [()] * len(active)
         qs: list[tuple[SparseDistribution, ...]] = [()] * len(active)
+        kept = [num_drafted] * len(active)
         for j in range(num_drafted):
             nonce += 1
             last = [(texts[i] + d)[-1] for i, d in zip(active, drafted, strict=True)]
@@ -81,15 +94,21 @@ def simulate(
             else:
                 tokens, q = (draft or draft_rejection)(log_q[last], keys, length + j, nonces, saguaro)
                 qs = [(*old, new) for old, new in zip(qs, q, strict=True)]
+            before = [texts[i] + d for i, d in zip(active, drafted, strict=True)]
             drafted = [(*d, token) for d, token in zip(drafted, tokens, strict=True)]
-        rows = [(texts[i] + d[:j])[-1] for i, d in zip(active, drafted, strict=True) for j in range(num_drafted + 1)]
-        n = num_drafted + 1
+            for at in leaves_out(log_q[last], keys, length + j, before) if leaves_out else ():
+                kept[at] = min(kept[at], j)
+        drafted = [d[:n] for d, n in zip(drafted, kept, strict=True)]
+        qs = [q[:n] for q, n in zip(qs, kept, strict=True)]
+        before = [texts[i] + d[:j] for i, d in zip(active, drafted, strict=True) for j in range(len(d) + 1)]
+        rows = [text[-1] for text in before]
         processed = ProcessedRows(
             torch.zeros(len(rows), dtype=torch.bool),
-            keys.repeat_interleave(n),
-            (length[:, None] + torch.arange(n)).flatten(),
+            keys.repeat_interleave(torch.tensor(kept) + 1),
+            torch.cat([first + torch.arange(n + 1) for first, n in zip(length.tolist(), kept, strict=True)]),
             0,
             scores=log_p[rows],
+            rows=[SimpleNamespace(text_key=text_key(text)) for text in before],
         )
         proposals = [Proposal(d, q if rule is REJECTION else ()) for d, q in zip(drafted, qs, strict=True)]
         verdicts = verify(processed, proposals, [rule] * len(active))
@@ -236,12 +255,63 @@ def test_mutant_one_uniform_for_proposal_and_acceptance(monkeypatch):
     assert law_p_value(REJECTION, P, Q, 1, draft=inverse) > FALSE_ALARM
 
 
-def test_mutant_one_noise_for_proposal_and_recovery():
+@pytest.fixture
+def blind(monkeypatch):
+    """Noise of recovered and bonus tokens that knows nothing of the text before them."""
+    monkeypatch.setattr(sys.modules[__name__], "text_key", lambda text: 0)
+
+
+def test_mutant_one_noise_for_proposal_and_recovery(blind):
     def shared(log_q, seeds, positions, nonces, saguaro):
         tokens = gumbel_argmax(log_q, seeds, positions, Stream.RECOVER).tolist()
         return tokens, [SparseDistribution.of(tuple(range(V)), tuple(row)) for row in log_q.double().exp().tolist()]
 
     assert law_p_value(REJECTION, P, OPPOSITE, 1, draft=shared) < FALSE_ALARM
+
+
+def guessed(log_q, seeds, positions, texts):
+    """The token that a draft guesses the target to draw after each text."""
+    keys = torch.tensor([text_key(text) for text in texts])
+    return gumbel_argmax(log_q, seeds, positions, Stream.RECOVER, keys).tolist()
+
+
+@pytest.mark.parametrize("num_drafted", [1, 3])
+def test_proposals_may_depend_on_what_was_guessed_after_other_texts(num_drafted):
+    """A draft prepares what follows its guesses, so whether a token is proposed in time depends on the noise of the
+    target's draws after other texts: one of the same length here, and the one before."""
+
+    def elsewhere(log_q, seeds, positions, texts):
+        of_other = guessed(log_q, seeds, positions, [(*text[:-1], text[-1] + V) for text in texts])
+        of_shorter = guessed(log_q, seeds, positions - 1, [text[:-1] for text in texts])
+        return [i for i, both in enumerate(zip(of_other, of_shorter, strict=True)) if 2 in both]
+
+    assert law_p_value(REJECTION, P, Q, num_drafted, leaves_out=elsewhere) > FALSE_ALARM
+
+
+def test_mutant_a_proposal_that_depends_on_the_guess_after_its_own_text():
+    def own(log_q, seeds, positions, texts):
+        return [i for i, guess in enumerate(guessed(log_q, seeds, positions, texts)) if guess == 2]
+
+    assert law_p_value(REJECTION, P, Q, 1, leaves_out=own) < FALSE_ALARM
+
+
+def test_mutant_recovery_by_noise_that_knows_no_text(blind):
+    """Then a guess after another text of the same length is one after this text."""
+
+    def elsewhere(log_q, seeds, positions, texts):
+        return [i for i, guess in enumerate(guessed(log_q, seeds, positions, [()] * len(texts))) if guess == 2]
+
+    assert law_p_value(REJECTION, P, Q, 1, leaves_out=elsewhere) < FALSE_ALARM
+
+
+def test_a_draft_equal_to_the_target_foresees_what_is_recovered():
+    """After a proposal that is accepted whole, the bonus token is always the draft's first guess."""
+    texts, verdicts = simulate(REJECTION, P, P, 2, num_tokens=3, sessions=3000)
+    seeds = torch.arange(3000) * 0x9E3779B97F4A7C15 % 2**62
+    before = [(0, *text[:2]) for text in texts]
+    found = guessed(P[[text[-1] for text in before]], seeds, torch.full((3000,), 3), before)
+    assert all(verdict.num_accepted == 2 for verdict in verdicts)
+    assert found == [verdict.token_ids[-1] for verdict in verdicts]
 
 
 def test_mutant_coupled_noise_under_the_rejection_rule(monkeypatch):
@@ -265,7 +335,7 @@ def test_mutant_coupled_noise_under_the_rejection_rule(monkeypatch):
 
 
 @pytest.mark.parametrize("rule", list(Acceptance))
-def test_mutant_noise_reset_every_round(rule):
+def test_mutant_noise_reset_every_round(rule, blind):
     """Positions counted from the start of the round: the second round repeats the first one's noise."""
     assert law_p_value(rule, P, Q, 0, reset=True) < FALSE_ALARM
 

@@ -158,6 +158,17 @@ def test_the_power_law_gives_the_measured_hit_rates() -> None:
         full = sum(outcomes.probability(0, 0, rank) for rank in (0, 1, 2))
         assert rejected == pytest.approx(after_rejection, abs=0.03)
         assert full == pytest.approx(after_full, abs=0.03)
+    for acceptance, after_rejection, after_full in (
+        (0.632, 0.414, 0.769),
+        (0.663, 0.545, 0.840),
+        (0.722, 0.638, 0.879),
+        (0.766, 0.716, 0.919),
+    ):
+        outcomes = Outcomes.derived(acceptance, coupled=False)
+        rejected = sum(outcomes.probability(1, 0, rank) for rank in (1, 2, 3)) / (1 - acceptance)
+        full = sum(outcomes.probability(0, 0, rank) for rank in (0, 1, 2))
+        assert rejected == pytest.approx(after_rejection, abs=0.03)
+        assert full == pytest.approx(after_full, abs=0.03)
 
 
 def test_steps_between_and_beyond_the_points() -> None:

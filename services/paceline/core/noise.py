@@ -56,7 +56,7 @@ class Stream(enum.IntEnum):
     ACCEPT = 1
     """Rejection rule: the uniform that is compared with p/q."""
     RECOVER = 2
-    """Rejection rule: the recovered or bonus token."""
+    """Rejection rule: the recovered or bonus token, with the text before it as nonce. Drafts guess by it."""
     DRAFT = 3
     """Rejection rule: the draft's own choice."""
 

@@ -20,6 +20,8 @@ once they were committed. Nothing depends on the other rows of the batch, not ev
 from __future__ import annotations
 
 import math
+import zlib
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,6 +98,8 @@ class SamplerState:
         self.vocab_size = vocab_size
         self.num_tokens = len(prompt_token_ids) + len(output_token_ids)
         self.num_output_tokens = len(output_token_ids)
+        self.text_key = _digest(output_token_ids, _digest(prompt_token_ids))
+        """That of ``Row.text_key`` at the end of the context."""
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         params.check_vocabulary(vocab_size)
         self._check("the prompt", prompt_token_ids)
@@ -132,6 +136,7 @@ class SamplerState:
         """Counts tokens that were committed. They are the target's, hence inside the vocabulary."""
         self.num_tokens += len(token_ids)
         self.num_output_tokens += len(token_ids)
+        self.text_key = _digest(token_ids, self.text_key)
         if self._tail_len:
             self._tail = (*self._tail, *token_ids)[-self._tail_len :]
         self._count(token_ids)
@@ -360,6 +365,16 @@ class Row(NamedTuple):
     def position(self) -> int:
         """The index of the token to be decided in the session's text."""
         return self.state.num_tokens + len(self.suffix)
+
+    @property
+    def text_key(self) -> int:
+        """A digest of all tokens before this position, in [0, 2**32)."""
+        return _digest(self.suffix, self.state.text_key)
+
+
+def _digest(token_ids: Sequence[int], before: int = 0) -> int:
+    """The CRC-32 of a text that goes on with these tokens, 64 bits each, after one whose CRC-32 is ``before``."""
+    return zlib.crc32(array("q", token_ids).tobytes(), before)
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:

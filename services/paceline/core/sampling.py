@@ -42,6 +42,8 @@ class ProcessedRows(RowKeys):
     scores: Tensor
     """[rows, vocab] float32: logits after all processors, shifted to a row maximum of 0; -inf where forbidden. Rows of
     temperature 0 are scaled by temperature 1."""
+    rows: Sequence[Row] = ()
+    """The rows themselves, which know the text before them."""
     undecidable: tuple[int, ...] = ()
     """Rows inside proposals that have no distribution (``scores`` are all 0): no token may be drawn there."""
 
@@ -89,6 +91,7 @@ def process(logits: Tensor, rows: Sequence[Row], check: Check = check_now) -> Pr
         keys.positions,
         keys.num_greedy,
         scores=x,
+        rows=rows,
         undecidable=tuple(undecidable),
     )
 
@@ -271,6 +274,28 @@ def best_coupled(
     finite = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
     token_ids, scores = rank_coupled(token_ids, finite, on_device.seeds, on_device.positions, on_device.greedy)
     return token_ids[:, :wanted].tolist(), scores[:, :wanted].tolist()
+
+
+def best_recovered(
+    token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], wanted: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The first ``wanted`` candidates of each row by log q + g, with the noise g that the target draws a recovered or a
+    bonus token by (``Stream.RECOVER``), on the host: ids and scores.
+
+    It is the better a guess of that token, the nearer q is to what the target draws it from.
+
+    Args:
+        token_ids, log_q: [rows, m], on the CPU; candidates whose log q is not finite have the score -inf.
+    """
+    wanted = min(wanted, token_ids.shape[-1])
+    keys = [(row.state.seed_bits, row.position, row.text_key) for row in rows]
+    if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):
+        flat = [part for key in keys for part in key]
+        return native.rank(token_ids, log_q, flat, [False] * len(rows), Stream.RECOVER, wanted)
+    seeds, positions, texts = torch.tensor(keys, dtype=torch.int64).view(-1, 3).unbind(-1)
+    finite = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+    scores, order = fast_gumbel_at(seeds, positions, Stream.RECOVER, token_ids, texts).add_(finite).topk(wanted)
+    return token_ids.gather(-1, order).tolist(), scores.tolist()
 
 
 def _edited(logits: Tensor, rows: Sequence[Row], *, bind: bool = True) -> Tensor:

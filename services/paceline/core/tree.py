@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, IntEnum, auto
 
-from paceline.core.sparse import drawable
 from paceline.messages import Node, SparseDistribution, record
 from paceline.types import Cause
 
@@ -441,6 +440,8 @@ class SpeculationTree:
             return False  # a producer predicts a token once; under the rejection rule there is one producer
         if not (self._rejection and node.sampled):
             return True
+        from paceline.core.sparse import drawable  # engines have numpy; the planner is up without it
+
         return parent.best is None and node.q is not None and drawable(node.q, node.token_id, self._vocab_size)
 
     def _join(self, first: TreeNode, node: Node, producer: Producer) -> None:

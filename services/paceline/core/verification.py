@@ -69,7 +69,12 @@ class Choices(Protocol):
 
 
 class KeyedChoices:
-    """Choices by position-keyed noise: identical at every repetition, on every device."""
+    """Choices by keyed noise: identical at every repetition, on every device.
+
+    The noise that draws a recovered or a bonus token is keyed by the text before it, too. A draft guesses these tokens
+    by the same noise (``best_recovered``), so what it prepares next, and how soon, depends on the noise of one text;
+    whether it proposes a token after another text must not depend on that one's.
+    """
 
     def __init__(self, processed: ProcessedRows) -> None:
         self._processed = processed
@@ -80,10 +85,11 @@ class KeyedChoices:
         return bool(self._uniforms[row] < probability)
 
     def draw(self, rows: Sequence[int], weights: Tensor) -> list[int]:
-        """The Gumbel-max trick, with noise that nothing else uses."""
+        """The Gumbel-max trick, with noise by which nothing else is drawn."""
         index = upload(rows, weights.device)
         seeds, positions = self._processed.seeds[index], self._processed.positions[index]
-        token_ids: list[int] = gumbel_argmax(weights.log(), seeds, positions, Stream.RECOVER).tolist()
+        texts = upload([self._processed.rows[row].text_key for row in rows], weights.device)
+        token_ids: list[int] = gumbel_argmax(weights.log(), seeds, positions, Stream.RECOVER, texts).tolist()
         return token_ids
 
 
@@ -410,6 +416,7 @@ def _take(processed: ProcessedRows, rows: Sequence[int]) -> ProcessedRows:
         processed.positions[index],
         int(greedy.sum()),
         scores=processed.scores[index],
+        rows=[processed.rows[i] for i in rows] if processed.rows else (),
     )
 
 
@@ -420,8 +427,6 @@ class DraftSample:
     token_id: int
     q: SparseDistribution
     """The distribution that the token was really drawn from."""
-    predicted: tuple[int, ...]
-    """Likely next tokens should the target reject this one, most likely first."""
 
 
 def draft_distributions(log_q: Tensor, saguaro: Sequence[float], num_predicted: Sequence[int]) -> Tensor:
@@ -469,8 +474,6 @@ def sample_draft(
     ends = support.sum(-1).cumsum().tolist()
     ids, probs = all_ids[support], all_probs[support]
     samples = []
-    for token, num, start, end in zip(tokens, num_predicted, [0, *ends], ends, strict=False):
-        likeliest = ids[start : min(start + num, end)].tolist()
-        predicted = tuple(v for v in likeliest if v != token)
-        samples.append(DraftSample(token, packed(ids[start:end], probs[start:end]), predicted))
+    for token, start, end in zip(tokens, [0, *ends], ends, strict=False):
+        samples.append(DraftSample(token, packed(ids[start:end], probs[start:end])))
     return samples

@@ -48,9 +48,14 @@ def ranked(scores: Sequence[float]) -> Evidence:
     return Evidence(tuple(gaps), tuple(weight * scale for weight in weights))
 
 
-def sampled(log_q: Sequence[float], siblings: Sequence[float]) -> Evidence:
-    """Evidence under the rejection rule: the two largest log q of all tokens, and those of the predicted siblings."""
-    gaps = (log_q[0] - log_q[1] if len(log_q) > 1 else math.inf, *(log_q[0] - value for value in siblings))
+def sampled(log_q: Sequence[float], behind: Sequence[float]) -> Evidence:
+    """Evidence under the rejection rule.
+
+    Args:
+        log_q: the two largest of all tokens, in nats.
+        behind: by how much the score of each guessed sibling is below the best one, in nats.
+    """
+    gaps = (log_q[0] - log_q[1] if len(log_q) > 1 else math.inf, *behind)
     weights = [math.exp(-gap) for gap in gaps[1:]]
     scale = (1.0 - _ACCEPTANCE) / max(sum(weights), 1.0)
     return Evidence(gaps, (_ACCEPTANCE, *(weight * scale for weight in weights)))

@@ -1,8 +1,9 @@
 """From a drafter's candidates to the children of a node: their order, and the evidence for their probabilities.
 
 Coupled and greedy: by log q + g with the target's own noise (none at temperature 0); the first is the draft's
-token. Rejection: one token drawn from q, which may be proposed, then the likeliest others, which may only be
-outcomes.
+token. Rejection: one token drawn from q, which may be proposed, then others, which may only be outcomes: guesses of the
+token that the target draws if it rejects the first or has nothing to verify there, by log q + g with the noise of that
+draw. With Saguaro sampling they are the likeliest ones, on which it puts the residual.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.deferred import download
 from paceline.core.processors import Row
-from paceline.core.sampling import RowKeys, best_coupled, row_keys
+from paceline.core.sampling import RowKeys, best_coupled, best_recovered, row_keys
 from paceline.core.verification import sample_draft
 from paceline.drafters.calibration import Evidence, ranked, sampled
 from paceline.drafters.protocol import Candidates
@@ -110,12 +111,14 @@ def _by_sampling(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence
         [rows[i].fan_out for i in indices],
     )
     top = max(rows[i].fan_out for i in indices) + 1
-    for i, sample, ids, values in zip(
-        indices, samples, token_ids[:, :top].tolist(), log_q[:, :top].tolist(), strict=True
-    ):
-        log_q_of = dict(zip(ids, values, strict=True))
-        siblings = sample.predicted[: rows[i].fan_out - 1]
-        best_two = [value for value in values[:2] if value > -math.inf]
-        evidence = sampled(best_two, [log_q_of[sibling] for sibling in siblings])
+    likeliest, values = token_ids[:, :top].tolist(), log_q[:, :top].tolist()
+    guessed, scores = best_recovered(token_ids, log_q, [rows[i].row for i in indices], top)
+    for at, (i, sample) in enumerate(zip(indices, samples, strict=True)):
+        ids, found = (guessed, scores) if rows[i].saguaro == 1.0 else (likeliest, values)
+        score_of = {v: score for v, score in zip(ids[at], found[at], strict=True) if score > -math.inf}
+        best = max(score_of.values(), default=0.0)
+        siblings = [v for v in score_of if v != sample.token_id][: rows[i].fan_out - 1]
+        best_two = [value for value in values[at][:2] if value > -math.inf]
+        evidence = sampled(best_two, [best - score_of[sibling] for sibling in siblings])
         rankings[i] = Ranking((sample.token_id, *siblings), evidence, sample.q)
     return rankings
