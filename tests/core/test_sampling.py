@@ -11,7 +11,16 @@ from paceline.core import processors
 from paceline.core.deferred import DeferredChecks
 from paceline.core.noise import Stream, gumbel, gumbel_at, seed_bits
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import best_coupled, draft_candidates, process, rank_coupled, row_keys, sample_coupled
+from paceline.core.sampling import (
+    best_coupled,
+    best_recovered,
+    draft_candidates,
+    process,
+    rank_coupled,
+    row_keys,
+    sample_coupled,
+)
+from paceline.core.verification import KeyedChoices
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.types import SamplingParams
 
@@ -504,3 +513,20 @@ def test_the_key_of_a_text_is_that_of_its_tokens():
     keys = {Row(state(text[:1]), text[1:]).text_key for text in texts}
     assert len(keys) == len(texts)
     assert all(0 <= key < 2**32 for key in keys)
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_a_draft_with_the_targets_distribution_guesses_what_is_recovered(natively, monkeypatch):
+    """Its first guess is the target's own draw, after each text by other noise; without a native pass as with one."""
+    if not natively:
+        monkeypatch.setattr(processors.native, "usable", lambda *_: False)
+    state = SamplerState(SamplingParams(temperature=1.0), 7, [1, 2], vocab_size=64)
+    rows = [Row(state, (i,)) for i in range(50)]
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(3)).repeat(50, 1)
+    processed = process(logits, rows)
+    drawn = KeyedChoices(processed).draw(range(50), processed.log_probs.double().exp())
+    log_q, token_ids = processed.log_probs.sort(-1, descending=True)
+    guesses, scores = best_recovered(token_ids, log_q, rows, 3)
+    assert [guess[0] for guess in guesses] == drawn
+    assert all(found == sorted(found, reverse=True) for found in scores)
+    assert len(set(drawn)) > 10, "rows of one position and one distribution, after other texts"
