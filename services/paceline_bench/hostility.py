@@ -40,7 +40,7 @@ class Hostility:
 
     @property
     def faults(self) -> list[str]:
-        """What blamed the service."""
+        """Findings that blame the service."""
         return [
             f"{count} calls of {kind} got {status}"
             for (kind, status), count in self.statuses.items()

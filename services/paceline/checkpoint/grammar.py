@@ -32,7 +32,7 @@ _MAX_COMPILED = 64
 """Compiled grammars that are kept: those that were used last."""
 _MAX_GRAMMAR_SYMBOLS = 200_000
 _MAX_LEXER_STATES = 50_000
-"""Of one grammar, each of about 1 KiB: a regular expression whose automaton is exponential comes to its end here."""
+"""The most states of one grammar's lexer, each of about 1 KiB: exponential automata come to their end here."""
 _MAX_ITEMS_OF_STEP = 50_000
 _LEXER_FUEL_OF_STEP = 200_000
 """Work of a single mask; all of it takes about 15 ms."""

@@ -71,8 +71,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def _adder(entry: EntryPoint, *, wanted: bool) -> Any:
-    """What adds the command of an entry point; None: packages that it needs are missing, and it is not the one asked
-    for."""
+    """Returns the function that adds the command of an entry point; None: packages that it needs are missing, and it
+    is not the one asked for."""
     try:
         return entry.load()
     except ModuleNotFoundError:

@@ -23,7 +23,7 @@ OTHER_VARIABLES = frozenset(
 )
 """Variables of ours that are no key of the configuration: what processes, scripts of ``cluster/`` and tests ask for."""
 _SERVICE_LINK = re.compile(r"(\w+?_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
-"""What Kubernetes adds to every container for a service of the namespace whose name begins with ``paceline``."""
+"""Variables that Kubernetes adds to containers for a service of the namespace whose name begins with ``paceline``."""
 
 
 def variable_of(key: str) -> str:

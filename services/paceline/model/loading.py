@@ -73,8 +73,7 @@ class LoadedModel:
     cuda_graphs: CudaGraphs = "auto"
     max_cuda_graphs: int = 64
     load_compiled: Callable[[], StepFunction | None] | None = None
-    """Of a model that is eager only until it is compiled: loads the compiled step from the cache. Returns None if it
-    is not there."""
+    """Loads the compiled step from the cache, for a model that is eager until then; returns None if it is not there."""
 
     @property
     def num_parameters(self) -> int:

@@ -121,7 +121,7 @@ class HeadsSize:
     page_values: int = 0
     """Numbers that are kept per page beside them: the states of its last position."""
     host_bytes: int = 0
-    """What they take of the machine's memory, whatever the device is."""
+    """Memory of the machine that they take, whatever the device is."""
 
     def page_bytes(self, item_bytes: int) -> int:
         """Bytes that they add to a KV page of the target."""

@@ -36,7 +36,7 @@ class Part:
     """The function that is called."""
     call_id: str = ""
     places: tuple[int, ...] = ()
-    """Of content: the tokens of the answer, from 0, that its text is of."""
+    """Indices of the tokens of the answer, from 0, whose text this is, for content."""
 
 
 class Speech:

@@ -13,12 +13,12 @@ Steps = Sequence[tuple[float, float, int]]
 """(start, seconds, width)."""
 
 FOREGROUND, BACKGROUND = "#1a1a1a", "#fefefe"
-"""Of text and lines, and of what they stand on: a page replaces both by its own."""
+"""Colors of text and lines, and of what they stand on: a page replaces both by its own."""
 _TARGET, _DRAFT = "#0072b2", "#e69f00"
 _COLORS = (_TARGET, _DRAFT, "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a")
 """Okabe and Ito's palette, which color-blind readers tell apart, without its black and yellow."""
 _MARKERS = "osD^v<>PX"
-"""Of a length that has no factor in common with that of the colors: 63 series differ from each other."""
+"""Their number has no factor in common with that of the colors: 63 series differ from each other."""
 _PERCENTILE_MARKERS = {"50": "o", "90": "|", "95": "x", "99": ">"}
 _STYLE = {
     "svg.hashsalt": "paceline",

@@ -47,7 +47,7 @@ class SelfTest:
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """What a worker does; it is sent as a pickle."""
+    """The task of a worker; it is sent as a pickle."""
 
     source: str
     options: ModelOptions
@@ -129,7 +129,7 @@ class Compilation:
         stages.info("%s", execution, extra={"execution": execution})
 
     def _result(self) -> str:
-        """What the worker has found, for the log. Raises EngineError if it has failed, with its reason."""
+        """The findings of the worker, for the log. Raises EngineError if it has failed, with its reason."""
         with self._lock:
             if self._closed:
                 raise EngineError("the engine has ended")
