@@ -29,6 +29,22 @@ def test_both_readers_agree(tmp_path, family):
         assert Checkpoint.open(str(tmp_path)) == Checkpoint.ask_transformers(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "cannot be read: Expecting"), ("[1]", r"holds \[1\]: a JSON object is needed"), ("\xff", "cannot be read")],
+)
+def test_sampling_defaults_that_cannot_be_read_are_refused(tmp_path, text, said):
+    """Ignored, its end-of-sequence tokens would be lost, and answers would not end."""
+    save_pair(tmp_path)
+    path = tmp_path / "target" / "generation_config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=f"generation_config.json of .* {said}"):
+        Checkpoint.open(str(tmp_path / "target"))
+    for empty in ("{}", None):
+        path.unlink() if empty is None else path.write_text(empty)
+        assert Checkpoint.open(str(tmp_path / "target")).generation_config == {}
+
+
 def _architecture(config):
     name = type(config).__name__.removesuffix("Config").removesuffix("Text")
     return "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"

@@ -14,7 +14,14 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from paceline.checkpoint.folder import local_folder, read_json, require_known, require_no_code, require_path
+from paceline.checkpoint.folder import (
+    local_folder,
+    read_json,
+    read_optional_json,
+    require_known,
+    require_no_code,
+    require_path,
+)
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import ConfigError
@@ -83,7 +90,7 @@ class Checkpoint:
             require_known(path, config)
         architectures = config.get("architectures")
         max_model_len, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
-        generation_config = read_json(folder, "generation_config.json")
+        generation_config = read_optional_json(folder, "generation_config.json")
         eos = generation_config.get("eos_token_id")
         if (
             isinstance(architectures, list)

@@ -31,6 +31,19 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def read_optional_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of a checkpoint directory; {} if there is no such file. Raises ConfigError if it is malformed."""
+    value = read_json(folder, name)
+    if not value and (folder / name).exists():
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name} of {str(folder)!r} cannot be read: {error}") from None
+        if found != {}:
+            raise ConfigError(f"{name} of {str(folder)!r} holds {found!r}: a JSON object is needed")
+    return value
+
+
 def require_known(source: str, config: Mapping[str, Any]) -> None:
     """Raises ConfigError if the config.json of a checkpoint names code of its own and transformers has none for it."""
     if not config.get("auto_map"):
