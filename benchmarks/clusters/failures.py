@@ -1,14 +1,17 @@
 """Machines of a real cluster fail or are replaced under streams: what do clients see, and until when?
 
-    PACELINE_TESTBED=... python benchmarks/clusters/failures.py [FAILURE ...] [--output FILE]
+    PACELINE_TESTBED=... python benchmarks/clusters/failures.py [FAILURE ...] [--repeats N] [--streams N]
 
 ``ray up`` of cluster/onprem.yaml on namespace machines (see testbed.py; only addresses, user and key are replaced): a
 head, a router, a draft, two targets. ``serve deploy`` of cluster/serve-onprem.yaml; clients stream from a sixth
 machine. Then one failure after another, each healed before the next:
 
 - draft-power, target-power, head-power: the machine loses power, and is switched on again after OFF_S seconds (of the
-  targets the one with the most sessions);
+  targets one after the other);
 - draft-cable, target-cable, head-cable: its cable is pulled, and plugged in again after as long;
+- draft-raylet, target-raylet: Ray's own process on the machine is killed, which takes the replica with it; nobody but
+  the autoscaler does anything about it;
+- head-gcs: the head's process of the cluster's state is killed; after as long ``ray up --restart-only``;
 - draft-change, target-change: ``serve deploy`` with another option of the engine, which replaces every replica of the
   pool;
 - target-upgrade: what a new image takes of a machine: it is drained (``paceline.cluster.drain``), switched off, and
@@ -28,6 +31,7 @@ import json
 import os
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -51,12 +55,16 @@ ADDRESSES = {
     "spare": "10.77.0.14",
 }
 POOL = {"router": "router", "draft": "draft", "target": "target", "spare": "target"}
-CORE = {"target": 0, "spare": 0, "draft": 1, "router": 1, "head": 1}
+CORE = {"target": 0, "spare": 0, "draft": 1, "router": 1, "head": None}
+"""Where the machines' processes run; None: anywhere, as Ray gives a head that starts again 15 s for each part."""
 FAILURES = [
     *("draft-power", "draft-cable", "target-power", "target-cable", "head-power", "head-cable"),
+    *("draft-raylet", "target-raylet", "head-gcs"),
     *("draft-change", "target-change", "target-upgrade"),
 ]
 WHOLE = {"router": 1, "draft": 1, "target": 2}
+PROCESSES = {"raylet": "raylet", "gcs": "gcs_server"}
+"""Names of the processes that a failure kills."""
 BEFORE_S, OFF_S, AFTER_S, RECOVERY_S, DOWN_S = 6.0, 12.0, 6.0, 120.0, 120.0
 CHANGE_S, DRAIN_S = 300.0, 180.0
 UP = "RAY_UP_enable_autoscaler_v2=0 RAY_AUTH_MODE=token ray up --yes --no-config-cache"
@@ -100,10 +108,15 @@ class Seen:
         self.read()
         return set(self.pools[-1]["ids"].get(pool, ())) if self.pools else set()
 
-    def sessions(self, address: str) -> int:
-        """Number of sessions of the target on that machine."""
+    def sessions(self) -> dict[str, int]:
+        """Number of sessions of the target on each machine, by the name that clients get instead of its address."""
         self.read()
-        return self.pools[-1]["sessions"].get(address, 0) if self.pools else 0
+        return self.pools[-1]["sessions"] if self.pools else {}
+
+    def lost(self, before: dict[str, int], since: float) -> int:
+        """How many sessions the first machine had that has no target any more."""
+        gone = (set(before) - set(event["sessions"]) for event in self.pools if event["t"] >= since)
+        return sum(before[name] for name in next((names for names in gone if names), ()))
 
     def drafting(self, since: float) -> bool:
         """True if a draft token was proposed since then."""
@@ -126,7 +139,7 @@ class Seen:
         return next((event["t"] - since for event in events if event["t"] >= since and matches(event)), None)
 
 
-def launch(machines: Machines, config: Path, serve: Path) -> Seen:
+def launch(machines: Machines, config: Path, serve: Path, streams: int) -> Seen:
     """The cluster, the application, the clients: returns when all of them run."""
     machines.run(LAUNCHER, "RAY_AUTH_MODE=token ray get-auth-token --generate")
     started = time.time()
@@ -141,16 +154,21 @@ def launch(machines: Machines, config: Path, serve: Path) -> Seen:
     stop, output = machines.folder / "stop", machines.folder / "traffic.jsonl"
     traffic = Path(__file__).with_name("traffic.py")
     script = (
-        f"PYTHONPATH=services {sys.executable} {traffic} {ADDRESSES['router']}:9000 {ADDRESSES['head']} {output} {stop}"
+        f"PYTHONPATH=services {sys.executable} {traffic} {ADDRESSES['router']}:9000 {ADDRESSES['head']} {output} "
+        f"{stop} --streams {streams}"
     )
-    machines.start(LAUNCHER, f"taskset -pc 1 $$ > /dev/null; {script}", machines.folder / "traffic.log")
+    machines.start(
+        LAUNCHER,
+        f"taskset -pc 1 $$ > /dev/null; renice -n 10 $$ > /dev/null; {script}",
+        machines.folder / "traffic.log",
+    )
     seen = Seen(output)
 
     def streaming() -> bool:
         seen.read()
         return seen.begun
 
-    wait_until("streams", streaming, timeout_s=240)
+    wait_until("streams", streaming, timeout_s=240 + 10 * streams)
     wait_until("all replicas", seen.whole, timeout_s=150)
     say(f"streaming: {time.time() - started:.0f} s after the start of ray up")
     return seen
@@ -192,28 +210,35 @@ def disturb(machines: Machines, seen: Seen, failure: str, name: str, config: Pat
                 -300:
             ]
         )
-    machines.host("cut" if what == "cable" else "kill", name)
+    if what in PROCESSES:
+        machines.run(name, f"pkill -KILL -x {PROCESSES[what]}")
+    else:
+        machines.host("cut" if what == "cable" else "kill", name)
     say(f"{failure}: {name} is gone")
+    if what == "raylet":
+        return time.time()
     time.sleep(OFF_S)
-    machines.host("heal" if what == "cable" else "boot", name)
+    if what not in PROCESSES:
+        machines.host("heal" if what == "cable" else "boot", name)
     back = time.time()
-    if failure == "head-power":
-        machines.run(LAUNCHER, f"{UP} --restart-only {config}", timeout_s=120)
-        say(f"{failure}: ray up again, {time.time() - back:.1f} s")
+    if pool == "head" and what != "cable":
+        tries = f"for i in 1 2 3; do {UP} --restart-only {config} > up.log 2>&1 && echo $i times && break; done"
+        said = machines.run(LAUNCHER, f"cd {machines.folder}; {tries}", timeout_s=400)
+        say(f"{failure}: ray up again, {said.strip() or 'in vain'}, {time.time() - back:.1f} s")
     return back
 
 
-def fail(machines: Machines, seen: Seen, failure: str, config: Path, serve: Path) -> list[str]:
+def fail(machines: Machines, seen: Seen, failure: str, name: str, config: Path, serve: Path) -> list[str]:
     """One failure, from a quiet time before to a whole cluster after; returns its row."""
     pool = failure.split("-")[0]
     time.sleep(BEFORE_S)
-    candidates = [name for name in CORE if POOL.get(name, name) == pool]
-    name = max(candidates, key=lambda candidate: seen.sessions(ADDRESSES[candidate]))
-    there = f"{seen.sessions(ADDRESSES[name])} of {len({event['client'] for event in seen.messages})}"
-    began = time.time()
+    before, began = seen.sessions(), time.time()
     back = disturb(machines, seen, failure, name, config, serve)
     say(f"{failure}: back after {back - began:.1f} s")
     recovered: float | None = None
+    if failure.endswith("raylet"):
+        with contextlib.suppress(TimeoutError):  # whoever watches has to notice first
+            wait_until("noticed", lambda: not seen.whole(), timeout_s=30.0)
     with contextlib.suppress(TimeoutError):
         time.sleep(1.0)
         wait_until("whole", lambda: seen.whole() and seen.drafting(time.time() - 2.0), timeout_s=RECOVERY_S)
@@ -231,7 +256,7 @@ def fail(machines: Machines, seen: Seen, failure: str, config: Path, serve: Path
     plain = off_for(seen, began, end)
     return [
         failure,
-        there if pool == "target" else "-",
+        f"{seen.lost(before, began)} of {sum(before.values())}" if pool == "target" else "-",
         "-" if dead is None else f"{dead:.1f}",
         f"{seen.longest_gap(began - BEFORE_S, began):.2f}",
         f"{seen.longest_gap(began, end):.2f}",
@@ -267,6 +292,25 @@ HEAD = [
 ]
 
 
+SUMMARY = [
+    *("failure", "times", "streams ended", "identical", "broken"),
+    *("gap median s", "longest", "whole median s", "last"),
+]
+
+
+def summary(rows: list[list[str]]) -> list[list[str]]:
+    """A row for each failure: sums over its repeats, medians and the worst of the times."""
+    found = []
+    for failure in dict.fromkeys(row[0] for row in rows):
+        of = [dict(zip(HEAD, row, strict=True)) for row in rows if row[0] == failure]
+        sums = [str(sum(int(row[column]) for row in of)) for column in ("streams ended", "identical", "broken")]
+        gaps = sorted(float(row["gap s"]) for row in of)
+        whole = sorted(float("inf" if row["whole again s"] == "never" else row["whole again s"]) for row in of)
+        times = [f"{value:.1f}" for one in (gaps, whole) for value in (statistics.median(one), one[-1])]
+        found.append([failure, str(len(of)), *sums, *times])
+    return found
+
+
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """A signal ends it as an exception does, so that the machines are taken down."""
@@ -282,7 +326,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def write_configs(machines: Machines) -> tuple[Path, Path]:
+def write_configs(machines: Machines, streams: int) -> tuple[Path, Path]:
     """The two files of users, with what must differ here."""
     workers = [ADDRESSES[name] for name in POOL]
     changes: dict[str, Any] = {"provider": {"head_ip": ADDRESSES["head"], "worker_ips": workers}}
@@ -290,10 +334,12 @@ def write_configs(machines: Machines) -> tuple[Path, Path]:
     config.write_text(yaml.safe_dump(derived(REPOSITORY / "cluster" / "onprem.yaml", machines, changes)))
     serve = yaml.safe_load((REPOSITORY / "cluster" / "serve-onprem.yaml").read_text())
     application = serve["applications"][0]
-    # two cores for five machines: whether drafts pay is not what is asked here, nor how fast compiled models are
+    # two cores for five machines: whether drafts pay is not what is asked here, nor how fast compiled models are. Each
+    # target can hold all streams, so that the other is a spare
+    engine = {"compile": False, "max_sessions": max(16, streams)}
     changes = {
-        "target_config": {"engine_kwargs": {"adaptive": False, "compile": False}},
-        "draft_config": {"engine_kwargs": {"compile": False}},
+        "target_config": {"engine_kwargs": {**engine, "adaptive": False}},
+        "draft_config": {"engine_kwargs": {**engine, "max_sessions": 2 * engine["max_sessions"]}},
     }
     application["args"] = merged(application["args"], changes)
     path = machines.folder / "serve.yaml"
@@ -336,9 +382,10 @@ def main() -> int:
     parser.add_argument(
         "--misses",
         type=int,
-        help="health checks that a node may miss, where cluster/environment.sh says 3: on a host that is so busy with "
-        "other work that nodes which live are taken for dead",
+        help="health checks that a node may miss, where cluster/environment.sh says 20",
     )
+    parser.add_argument("--repeats", type=int, default=1, help="how often all of them happen")
+    parser.add_argument("--streams", type=int, default=3, help="at once")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no failure begins later than this")
     args = parser.parse_args()
     started = time.time()
@@ -349,24 +396,29 @@ def main() -> int:
         for name, pool in POOL.items():
             machines.setenv(name, PACELINE_POOL=pool)
         for name, core in CORE.items():
-            machines.pin(name, core)
+            if core is not None:
+                machines.pin(name, core)
+            machines.setenv(name, RAY_worker_niceness="10")  # as if Ray's own processes had a core of their own
             if args.misses is not None:
                 machines.setenv(name, RAY_health_check_failure_threshold=str(args.misses))
-        config, serve = write_configs(machines)
+        config, serve = write_configs(machines, args.streams)
         try:
-            seen = launch(machines, config, serve)
-            for failure in args.failures:
+            seen = launch(machines, config, serve, args.streams)
+            for number, failure in enumerate(args.failures * args.repeats):
                 if time.time() - started > args.limit_s:
                     say(f"{failure}: no time for it")
                     continue
-                rows.append(fail(machines, seen, failure, config, serve))
+                candidates = [name for name in CORE if POOL.get(name, name) == failure.split("-")[0]]
+                name = candidates[number // len(args.failures) % len(candidates)]
+                rows.append(fail(machines, seen, failure, name, config, serve))
                 print(table(rows), flush=True)
             left = stop(machines, config)
         finally:
             if args.keep is not None:
                 keep(machines, args.keep, CORE)
     nothing = "left running after onprem_down.py: " + ("nothing" if not any(left.values()) else json.dumps(left))
-    report = "\n".join([versions(), "", table(rows), "", nothing])
+    repeated = ["", table([SUMMARY, *summary(rows[1:])])] if args.repeats > 1 else []
+    report = "\n".join([versions(), "", table(rows), *repeated, "", nothing])
     print(report)
     if args.output is not None:
         with args.output.open("a") as file:

@@ -45,9 +45,10 @@ class Traffic:
     async def run(self) -> None:
         async with AsyncClient(self._args.address) as client:
             await client.wait_ready(240.0)
-            prompts = sorted(held_out_texts().values())[: self._args.streams]
-            for index, text in enumerate(prompts):
-                self._references[index] = await self._stream(client, index, text, Mode.PLAIN)
+            text = "".join(text for _, text in sorted(held_out_texts().items()))
+            prompts = [text[index * PROMPT_CHARACTERS :][:PROMPT_CHARACTERS] for index in range(self._args.streams)]
+            references = [self._stream(client, index, prompt, Mode.PLAIN) for index, prompt in enumerate(prompts)]
+            self._references = dict(enumerate(await asyncio.gather(*references)))
             self._note("begin", tokens=[len(tokens) for tokens in self._references.values()])
             loops = [asyncio.create_task(self._client(client, index, text)) for index, text in enumerate(prompts)]
             watches = [asyncio.create_task(self._pools(client)), asyncio.create_task(self._nodes())]
@@ -70,7 +71,7 @@ class Traffic:
         )
         tokens: list[int] = []
         async for chunk in client.generate(
-            text[:PROMPT_CHARACTERS], sampling, SpeculationParams(mode=mode), timeout_s=self._args.timeout_s
+            text, sampling, SpeculationParams(mode=mode), timeout_s=self._args.timeout_s
         ):
             tokens += chunk.token_ids
             if mode is not Mode.PLAIN:

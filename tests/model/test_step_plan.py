@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from paceline.model import step_plan
+from paceline.model import layout, step_plan
 from paceline.model.kv_cache import flat_rows
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
 from paceline.model.step_plan import SequenceStep, StepPlan
@@ -101,14 +101,32 @@ def _plain(steps: list[SequenceStep], spare: int) -> dict[str, object]:
     }
 
 
+def _is_plain(steps: list[SequenceStep], spare: int) -> bool:
+    try:
+        _assert_plain(steps, spare)
+    except AssertionError:
+        return False
+    return True
+
+
 def _assert_plain(steps: list[SequenceStep], spare: int) -> None:
     plan = StepPlan.of(steps, SCRATCH_ROW, spare)
     for name, expected in _plain(steps, spare).items():
-        assert np.array_equal(getattr(plan, name).numpy(), expected), name
+        assert np.array_equal(getattr(plan.arrays, name).numpy(), expected), name
     assert plan.num_logits == sum(step.num_logits for step in steps)
     assert plan.copies == tuple(pair for step in steps for pair in step.copies)
 
 
+@pytest.fixture(params=["native", "numpy"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of laying out and masking."""
+    if request.param == "numpy":
+        monkeypatch.setattr(layout, "_library", lambda: None)
+    elif not layout.usable():
+        pytest.skip("there is no C++ compiler")
+
+
+@pytest.mark.usefixtures("passes")
 def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
     for seed in range(48):
         _assert_plain(_batch(seed), (0, 0, 3, 63)[seed % 4])
@@ -116,10 +134,49 @@ def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
 
 def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = step_plan._ragged
+    monkeypatch.setattr(layout, "_library", lambda: None)
     monkeypatch.setattr(step_plan, "_ragged", lambda starts, counts: right(starts, counts) + (counts[-1] > 1))
     for seed in (1, 2, 3):
         with pytest.raises(AssertionError):
             _assert_plain(_batch(seed), 0)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("local = std::min(begin + p, tokens - 1)", "local = std::min(begin + p, tokens - 2 + (tokens == 1))"),
+        ("pages[p < tables ? p : 0]", "pages[p < tables ? p : tables - 1]"),
+        ("first += tokens, pages += tables", "first += tokens, pages += tables - (i == 1)"),
+        ("visible[i] + local * seen", "visible[i] + (local ? local - 1 : 0) * seen"),
+        ("row + (i - from) % kPage", "row + i % kPage"),
+    ],
+)
+def test_a_native_layout_that_is_wrong_is_noticed(
+    right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not layout.usable():
+        pytest.skip("there is no C++ compiler")
+    text = layout._SOURCE.read_text(encoding="utf-8")
+    assert right in text
+    changed = tmp_path / "layout.cpp"
+    changed.write_text(text.replace(right, wrong), encoding="utf-8")
+    monkeypatch.setattr(layout, "_SOURCE", changed)
+    library = layout._library.__wrapped__()
+    monkeypatch.setattr(layout, "_library", lambda: library)
+    assert not all(_is_plain(_batch(seed), 3) for seed in range(48))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_native_masks_are_those_of_torch(dtype: torch.dtype) -> None:
+    if not layout.usable():
+        pytest.skip("there is no C++ compiler")
+    for seed in range(24):
+        plan = StepPlan.of(_batch(seed), SCRATCH_ROW)
+        for window in (None, 1, 50):
+            made, expected = plan.masks(dtype, window), step_plan.attention_masks(plan.arrays, dtype, window)
+            assert [mask.shape for mask in made] == [mask.shape for mask in expected]
+            for mask, twin in zip(made, expected, strict=True):
+                assert torch.equal(mask, twin)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -127,22 +184,20 @@ def test_a_decoded_plan_is_the_encoded_one(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     steps = [_chain(rng, rng.randint(1, 40), rng.randint(0, 300)) for _ in range(rng.randint(1, 5))]
+    steps[0].copies = [(3, 4)] * (seed % 3)
     if seed % 2:
         steps.append(_tree(rng, rng.randint(1, 12), rng.randint(0, 200), positions=seed % 4 == 1))
     plan = StepPlan.of(steps, SCRATCH_ROW)
     twin = StepPlan.decode(plan.encode())
-    for field in dataclasses.fields(StepPlan):
-        mine, other = getattr(plan, field.name), getattr(twin, field.name)
-        if isinstance(mine, torch.Tensor):
-            assert mine.dtype == other.dtype, field.name
-            assert torch.equal(mine, other), field.name
-        else:
-            assert mine == other, field.name
+    assert torch.equal(plan.buffer, twin.buffer)
+    for field in ("num_logits", "shape", "copies"):
+        assert getattr(plan, field) == getattr(twin, field), field
     for window in (None, 50):
         for mine, other in zip(plan.masks(torch.float32, window), twin.masks(torch.float32, window), strict=True):
             assert torch.equal(mine, other)
 
 
+@pytest.mark.usefixtures("passes")
 def test_the_sliding_window_counts_positions_and_not_rows() -> None:
     """A tree's rows lie behind each other while its positions do not."""
     step = SequenceStep([5, 6], [10, 10], [10, 11], [0], num_logits=2)
@@ -154,7 +209,7 @@ def test_the_sliding_window_counts_positions_and_not_rows() -> None:
 
 def test_padding_stays_within_the_page_that_it_may_overwrite() -> None:
     """However much of it a model needs behind the last token."""
-    plan = StepPlan.of([SequenceStep([1] * 65, range(65), range(65), [0, 1], num_logits=1)], SCRATCH_ROW, 63)
+    plan = StepPlan.of([SequenceStep([1] * 65, range(65), range(65), [0, 1], num_logits=1)], SCRATCH_ROW, 63).arrays
     assert len(plan.tokens) >= 65 + 63
     assert int(plan.write_rows[65:].max()) < SCRATCH_ROW + 64
     assert int(plan.write_rows[65:].min()) >= SCRATCH_ROW

@@ -281,8 +281,8 @@ def test_the_plan_of_branches_survives_its_frame() -> None:
         plan = StepPlan.of(case.steps(), runner.cache.scratch_row)
         twin = StepPlan.decode(plan.encode())
         assert twin.copies == plan.copies
-        assert torch.equal(twin.write_tokens, plan.write_tokens)
-        seen += bool(plan.copies) and len(plan.write_rows) > len(plan.tokens)
+        assert torch.equal(twin.arrays.write_tokens, plan.arrays.write_tokens)
+        seen += bool(plan.copies) and plan.shape.writes > plan.shape.tokens
         runner.cache.release(case.held)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.model.compiled.backend import DeviceBackend, Outputs
 from paceline.model.runner import ModelRunner
-from paceline.model.step_plan import SequenceStep, StepPlan, StepShape
+from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape
 from paceline.types import PAGE_SIZE, pages_for
 
 _CHUNKS = (2, 5, 9, 17)
@@ -290,8 +290,8 @@ def _full_plan(
     owned = torch.tensor(pages)
     visible = torch.rand(shape.rows, shape.row_len, shape.num_keys, generator=generator) < 0.5
     visible[:, :, 0] = True
-    return StepPlan(
-        num_logits=shape.wanted,
+    plan = StepPlan(shape.wanted, shape, torch.empty(shape.num_bytes, dtype=torch.uint8))
+    values = StepArrays(
         tokens=random(shape.tokens, end=vocab_size),
         positions=random(shape.tokens, end=min(max_len, shape.num_keys)),
         logits_index=torch.arange(shape.wanted) % shape.tokens,
@@ -304,6 +304,10 @@ def _full_plan(
         visible=visible if shape.is_tree else None,
         key_positions=random(shape.rows, shape.num_keys, end=min(max_len, shape.num_keys)) if shape.is_tree else None,
     )
+    for field, value in zip(plan.arrays, values, strict=True):
+        if field is not None:
+            field.copy_(value)
+    return plan
 
 
 def _chunk(tokens: list[int], start: int, stop: int, pages: list[int], num_logits: int | None = None) -> SequenceStep:

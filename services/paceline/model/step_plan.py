@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.model import layout
 from paceline.model.kv_cache import KVCache
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
 from paceline.types import PAGE_SIZE, pages_for
@@ -100,14 +101,19 @@ class StepShape:
     @property
     def num_integers(self) -> int:
         """Integers in the front part of the packed buffer."""
-        return sum(math.prod(size) for size in self._sizes())
+        return sum(math.prod(size) for size in self.sizes())
 
     @property
     def num_bytes(self) -> int:
         """Size of the packed buffer in bytes."""
         return self.num_integers * INTEGER_BYTES + (self.rows * self.row_len * self.num_keys if self.is_tree else 0)
 
-    def _sizes(self) -> tuple[tuple[int, ...], ...]:
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The sizes as integers, in the order of the fields."""
+        return (self.tokens, self.writes, self.wanted, self.rows, self.row_len, self.pages, int(self.is_tree))
+
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the integer fields, in the order of ``StepArrays``."""
         flat, writes, places = (self.tokens,), (self.writes,), (self.rows, self.row_len)
         sizes = (flat, flat, (self.wanted,), writes, writes, (self.rows, self.pages), places, flat, places)
@@ -130,25 +136,39 @@ class StepArrays(NamedTuple):
     visible: Any = None
 
 
-_INTEGERS = (
-    "tokens",
-    "positions",
-    "logits_index",
-    "write_rows",
-    "write_tokens",
-    "page_table",
-    "gather",
-    "scatter",
-    "query_rows",
-)
-"""Fields of a plan that are always there, in the order of a frame."""
+def unpack(shape: StepShape, buffer: Tensor) -> StepArrays:
+    """The fields of a step in a uint8 ``buffer`` of at least ``shape.num_bytes``, as views of it."""
+    front = shape.num_integers * INTEGER_BYTES
+    integers = buffer[:front].view(torch.int64)
+    sizes = shape.sizes()
+    parts = torch.split(integers, [math.prod(size) for size in sizes])
+    views: list[Tensor | None] = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+    if not shape.is_tree:
+        return StepArrays(*views)
+    bits = buffer[front : shape.num_bytes].view(torch.bool)
+    return StepArrays(*views)._replace(visible=bits.view(shape.rows, shape.row_len, shape.num_keys))
+
+
+def arrays_of(shape: StepShape, buffer: Tensor) -> StepArrays:
+    """``unpack`` of a buffer in the host's memory, as numpy arrays."""
+    sizes = shape.sizes()
+    ends = [*accumulate(math.prod(size) for size in sizes)]
+    values = buffer.numpy()
+    front = values[: ends[-1] * INTEGER_BYTES].view(np.int64)
+    views = [front[end - math.prod(size) : end].reshape(size) for end, size in zip(ends, sizes, strict=True)]
+    if not shape.is_tree:
+        return StepArrays(*views)
+    bits = values[ends[-1] * INTEGER_BYTES : shape.num_bytes].view(np.bool_)
+    return StepArrays(*views)._replace(visible=bits.reshape(shape.rows, shape.row_len, shape.num_keys))
+
+
 _NUM_SIZES = 9
-"""Integers that begin a frame: the sizes, whether the step has a tree, and how many pages are copied."""
+"""Integers that begin a frame: the wanted logits, the shape, and how many pages are copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward as integers on the host, padded to the shapes of ``shapes.py``.
+    """One forward as integers on the host, padded to the shapes of ``shapes.py``, in one buffer.
 
     T tokens in B query rows of n, with page tables of one length. Everything that a rank needs to take the same step
     as another: page numbers mean the same on all of them.
@@ -156,152 +176,78 @@ class StepPlan:
 
     num_logits: int
     """Rows of the result that are wanted; the others are padding."""
-    tokens: Tensor
-    """[T] ids."""
-    positions: Tensor
-    """[T] rotary positions."""
-    logits_index: Tensor
-    """[R] tokens whose logits are computed."""
-    write_rows: Tensor
-    """[W] flat KV rows that are written."""
-    write_tokens: Tensor
-    """[W] the token whose keys and values each of them takes: most tokens once, in their order."""
-    page_table: Tensor
-    """[B, pages]."""
-    gather: Tensor
-    """[B, n] the token at each place of a query row."""
-    scatter: Tensor
-    """[T] the place of each token among the B * n."""
-    query_rows: Tensor
-    """[B, n] session row of each place: it sees rows up to this one."""
-    visible: Tensor | None = None
-    """bool [B, n, pages * PAGE_SIZE], instead of ``query_rows``, if a session of the step is a tree."""
-    key_positions: Tensor | None = None
-    """[B, pages * PAGE_SIZE] rotary position of each row, if it is not the row's own number."""
+    shape: StepShape
+    """The sizes that a recorded step must cover."""
+    buffer: Tensor
+    """uint8 [shape.num_bytes], which ``unpack`` reads."""
     copies: tuple[tuple[int, int], ...] = ()
     """Pages that are copied before the step, on every rank: (from, to) each."""
 
     @classmethod
     def of(cls, steps: Sequence[SequenceStep], scratch_row: int, spare_tokens: int = 0) -> Self:
-        """Lays the new tokens of sessions out; at least ``spare_tokens`` of padding come behind them.
-
-        Sequence i owns tokens [first[i], first[i] + lengths[i]), page numbers [tables[i], tables[i] + num_pages_of[i])
-        and query rows [row[i], row[i + 1]). All of it is computed by columns: no token or page is looked at alone.
-        """
-        num_tokens_of = [len(step.token_ids) for step in steps]
-        num_tokens, row_len = sum(num_tokens_of), _row_len(num_tokens_of)
-        lengths = np.array(num_tokens_of)
-        ends = lengths.cumsum()
-        first = ends - lengths
-        ids = np.fromiter(chain.from_iterable([step.token_ids for step in steps]), np.int64, num_tokens)
-        rows = np.fromiter(chain.from_iterable([step.rows for step in steps]), np.int64, num_tokens)
+        """Lays the new tokens of sessions out; at least ``spare_tokens`` of padding come behind them."""
+        lengths = [len(step.token_ids) for step in steps]
+        num_tokens, row_len = sum(lengths), _row_len(lengths)
+        ids, rows, pages, also = array("q"), array("q"), array("q"), array("q")
+        for step in steps:
+            for base, row in step.also:
+                also.extend((len(ids) + base, row))
+            ids.extend(step.token_ids)
+            rows.extend(step.rows)
+            pages.extend(step.pages)
         positions = rows
         if any(step.positions is not step.rows for step in steps):
-            positions = np.fromiter(chain.from_iterable([step.positions for step in steps]), np.int64, num_tokens)
-        pages = [step.pages if isinstance(step.pages, array) else array("q", step.pages) for step in steps]
-        num_pages_of = np.array([len(table) for table in pages])
-        tables = num_pages_of.cumsum() - num_pages_of
-        page_ids = np.frombuffer(b"".join(pages), np.int64)
-        page, within = np.divmod(rows, PAGE_SIZE)
-        also: list[tuple[int, int]] = []
-        if any(step.also for step in steps):
-            bases = first.tolist()
-            also = [(base + token, row) for base, step in zip(bases, steps, strict=True) for token, row in step.also]
-        num_logits_of = np.array([step.num_logits for step in steps])
-        num_logits = int(num_logits_of.sum())
-        num_rows = int(rows.max()) + 1
+            positions = array("q", chain.from_iterable([step.positions for step in steps]))
         is_tree = any(step.visible is not None for step in steps)
+        num_rows = max(rows) + 1
         if is_tree:
             num_rows = max(num_rows, *(step.visible.shape[1] for step in steps if step.visible is not None))
-        num_pages = padded_pages(pages_for(num_rows))
-
-        # One buffer of all integers: a crossing to torch costs as much as a hundred of them.
-        num_writes = num_tokens + len(also)
-        padded = padded_tokens(num_tokens, spare_tokens)
-        rows_of = -(-lengths // row_len)  # query rows of each sequence
-        num_query_rows = int(rows_of.sum())
-        sizes = [
-            padded,
-            padded,
+        num_logits = sum([step.num_logits for step in steps])
+        shape = StepShape(
+            padded_tokens(num_tokens, spare_tokens),
+            padded_tokens(num_tokens + len(also) // 2, spare_tokens),
             padded_tokens(num_logits, spare_tokens),
-            padded_tokens(num_writes, spare_tokens),
-            padded_tokens(num_writes, spare_tokens),
-            num_query_rows * num_pages,
-            num_query_rows * row_len,
-            padded,
-            num_query_rows * row_len,
-        ]
-        buffer = np.zeros(sum(sizes), np.int64)
-        whole = torch.from_numpy(buffer)
-        by_name = dict(zip(_INTEGERS, torch.split(whole, sizes), strict=True))
-        stops = [*accumulate(sizes)]
-        into = StepArrays(*(buffer[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)))
-        into.tokens[:num_tokens] = ids
-        into.positions[:num_tokens] = positions
-        into.logits_index[:num_logits] = _ragged(ends - num_logits_of, num_logits_of)
-        into.write_rows[num_writes:] = scratch_row + np.arange(sizes[3] - num_writes) % PAGE_SIZE
-        into.write_tokens[:num_tokens] = np.arange(num_tokens)
-        if also:
-            into.write_tokens[num_tokens:num_writes], into.write_rows[num_tokens:num_writes] = zip(*also, strict=True)
-        # Masked keys weigh exactly zero, but 0 * NaN is NaN: what pads a table must be the session's own.
-        column = np.arange(num_pages)
-        table = page_ids[tables[:, None] + column * (column < num_pages_of[:, None])]  # [sequences, num_pages]
-        of_token = np.repeat(tables, lengths)
-        into.write_rows[:num_tokens] = page_ids[of_token + page] * PAGE_SIZE + within
-        place = np.arange(row_len)
-        if num_query_rows == len(steps):
-            gather = first[:, None] + np.minimum(place, lengths[:, None] - 1)
-            row = np.arange(num_query_rows)
+            sum([-(-length // row_len) for length in lengths]),
+            row_len,
+            padded_pages(pages_for(num_rows)),
+            is_tree,
+        )
+        buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
+        if layout.usable():
+            counts = array("q")
+            for step, length in zip(steps, lengths, strict=True):
+                keys = 0 if step.visible is None else step.visible.shape[1]
+                counts.extend((length, len(step.pages), step.num_logits, keys))
+            visible, key_positions = [step.visible for step in steps], [step.key_positions for step in steps]
+            columns = (ids, rows, positions, pages)
+            layout.lay_out(counts, columns, also, visible, key_positions, scratch_row, shape.numbers, buffer)
         else:
-            row = rows_of.cumsum() - rows_of
-            begins = _ragged(np.zeros_like(rows_of), rows_of) * row_len  # of each query row, within its sequence
-            gather = np.repeat(first, rows_of)[:, None] + np.minimum(
-                begins[:, None] + place, np.repeat(lengths, rows_of)[:, None] - 1
-            )
-            table = np.repeat(table, rows_of, axis=0)
-        into.page_table[:] = table.reshape(-1)
-        into.gather[:] = gather.reshape(-1)
-        into.query_rows[:] = rows[into.gather]
-        into.scatter[:num_tokens] = _ragged(row * row_len, lengths)  # the rows of a sequence lie next to each other
-        for name in ("page_table", "gather", "query_rows"):
-            by_name[name] = by_name[name].view(num_query_rows, -1)
-        if is_tree:
-            local = gather - np.repeat(first, rows_of)[:, None]  # [rows, n] index of the token among its sequence's
-            owners = [*zip(steps, row.tolist(), rows_of.tolist(), strict=True)]
-            by_name |= _tree_columns(owners, local, rows[gather], num_pages * PAGE_SIZE)
-        copies = tuple([pair for step in steps for pair in step.copies])
-        return cls(num_logits, **by_name, copies=copies)
+            _lay_out(steps, (ids, rows, positions, pages), also, scratch_row, shape, arrays_of(shape, buffer))
+        return cls(num_logits, shape, buffer, tuple([pair for step in steps for pair in step.copies]))
 
     @property
-    def shape(self) -> StepShape:
-        """The sizes that a recorded step must cover."""
-        rows, row_len = self.gather.shape
-        return StepShape(
-            len(self.tokens),
-            len(self.write_rows),
-            len(self.logits_index),
-            rows,
-            row_len,
-            self.page_table.shape[1],
-            self.visible is not None,
-        )
+    def arrays(self) -> StepArrays:
+        """The fields, as tensors."""
+        return unpack(self.shape, self.buffer)
 
     def masks(self, dtype: torch.dtype, window: int | None) -> list[Tensor]:
         """Additive masks ``[B, 1, n, pages * PAGE_SIZE]``: the causal one, and one with the sliding window if any."""
-        return attention_masks(self, dtype, window)
+        if layout.masks_usable(dtype):
+            return layout.masks(self.shape.numbers, self.buffer, dtype, window)
+        return attention_masks(self.arrays, dtype, window)
 
     def inputs(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> tuple[Any, ...]:
         """The arguments of the traced signature, on the device of ``cache``."""
-        device = cache.keys[0].device
+        device, it = cache.keys[0].device, self.arrays
         return (
-            self.tokens[None].to(device),
-            self.positions[None].to(device),
-            self.logits_index.to(device),
-            self.write_rows.to(device),
-            self.write_tokens.to(device),
-            self.page_table.to(device),
-            self.gather.to(device),
-            self.scatter.to(device),
+            it.tokens[None].to(device),
+            it.positions[None].to(device),
+            it.logits_index.to(device),
+            it.write_rows.to(device),
+            it.write_tokens.to(device),
+            it.page_table.to(device),
+            it.gather.to(device),
+            it.scatter.to(device),
             [mask.to(device) for mask in self.masks(dtype, window)],
             cache.model_keys,
             cache.model_values,
@@ -309,37 +255,67 @@ class StepPlan:
 
     def encode(self) -> bytes:
         """A frame for ``decode``: the sizes and all integers as int32, then the tree's bits."""
-        parts = [getattr(self, name).reshape(-1) for name in _INTEGERS]
-        if self.key_positions is not None:
-            parts.append(self.key_positions.reshape(-1))
-        (num_rows, row_len), num_pages = self.gather.shape, self.page_table.shape[1]
-        lengths = [len(self.tokens), len(self.write_rows), len(self.logits_index)]
-        is_tree = self.visible is not None
-        sizes = [self.num_logits, *lengths, num_rows, row_len, num_pages, int(is_tree), len(self.copies)]
-        parts.append(torch.tensor([*chain(*self.copies)], dtype=torch.int64))
-        frame = torch.cat([torch.tensor(sizes), *parts]).to(torch.int32).numpy().tobytes()
-        return frame + self.visible.numpy().tobytes() if self.visible is not None else frame
+        values, front = self.buffer.numpy(), self.shape.num_integers * INTEGER_BYTES
+        sizes = (self.num_logits, *self.shape.numbers, len(self.copies))
+        integers = (np.array((*sizes, *chain(*self.copies))), values[:front].view(np.int64))
+        return np.concatenate(integers).astype(np.int32).tobytes() + values[front:].tobytes()
 
     @classmethod
     def decode(cls, frame: bytes) -> Self:
         """The plan that another rank has encoded."""
-        sizes = torch.frombuffer(bytearray(frame[: 4 * _NUM_SIZES]), dtype=torch.int32).tolist()
-        num_logits, num_tokens, num_writes, num_wanted, num_rows, row_len, num_pages, is_tree, num_copies = sizes
-        places, keys = (num_rows, row_len), num_pages * PAGE_SIZE
-        flat, writes = (num_tokens,), (num_writes,)
-        shapes = [flat, flat, (num_wanted,), writes, writes, (num_rows, num_pages), places, flat, places]
-        if is_tree:
-            shapes.append((num_rows, keys))
-        shapes.append((num_copies, 2))
-        lengths = [math.prod(shape) for shape in shapes]
-        end = 4 * (_NUM_SIZES + sum(lengths))
-        integers = torch.frombuffer(bytearray(frame[4 * _NUM_SIZES : end]), dtype=torch.int32).long()
-        names = (*_INTEGERS, "key_positions") if is_tree else _INTEGERS
-        *parts, copied = [part.view(shape) for part, shape in zip(torch.split(integers, lengths), shapes, strict=True)]
-        tensors = dict(zip(names, parts, strict=True))
-        copies = tuple((source, target) for source, target in copied.tolist())
-        visible = torch.frombuffer(bytearray(frame[end:]), dtype=torch.bool).view(*places, keys) if is_tree else None
-        return cls(num_logits, visible=visible, copies=copies, **tensors)
+        sizes: list[int] = np.frombuffer(frame, np.int32, _NUM_SIZES).tolist()
+        num_logits, tokens, writes, wanted, rows, row_len, pages, is_tree, num_copies = sizes
+        shape, num = StepShape(tokens, writes, wanted, rows, row_len, pages, bool(is_tree)), _NUM_SIZES + 2 * num_copies
+        copied = np.frombuffer(frame, np.int32, num)[_NUM_SIZES:].reshape(-1, 2).tolist()
+        buffer, front = np.empty(shape.num_bytes, np.uint8), shape.num_integers * INTEGER_BYTES
+        buffer[:front].view(np.int64)[:] = np.frombuffer(frame, np.int32, shape.num_integers, 4 * num)
+        buffer[front:] = np.frombuffer(frame, np.uint8, offset=4 * (num + shape.num_integers))
+        return cls(num_logits, shape, torch.from_numpy(buffer), tuple((source, target) for source, target in copied))
+
+
+def _lay_out(
+    steps: Sequence[SequenceStep],
+    columns: Sequence[array[int]],
+    also: array[int],
+    scratch_row: int,
+    shape: StepShape,
+    into: StepArrays,
+) -> None:
+    """Fills the fields of a step by columns: the twin of ``layout.lay_out``.
+
+    Sequence i owns tokens [first[i], first[i] + lengths[i]), page numbers [tables[i], tables[i] + num_pages_of[i])
+    and query rows [row[i], row[i + 1]).
+    """
+    ids, rows, positions, page_ids = (np.array(column, np.int64) for column in columns)
+    lengths = np.array([len(step.token_ids) for step in steps])
+    num_pages_of = np.array([len(step.pages) for step in steps])
+    num_logits_of = np.array([step.num_logits for step in steps])
+    ends = lengths.cumsum()
+    first, tables = ends - lengths, num_pages_of.cumsum() - num_pages_of
+    num_tokens, num_logits = len(ids), int(num_logits_of.sum())
+    num_writes, row_len = num_tokens + len(also) // 2, shape.row_len
+    rows_of = -(-lengths // row_len)  # query rows of each sequence
+    for field in (into.tokens, into.positions, into.logits_index, into.write_tokens, into.scatter):
+        field[:] = 0
+    into.tokens[:num_tokens], into.positions[:num_tokens] = ids, positions
+    into.logits_index[:num_logits] = _ragged(ends - num_logits_of, num_logits_of)
+    into.write_tokens[:num_tokens] = np.arange(num_tokens)
+    into.write_tokens[num_tokens:num_writes], into.write_rows[num_tokens:num_writes] = also[::2], also[1::2]
+    into.write_rows[num_writes:] = scratch_row + np.arange(shape.writes - num_writes) % PAGE_SIZE
+    page, within = np.divmod(rows, PAGE_SIZE)
+    into.write_rows[:num_tokens] = page_ids[np.repeat(tables, lengths) + page] * PAGE_SIZE + within
+    # Masked keys weigh exactly zero, but 0 * NaN is NaN: what pads a table must be the session's own.
+    column, place = np.arange(shape.pages), np.arange(row_len)
+    table = page_ids[tables[:, None] + column * (column < num_pages_of[:, None])]  # [sequences, pages]
+    into.page_table[:] = np.repeat(table, rows_of, axis=0)
+    begins = _ragged(np.zeros_like(rows_of), rows_of) * row_len  # of each query row, within its sequence
+    local = np.minimum(begins[:, None] + place, np.repeat(lengths, rows_of)[:, None] - 1)
+    into.gather[:] = np.repeat(first, rows_of)[:, None] + local
+    into.query_rows[:] = rows[into.gather]
+    row = rows_of.cumsum() - rows_of
+    into.scatter[:num_tokens] = _ragged(row * row_len, lengths)  # the rows of a sequence lie next to each other
+    if shape.is_tree:
+        _tree_columns([*zip(steps, row.tolist(), rows_of.tolist(), strict=True)], local, into)
 
 
 def _ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -348,34 +324,25 @@ def _ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
 
 
-def _tree_columns(
-    owners: Sequence[tuple[SequenceStep, int, int]],
-    local: NDArray[np.int64],
-    query_rows: NDArray[np.int64],
-    num_keys: int,
-) -> dict[str, Tensor]:
-    """``visible`` and ``key_positions`` of a step with trees.
+def _tree_columns(owners: Sequence[tuple[SequenceStep, int, int]], local: NDArray[np.int64], into: StepArrays) -> None:
+    """Fills ``visible`` and ``key_positions`` of a step with trees.
 
     Args:
         owners: each sequence, its first query row, and how many it has.
         local: [rows, n] index of the token at each place among its sequence's.
-        query_rows: [rows, n] the last row that each place sees where its sequence is no tree.
-        num_keys: rows that each place could see.
+        into: the fields, of which ``query_rows`` are filled.
     """
-    key = np.arange(num_keys)
-    visible = np.zeros((*local.shape, num_keys), np.bool_)
-    key_positions = np.empty((len(local), num_keys), np.int64)
-    key_positions[:] = key
+    key = np.arange(into.key_positions.shape[1])
+    into.key_positions[:], into.visible[:] = key, False
     for step, at, count in owners:
         own = slice(at, at + count)
         if step.visible is None:
-            visible[own] = key <= query_rows[own, :, None]
+            into.visible[own] = key <= into.query_rows[own, :, None]
             continue
         of_step = step.visible.numpy()
-        visible[own, :, : of_step.shape[1]] = of_step[local[own]]
+        into.visible[own, :, : of_step.shape[1]] = of_step[local[own]]
         if step.key_positions is not None:
-            key_positions[own, : of_step.shape[1]] = step.key_positions.numpy()
-    return {"visible": torch.from_numpy(visible), "key_positions": torch.from_numpy(key_positions)}
+            into.key_positions[own, : of_step.shape[1]] = step.key_positions.numpy()
 
 
 def _row_len(lengths: Sequence[int]) -> int:
@@ -386,7 +353,7 @@ def _row_len(lengths: Sequence[int]) -> int:
     return longest
 
 
-def attention_masks(step: StepPlan | StepArrays, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+def attention_masks(step: StepArrays, dtype: torch.dtype, window: int | None) -> list[Tensor]:
     """Additive masks ``[B, 1, n, pages * PAGE_SIZE]`` on the step's device: full attention, then a window if any."""
     key = torch.arange(step.page_table.shape[1] * PAGE_SIZE, device=step.page_table.device)
     seen = key <= step.query_rows[:, :, None] if step.visible is None else step.visible

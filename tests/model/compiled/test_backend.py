@@ -22,16 +22,16 @@ from tests.support.rings import slow
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
-from paceline.model import loading
+from paceline.model import layout, loading
 from paceline.model.compiled.backend import DeviceBackend, HostBackend
-from paceline.model.compiled.buckets import Fits, Limits, best_fit, pack, shapes_to_record, unpack
+from paceline.model.compiled.buckets import Fits, Limits, best_fit, pack, shapes_to_record
 from paceline.model.compiled.graphs import make_backend, record_steps
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance, check_replay
 from paceline.model.shapes import padded_pages, padded_tokens
-from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape, attention_masks
+from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape, attention_masks, unpack
 from paceline.types import PAGE_SIZE, SamplingParams, pages_for
 
 SCRATCH_ROW = 10_000 * PAGE_SIZE
@@ -105,17 +105,46 @@ def packed(plan: StepPlan, shape: StepShape) -> StepArrays:
 # -- packing -----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["native", "numpy"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of packing."""
+    if request.param == "numpy":
+        monkeypatch.setattr(layout, "_library", lambda: None)
+    elif not layout.usable():
+        pytest.skip("there is no C++ compiler")
+
+
+@pytest.mark.usefixtures("passes")
 @pytest.mark.parametrize("kind", [chain, tree])
 def test_a_plan_packed_into_its_own_shape_is_the_plan(kind) -> None:
     for seed in range(10):
         plan = StepPlan.of(batch(seed, kind), SCRATCH_ROW)
         arrays = packed(plan, plan.shape)
         for name in StepArrays._fields:
-            mine, other = getattr(plan, name), getattr(arrays, name)
+            mine, other = getattr(plan.arrays, name), getattr(arrays, name)
             assert (mine is None) == (other is None), name
             assert mine is None or torch.equal(mine, other), name
 
 
+def test_both_ways_of_packing_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what pads, too."""
+    if not layout.usable():
+        pytest.skip("there is no C++ compiler")
+    for seed in range(20):
+        plan = StepPlan.of(batch(seed, (chain, tree)[seed % 2]), SCRATCH_ROW)
+        own = plan.shape
+        shape = StepShape(
+            own.tokens + 5, own.writes + 70, own.wanted + 3, own.rows + 2, own.row_len + 4, own.pages + 2, own.is_tree
+        )
+        native = packed(plan, shape)
+        with monkeypatch.context() as without:
+            without.setattr(layout, "_library", lambda: None)
+            twin = packed(plan, shape)
+        for name, mine, other in zip(StepArrays._fields, native, twin, strict=True):
+            assert mine is other is None or torch.equal(mine, other), name
+
+
+@pytest.mark.usefixtures("passes")
 @pytest.mark.parametrize("kind", [chain, tree])
 def test_padding_reads_and_writes_nothing_that_matters(kind) -> None:
     for seed in range(10):
@@ -124,8 +153,7 @@ def test_padding_reads_and_writes_nothing_that_matters(kind) -> None:
         shape = StepShape(
             own.tokens + 70, own.writes + 80, own.wanted + 3, own.rows + 2, own.row_len + 4, own.pages + 2, own.is_tree
         )
-        arrays = packed(plan, shape)
-        num = own.tokens
+        arrays, num, plan = packed(plan, shape), own.tokens, plan.arrays
         assert set(arrays.write_rows[own.writes :].tolist()) <= set(range(SCRATCH_ROW, SCRATCH_ROW + PAGE_SIZE))
         assert torch.equal(arrays.write_rows[: own.writes], plan.write_rows)
         assert torch.equal(arrays.write_tokens[: own.writes], plan.write_tokens)
@@ -409,7 +437,7 @@ def test_the_choice_reaches_both_models() -> None:
 def test_masks_are_zero_where_seen_and_minus_infinity_elsewhere(dtype: torch.dtype) -> None:
     """Row by row as ``SequenceStep`` says: rows up to a token's own, and of those the window's."""
     steps = [SequenceStep([1] * 3, range(70, 73), range(70, 73), [4, 5], 1), SequenceStep([1], [5], [5], [9], 1)]
-    plan = StepPlan.of(steps, SCRATCH_ROW)
+    plan = StepPlan.of(steps, SCRATCH_ROW).arrays
     whole, near = attention_masks(plan, dtype, window=4)
     for token, (position, row) in enumerate([(70, 0), (71, 0), (72, 0), (5, 1)]):
         place = int(plan.scatter[token]) - row * plan.gather.shape[1]

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, unpack
+from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record
 from paceline.model.kv_cache import KVCache
-from paceline.model.step_plan import StepShape, attention_masks
+from paceline.model.step_plan import StepShape, attention_masks, unpack
 from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -117,13 +117,13 @@ class DeviceBackend:
         """Runs ``plan`` in ``shape``, call by call."""
         buffer = self._packed(plan, shape).to(self.device, non_blocking=True)
         logits, states = self._call(step, shape, buffer)
-        return logits[: plan.num_logits], None if states is None else states[: len(plan.tokens)]
+        return logits[: plan.num_logits], None if states is None else states[: plan.shape.tokens]
 
     def replay(self, plan: StepPlan, shape: StepShape) -> Outputs:
         """Runs ``plan`` by the recording of ``shape``. Steps of one stream follow each other, so they share memory."""
         self._buffer[: shape.num_bytes].copy_(self._packed(plan, shape), non_blocking=True)
         self._replays[shape]()
-        states = None if self._states is None else self._states[: min(shape.tokens, len(plan.tokens))].clone()
+        states = None if self._states is None else self._states[: min(shape.tokens, plan.shape.tokens)].clone()
         return self._logits[: plan.num_logits].clone(), states
 
     def forget(self, shape: StepShape) -> None:

@@ -8,18 +8,16 @@ The same buffer is what crosses to the device, in one copy. Nothing here knows a
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from paceline.model import layout
 from paceline.model.shapes import padded_pages, padded_tokens
-from paceline.model.step_plan import INTEGER_BYTES, StepArrays, StepShape
+from paceline.model.step_plan import StepArrays, StepShape, arrays_of
 from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -34,19 +32,6 @@ _MIN_PAGES = 8
 _REMEMBERED = 4096
 
 
-def unpack(shape: StepShape, buffer: Tensor) -> StepArrays:
-    """The fields of a step in a uint8 ``buffer`` of at least ``shape.num_bytes``, as views of it."""
-    front = shape.num_integers * INTEGER_BYTES
-    integers = buffer[:front].view(torch.int64)
-    sizes = shape._sizes()
-    parts = torch.split(integers, [math.prod(size) for size in sizes])
-    views: list[Tensor | None] = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
-    if not shape.is_tree:
-        return StepArrays(*views)
-    bits = buffer[front : shape.num_bytes].view(torch.bool)
-    return StepArrays(*views)._replace(visible=bits.view(shape.rows, shape.row_len, shape.num_keys))
-
-
 def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> None:
     """Writes ``plan`` into a host ``buffer`` laid out for ``shape``, which must cover it.
 
@@ -56,38 +41,38 @@ def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> 
     """
     own = plan.shape
     assert shape.covers(own), f"{own} does not fit {shape}"
-    integers, sizes = buffer.numpy(), shape._sizes()
-    ends = [*accumulate(math.prod(size) for size in sizes)]
-    front = integers[: ends[-1] * INTEGER_BYTES].view(np.int64)
-    views = [front[end - math.prod(size) : end].reshape(size) for end, size in zip(ends, sizes, strict=True)]
-    into = StepArrays(*views)
+    if layout.usable():
+        layout.pack(own.numbers, plan.buffer, shape.numbers, buffer, scratch_row)
+    else:
+        _pack(own, arrays_of(own, plan.buffer), shape, arrays_of(shape, buffer), scratch_row)
+
+
+def _pack(own: StepShape, plan: StepArrays, shape: StepShape, into: StepArrays, scratch_row: int) -> None:
+    """The twin of ``layout.pack``."""
     num_tokens, num_rows, row_len, num_pages = own.tokens, own.rows, own.row_len, own.pages
     for field, values in ((into.tokens, plan.tokens), (into.positions, plan.positions)):
-        field[:num_tokens], field[num_tokens:] = values.numpy(), 0
-    into.write_rows[: own.writes] = plan.write_rows.numpy()
+        field[:num_tokens], field[num_tokens:] = values, 0
+    into.write_rows[: own.writes] = plan.write_rows
     into.write_rows[own.writes :] = scratch_row + np.arange(shape.writes - own.writes) % PAGE_SIZE
-    into.write_tokens[: own.writes], into.write_tokens[own.writes :] = plan.write_tokens.numpy(), 0
-    into.logits_index[: own.wanted], into.logits_index[own.wanted :] = plan.logits_index.numpy(), 0
-    scatter = plan.scatter.numpy()
-    if shape.row_len != row_len:
-        scatter = scatter + scatter // row_len * (shape.row_len - row_len)
-    into.scatter[:num_tokens], into.scatter[num_tokens:] = scatter, 0
-    into.page_table[:num_rows, :num_pages] = plan.page_table.numpy()
+    into.write_tokens[: own.writes], into.write_tokens[own.writes :] = plan.write_tokens, 0
+    into.logits_index[: own.wanted], into.logits_index[own.wanted :] = plan.logits_index, 0
+    into.scatter[:num_tokens] = plan.scatter + plan.scatter // row_len * (shape.row_len - row_len)
+    into.scatter[num_tokens:] = 0
+    into.page_table[:num_rows, :num_pages] = plan.page_table
     into.page_table[:num_rows, num_pages:] = into.page_table[:num_rows, :1]
     into.page_table[num_rows:] = into.page_table[0]
     for field, values in ((into.gather, plan.gather), (into.query_rows, plan.query_rows)):
-        field[:num_rows, :row_len] = values.numpy()
+        field[:num_rows, :row_len] = values
         field[:num_rows, row_len:] = field[:num_rows, row_len - 1 : row_len]
         field[num_rows:] = field[0]
-    if plan.visible is None or plan.key_positions is None:
+    if not shape.is_tree:
         return
     num_keys = own.num_keys
-    into.key_positions[:num_rows, :num_keys] = plan.key_positions.numpy()
+    into.key_positions[:num_rows, :num_keys] = plan.key_positions
     into.key_positions[:num_rows, num_keys:] = 0
     into.key_positions[num_rows:] = into.key_positions[0]
-    bits = integers[ends[-1] * INTEGER_BYTES : shape.num_bytes].view(np.bool_)
-    visible = bits.reshape(shape.rows, shape.row_len, shape.num_keys)
-    visible[:num_rows, :row_len, :num_keys] = plan.visible.numpy()
+    visible = into.visible
+    visible[:num_rows, :row_len, :num_keys] = plan.visible
     visible[:num_rows, row_len:, :num_keys] = visible[:num_rows, row_len - 1 : row_len, :num_keys]
     visible[:num_rows, :, num_keys:] = False
     visible[num_rows:] = visible[0]

@@ -1,0 +1,123 @@
+"""Native passes over the integers of a step, in ``layout.cpp``: one call in place of a hundred on small arrays.
+
+Each has a twin that gives the same integers, and stands in for it where there is no compiler: ``lay_out`` that of
+``step_plan.py``, ``pack`` that of ``compiled/buckets.py``, ``masks`` ``step_plan.attention_masks``. They take some
+microseconds and keep the interpreter lock, which another thread would not give back so soon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.core.native import compiled, machine
+from paceline.errors import EngineError
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_OPTIONS = ("-march=native",)
+_MASKS = (torch.bfloat16, torch.float32)
+_ARGUMENTS = {"paceline_lay_out": "iaaaaaiappiap", "paceline_pack": "apapi", "paceline_masks": "apiipp"}
+"""Of each function: integers, arrays and pointers."""
+Sizes = Sequence[int]
+"""Tokens, writes, wanted logits, rows, row length, pages, and 1 if the step has trees: a ``StepShape``."""
+log = logging.getLogger(__name__)
+
+
+def usable() -> bool:
+    """True if this machine has the passes; compiles them if needed. Logs once why not."""
+    return _library() is not None
+
+
+def masks_usable(dtype: torch.dtype) -> bool:
+    """True if ``masks`` makes masks of this dtype here."""
+    return dtype in _MASKS and usable()
+
+
+def lay_out(
+    counts: array[int],
+    columns: Sequence[array[int]],
+    also: array[int],
+    visible: Sequence[Tensor | None],
+    key_positions: Sequence[Tensor | None],
+    scratch_row: int,
+    sizes: Sizes,
+    to: Tensor,
+) -> None:
+    """Fills the buffer of a step.
+
+    Args:
+        counts: of each sequence its tokens, pages, logits, and the keys that its tree sees or 0.
+        columns: token ids, rows, positions and pages of all sequences, one behind the other.
+        also: token of the step and KV row of each further write.
+        visible: of each sequence bool [tokens, keys], or None.
+        key_positions: of each sequence int64 [keys], or None.
+        scratch_row: first KV row of the page that padding is written to.
+        sizes: of the buffer.
+        to: the buffer, uint8.
+    """
+    trees = [None if x is None else x.contiguous() for x in (*visible, *key_positions)]
+    at = (ctypes.c_void_p * len(trees))(*[None if x is None else x.data_ptr() for x in trees])
+    second = ctypes.addressof(at) + len(visible) * ctypes.sizeof(ctypes.c_void_p)
+    _call(
+        "paceline_lay_out",
+        len(counts) // 4,
+        counts,
+        *columns,
+        len(also) // 2,
+        also,
+        ctypes.addressof(at),
+        second,
+        scratch_row,
+        array("q", sizes),
+        to.data_ptr(),
+    )
+
+
+def pack(own: Sizes, plan: Tensor, sizes: Sizes, to: Tensor, scratch_row: int) -> None:
+    """Copies the buffer of a plan of the sizes ``own`` into ``to``, a buffer of ``sizes``, which cover them."""
+    _call("paceline_pack", array("q", own), plan.data_ptr(), array("q", sizes), to.data_ptr(), scratch_row)
+
+
+def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+    """``step_plan.attention_masks`` of a plan's buffer in the host's memory."""
+    rows, row_len, keys = sizes[3], sizes[4], sizes[5] * 64
+    made = [torch.empty(rows, 1, row_len, keys, dtype=dtype) for _ in range(1 if window is None else 2)]
+    near = None if window is None else made[1].data_ptr()
+    given = array("q", sizes)
+    _call("paceline_masks", given, plan.data_ptr(), window or 0, dtype.itemsize, made[0].data_ptr(), near)
+    return made
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = _library()
+    assert library is not None, "usable() comes first"
+    getattr(library, name)(*[x.buffer_info()[0] if isinstance(x, array) else x for x in arguments])
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL | None:
+    """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
+    try:
+        library = ctypes.PyDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the layout of steps")))
+    except (EngineError, OSError) as error:
+        log.warning("steps are laid out by numpy, which is slower: %s", error)
+        return None
+    for name, kinds in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_int64 if kind == "i" else ctypes.c_void_p for kind in kinds]
+        function.restype = None
+    return library
+
+
+def _digest() -> str:
+    """Digest of the source, its options and the machine's instruction set, for which it is compiled."""
+    facts = f"{machine()} {_OPTIONS}"
+    return hashlib.blake2b(_SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()
