@@ -107,7 +107,7 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
             describer(factory.kind),
             replica_id=replica_id,
             max_sessions=factory.config.target.max_sessions,
-            core=core,
+            cores=() if core is None else (core,),
         )
         server = EngineServer(host)
         await server.start()

@@ -79,7 +79,7 @@ class Child:
 def _main(connection: Connection, core: int | None, prepare: Prepare, *args: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     apply_worker_environment()
-    pin(core)  # before any thread starts: they inherit it
+    pin(() if core is None else (core,))  # before any thread starts: they inherit it
     try:
         with prepare(*args) as answer:
             connection.send(True)

@@ -108,7 +108,7 @@ def bandwidth(core: int | None, num_bytes: int = _BYTES) -> Bandwidth:
 def _bandwidth(core: int | None, num_bytes: int) -> Bandwidth:
     import numpy as np
 
-    pin(core)
+    pin(() if core is None else (core,))
     data = np.ones(num_bytes // 4, np.float32)
     words, half = data.view(np.int64), data.size // 2
     readers = (lambda: words.sum(), lambda: words.max(), lambda: np.dot(data[:half], data[half:]))

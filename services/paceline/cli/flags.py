@@ -115,7 +115,7 @@ def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str
         help="a drafter inside the target, such as draft_model=DIRECTORY, early_exit=BOUNDARY or suffix, and the most "
         "tokens that it proposes at once (repeatable; beside --drafter, or alone with --drafter none)",
     )
-    names = ("dtype", "compile", "background_compilation", "tensor_parallel_size")
+    names = ("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads")
     add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in names])
     return group
 

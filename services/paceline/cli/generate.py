@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _LOCAL_FLAGS = (
     *("local", "target", "draft", "drafter", "head"),
-    *("dtype", "compile", "background_compilation", "tensor_parallel_size"),
+    *("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads"),
 )
 _SERVICE_FLAGS = (
     *("timeout", "request_id", "resume"),
@@ -191,7 +191,8 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
         assert isinstance(draft, NgramDraftConfig | SuffixDraftConfig | PluginDraftConfig)
         return LocalConfig(target=target, draft=draft.engine_kwargs)
     options = given(args, DraftModel)
-    options.pop("tensor_parallel_size", None)  # the ranks are the target's
+    for name in ("tensor_parallel_size", "cpu_threads"):  # they are the target's
+        options.pop(name, None)
     return LocalConfig(target=target, draft=DraftModel(path=paths[1], **options))
 
 

@@ -41,7 +41,10 @@ _FILE_KEYS = {
 """Flags that name files, and the keys that they set."""
 _PAGE_KEY = "server.playground"
 _ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in ("dtype", "compile", "background_compilation")]
-_TARGET_KEYS = [*_ENGINE_KEYS, "target_config.engine_kwargs.tensor_parallel_size"]
+_TARGET_KEYS = [
+    *_ENGINE_KEYS,
+    *(f"target_config.engine_kwargs.{name}" for name in ("tensor_parallel_size", "cpu_threads")),
+]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -50,8 +50,8 @@ class Rank:
 
     def run(self, factory: bytes, on_cpu: bool) -> None:
         """Builds the rank's engine and takes its steps. Ends with the error that ends it."""
-        core = CoreClaim.take() if on_cpu else None
-        pin(None if core is None else core.core)
+        claim = CoreClaim.take() if on_cpu else None
+        pin(() if claim is None else claim.cores)
         make: EngineFactory[Any, Any] = pickle.loads(factory)
         engine = make(lambda messages: None)
         try:

@@ -179,7 +179,8 @@ class EngineDeployment:
         self._replica_id = replica_id()
         logs.configure_replica(log_config, self._replica_id)
         self._node = ray.util.get_node_ip_address()
-        self._core = CoreClaim.take() if self._runs_on_cpu() else None
+        threads = getattr(setup.options, "cpu_threads", 1)
+        self._claim = CoreClaim.take(count=threads) if self._runs_on_cpu() else None
         registry = Registry(self._replica_id, mirror=True)
         self._metrics = ReplicaMetrics(registry)
         self._reporter = Reporter(self._replica_id, self.kind, registry)
@@ -206,7 +207,7 @@ class EngineDeployment:
                 token=internal_token(),
                 certificates=internal_certificates(internal_tls),
                 model=model,
-                core=None if self._core is None else self._core.core,
+                cores=() if self._claim is None else self._claim.cores,
                 ranks=actor_ranks(setup, self._replica_id, self._node, log_config),
             )
             await self._server.start()
@@ -272,8 +273,8 @@ class EngineDeployment:
         if self._pusher is not None:
             await self._pusher.stop()
         await self._server.stop()
-        if self._core is not None:
-            self._core.release()
+        if self._claim is not None:
+            self._claim.release()
 
     def __del__(self) -> Any:
         """Serve calls this, and awaits what it returns, when the replica has drained; the interpreter calls it too."""

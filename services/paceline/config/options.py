@@ -46,6 +46,8 @@ class ModelOptions(Strict):
     """None: the weights as they are in the checkpoint, which may come quantized."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks that share the weights and the KV cache, each a process with a core or an accelerator of its own."""
+    cpu_threads: int = Field(default=1, ge=1, le=64)
+    """Cores that share each product of a compiled bfloat16 model on the CPU; no bit depends on their number."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
     """Longest delay of a rank at an exchange; a rank that is later counts as hung, and the engine as dead."""
     cuda_graphs: bool | Literal["auto"] = "auto"
@@ -57,6 +59,24 @@ class ModelOptions(Strict):
     service. False: such a checkpoint is refused, without a question."""
     attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
+
+    @model_validator(mode="after")
+    def _has_products_to_share(self) -> Self:
+        if self.cpu_threads == 1:
+            return self
+        if self.tensor_parallel_size > 1:
+            raise Fault(
+                "cpu_threads",
+                f"is {self.cpu_threads} beside tensor_parallel_size {self.tensor_parallel_size}: a model is shared by "
+                "threads or by ranks, so one of them must be 1",
+            )
+        others = {"device": ("cuda", "auto' or 'cpu"), "dtype": ("float32", "auto' or 'bfloat16")}
+        for key, (value, allowed) in others.items():
+            if getattr(self, key) == value:
+                raise Fault("cpu_threads", f"is {self.cpu_threads} beside {key} {value!r}: {key} must be '{allowed}'")
+        if self.compile is False:
+            raise Fault("cpu_threads", f"is {self.cpu_threads} beside compile false: only compiled steps are shared")
+        return self
 
     @model_validator(mode="after")
     def _can_compile_later(self) -> Self:

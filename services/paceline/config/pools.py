@@ -53,13 +53,18 @@ class _Replicas(Strict):
         """Keyword arguments of ``serve.deployment``."""
         return self._options(None, wants_gpu=False)
 
+    @property
+    def _engine_cpus(self) -> float:
+        """Cores that Ray reserves for an engine where nothing is said."""
+        return _ENGINE_CPUS
+
     def _options(self, accelerator_type: str | None, *, wants_gpu: bool, num_ranks: int = 1) -> dict[str, Any]:
         group = self.placement_group_config
         if group is None and num_ranks > 1:
             group = PlacementGroupConfig(bundles=[self._rank_bundle(wants_gpu)] * num_ranks)
         alone = group is None
         if group is None:
-            options = self.deployment_config.options(_ENGINE_CPUS, 1.0 if wants_gpu else 0.0)
+            options = self.deployment_config.options(self._engine_cpus, 1.0 if wants_gpu else 0.0)
         else:
             first = group.bundles[0]
             options = self.deployment_config.options(first.get("CPU", 0.0), first.get("GPU", 0.0))
@@ -128,6 +133,10 @@ class _ModelReplicas(_Replicas):
     @property
     def _engine(self) -> ModelOptions:
         raise NotImplementedError
+
+    @property
+    def _engine_cpus(self) -> float:
+        return round(_ENGINE_CPUS * self._engine.cpu_threads, 6)
 
     @property
     def _wants_gpu(self) -> bool:

@@ -172,7 +172,21 @@ def load_model(
             raise
         log.warning("model %r is not compiled, and slower: there is no C++ compiler", checkpoint.path)
         loaded = prepare(model, compile=False, attention=options.attention, features=features)
+    if options.cpu_threads > 1:
+        _share(options.cpu_threads, loaded)
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
+
+
+def _share(num_threads: int, loaded: LoadedModel) -> None:
+    """Lets threads share the products of this thread. Raises ConfigError where there are none to share."""
+    if cpu_linear.usable():
+        cpu_linear.share_products(1)  # those of a model before this one, whose threads have their cores
+    reason = cpu_linear.why_not_shared(num_threads, loaded.device, loaded.dtype)
+    if reason is None and loaded.load_compiled is None and isinstance(loaded.step, Step):
+        reason = "the model is not compiled, and only compiled steps are shared"
+    if reason is not None:
+        raise ConfigError(f"cpu_threads is {num_threads}: {reason}; 1 is allowed")
+    cpu_linear.share_products(num_threads)
 
 
 def _progress(group: Collectives) -> Progress:

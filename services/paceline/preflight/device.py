@@ -14,6 +14,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.size import ModelSize, gib
 from paceline.config import DraftSetup, ModelOptions, TargetSetup
 from paceline.errors import ConfigError
+from paceline.model.compiled import linear
 from paceline.model.device import Placement, resolve
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import agreed
@@ -30,6 +31,12 @@ log = logging.getLogger(__name__)
 def dtype_name(options: ModelOptions) -> str:
     """The dtype of a model's weights on this machine: ``float32`` or ``bfloat16``."""
     return resolve(options).dtype_name
+
+
+def why_not_shared(options: ModelOptions) -> str | None:
+    """Why no threads of this machine can share the products of a model; None: they can."""
+    placement = resolve(options)
+    return linear.why_not_shared(options.cpu_threads, placement.device, placement.dtype)
 
 
 def require_target(

@@ -27,7 +27,7 @@ _LAYER_IDS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidde
 def draft_setup_of(setup: TargetSetup, head: HeadOptions) -> DraftSetup:
     """A draft model in the target's process as the setup of a draft: it runs as the target does, on one rank."""
     same = setup.options.model_dump(include=set(ModelOptions.model_fields))
-    changed = same | {"tensor_parallel_size": 1, "tree_budget": TREE_BUDGET, "quantization": None}
+    changed = same | {"tensor_parallel_size": 1, "cpu_threads": 1, "tree_budget": TREE_BUDGET, "quantization": None}
     return DraftSetup.for_target(setup, head.source, DraftOptions(**changed))
 
 

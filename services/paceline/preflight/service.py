@@ -25,6 +25,7 @@ from paceline.config import (
     DraftSetup,
     ModelDraftConfig,
     ModelLoadingConfig,
+    ModelOptions,
     ServiceConfig,
     TargetConfig,
     TargetOptions,
@@ -238,7 +239,18 @@ def _read_model(
         findings.append(Finding.error(f"{key}.tokenizer_source", problem))
         return None
     findings += _check_degree(pool, options.tensor_parallel_size, checkpoint)
+    if here and options.cpu_threads > 1:
+        findings += _check_threads(pool, options)
     return _Model(checkpoint, tokenizer, size)
+
+
+def _check_threads(pool: str, options: ModelOptions) -> list[Finding]:
+    """Whether threads of this machine can share the products of the pool's model."""
+    from paceline.preflight.device import why_not_shared
+
+    if (reason := why_not_shared(options)) is None:
+        return []
+    return [Finding.error(f"{pool}.engine_kwargs.cpu_threads", f"is {options.cpu_threads}: {reason}; 1 is allowed")]
 
 
 def _read_cascade(

@@ -1,4 +1,4 @@
-"""A core for each engine of a machine, shared out by lock files. Death gives a core back."""
+"""Cores for each engine of a machine, shared out by lock files. Death gives them back."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def has_cpu_quota(files: Sequence[str] = _QUOTAS) -> bool:
 
 
 class CoreClaim:
-    """A core that no other engine of this machine is pinned to. Held until ``release`` or the end of the process."""
+    """Cores that no other engine of this machine is pinned to. Held until ``release`` or the end of the process."""
 
-    def __init__(self, core: int, descriptor: int) -> None:
-        self.core = core
-        self._descriptor: int | None = descriptor
+    def __init__(self, cores: Sequence[int], descriptors: Sequence[int]) -> None:
+        self.cores = cores
+        self._descriptors = [*descriptors]
 
     @classmethod
-    def take(cls, folder: Path | None = None) -> Self | None:
-        """The first free core; None: there is but one, or all are taken, or locks cannot be kept here, or the cores
-        are shared with containers whose locks nobody sees here.
+    def take(cls, folder: Path | None = None, count: int = 1) -> Self | None:
+        """The first ``count`` free cores; None: there is but one, or too few are free, or locks cannot be kept here, or
+        the cores are shared with containers whose locks nobody sees here.
 
         ``folder`` holds one lock file per core. It must be the same for all engines of the machine.
         """
@@ -41,6 +41,7 @@ class CoreClaim:
         cores = available_cores()
         if len(cores) < 2 or (len(cores) == os.cpu_count() and has_cpu_quota()):
             return None
+        claim = cls([], [])
         for core in cores:
             with contextlib.suppress(OSError):  # taken, or somebody else's folder
                 folder.mkdir(mode=0o777, parents=True, exist_ok=True)
@@ -50,11 +51,13 @@ class CoreClaim:
                 except OSError:
                     os.close(descriptor)
                     raise
-                return cls(core, descriptor)
+                claim = cls([*claim.cores, core], [*claim._descriptors, descriptor])
+                if len(claim.cores) == count:
+                    return claim
+        claim.release()
         return None
 
     def release(self) -> None:
-        """Gives the core back. Idempotent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Gives the cores back. Idempotent."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())

@@ -151,14 +151,14 @@ class EngineHost(Generic[Out]):
         max_sessions: int,
         model: str = "",
         node: str = "",
-        core: int | None = None,
+        cores: Sequence[int] = (),
         followers: Sequence[MakeFollower] = (),
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """Takes what makes the engine, without building it.
 
-        ``max_sessions``: sessions that the engine serves concurrently without queueing. ``core``: to pin its thread
-        to. ``followers`` make the workers of the engine's other ranks.
+        ``max_sessions``: sessions that the engine serves concurrently without queueing. ``cores``: to pin its
+        threads to. ``followers`` make the workers of the engine's other ranks.
         """
         self.kind = kind
         self.num_foreign = 0
@@ -169,7 +169,7 @@ class EngineHost(Generic[Out]):
         self._heartbeat_s = heartbeat_s
         self._engine: _Watched | None = None
         self._worker = ranked_worker(
-            lambda on_death: ThreadWorker(kind, self._build, self._on_messages, on_death, core),
+            lambda on_death: ThreadWorker(kind, self._build, self._on_messages, on_death, cores),
             followers,
             self._on_death,
         )

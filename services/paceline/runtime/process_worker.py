@@ -119,11 +119,11 @@ class ProcessWorker(Generic[In, Out]):
         factory: EngineFactory[Out, In],
         on_messages: Emit[Out],
         on_death: Callable[[str], None],
-        core: int | None = None,
+        cores: Sequence[int] = (),
     ) -> None:
         self.name = name
         self._on_messages, self._on_death = on_messages, on_death
-        self._factory, self._core = factory, core
+        self._factory, self._cores = factory, cores
         self._execution: Execution = ""
         self._sock: socket.socket | None = None
         self._process: BaseProcess | None = None
@@ -143,7 +143,7 @@ class ProcessWorker(Generic[In, Out]):
         self._sock, child_sock = socket.socketpair()
         self._process = multiprocessing.get_context("spawn").Process(
             target=_process_main,
-            args=(child_sock, pickle.dumps(self._factory), self._core, logs.level()),
+            args=(child_sock, pickle.dumps(self._factory), self._cores, logs.level()),
             name=f"paceline-{self.name}",
             daemon=True,
         )
@@ -277,7 +277,7 @@ def _sigint_deferred() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, log_level: int) -> None:
+def _process_main(sock: socket.socket, factory_pickle: bytes, cores: Sequence[int], log_level: int) -> None:
     """Entry point of a worker process. The factory, and with it torch, is loaded only after set-up."""
     os.setpgid(0, 0)  # Ctrl-C is for the parent, which decides; what this process starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -285,7 +285,7 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, core: int | None, 
     apply_worker_environment()
     logs.configure(log_level)
     threading.Thread(target=_end_with_parent, name="paceline-parent-watch", daemon=True).start()
-    pin(core)
+    pin(cores)
     channel = Channel(sock)
 
     def drain(timeout_s: float | None) -> list[Any] | None:

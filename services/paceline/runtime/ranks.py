@@ -138,7 +138,7 @@ def process_ranks(
         return None, []
     degree = options.tensor_parallel_size
     rendezvous = Rendezvous(meeting_file(), degree, timeout_s=options.rank_timeout_s)
-    pinned = [*cores] if len(cores) >= degree - 1 else [None] * degree
+    pinned: list[Sequence[int]] = [(core,) for core in cores] if len(cores) >= degree - 1 else [()] * degree
 
     def maker(rank: int) -> MakeFollower:
         spec = EngineSpec(setup, rendezvous.of(rank))
@@ -161,8 +161,12 @@ def local_worker(
     """
     cores = available_cores() if config.pin_cores else []
     is_draft = kind == "draft"
-    # cores: target, draft, the target's other ranks, the draft's other ranks
-    first_other = 2 + config.target.tensor_parallel_size - 1 if is_draft else 2
+    # cores: target, draft, the target's other ranks, the draft's other ranks, the target's other threads, the draft's
+    models = [config.target] if config.draft is None else [config.target, config.draft]
+    ranks = [getattr(model, "tensor_parallel_size", 1) for model in models]
+    threads = [getattr(model, "cpu_threads", 1) - 1 for model in models]
+    first_other = len(models) + (ranks[0] - 1 if is_draft else 0)
+    first_thread = sum(ranks) + (threads[0] if is_draft else 0)
     setup = config.draft_setup() if is_draft else config.target_setup()
     rendezvous, followers = process_ranks(setup, cores[first_other:])
     if factory is None:
@@ -170,9 +174,11 @@ def local_worker(
         factory = EngineSpec(setup, rendezvous).build
     elif rendezvous is not None:
         factory = replace(factory, rendezvous=rendezvous)
-    core = cores[is_draft] if len(cores) >= 2 else None
+    own: list[int] = []
+    if len(cores) >= max(2, len(models) + sum(threads)):
+        own = [cores[is_draft], *cores[first_thread:][: threads[is_draft]]]
     make: Callable[..., Worker[Any]] = ProcessWorker if config.worker == "process" else ThreadWorker
-    return ranked_worker(lambda died: make(kind, factory, on_messages, died, core), followers, on_death)
+    return ranked_worker(lambda died: make(kind, factory, on_messages, died, own), followers, on_death)
 
 
 def _ignore(messages: Sequence[object]) -> None:

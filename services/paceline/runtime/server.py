@@ -104,10 +104,10 @@ def engine_server(
     certificates: Certificates | None = None,
     model: str = "",
     node: str = "",
-    core: int | None = None,
+    cores: Sequence[int] = (),
     ranks: tuple[Rendezvous | None, Sequence[MakeFollower]] | None = None,
 ) -> EngineServer:
-    """Makes a target or draft replica, not started yet. ``core``: the one to pin the engine's thread to.
+    """Makes a target or draft replica, not started yet. ``cores``: to pin the engine's threads to.
 
     ``ranks``: where they meet, and makers of all but the first. None: processes of this host, if there are several.
     """
@@ -121,7 +121,7 @@ def engine_server(
         max_sessions=setup.options.max_sessions if isinstance(setup, TargetSetup) else setup.num_sessions,
         model=model,
         node=node,
-        core=core,
+        cores=cores,
         followers=followers,
     )
     return EngineServer(host, bind=bind, token=token, certificates=certificates)

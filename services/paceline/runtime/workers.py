@@ -16,7 +16,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -113,11 +113,11 @@ def available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def pin(core: int | None) -> None:
-    """Pins the calling thread to one core; None: leaves it where it is."""
-    if core is not None and hasattr(os, "sched_setaffinity"):
+def pin(cores: Collection[int]) -> None:
+    """Pins the calling thread, and those that it starts, to these cores; none: leaves it where it is."""
+    if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # a core that went offline or left the cpuset
-            os.sched_setaffinity(0, {core})  # 0: the calling thread
+            os.sched_setaffinity(0, cores)  # 0: the calling thread
 
 
 def settle() -> None:
@@ -158,10 +158,10 @@ class ThreadWorker(Generic[In, Out]):
         factory: EngineFactory[Out, In],
         on_messages: Emit[Out],
         on_death: Callable[[str], None],
-        core: int | None = None,
+        cores: Sequence[int] = (),
     ) -> None:
         self.name = name
-        self._factory, self._on_messages, self._on_death, self._core = factory, on_messages, on_death, core
+        self._factory, self._on_messages, self._on_death, self._cores = factory, on_messages, on_death, cores
         self._inbox: queue.SimpleQueue[Sequence[In] | Stop] = queue.SimpleQueue()
         self._built = threading.Event()
         self._error: PacelineError | None = None
@@ -212,7 +212,7 @@ class ThreadWorker(Generic[In, Out]):
 
     def _main(self) -> None:
         try:
-            pin(self._core)
+            pin(self._cores)
             engine = self._engine = self._factory(self._on_messages)
             limit_torch_threads()
         except Exception as error:

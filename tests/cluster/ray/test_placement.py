@@ -183,14 +183,14 @@ def test_a_core_belongs_to_one_engine_until_it_dies(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.runtime.cores.available_cores", lambda: [3, 5])
     monkeypatch.setattr("paceline.runtime.cores.has_cpu_quota", lambda: False)
     first, second = CoreClaim.take(tmp_path), CoreClaim.take(tmp_path)
-    assert (first.core, second.core) == (3, 5)
+    assert (first.cores, second.cores) == ([3], [5])
     assert CoreClaim.take(tmp_path) is None
     first.release()
     first.release()
     code = (
         "import paceline.runtime.cores as c, pathlib, sys; c.available_cores = lambda: [3, 5];"
         "c.has_cpu_quota = lambda: False;"
-        "print(c.CoreClaim.take(pathlib.Path(sys.argv[1])).core)"
+        "print(c.CoreClaim.take(pathlib.Path(sys.argv[1])).cores[0])"
     )
     for _ in range(2):  # the end of the process gave it back
         other = subprocess.run(
@@ -215,10 +215,10 @@ def test_no_core_is_claimed_where_containers_share_all_of_them(tmp_path, monkeyp
     assert CoreClaim.take(tmp_path) is None
     # these have been given to this container
     monkeypatch.setattr("paceline.runtime.cores.available_cores", lambda: [2, 3])
-    assert CoreClaim.take(tmp_path).core == 2
+    assert CoreClaim.take(tmp_path).cores == [2]
     monkeypatch.setattr("paceline.runtime.cores.available_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr("paceline.runtime.cores.has_cpu_quota", lambda: False)
-    assert CoreClaim.take(tmp_path).core == 0
+    assert CoreClaim.take(tmp_path).cores == [0]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ from tests.support.rings import nightly
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from paceline.errors import EngineError
+from paceline.config import ServiceConfig
+from paceline.errors import ConfigError, EngineError
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import artifact_key
 from paceline.model.compiled.linear import linear, pack, replace_linears
@@ -25,6 +29,24 @@ from paceline.model.selftest import check_invariance
 
 needed = pytest.mark.skipif(not cpu_linear.usable(), reason="needs AVX512-BF16 without AMX, and a C++ compiler")
 Product = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
+
+
+@pytest.fixture
+def shared() -> Iterator[Callable[[int], None]]:
+    """Sets by how many threads the products of a test are shared; afterwards by one again."""
+    yield cpu_linear.share_products
+    cpu_linear.share_products(1)
+
+
+def thread_ids() -> set[str]:
+    """Ids of the threads of this process."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    """Does it in a thread of its own. Raises what it raises."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
 
 
 def values(seed: int, *shape: int) -> Tensor:
@@ -82,6 +104,114 @@ def test_every_number_of_rows_that_is_computed_together(tokens: int) -> None:
     """A sum of several panels, whose rows compete for the cache."""
     together, alone = rows_alone(linear, tokens, 160, 2048)
     assert torch.equal(together, alone)
+
+
+@needed
+@pytest.mark.parametrize("num_threads", [2, 3, 5])
+def test_no_bit_depends_on_the_number_of_threads(num_threads: int, shared: Callable[[int], None]) -> None:
+    """Of them some must wait for a core, and some sleep when the next product comes."""
+    for tokens, outputs, inputs in ((1, 1024, 1024), (5, 96, 4096), (15, 33, 4096), (60, 2000, 600), (100, 4097, 77)):
+        x, packed = values(1, tokens, inputs), pack(values(2, outputs, inputs))
+        bias = values(3, outputs).float()
+        shared(1)
+        alone = linear(x, packed, bias, outputs)
+        shared(num_threads)
+        for pause_s in (0.0, 0.0, 0.002):
+            time.sleep(pause_s)
+            assert torch.equal(linear(x, packed, bias, outputs), alone), (tokens, outputs, inputs)
+
+
+@needed
+def test_pieces_that_are_left_out_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel with one fault: the last outputs of a piece belong to nobody."""
+    source = cpu_linear._SOURCE.read_text(encoding="utf-8")
+    right = "(piece + 1) * groups / pieces)"
+    assert source.count(right) == 1
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    mutant = tmp_path / "mutant.cpp"
+    mutant.write_text(source.replace(right, "(piece + 1) * groups / pieces - 1)"), encoding="utf-8")
+    library = cpu_linear.load(mutant)
+    x, packed = values(1, 1, 1024), pack(values(2, 1024, 1024))
+    alone = linear(x, packed, None, 1024)
+    kept = cpu_linear.multiply(library, x, packed, None, 1024)
+    assert torch.equal(kept, alone)
+    library.paceline_helpers(1)
+    try:
+        # What nobody writes is what the memory held: the right result, if it is that of the product before.
+        found = [cpu_linear.multiply(library, x * factor, packed, None, 1024) for factor in (2, 1)]
+        assert not torch.equal(found[1], alone)
+    finally:
+        library.paceline_helpers(0)
+
+
+@needed
+def test_threads_end_with_the_one_that_they_help_and_leave_it_where_it_may_run() -> None:
+    def work() -> None:
+        allowed, before = os.sched_getaffinity(0), len(os.listdir("/proc/self/task"))
+        cpu_linear.share_products(2)
+        assert len(os.listdir("/proc/self/task")) == before + 1
+        if len(allowed) > 1:
+            assert len(os.sched_getaffinity(0)) == 1
+        cpu_linear.share_products(1)
+        assert len(os.listdir("/proc/self/task")) == before
+        assert os.sched_getaffinity(0) == allowed
+        cpu_linear.share_products(3)
+
+    names = thread_ids()
+    in_a_thread(work)
+    for _ in range(1000):  # Python joins a thread a little before the system ends it
+        if thread_ids() <= names:
+            break
+        time.sleep(0.01)
+    assert thread_ids() <= names
+
+
+@needed
+def test_threads_of_one_core_take_turns(shared: Callable[[int], None]) -> None:
+    x, packed = values(1, 1, 1024), pack(values(2, 1024, 1024))
+    alone = linear(x, packed, None, 1024)
+
+    def work() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        cpu_linear.share_products(3)
+        for _ in range(50):
+            assert torch.equal(linear(x, packed, None, 1024), alone)
+
+    in_a_thread(work)
+
+
+def test_what_cannot_be_shared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert "'cuda'" in cpu_linear.why_not_shared(2, torch.device("cuda"), torch.bfloat16)
+    assert "float32" in cpu_linear.why_not_shared(2, cpu, torch.float32)
+    monkeypatch.setattr(cpu_linear, "usable", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert "1 core" in cpu_linear.why_not_shared(2, cpu, torch.bfloat16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4})
+    assert cpu_linear.why_not_shared(2, cpu, torch.bfloat16) is None
+    monkeypatch.setattr(cpu_linear, "usable", lambda: False)
+    assert "AVX512-BF16" in cpu_linear.why_not_shared(2, cpu, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"cpu_threads": 2, "tensor_parallel_size": 2}, "ranks"),
+        ({"cpu_threads": 2, "device": "cuda"}, "device 'cuda'"),
+        ({"cpu_threads": 2, "dtype": "float32"}, "dtype 'float32'"),
+        ({"cpu_threads": 2, "compile": False}, "compile false"),
+        ({"cpu_threads": 0}, "cpu_threads is 0: it must be at least 1"),
+    ],
+)
+def test_threads_without_products_to_share_are_refused(options: dict, refused: str) -> None:
+    with pytest.raises(ConfigError, match=refused):
+        ServiceConfig.parse({"target_config": {"engine_kwargs": options}})
+
+
+def test_a_replica_reserves_a_core_for_each_thread() -> None:
+    config = ServiceConfig.parse({"target_config": {"engine_kwargs": {"cpu_threads": 3}}})
+    assert config.target_config.deployment_options()["ray_actor_options"]["num_cpus"] == pytest.approx(2.7)
+    assert config.target_setup().options.cpu_threads == 3
 
 
 @needed
@@ -204,7 +334,7 @@ def test_without_a_compiler_the_products_are_torchs_and_it_is_said_once(
 @needed
 @pytest.mark.slow
 def test_a_package_holds_the_weights_once_and_calls_the_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: Callable[[int], None]
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     model = small()
@@ -217,4 +347,6 @@ def test_a_package_holds_the_weights_once_and_calls_the_operator(
     calls = source.count("aoti_torch_cpu_packed_linear(") - 1  # one declares it
     assert calls == 2 * 4 + 1
     assert "mkldnn" not in source
+    assert check_invariance(compiled.runner(16)).holds
+    shared(2)
     assert check_invariance(compiled.runner(16)).holds

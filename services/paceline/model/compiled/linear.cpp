@@ -10,15 +10,17 @@
 // which rounds nothing. So the bits of a row depend on nothing but the row.
 
 #include <immintrin.h>
-#include <omp.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <utility>
 #include <vector>
+
+#include "threads.h"
 
 namespace {
 
@@ -29,6 +31,8 @@ constexpr int64_t kPanelPairs = 512;           // of a long sum for many rows: 6
 constexpr int64_t kFewRows = 4 * kRows;        // of more than these a panel is kept too, for the blocks of a group
 constexpr int64_t kBlocks = 4;                 // of a group
 constexpr int64_t kAhead = 64;                 // pairs, 8 KiB: the memory is asked this far ahead
+constexpr int64_t kShared = 128 * 1024;        // weights and more: of these a product is worth the helpers
+constexpr int64_t kPieces = 4;                 // of a product for each thread
 constexpr int64_t kAliasing = 512;             // values: rows a multiple of this apart compete for the same cache lines
 
 struct Tile {
@@ -151,16 +155,24 @@ void multiply_blocks(const Product& it, int64_t first, int64_t stop, float* sums
   }
 }
 
+thread_local std::unique_ptr<paceline::Helpers> helpers;  // of the engine whose steps this thread takes
+
 void multiply_all(const Product& it) {
   const int64_t blocks = (it.n + kOutputs - 1) / kOutputs, together = it.m > kFewRows ? kBlocks : 1;
   const int64_t groups = (blocks + together - 1) / together;
   const int64_t aside = it.m > kRows && it.pairs > kPanelPairs ? it.m * together * kOutputs : 0;
-  std::vector<float> sums(aside * omp_get_max_threads());
-#pragma omp parallel for schedule(static)
-  for (int64_t group = 0; group < groups; ++group) {
-    float* own = sums.data() + aside * omp_get_thread_num();
-    multiply_blocks(it, group * together, std::min((group + 1) * together, blocks), own);
+  const auto multiply_groups = [&](int64_t first, int64_t stop) {
+    std::vector<float> sums(aside);
+    for (int64_t group = first; group < stop; ++group) {
+      multiply_blocks(it, group * together, std::min((group + 1) * together, blocks), sums.data());
+    }
+  };
+  if (helpers == nullptr || 2 * it.pairs * it.n < kShared) {
+    multiply_groups(0, groups);
+    return;
   }
+  const int64_t pieces = std::min(groups, kPieces * (helpers->count() + 1));
+  helpers->share(pieces, [&](int64_t piece) { multiply_groups(piece * groups / pieces, (piece + 1) * groups / pieces); });
 }
 
 // Some number of rows of k values each, `apart` values from one to the next, as the product takes them: an even number
@@ -183,6 +195,12 @@ struct Rows {
 }  // namespace
 
 extern "C" {
+
+// Products of this thread are shared with `count` helpers from now on.
+void paceline_helpers(int64_t count) {
+  helpers.reset();
+  if (count > 0) helpers = std::make_unique<paceline::Helpers>(static_cast<int>(count));
+}
 
 // y [m, n] = x [m, k], rows `apart` values apart, by `packed`, + bias [n] float32 unless it is null
 void paceline_linear(const uint16_t* x, int64_t apart, const uint16_t* packed, const float* bias, uint16_t* y, int64_t m,

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from paceline.errors import EngineError
 BLOCK = 32
 """Outputs whose weights lie together."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-fopenmp")
+_THREADS = _SOURCE.with_name("threads.h")
+_OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-pthread")
 _LOADING = threading.Lock()
 """Models in threads load side by side; operators are registered once."""
 log = logging.getLogger(__name__)
@@ -113,11 +115,38 @@ def multiply(library: ctypes.CDLL, x: Tensor, packed: Tensor, bias: Tensor | Non
     return y
 
 
+def why_not_shared(num_threads: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the products of a model cannot be shared by so many threads of this process; None: they can be."""
+    if device.type != "cpu":
+        return f"the model is on device {device.type!r}, and products are shared on the CPU alone"
+    if dtype != torch.bfloat16:
+        return f"the model is in {str(dtype).removeprefix('torch.')}, and products are shared in bfloat16 alone"
+    if not usable():
+        return "the native products, which are shared, need AVX512-BF16 without AMX, and a C++ compiler"
+    num_cores = len(os.sched_getaffinity(0))  # the instructions are those of Linux's machines
+    if num_threads > num_cores:
+        return f"this process may run on {num_cores} {'core' if num_cores == 1 else 'cores'}"
+    return None
+
+
+def share_products(num_threads: int) -> None:
+    """Splits the products of this thread among ``num_threads`` threads from now on, itself among them.
+
+    Each output stays one sum in one order, so that no bit depends on their number. Each thread has a core of its own
+    among those on which this one may run. The others end with it, and sleep while there is nothing to do. ``usable``
+    comes first.
+    """
+    library = _library()
+    assert library is not None, "usable() comes first"
+    library.paceline_helpers(ctypes.c_int64(num_threads - 1))
+
+
 def load(source: Path) -> ctypes.CDLL:
     """The library of ``source``, compiled if it never was. Raises EngineError or OSError if it cannot be had."""
-    path = compiled(source, _digest(source), (*_OPTIONS, *torch_options()), "the products of linear layers")
+    options = (*_OPTIONS, f"-I{_THREADS.parent}", *torch_options())
+    path = compiled(source, _digest(source), options, "the products of linear layers")
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
-    library.paceline_linear.restype = None
+    library.paceline_linear.restype = library.paceline_helpers.restype = None
     return library
 
 
@@ -198,4 +227,4 @@ def _register() -> None:
 def _digest(source: Path) -> str:
     """Digest of an operator's source, its compiler options and torch's version."""
     facts = f"{torch.__version__} {_OPTIONS} torch_cpu"
-    return hashlib.blake2b(source.read_bytes() + facts.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(source.read_bytes() + _THREADS.read_bytes() + facts.encode(), digest_size=8).hexdigest()
