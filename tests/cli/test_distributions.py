@@ -164,7 +164,7 @@ def test_a_client_requires_neither_torch_nor_ray():
 @pytest.mark.parametrize(
     ("extra", "with_", "without"),
     [
-        ("local", {"torch", "transformers", "fastapi"}, {"ray", "matplotlib", "cryptography"}),
+        ("embedded", {"torch", "transformers", "fastapi"}, {"ray", "matplotlib", "cryptography"}),
         ("serve", {"torch", "transformers", "fastapi", "ray", "cryptography"}, {"matplotlib"}),
         ("endpoint", {"aiohttp", "tokenizers", "numpy"}, {"torch", "transformers", "ray", "matplotlib"}),
         ("bench", {"torch", "transformers", "matplotlib", "aiohttp"}, {"ray"}),
@@ -178,10 +178,15 @@ def test_an_extra_resolves_to_what_is_installed_here(extra, with_, without):
     assert not without & found
 
 
+def test_local_is_another_name_of_the_extra_embedded():
+    assert project()["optional-dependencies"]["local"] == ["paceline[embedded]"]
+    assert distributions(declared(), "local").keys() == distributions(declared(), "embedded").keys()
+
+
 def test_the_command_line_names_the_extra_that_brings_a_module():
     owners = metadata.packages_distributions()
     for extra, lines in project()["optional-dependencies"].items():
-        if extra in ("dev", "tracing"):  # tests/metrics/test_tracing.py: the packages of tracing share one namespace
+        if extra in ("dev", "local", "tracing"):  # tests/metrics/test_tracing.py: the packages of tracing share one namespace
             continue
         names = {canonicalize_name(Requirement(line).name) for line in lines} - {"paceline"}
         assert {canonicalize_name(owner) for module in MODULES[extra] for owner in owners[module]} == names
@@ -319,7 +324,7 @@ ARGUMENTS = {
 def test_every_command_names_the_extra_that_it_lacks(client):
     serve = {"serve", "check", "demo"}
     for command in {*COMMANDS, "bench"} - OTHERS:
-        extra = "serve" if command in serve else "bench" if command == "bench" else "local"
+        extra = "serve" if command in serve else "bench" if command == "bench" else "embedded"
         done = run(client, "paceline", command, *ARGUMENTS.get(command, []))
         assert (done.returncode, done.stdout) == (2, ""), (command, done.stderr)
         said = rf"paceline: {command} needs \w+, which is not installed: pip install 'paceline\[{extra}\]'\n"
@@ -329,7 +334,7 @@ def test_every_command_names_the_extra_that_it_lacks(client):
     assert done.stderr.endswith("pip install 'paceline[endpoint]'\n")
     done = run(client, "paceline", "serve", "--local")
     assert done.returncode == 2
-    assert done.stderr.endswith("pip install 'paceline[local]'\n")
+    assert done.stderr.endswith("pip install 'paceline[embedded]'\n")
 
 
 @pytest.mark.slow
@@ -363,6 +368,6 @@ if __name__ == "__main__":
     own = [path for name in ("paceline", "paceline_bench") for path in (ROOT / "services" / name).rglob("*.*")]
     package = sum(path.stat().st_size for path in own if path.is_file() and "__pycache__" not in path.parts)
     print(f"| extra | packages | MB |\n|---|---|---|\n| none: the package itself | 1 | {package / 1e6:.0f} |")
-    for name in ("", "local", "serve", "endpoint", "bench"):
+    for name in ("", "embedded", "serve", "endpoint", "bench"):
         needed = distributions(declared()) | (distributions(declared(), name) if name else {})
         print(f"| {name or 'none'} | {1 + len(needed)} | {(package + size_of(needed)) / 1e6:,.0f} |")

@@ -65,7 +65,7 @@ SECTIONS: list[tuple[str, str, list[Entry]]] = [
     (
         "Engines on this machine",
         (
-            "Without a service: `pip install 'paceline[local]'`. Beside `path` the two models have the options of "
+            "Without a service: `pip install 'paceline[embedded]'`. Beside `path` the two models have the options of "
             "[`target_config.engine_kwargs`](configuration.md#target_configengine_kwargs) and of "
             "`draft_config.engine_kwargs`; drafters without a model are in `paceline.config` as well."
         ),

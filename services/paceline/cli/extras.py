@@ -1,7 +1,7 @@
 """Extras of the package: which of them a command line needs, and the sentence that says how to install what is missing.
 
-Without an extra the package is a client: it asks services, prints configurations and plans. ``local`` runs engines on
-this machine, ``serve`` the service on Ray, ``endpoint`` measures any server, ``bench`` measures and draws, ``quant``
+Without an extra the package is a client: it asks services, prints configurations and plans. ``embedded`` runs engines
+in this process, ``serve`` the service on Ray, ``endpoint`` measures any server, ``bench`` measures and draws, ``quant``
 quantizes, ``tracing`` sends traces.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from paceline.errors import ConfigError
 
 MODULES = {
-    "local": (
+    "embedded": (
         *("torch", "transformers", "tokenizers", "safetensors", "numpy"),
         *("prometheus_client", "fastapi", "uvicorn", "jinja2", "llguidance"),
     ),
@@ -27,23 +27,23 @@ MODULES = {
 """Extra -> the modules that it installs by itself, as they are imported. Of ``tracing`` no command line knows, but the
 configuration: ``preflight/tracing.py``."""
 
-_WITH = {"serve": ("local",), "bench": ("local", "endpoint")}
-"""Extras -> those that they install, too."""
+_WITH = {"serve": ("embedded",), "bench": ("embedded", "endpoint")}
+"""Extras -> those that they install, too. (``local`` is another name of ``embedded``.)"""
 
 
 def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
     """The extras that a parsed command line needs, none where a client is enough."""
     match args.command:
         case "generate" | "chat" | "batch":
-            return () if args.address is not None else ("local",)
+            return () if args.address is not None else ("embedded",)
         case "serve" | "demo":
-            return ("local",) if args.local else ("serve",)
+            return ("embedded",) if args.local else ("serve",)
         case "check":  # as the service that it examines
             return ("serve",)
         case "advise" | "train-head":
-            return ("local",)
+            return ("embedded",)
         case "bench":
-            kinds = {"local": ("local",), "serve": ("serve",), "endpoint": ("endpoint",), "sweep": ("serve", "bench")}
+            kinds = {"local": ("embedded",), "serve": ("serve",), "endpoint": ("endpoint",), "sweep": ("serve", "bench")}
             return kinds.get(args.bench, ("bench",))
     return ()
 
