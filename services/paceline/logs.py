@@ -8,12 +8,13 @@ frames are logged (``unexpected``).
 
 from __future__ import annotations
 
+import contextlib
 import json as json_
 import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, TextIO
 
@@ -27,6 +28,37 @@ STAGES = "paceline.startup"
 """Name of the logger of what an engine does while it is built: each record is a stage that begins, at level INFO."""
 BUILT = "ready"
 """The last stage of an engine that was built in a process of its own."""
+
+
+# -- narration ----------------------------------------------------------------------------------------------------
+
+_is_quiet = False
+
+
+@contextlib.contextmanager
+def quiet(wanted: bool) -> Iterator[None]:
+    """For the block, commands of this process tell nothing beside results, warnings and errors, if that is ``wanted``:
+    no stages of a start, no progress, no summaries."""
+    global _is_quiet
+    before, _is_quiet = _is_quiet, wanted
+    try:
+        yield
+    finally:
+        _is_quiet = before
+
+
+def is_quiet() -> bool:
+    """True within a block of ``quiet``."""
+    return _is_quiet
+
+
+def narrate(text: str) -> None:
+    """Prints what goes on to standard error, unless it is to be quiet."""
+    if not _is_quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+# -- command line -------------------------------------------------------------------------------------------------
 
 
 class _Sentence(logging.Formatter):

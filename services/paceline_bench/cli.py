@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.checkpoint.files import embedded_paths
+from paceline.cli.flags import add_quiet_flag
 from paceline.errors import ConfigError
 from paceline.types import Acceptance
 from paceline_bench import flags
@@ -68,6 +69,8 @@ def add_parser(subparsers: Any) -> None:
     report.add_argument("files", type=Path, nargs="+", metavar="FILE.json")
     flags.add_report_flags(report, "made if it does not exist")
     report.set_defaults(run=run_report)
+    for kind in kinds.choices.values():
+        add_quiet_flag(kind)
 
 
 def run_local(args: argparse.Namespace) -> int:

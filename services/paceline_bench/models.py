@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 from paceline.config import cache_dir
 from paceline.errors import ConfigError
+from paceline.logs import narrate
 from paceline_bench.settings import RunSettings
 
 FIFTH = -1
@@ -86,7 +86,7 @@ def grown(path: str, size: int, dtype: str) -> str:
 
     hf_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    print(f"growing {source.name} to {size / 1e6:.0f} M parameters (once)", file=sys.stderr)
+    narrate(f"growing {source.name} to {size / 1e6:.0f} M parameters (once)")
     temporary = destination.with_name(f"{destination.name}.{os.getpid()}")
     try:
         grow_checkpoint(source, temporary, size, getattr(torch, dtype))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from typing import Self
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.errors import DeadlineExceededError, PacelineError, ResourceExhaustedError
+from paceline.logs import narrate
 from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline_bench.endpoint import Endpoint
 from paceline_bench.jobs import Job, Reply
@@ -110,7 +110,7 @@ class ServeBench:
         for delay_ms in self.settings.delays_ms:
             with contextlib.ExitStack() as stack:
                 if SERVICE in self.settings.places:
-                    say(f"starting the service, draft link delay {delay_ms:g} ms")
+                    narrate(f"starting the service, draft link delay {delay_ms:g} ms")
                     self._service = stack.enter_context(Service(self.settings, delay_ms, self._runner))
                     self._sides[SERVICE] = self._service
                 self._run_delay(delay_ms, prompts, outcome)
@@ -133,11 +133,11 @@ class ServeBench:
                     outcome.units.append(unit)
                     if self._service is not None:
                         self._service.process.check()
-            say(f"repeat {repeat + 1} of {settings.repeats} is done")
+            narrate(f"repeat {repeat + 1} of {settings.repeats} is done")
 
     def _warm_up(self, configuration: Configuration, prompts: Sequence[Prompt]) -> None:
         """Compiles, connects, and brings every prompt into the prefix cache, for all configurations alike."""
-        say(f"  warming up {configuration.name}")
+        narrate(f"  warming up {configuration.name}")
         sessions = min(4, self.settings.max_sessions)
         jobs = [Job(p, SamplingParams(max_tokens=1, ignore_eos=True, seed=0)) for p in prompts]
         longer = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True, seed=0)
@@ -198,7 +198,7 @@ class ServeBench:
                 cached_tokens += sent.reply.cached_tokens
         num_tokens = sum(r.num_tokens for r in requests)
         what = f"{configuration.name}, {load.name}, temperature {temperature:g}"
-        say(f"  {what}: {num_tokens / wall_s:.1f} tokens/s" + (f", {len(failed)} failed" if failed else ""))
+        narrate(f"  {what}: {num_tokens / wall_s:.1f} tokens/s" + (f", {len(failed)} failed" if failed else ""))
         if configuration.place == ENDPOINT:
             target = _difference(side.counters(), counters)
         else:  # the tokens of failed requests are not known
@@ -265,8 +265,3 @@ def measure(settings: ServeSettings) -> Outcome:
     """
     with ServeBench(settings) as bench:
         return bench.run()
-
-
-def say(text: str) -> None:
-    """Prints progress to standard error."""
-    print(text, file=sys.stderr, flush=True)

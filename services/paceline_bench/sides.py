@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.errors import ConfigError, EngineError
 from paceline.local import LocalPipeline
+from paceline.logs import narrate
 from paceline.types import ReplicaStatus, SpeculationParams
 from paceline_bench.jobs import Job, Reply, TimedChunks
 from paceline_bench.processes import Process, ServiceProcess, cpu_by_role, family, read_process
@@ -127,7 +127,7 @@ class Service:
                 "generation_config": "none",
             },
         }
-        self.process = ServiceProcess(config, say=lambda line: print(f"  {line}", file=sys.stderr))
+        self.process = ServiceProcess(config, say=lambda line: narrate(f"  {line}"))
         self._client: AsyncClient | None = None
 
     def __enter__(self) -> Self:

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.logs import narrate
 from paceline_bench import local, serve
 from paceline_bench.local import BASELINES, LocalBench
 from paceline_bench.machine import measure_floor
@@ -114,7 +115,7 @@ class _Sweep:
     def say(self, text: str) -> None:
         """Prints progress with the time since the beginning."""
         minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
-        serve.say(f"[{minutes:2}:{seconds:02}] {text}")
+        narrate(f"[{minutes:2}:{seconds:02}] {text}")
 
 
 def run(settings: SweepSettings, out: Path, title: str) -> int:

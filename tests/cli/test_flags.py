@@ -103,7 +103,7 @@ def test_a_command_has_its_flags(command):
     (commands,) = (action for action in build_parser(command)._actions if isinstance(action.choices, dict))
     parser = commands.choices[command]
     assert {flag for action in parser._actions for flag in action.option_strings} == {
-        *("-h", "--help"),
+        *("-h", "--help", "-q", "--quiet"),
         *FLAGS[command].split(),
     }
     for action in parser._actions:

@@ -141,14 +141,14 @@ def test_a_renewed_certificate_is_shown_to_later_connections(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_it_serves_until_a_signal(tmp_path, number, status):
+@pytest.mark.parametrize(("number", "status", "quiet"), [(signal.SIGTERM, 0, []), (signal.SIGINT, 130, ["--quiet"])])
+def test_it_serves_until_a_signal(tmp_path, number, status, quiet):
     keys = write_keys(tmp_path / "keys.yaml", {"name": "alice", "sha256": digest("key-of-alice")})
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "paceline", "serve", "--local", "--no-compile", "--http-port", str(port)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with subprocess.Popen(
-        [*command, "--api-keys", str(keys)],
+        [*command, "--api-keys", str(keys), *quiet],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -161,9 +161,10 @@ def test_it_serves_until_a_signal(tmp_path, number, status):
                 f"HTTP     http://127.0.0.1:{port}/v1  OpenAI-compatible\n",
                 "ready\n",
             ], server.stderr.read() if server.poll() is not None else lines
-            tried, page = (server.stdout.readline() for _ in range(2))
-            assert tried.startswith(f"try      curl http://127.0.0.1:{port}/v1/completions -H")
-            assert page == f"page     http://127.0.0.1:{port}/\n"
+            if not quiet:
+                tried, page = (server.stdout.readline() for _ in range(2))
+                assert tried.startswith(f"try      curl http://127.0.0.1:{port}/v1/completions -H")
+                assert page == f"page     http://127.0.0.1:{port}/\n"
             with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key-of-alice") as client:
                 (model,) = client.models.list().data
                 answer = client.completions.create(model=model.id, prompt="def read", max_tokens=8)
@@ -174,7 +175,11 @@ def test_it_serves_until_a_signal(tmp_path, number, status):
             os.killpg(server.pid, number)
             assert server.wait(60) == status
         told = server.stderr.read()
+        assert server.stdout.read() == ""
         assert "Traceback" not in told
+        if quiet:
+            assert told.strip() == ""
+            return
         for stage in ("target: loading", "draft: loading", "target: testing that decoding"):
             assert re.search(rf"^paceline: {stage}.* \(\d+\.\d s\)$", told, re.MULTILINE), told
         assert re.search(r"^paceline: ready after \d+\.\d s$", told, re.MULTILINE), told

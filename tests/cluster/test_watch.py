@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline import logs
 from paceline.cluster import watch
 from paceline.cluster.watch import Question, StatusSource, Watch
 from paceline.errors import ConfigError, EngineError
@@ -26,6 +27,7 @@ class Serve:
         self.silent = False
         self.status = "DEPLOYING"
         self.message = ""
+        self.replica_states = {"RUNNING": 0, "STARTING": 1}
 
     def ask(self) -> Question:
         self.now_s += self.every_s
@@ -34,9 +36,8 @@ class Serve:
         if self.fails is not None:
             question.set_exception(self.fails)
         elif not self.silent:
-            deployment = SimpleNamespace(
-                status=self.status, message=self.message, replica_states={"RUNNING": 0, "STARTING": 1}
-            )
+            states = self.replica_states
+            deployment = SimpleNamespace(status=self.status, message=self.message, replica_states=states)
             application = SimpleNamespace(
                 status=self.status, message=self.message, deployments={"Target:t": deployment}
             )
@@ -141,6 +142,23 @@ def test_a_view_is_told_each_stage_and_that_a_replica_has_started(capsys):
     stages = [("a", "loading"), ("b", "loading"), ("b", "compiling"), ("a", BUILT), ("b", BUILT)]
     assert told == [(f"target {replica}", doing) for replica, doing in stages]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_to_be_quiet_leaves_what_has_to_be_looked_after(capsys, quiet):
+    serve = Serve()
+    watched = serve.watch()
+    told = []
+    with logs.quiet(quiet):
+        for states in ({"STARTING": 2}, {"RUNNING": 2}, {"RUNNING": 1, "STARTING": 1}):
+            serve.replica_states = states
+            polls(watched, 1)
+            told.append(capsys.readouterr().err)
+    assert told == [
+        "",
+        "" if quiet else "paceline: Target:t: 2 of 2 running\n",
+        "paceline: Target:t: 1 of 2 running (a replica has ended)\n",
+    ]
 
 
 def test_without_a_view_a_stage_is_a_line_with_the_seconds_since_the_start(capsys):

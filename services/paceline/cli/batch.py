@@ -21,6 +21,7 @@ from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.generate import add_engine_flags, local_config
 from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, service_of
 from paceline.errors import ConfigError, PacelineError
+from paceline.logs import is_quiet, narrate
 from paceline.web.batch import Batch, read_requests
 
 _CONCURRENCY = 32
@@ -49,7 +50,7 @@ def run_batch(args: argparse.Namespace) -> int:
     requests = read_requests(args.input)
     batch = Batch(requests, args.output)
     if batch.num_done:
-        print(f"{batch.num_done} of {len(requests)} were answered before", file=sys.stderr)
+        narrate(f"{batch.num_done} of {len(requests)} were answered before")
     began, before = time.monotonic(), batch.num_done
     try:
         with _local(args) if service is None else _remote(service) as client:
@@ -62,7 +63,7 @@ def run_batch(args: argparse.Namespace) -> int:
     batch.finish()
     seconds = time.monotonic() - began
     errors = f", {refused} of them by an error" if refused else ""
-    print(f"{len(requests) - before} requests answered in {seconds:.1f} s{errors}", file=sys.stderr)
+    narrate(f"{len(requests) - before} requests answered in {seconds:.1f} s{errors}")
     return EXIT_FAILED if refused else EXIT_DONE
 
 
@@ -70,7 +71,7 @@ async def _run(client: httpx2.AsyncClient, batch: Batch, concurrency: int) -> No
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     async with client:
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        with Progress(*columns, console=console, disable=is_quiet() or not console.is_terminal) as bars:
             task = bars.add_task("")
             await batch.run(
                 client, concurrency, progress=lambda done, total: bars.update(task, completed=done, total=total)

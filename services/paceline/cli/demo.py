@@ -23,6 +23,7 @@ from paceline.client import Client
 from paceline.cluster.ports import free_ports
 from paceline.config.environment import without_settings
 from paceline.errors import EngineError, InvalidRequestError
+from paceline.logs import narrate
 from paceline.types import Generation, Mode, Result, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class _Source(Protocol):
 
 @contextlib.contextmanager
 def _started(pipeline: LocalPipeline) -> Iterator[_Source]:
-    print("starting both engines", flush=True)
+    narrate("starting both engines")
     with contextlib.ExitStack() as stack:
         with StartView():
             stack.enter_context(pipeline)
@@ -123,16 +124,15 @@ def _service(args: argparse.Namespace) -> Iterator[_Source]:
     if args.compile is not None:
         command.append("--compile" if args.compile else "--no-compile")
     command.append("--background-compilation" if args.background_compilation else "--no-background-compilation")
-    if args.verbose:
-        command.append("--verbose")
-    print("starting the service:", " ".join(["paceline", *command[3:]]), flush=True)
+    command += [f"--{name}" for name in ("verbose", "quiet") if getattr(args, name)]
+    narrate(f"starting the service: {' '.join(['paceline', *command[3:]])}")
     service = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=without_settings()
     )
     try:
         assert service.stdout is not None
         for line in service.stdout:
-            print(line, end="", flush=True)
+            narrate(line.rstrip())
             if line.strip() == "ready":
                 break
         else:

@@ -43,8 +43,8 @@ def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
         case "advise" | "train-head":
             return ("embedded",)
         case "bench":
-            kinds = {"local": ("embedded",), "serve": ("serve",), "endpoint": ("endpoint",), "sweep": ("serve", "bench")}
-            return kinds.get(args.bench, ("bench",))
+            kinds = {"local": ("embedded",), "sweep": ("serve", "bench"), "report": ("bench",)}
+            return kinds.get(args.bench, (args.bench,))
     return ()
 
 

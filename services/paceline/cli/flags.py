@@ -98,6 +98,12 @@ def describe(error: ValidationError) -> str:
     return flag_of(name) + text.removeprefix(name) if name and text.startswith(name) else text
 
 
+def add_quiet_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--quiet``, which every command has."""
+    help_ = "tell nothing beside results, warnings and errors: no stages of a start, no progress, no summary"
+    parser.add_argument("-q", "--quiet", action="store_true", help=help_)
+
+
 # -- groups --------------------------------------------------------------------------------------------------------
 
 

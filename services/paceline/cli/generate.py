@@ -25,6 +25,7 @@ from paceline.cli.flags import (
 )
 from paceline.config import wants_color
 from paceline.errors import ConfigError, InvalidRequestError
+from paceline.logs import narrate
 from paceline.types import (
     MAX_TOP_LOGPROBS,
     Chunk,
@@ -107,7 +108,7 @@ def run_generate(args: argparse.Namespace) -> int:
             print(json.dumps(as_json(generation.result, logprobs=args.logprobs), ensure_ascii=not unicode))
         else:
             write_text(generation, sys.stdout)
-            print(summary(generation.result), file=sys.stderr)
+            narrate(summary(generation.result))
     return 0
 
 

@@ -8,10 +8,9 @@ import logging
 import signal
 import socket
 import ssl
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -21,7 +20,7 @@ import uvicorn
 from paceline import logs
 from paceline.checkpoint.chat import load_chat
 from paceline.cli.local_metrics import Measured
-from paceline.cli.startup import StartView, next_steps
+from paceline.cli.startup import StartView, next_steps, tell_ready
 from paceline.config import (
     EMBEDDED_TARGET,
     DraftModel,
@@ -89,12 +88,8 @@ def serve_local(
                 ssl_keyfile=None if files is None else files.key,
             ),
             _Renewed(keys, certificates, AccessMetrics(registry)),
-            [
-                f"HTTP     {scheme}://{server.host}:{server.http_port}/v1  OpenAI-compatible",
-                "ready",
-                *steps,
-            ],
-            view,
+            f"HTTP     {scheme}://{server.host}:{server.http_port}/v1  OpenAI-compatible",
+            lambda: tell_ready(view, steps),
         )
         with _signals():
             one.run([listening])
@@ -221,13 +216,13 @@ class _Renewed:
 class _Server(uvicorn.Server):
     """Says where it listens, and takes keys and certificate again when their files have changed."""
 
-    def __init__(self, config: uvicorn.Config, renewed: _Renewed, lines: Sequence[str], view: StartView) -> None:
+    def __init__(self, config: uvicorn.Config, renewed: _Renewed, address: str, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._renewed, self._lines, self._view = renewed, lines, view
+        self._renewed, self._address, self._on_ready = renewed, address, on_ready
 
     async def main_loop(self) -> None:
-        print("\n".join(self._lines), flush=True)
-        print(f"paceline: ready after {self._view.elapsed_s:.1f} s", file=sys.stderr, flush=True)
+        print(f"{self._address}\nready", flush=True)
+        self._on_ready()
         task = asyncio.create_task(self._renew(), name="paceline-renewal")
         try:
             await super().main_loop()

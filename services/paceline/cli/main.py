@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from paceline import __version__, logs
 from paceline.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from paceline.cli.extras import explain_missing, require_extras
-from paceline.cli.flags import describe
+from paceline.cli.flags import add_quiet_flag, describe
 from paceline.errors import ConfigError, InvalidRequestError, PacelineError
 
 COMMANDS = {
@@ -61,6 +61,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text)
         if command in (None, name):
             import_module(f"paceline.cli.{name.replace('-', '_')}").add_flags(one)
+            add_quiet_flag(one)
     for entry in entry_points(group="paceline.commands"):
         add = _adder(entry, wanted=command == entry.name) if command in (None, entry.name) else None
         if add is not None:
@@ -104,9 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser(words[0]).parse_args(argv)
         require_extras(args)
-        logs.configure(logging.INFO if getattr(args, "verbose", False) else logging.WARNING)
-        status: int = args.run(args)
-        return status
+        is_quiet, is_verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
+        if is_quiet and is_verbose:
+            raise ConfigError("--quiet is given with --verbose: one of them is needed, or none")
+        if is_quiet:
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of downloads, here and in processes of engines
+        logs.configure(logging.INFO if is_verbose else logging.WARNING)
+        with logs.quiet(is_quiet):
+            status: int = args.run(args)
+            return status
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED

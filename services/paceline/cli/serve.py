@@ -12,13 +12,12 @@ import json
 import os
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
 from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, heads_of, help_of, modelless_kind
-from paceline.cli.startup import StartView, next_steps
+from paceline.cli.startup import StartView, next_steps, tell_ready
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
@@ -207,8 +206,7 @@ def _ready(view: StartView, config: ServiceConfig) -> None:
     server, target = config.server, config.target_config.model_loading_config.model_id
     https = server.tls is not None and server.tls.http
     chats = server.chat_template is not None or target != EMBEDDED_TARGET  # which has no template
-    print("\n".join(next_steps(server, grpc=True, https=https, chats=chats)), flush=True)
-    print(f"paceline: ready after {view.elapsed_s:.1f} s", file=sys.stderr, flush=True)
+    tell_ready(view, next_steps(server, grpc=True, https=https, chats=chats))
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
 
 from paceline.config import ServerConfig
-from paceline.logs import BUILT, STAGES
+from paceline.logs import BUILT, STAGES, is_quiet, narrate
 
 if TYPE_CHECKING:
     from paceline.local import LocalPipeline
@@ -37,7 +37,8 @@ class StartView(logging.Handler):
     """Shows what each part that is starting does, from the beginning of the block to its end or ``close``.
 
     On a terminal each part has a line with a spinner and its seconds, and stages that are done stay above with what
-    they took. Elsewhere each stage is one line when it begins, with the seconds since the start.
+    they took. Elsewhere each stage is one line when it begins, with the seconds since the start. With --quiet nothing
+    is shown.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class StartView(logging.Handler):
         super().__init__(logging.INFO)
         self._console = console or Console(stderr=True)
         self._clock, self._began_s = clock, clock()
-        self._lasting = lasting
+        self._lasting = lasting and not is_quiet()
         self._stages: dict[str, _Stage] = {}
         columns = (SpinnerColumn(), TextColumn("{task.description} {task.elapsed:.0f} s"))
-        self.is_live = live and self._console.is_terminal
+        self.is_live = live and self._console.is_terminal and not is_quiet()
         """True if stages are shown while they last."""
         self._bars = Progress(*columns, console=self._console, transient=True) if self.is_live else None
 
@@ -141,6 +142,13 @@ def starting(pipeline: LocalPipeline, *, verbose: bool = False) -> Iterator[None
         with contextlib.nullcontext() if verbose else StartView(lasting=False):
             stack.enter_context(pipeline)
         yield
+
+
+def tell_ready(view: StartView, steps: Sequence[str]) -> None:
+    """Prints what to type next, and how long the start took; with --quiet neither."""
+    if not is_quiet():
+        print("\n".join(steps), flush=True)
+    narrate(f"paceline: ready after {view.elapsed_s:.1f} s")
 
 
 def next_steps(server: ServerConfig, *, grpc: bool, https: bool, chats: bool) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import IO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from paceline.logs import is_quiet
 
 _WIDTH = 10_000
 """No line is cut or wrapped: a narrow terminal breaks long ones itself."""
@@ -32,5 +34,5 @@ def table(rows: Sequence[Sequence[str]], stream: IO[str] | None = None) -> list[
 
 
 def working(text: str) -> AbstractContextManager[object]:
-    """Shows ``text`` with a spinner while the block runs, if standard error is a terminal."""
-    return Console(stderr=True).status(text)
+    """Shows ``text`` with a spinner while the block runs, if standard error is a terminal; with --quiet it does not."""
+    return nullcontext() if is_quiet() else Console(stderr=True).status(text)

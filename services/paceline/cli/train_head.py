@@ -17,6 +17,7 @@ from paceline.cli.table import table
 from paceline.config import ServiceConfig
 from paceline.drafters.training.options import KINDS, HeadForm, Schedule, TrainingOptions
 from paceline.errors import ConfigError
+from paceline.logs import is_quiet
 
 if TYPE_CHECKING:
     from paceline.drafters.training.run import Report
@@ -170,7 +171,8 @@ class _Bars:
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True))
+        note = TextColumn("{task.fields[note]}")
+        self._bars = Progress(*columns, note, console=Console(stderr=True), disable=is_quiet())
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:

@@ -26,7 +26,7 @@ from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import local_environment, serve_environment, socket_folder
 from paceline.cluster.noise import divert
 from paceline.cluster.private import protect_token, session_folder
-from paceline.cluster.watch import StatusSource, Watch, first_line, gist, say
+from paceline.cluster.watch import StatusSource, Watch, first_line, gist, tell
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.rpc.loopback import LOOPBACK
@@ -131,8 +131,8 @@ class Service:
             }
         if local:
             protect_token()
-        say("starting Ray on this machine" if local else f"joining the Ray cluster at {self._address}")
-        say(f"what Ray and Serve log is in {logs_folder}")
+        tell("starting Ray on this machine" if local else f"joining the Ray cluster at {self._address}")
+        tell(f"what Ray and Serve log is in {logs_folder}")
         try:
             ray.init(address=self._address or "local", **(options | self._ray_options))
         except Exception as error:
@@ -170,7 +170,7 @@ class Service:
         import ray
 
         if ray.is_initialized():
-            say("stopping")
+            tell("stopping")
             with _quiet(), contextlib.suppress(KeyboardInterrupt):
                 self._stop_serve()
             with _quiet():

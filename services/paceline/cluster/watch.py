@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import EngineError, PacelineError, by_name
-from paceline.logs import BUILT
+from paceline.logs import BUILT, narrate
 
 if TYPE_CHECKING:
     from paceline.types import Startup
@@ -160,12 +160,12 @@ class Watch:
         before, self._running[name] = self._running.get(name), now
         if before is not None and before != now and name != "Monitor":
             fewer = " (a replica has ended)" if running < before[0] and now[1] >= before[1] else ""
-            say(f"{name}: {running} of {now[1]} running{fewer}")
+            (say if fewer else tell)(f"{name}: {running} of {now[1]} running{fewer}")
         message = deployment.message
         if not self.is_ready and "ConfigError" in message:  # a further try would fail like the first
             raise reason_of(message)
         if message and (running < now[1]) and _SLOW not in message:
-            self._say_once(name, gist(message))
+            self._say_once(name, gist(message), say)
 
     async def _look_at_start(self, application: Any) -> None:
         monitored = self._running.get("Monitor", (0, 0))[0] > 0
@@ -185,22 +185,23 @@ class Watch:
 
     def _note_starting(self, starting: list[Startup]) -> None:
         parts = {f"{startup.kind} {startup.replica_id}": startup.doing for startup in starting}
-        tell = self._say_once if self._show is None else self._show
+        show = self._show or self._say_once
         for part, doing in parts.items():
-            tell(part, doing)
+            show(part, doing)
         for part in sorted(self._starting - {*parts}):
-            tell(part, BUILT)
+            show(part, BUILT)
         self._starting = {*parts}
 
-    def _say_once(self, part: str, doing: str) -> None:
-        """Again after a while, with the time since the start: a user wants to see that it is alive."""
+    def _say_once(self, part: str, doing: str, how: Callable[[str], None] | None = None) -> None:
+        """Again after a while, with the time since the start: a user wants to see that it is alive. ``how``: None is
+        ``tell``."""
         if not doing:
             return
         said, when = self._said.get(part, ("", 0.0))
         now = self._clock()
         if doing != said or now - when > _REPEAT_S:
             self._said[part] = (doing, now)
-            say(f"{part}: {doing} ({now - self._started:.0f} s)")
+            (how or tell)(f"{part}: {doing} ({now - self._started:.0f} s)")
 
 
 def reason_of(message: str) -> PacelineError:
@@ -229,5 +230,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def tell(text: str) -> None:
+    """Prints how the service comes and goes; not with --quiet."""
+    narrate(f"paceline: {text}")
+
+
 def say(text: str) -> None:
+    """Prints what somebody may have to look after."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)
