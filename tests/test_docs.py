@@ -25,6 +25,7 @@ import yaml
 from pydantic import BaseModel
 from tests.lossless.methods import methods_page
 from tests.support.reference import python_page
+from tests.support.vllm_metrics import ABSENT
 
 from paceline.cli.main import build_parser, main
 from paceline.config import ServiceConfig
@@ -438,9 +439,15 @@ def metrics_page() -> str:
         lines += ["", f"## {title}", "", "| metric | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
         for metric in CATALOGUE.values():
             if metric.name.startswith(prefix):
-                labels = ", ".join(f"`{label}`" for label in (*metric.labels, *["replica_id"] * metric.per_replica))
+                names = (*metric.labels, *dict(metric.constants), *["replica_id"] * metric.per_replica)
+                labels = ", ".join(f"`{label}`" for label in names)
                 meaning = metric.help.replace("|", "\\|")
                 lines.append(f"| `{metric.name}` | {Kind(metric.kind).value} | {metric.unit} | {labels} | {meaning} |")
+        if prefix == "vllm:":
+            engine = "`engine` is always 0: a service is one engine to its callers; `replica_id` tells targets apart."
+            lines += ["", f"{engine} The other names of vLLM 0.33.0:", "", "| not exported | why |", "|---|---|"]
+            for why, names in ABSENT.items():
+                lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {why} |")
     return "\n".join(lines) + "\n"
 
 

@@ -96,11 +96,11 @@ def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
         page = call(f"{at}/metrics")[2].decode()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if line[0] != "#"}
     assert [value for name, value in values.items() if name.startswith("paceline_replica_compiled")] == [0.0, 0.0]
-    label = '{model_name="one"}'
+    label = '{engine="0",model_name="one"}'
     assert values[f"vllm:generation_tokens_total{label}"] == 40
     assert values[f"vllm:request_params_max_tokens_sum{label}"] == 40
     assert values[f"vllm:prompt_tokens_total{label}"] == sum(one["prompt_tokens"] for one in usage)
-    assert values['vllm:request_success_total{finished_reason="length",model_name="one"}'] == 2
+    assert values['vllm:request_success_total{engine="0",finished_reason="length",model_name="one"}'] == 2
     accepted = sum(one["completion_tokens_details"]["accepted_prediction_tokens"] for one in usage)
     assert values[f"vllm:spec_decode_num_accepted_tokens_total{label}"] == accepted > 0
     assert not any("_created" in name for name in values)

@@ -88,7 +88,7 @@ class TestSums:
             process.router.round(Round(4, 2 + i, Cause.HIT), 3 + i, 0.02)
             monitor.push(pickle.loads(pickle.dumps(process.report())))
         seen = scrape(monitor)
-        assert seen["vllm:spec_decode_num_accepted_tokens_total", (("model_name", MODEL),)] == 5
+        assert seen["vllm:spec_decode_num_accepted_tokens_total", (("engine", "0"), ("model_name", MODEL))] == 5
         assert seen["paceline_rounds_total", (("cause", "hit"),)] == 2
         assert seen["paceline_tokens_per_verification_sum", ()] == 7
         assert seen["paceline_tokens_per_verification_count", ()] == 2
@@ -163,13 +163,13 @@ class TestLifetimes:
         for _ in range(3):
             clock.now += 11
             seen = scrape(monitor)
-            assert seen["vllm:spec_decode_num_drafts_total", (("model_name", MODEL),)] == 1
-            assert ("vllm:num_requests_running", (("model_name", MODEL),)) not in seen
+            assert seen["vllm:spec_decode_num_drafts_total", (("engine", "0"), ("model_name", MODEL))] == 1
+            assert ("vllm:num_requests_running", (("engine", "0"), ("model_name", MODEL))) not in seen
         process.router.round(Round(4, 2, Cause.HIT), 3, 0.02)
         monitor.push(process.report())
         seen = scrape(monitor)
-        assert seen["vllm:spec_decode_num_drafts_total", (("model_name", MODEL),)] == 2
-        assert seen["vllm:num_requests_running", (("model_name", MODEL),)] == 5
+        assert seen["vllm:spec_decode_num_drafts_total", (("engine", "0"), ("model_name", MODEL))] == 2
+        assert seen["vllm:num_requests_running", (("engine", "0"), ("model_name", MODEL))] == 5
 
     def test_a_restart_adds_to_what_was_counted_before(self):
         clock = Clock()

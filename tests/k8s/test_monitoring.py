@@ -228,36 +228,6 @@ def test_one_address_shows_what_the_fleet_shows_by_the_names_of_its_own_page():
     ]
 
 
-VLLM_BOARD = {
-    "e2e_request_latency_seconds_bucket",
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "inter_token_latency_seconds_bucket",
-    "num_requests_running",
-    "num_requests_waiting",
-    "time_to_first_token_seconds_bucket",
-    "kv_cache_usage_perc",
-    "request_prompt_tokens_bucket",
-    "request_generation_tokens_bucket",
-    "request_success_total",
-    "request_queue_time_seconds_sum",
-    "request_prefill_time_seconds_sum",
-    "request_decode_time_seconds_sum",
-    "request_time_per_output_token_seconds_bucket",
-    "prefix_cache_queries_total",
-    "prefix_cache_hits_total",
-}
-"""Series behind ``vllm:`` that vLLM's dashboards and documentation name, by ``model_name``."""
-
-
-def test_the_names_of_vllms_boards_are_on_the_page():
-    for series in VLLM_BOARD:
-        name = f"vllm:{series}"
-        metric = CATALOGUE.get(name) or CATALOGUE[name.rpartition("_")[0]]
-        assert "model_name" in metric.labels, series
-        assert (metric.kind is Kind.HISTOGRAM) == (name not in CATALOGUE), series
-
-
 def test_every_alert_has_a_page_that_says_what_to_do():
     pages = {path.stem for path in (REPOSITORY / "docs" / "runbook").glob("*.md")} - {"README"}
     linked = {rule["annotations"]["runbook_url"].rsplit("/", 1)[1] for rule in alerts().values()}

@@ -16,6 +16,8 @@ import ray
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.fleet.fleets import Service, pools
+from tests.metrics.test_page import page
+from tests.support.vllm_metrics import ABSENT, BOARDS, CHOSEN, LABELLED
 
 from paceline.draft.engine import DraftStats
 from paceline.metrics import catalogue, declaration, engines
@@ -29,6 +31,7 @@ from paceline.target.control.step_meter import STEP_SIZES, StepSizes, TargetStat
 from paceline.types import Cause, FinishReason, ReplicaStatus, Result, Round, SpeculationStats, Timing, Usage
 
 MODEL = "llama"
+ENGINE = ("engine", "0")
 
 
 def status(kind="target", incarnation=1, counters=None, **changes):
@@ -36,47 +39,20 @@ def status(kind="target", incarnation=1, counters=None, **changes):
     return ReplicaStatus(f"{kind}-0", kind, incarnation, counters=counters or {}, **fields)
 
 
-def result(finish_reason=FinishReason.STOP, prompt_tokens=7):
-    usage = Usage(prompt_tokens, 3)
+def result(finish_reason=FinishReason.STOP, prompt_tokens=7, cached_tokens=0):
+    usage = Usage(prompt_tokens, 3, cached_tokens)
     timing = Timing(prefill_s=0.2, decode_s=1.0, tokens_per_s=2.0, queue_s=0.5)
     return Result("abc", (1, 2, 3), (0.0,) * 3, finish_reason, usage, SpeculationStats(), timing, seed=1)
 
 
 def lines(registry):
     """Sample name and labels -> value, as a scrape of one process would show them."""
-    text = generate_latest(registry.collectors).decode()
+    text = generate_latest(registry).decode()
     samples = [sample for family in parse(text) for sample in family.samples]
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
 
 
-BOARDS = {
-    "e2e_request_latency_seconds": ("bucket", "count", "sum"),
-    "time_to_first_token_seconds": ("bucket", "count", "sum"),
-    "inter_token_latency_seconds": ("bucket", "count", "sum"),
-    "request_prompt_tokens": ("bucket",),
-    "request_generation_tokens": ("bucket",),
-    "request_max_num_generation_tokens": ("sum",),
-    "request_queue_time_seconds": ("sum",),
-    "request_prefill_time_seconds": ("sum",),
-    "request_decode_time_seconds": ("sum",),
-    "iteration_tokens_total": ("count",),
-    "num_requests_running": (),
-    "num_requests_waiting": (),
-    "kv_cache_usage_perc": (),
-    "prompt_tokens_total": (),
-    "generation_tokens_total": (),
-    "request_success_total": (),
-}
-"""What vLLM's own dashboards ask for (grafana, performance_statistics and query_statistics among its examples)."""
-
-
 class TestDeclarations:
-    @pytest.mark.parametrize("name", BOARDS)
-    def test_the_dashboards_of_vllm_find_their_series(self, name):
-        metric = CATALOGUE[f"vllm:{name}"]
-        assert (metric.kind is Kind.HISTOGRAM) == bool(BOARDS[name])
-        assert "model_name" in metric.labels, "by which they choose"
-
     def test_every_name_is_valid_and_says_its_kind_and_unit(self):
         for name, metric in CATALOGUE.items():
             assert name == metric.name
@@ -93,37 +69,29 @@ class TestDeclarations:
         with pytest.raises(AssertionError, match="twice"):
             declaration.declare(catalogue.DRAFTS)
 
-    def test_names_that_tools_read(self):
-        assert {
-            "vllm:spec_decode_num_drafts_total",
-            "vllm:spec_decode_num_draft_tokens_total",
-            "vllm:spec_decode_num_accepted_tokens_total",
-            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-            "vllm:num_requests_running",
-            "vllm:num_requests_waiting",
-            "vllm:time_to_first_token_seconds",
-            "vllm:inter_token_latency_seconds",
-            "vllm:e2e_request_latency_seconds",
-            "vllm:request_queue_time_seconds",
-            "vllm:prompt_tokens_total",
-            "vllm:generation_tokens_total",
-            "vllm:request_success_total",
-            "vllm:kv_cache_usage_perc",
-            "vllm:num_preemptions_total",
-            "vllm:request_prefill_time_seconds",
-            "vllm:request_decode_time_seconds",
-            "vllm:request_inference_time_seconds",
-            "vllm:request_time_per_output_token_seconds",
-            "vllm:request_prompt_tokens",
-            "vllm:request_generation_tokens",
-            "vllm:prefix_cache_queries_total",
-            "vllm:prefix_cache_hits_total",
-            "vllm:request_max_num_generation_tokens",
-            "vllm:request_params_max_tokens",
-            "vllm:iteration_tokens_total",
-            "vllm:cache_config_info",
-        } == {name for name in CATALOGUE if name.startswith("vllm:")}
-        assert all(metric.labels[0] == "model_name" for name, metric in CATALOGUE.items() if name.startswith("vllm:"))
+    def test_every_name_of_vllm_is_exported_or_has_its_reason(self):
+        own = {name.removeprefix("vllm:"): metric for name, metric in CATALOGUE.items() if name.startswith("vllm:")}
+        absent = [name for names in ABSENT.values() for name in names]
+        assert {*own, *absent} == LABELLED.keys()
+        assert len(own) + len(absent) == len(LABELLED)
+        for name, metric in own.items():
+            assert {*LABELLED[name]} <= {*metric.labels, *dict(metric.constants)}, name
+            assert metric.labels[0] == "model_name"
+
+    @pytest.mark.parametrize("board", BOARDS)
+    def test_every_query_of_vllms_boards_finds_its_series(self, board):
+        samples = [sample for family in parse(page()) for sample in family.samples]
+        absent = {name for names in ABSENT.values() for name in names}
+        for series, labels in BOARDS[board].items():
+            if series in absent:
+                continue
+            found = [sample.labels for sample in samples if sample.name == f"vllm:{series}"]
+            assert found, series
+            for each in found:
+                assert {*labels} <= each.keys(), series
+                assert each["engine"] == "0"
+            for label in labels:
+                assert CHOSEN.get((series, label), set()) <= {each[label] for each in found}
 
     def test_an_engine_counter_can_never_take_a_name_with_another_meaning(self):
         engine = set(engines.ENGINE_COUNTERS.values())
@@ -192,7 +160,7 @@ class TestRouter:
         router.admitted(0.004)
         router.first_token(0.3)
         router.finished(result(), 16)
-        router.finished(result(FinishReason.ABORT), 1000)
+        router.finished(result(FinishReason.ABORT, cached_tokens=4), 1000)
         router.failed("UNAVAILABLE")
         router.rejected("queue_full")
         router.rejected("queue_full")
@@ -200,23 +168,31 @@ class TestRouter:
         router.draft_replicas(2)
         seen = lines(registry)
         model = ("model_name", MODEL)
-        assert seen["vllm:request_success_total", (("finished_reason", "stop"), model)] == 1
-        assert seen["vllm:request_success_total", (("finished_reason", "abort"), model)] == 1
-        assert seen["vllm:request_success_total", (("finished_reason", "error"), model)] == 1
-        assert seen["vllm:request_success_total", (("finished_reason", "length"), model)] == 0
-        assert seen["vllm:prompt_tokens_total", (model,)] == 14
-        assert seen["vllm:e2e_request_latency_seconds_sum", (model,)] == pytest.approx(3.4)
-        assert seen["vllm:request_params_max_tokens_sum", (model,)] == 1016
-        assert seen["vllm:request_params_max_tokens_bucket", (("le", "20.0"), model)] == 1
-        assert seen["vllm:request_max_num_generation_tokens_sum", (model,)] == 6
-        assert seen["vllm:request_queue_time_seconds_sum", (model,)] == pytest.approx(0.004)
+        assert seen["vllm:request_success_total", (ENGINE, ("finished_reason", "stop"), model)] == 1
+        assert seen["vllm:request_success_total", (ENGINE, ("finished_reason", "abort"), model)] == 1
+        assert seen["vllm:request_success_total", (ENGINE, ("finished_reason", "error"), model)] == 1
+        assert seen["vllm:request_success_total", (ENGINE, ("finished_reason", "length"), model)] == 0
+        assert seen["vllm:prompt_tokens_total", (ENGINE, model)] == 14
+        assert seen["vllm:prompt_tokens_cached_total", (ENGINE, model)] == 4
+        assert seen["vllm:prompt_tokens_by_source_total", (ENGINE, model, ("source", "local_compute"))] == 10
+        assert seen["vllm:prompt_tokens_by_source_total", (ENGINE, model, ("source", "local_cache_hit"))] == 4
+        assert seen["vllm:request_prefill_kv_computed_tokens_sum", (ENGINE, model)] == 10
+        assert seen["vllm:request_prefill_kv_computed_tokens_bucket", (ENGINE, ("le", "5.0"), model)] == 1
+        assert seen["vllm:admission_rejections_total", (ENGINE, model, ("reason", "max_num_queued_reqs"))] == 2
+        assert seen["vllm:num_requests_waiting_by_reason", (ENGINE, model, ("reason", "capacity"))] == 4
+        assert seen["vllm:num_requests_waiting_by_reason", (ENGINE, model, ("reason", "deferred"))] == 1
+        assert seen["vllm:e2e_request_latency_seconds_sum", (ENGINE, model)] == pytest.approx(3.4)
+        assert seen["vllm:request_params_max_tokens_sum", (ENGINE, model)] == 1016
+        assert seen["vllm:request_params_max_tokens_bucket", (ENGINE, ("le", "20.0"), model)] == 1
+        assert seen["vllm:request_max_num_generation_tokens_sum", (ENGINE, model)] == 6
+        assert seen["vllm:request_queue_time_seconds_sum", (ENGINE, model)] == pytest.approx(0.004)
         assert seen["paceline_queue_seconds_bucket", (("le", "0.005"),)] == 1
         assert seen["paceline_queue_seconds_bucket", (("le", "0.0025"),)] == 0
-        assert seen["vllm:time_to_first_token_seconds_count", (model,)] == 1
+        assert seen["vllm:time_to_first_token_seconds_count", (ENGINE, model)] == 1
         assert seen["paceline_requests_failed_total", (("reason", "UNAVAILABLE"),)] == 1
         assert seen["paceline_requests_rejected_total", (("reason", "queue_full"),)] == 2
-        assert seen["vllm:num_requests_running", (model,)] == 2
-        assert seen["vllm:num_requests_waiting", (model,)] == 5
+        assert seen["vllm:num_requests_running", (ENGINE, model)] == 2
+        assert seen["vllm:num_requests_waiting", (ENGINE, model)] == 5
         assert seen["paceline_sessions", (("state", "homeless"),)] == 1
         assert seen["paceline_draft_replicas_up", ()] == 2
 
@@ -260,13 +236,17 @@ class TestReplica:
                 sizes.add(num_tokens)
             replica.update(status(counters=sizes.counters()))
         seen, model = lines(registry), ("model_name", MODEL)
-        by_bound = {b: seen["vllm:iteration_tokens_total_bucket", (("le", b), model)] for b in ("1.0", "8.0", "16.0")}
+        by_bound = {
+            b: seen["vllm:iteration_tokens_total_bucket", (ENGINE, ("le", b), model)] for b in ("1.0", "8.0", "16.0")
+        }
         assert by_bound == {"1.0": 2, "8.0": 3, "16.0": 5}
-        assert seen["vllm:iteration_tokens_total_bucket", (("le", "16384.0"), model)] == 6
-        assert seen["vllm:iteration_tokens_total_count", (model,)] == 7
-        assert seen["vllm:iteration_tokens_total_sum", (model,)] == pytest.approx(20_047)
+        assert seen["vllm:iteration_tokens_total_bucket", (ENGINE, ("le", "16384.0"), model)] == 6
+        assert seen["vllm:iteration_tokens_total_count", (ENGINE, model)] == 7
+        assert seen["vllm:iteration_tokens_total_sum", (ENGINE, model)] == pytest.approx(20_047)
         replica.update(status(incarnation=2, counters={"steps_of:8": 1, "step_tokens_of:8": 4}))
-        assert lines(registry)["vllm:iteration_tokens_total_count", (model,)] == 8, "a new process counts from zero"
+        assert lines(registry)["vllm:iteration_tokens_total_count", (ENGINE, model)] == 8, (
+            "a new process counts from zero"
+        )
         assert catalogue.ITERATION_TOKENS.bounds == STEP_SIZES
 
     def test_the_cache_is_described_as_it_is_now(self):
@@ -283,8 +263,8 @@ class TestReplica:
         counters = {"preemptions": 2, "bubble_s": 1.5, "step_s": 3.0, "something_new": 4, "odd_total": 5}
         ReplicaMetrics(registry).update(status(counters=counters, kv_pages=10, kv_pages_used=4, draining=True))
         seen = lines(registry)
-        assert seen["vllm:num_preemptions_total", (("model_name", MODEL),)] == 2
-        assert seen["vllm:kv_cache_usage_perc", (("model_name", MODEL),)] == 0.4
+        assert seen["vllm:num_preemptions_total", (ENGINE, ("model_name", MODEL))] == 2
+        assert seen["vllm:kv_cache_usage_perc", (ENGINE, ("model_name", MODEL))] == 0.4
         assert seen["paceline_verify_bubble_seconds_total", ()] == 1.5
         assert seen["paceline_target_step_seconds_total", ()] == 3.0
         assert seen["paceline_target_something_new_total", ()] == 4
@@ -396,7 +376,7 @@ class TestMirror:
     def test_counters_go_to_ray_by_what_is_new(self, mirrored):
         registry, fake = mirrored
         router = RouterMetrics(registry, MODEL)
-        tags = (("ReplicaId", "router-0"), ("model_name", MODEL))
+        tags = (("ReplicaId", "router-0"), ENGINE, ("model_name", MODEL))
         for num_drafted in (3, 4):
             router.round(Round(num_drafted, 1, Cause.HIT), 2, 0.1)
             registry.mirror(registry.samples())
@@ -427,11 +407,13 @@ class TestMirror:
             ("paceline_requests_rejected", "queue_full"),
             ("paceline_sessions_reopened", "opened"),
             ("paceline_messages_dropped", "unknown"),
-            ("vllm_request_success", "error", MODEL),
-            ("vllm_num_preemptions", MODEL),
+            ("vllm_request_success", "0", "error", MODEL),
+            ("vllm_num_preemptions", "0", MODEL),
             ("paceline_rounds", "draft_down"),
         } <= zeros
-        assert fake.written["vllm_num_preemptions", (("ReplicaId", "router-0"), ("model_name", MODEL))] == [0]  # once
+        assert fake.written["vllm_num_preemptions", (("ReplicaId", "router-0"), ENGINE, ("model_name", MODEL))] == [
+            0
+        ]  # once
 
     def test_sizes_that_the_monitor_decides(self, mirrored):
         _, fake = mirrored

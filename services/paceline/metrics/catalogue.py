@@ -45,6 +45,13 @@ REQUESTS_RUNNING = gauge("vllm:num_requests_running", "requests", "Requests that
 REQUESTS_WAITING = gauge(
     "vllm:num_requests_waiting", "requests", "Requests that wait for admission or for a target.", "model_name"
 )
+WAITING_BY_REASON = gauge(
+    "vllm:num_requests_waiting_by_reason",
+    "requests",
+    "Of the waiting requests, those that wait for admission (`capacity`), and those whose target failed (`deferred`).",
+    "model_name",
+    "reason",
+)
 TTFT = histogram(
     "vllm:time_to_first_token_seconds", "seconds", "From a request's arrival to its first token.", _TTFT_S, "model_name"
 )
@@ -62,7 +69,28 @@ REQUEST_QUEUE = histogram(
     "vllm:request_queue_time_seconds", "seconds", "From a request's arrival to admission.", _REQUEST_S, "model_name"
 )
 PROMPT_TOKENS = counter("vllm:prompt_tokens_total", "tokens", "Prompt tokens of finished requests.", "model_name")
+PROMPT_TOKENS_BY_SOURCE = counter(
+    "vllm:prompt_tokens_by_source_total",
+    "tokens",
+    "Prompt tokens of finished requests that were computed (`local_compute`), or held by the prefix cache "
+    "(`local_cache_hit`).",
+    "model_name",
+    "source",
+)
+PROMPT_TOKENS_CACHED = counter(
+    "vllm:prompt_tokens_cached_total",
+    "tokens",
+    "Prompt tokens of finished requests that the prefix cache held.",
+    "model_name",
+)
 GENERATION_TOKENS = counter("vllm:generation_tokens_total", "tokens", "Tokens emitted.", "model_name")
+ADMISSION_REJECTIONS = counter(
+    "vllm:admission_rejections_total",
+    "requests",
+    "Requests refused because the queue was full (`max_num_queued_reqs`).",
+    "model_name",
+    "reason",
+)
 REQUEST_SUCCESS = counter(
     "vllm:request_success_total", "requests", "Requests that ended, by reason.", "model_name", "finished_reason"
 )
@@ -92,6 +120,13 @@ REQUEST_PER_TOKEN = histogram(
 )
 REQUEST_PROMPT_TOKENS = histogram(
     "vllm:request_prompt_tokens", "tokens", "Prompt tokens of a finished request.", _TOKENS, "model_name"
+)
+REQUEST_PREFILL_COMPUTED = histogram(
+    "vllm:request_prefill_kv_computed_tokens",
+    "tokens",
+    "Prompt tokens of a finished request that the prefix cache did not hold.",
+    _TOKENS,
+    "model_name",
 )
 REQUEST_GENERATION_TOKENS = histogram(
     "vllm:request_generation_tokens", "tokens", "Tokens emitted for a finished request.", _TOKENS, "model_name"

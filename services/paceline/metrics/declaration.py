@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Kind(enum.StrEnum):
@@ -28,6 +28,8 @@ class Metric:
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
     """Histogram: upper bounds, inclusive and ascending, without infinity."""
+    constants: tuple[tuple[str, str], ...] = ()
+    """Names and values of the labels that are the same in every process."""
     per_replica: bool = False
     """Gauge: the fleet shows one value per process, labelled ``replica_id``, instead of the sum."""
 
@@ -47,6 +49,9 @@ CATALOGUE: dict[str, Metric] = {}
 """Every declaration, by name."""
 
 
+_VLLM_CONSTANTS = (("engine", "0"),)
+"""vLLM numbers the data-parallel engines behind an address; a service is one to its callers, of which targets are told
+apart by ``replica_id``."""
 _NO_COUNTERS = ("vllm:iteration_tokens_total",)
 """Names of vLLM that end as those of counters do."""
 
@@ -55,6 +60,8 @@ def declare(metric: Metric) -> Metric:
     """Puts a declaration into the catalogue; a name is declared once."""
     assert metric.name not in CATALOGUE, f"{metric.name} is declared twice"
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER or metric.name in _NO_COUNTERS), metric.name
+    if metric.name.startswith("vllm:"):
+        metric = replace(metric, constants=_VLLM_CONSTANTS)
     CATALOGUE[metric.name] = metric
     return metric
 

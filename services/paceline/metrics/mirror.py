@@ -58,7 +58,7 @@ class RayMirror:
         made = self._metrics.get(metric.name)
         if made is None:
             name = re.sub(r"[^a-zA-Z0-9_]", "_", metric.name.removesuffix("_total"))
-            keys = (*metric.labels, "ReplicaId")
+            keys = (*metric.labels, *dict(metric.constants), "ReplicaId")
             if metric.kind is Kind.COUNTER:
                 made = self._ray.Counter(name, metric.documentation, keys)
             elif metric.kind is Kind.GAUGE:
@@ -70,7 +70,8 @@ class RayMirror:
         return made
 
     def _tags(self, metric: Metric, labels: tuple[str, ...]) -> dict[str, str]:
-        return {**dict(zip(metric.labels, labels, strict=True)), "ReplicaId": self._replica_id}
+        given = dict(zip(metric.labels, labels, strict=True))
+        return {**given, **dict(metric.constants), "ReplicaId": self._replica_id}
 
 
 class MirroredHistogram:

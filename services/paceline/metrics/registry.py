@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.metrics import MetricWrapperBase
@@ -21,7 +21,10 @@ _M = TypeVar("_M", bound=MetricWrapperBase)
 
 
 def family(metric: Metric, labels: Sequence[str], series: Mapping[tuple[str, ...], Value]) -> Family:
-    """Converts the values of a metric to a family of prometheus_client, in the order of their labels."""
+    """Converts the values of a metric to a family of prometheus_client, in the order of their labels, and adds the
+    metric's constant labels."""
+    names, constants = [name for name, _ in metric.constants], tuple(value for _, value in metric.constants)
+    labels, series = [*labels, *names], {(*key, *constants): value for key, value in series.items()}
     if metric.kind is Kind.HISTOGRAM:
         histogram = HistogramMetricFamily(metric.name, metric.documentation, labels=labels)
         bounds = [*(repr(float(bound)) for bound in metric.bounds), "+Inf"]
@@ -41,14 +44,13 @@ def family(metric: Metric, labels: Sequence[str], series: Mapping[tuple[str, ...
 
 
 class Registry(Collector):
-    """Metrics of one process. ``collectors`` is what prometheus_client's exporters take.
+    """Metrics of one process, as prometheus_client's exporters take them.
 
     ``mirror``: inside a Ray worker, also feed Ray's exporter. Histograms are mirrored as they are observed; counters
     and gauges when ``mirror`` is called, once a second, because each write to Ray costs microseconds.
     """
 
     def __init__(self, replica_id: str = "", *, mirror: bool = False) -> None:
-        self.collectors = CollectorRegistry()
         self._declared: dict[str, Metric] = {}
         self._made: dict[str, MetricWrapperBase] = {}
         self._mirror = RayMirror(replica_id) if mirror and inside_ray() else None
@@ -73,7 +75,7 @@ class Registry(Collector):
         """Returns the metric with its labels bound, and makes it at the first call."""
         made = self._made.get(metric.name)
         if made is None:
-            made = make(metric.name, metric.documentation, metric.labels, registry=self.collectors)
+            made = make(metric.name, metric.documentation, metric.labels, registry=None)
             self._declared[metric.name], self._made[metric.name] = metric, made
         assert len(metric.labels) == len(labels), (metric.name, labels)
         return cast(_M, made.labels(*labels) if labels else made)

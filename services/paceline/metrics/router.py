@@ -16,6 +16,7 @@ from paceline.errors import (
 from paceline.metrics.catalogue import (
     ACCEPTED_PER_POS,
     ACCEPTED_TOKENS,
+    ADMISSION_REJECTIONS,
     AHEAD,
     DRAFT_LINK,
     DRAFT_TOKENS,
@@ -30,6 +31,8 @@ from paceline.metrics.catalogue import (
     PREFIX_HITS,
     PREFIX_QUERIES,
     PROMPT_TOKENS,
+    PROMPT_TOKENS_BY_SOURCE,
+    PROMPT_TOKENS_CACHED,
     QUEUE,
     REJECTED,
     REOPENED,
@@ -40,6 +43,7 @@ from paceline.metrics.catalogue import (
     REQUEST_MAX_TOKENS,
     REQUEST_PER_TOKEN,
     REQUEST_PREFILL,
+    REQUEST_PREFILL_COMPUTED,
     REQUEST_PROMPT_TOKENS,
     REQUEST_QUEUE,
     REQUEST_SUCCESS,
@@ -49,6 +53,7 @@ from paceline.metrics.catalogue import (
     SESSIONS,
     TOKENS_PER_VERIFICATION,
     TTFT,
+    WAITING_BY_REASON,
 )
 from paceline.metrics.registry import Registry
 from paceline.types import Cause, FinishReason, Result, Round
@@ -104,6 +109,10 @@ class RouterMetrics:
         self._request_generation = registry.histogram(REQUEST_GENERATION_TOKENS, model_name)
         self._max_generation = registry.histogram(REQUEST_MAX_GENERATION, model_name)
         self._max_tokens = registry.histogram(REQUEST_MAX_TOKENS, model_name)
+        self._computed = registry.counter(PROMPT_TOKENS_BY_SOURCE, model_name, "local_compute")
+        self._held = registry.counter(PROMPT_TOKENS_BY_SOURCE, model_name, "local_cache_hit")
+        self._cached = registry.counter(PROMPT_TOKENS_CACHED, model_name)
+        self._request_computed = registry.histogram(REQUEST_PREFILL_COMPUTED, model_name)
         self._prefix_queries = registry.counter(PREFIX_QUERIES, model_name)
         self._prefix_hits = registry.counter(PREFIX_HITS, model_name)
         reasons = (*(reason.value for reason in FinishReason), "error")
@@ -111,6 +120,9 @@ class RouterMetrics:
         self._link = registry.histogram(DRAFT_LINK)
         self._running = registry.gauge(REQUESTS_RUNNING, model_name)
         self._waiting = registry.gauge(REQUESTS_WAITING, model_name)
+        self._queue_full = registry.counter(ADMISSION_REJECTIONS, model_name, "max_num_queued_reqs")
+        self._capacity = registry.gauge(WAITING_BY_REASON, model_name, "capacity")
+        self._deferred = registry.gauge(WAITING_BY_REASON, model_name, "deferred")
         self._sessions = {state: registry.gauge(SESSIONS, state) for state in ("waiting", "running", "homeless")}
         self._drafts_up = registry.gauge(DRAFTS_UP)
         for metric, labels in _FROM_THE_START.items():
@@ -152,6 +164,11 @@ class RouterMetrics:
         timing, usage = result.timing, result.usage
         self._ended[result.finish_reason.value].inc()
         self._prompt_tokens.inc(usage.prompt_tokens)
+        num_computed = usage.prompt_tokens - usage.cached_tokens
+        self._computed.inc(num_computed)
+        self._request_computed.observe(num_computed)
+        self._held.inc(usage.cached_tokens)
+        self._cached.inc(usage.cached_tokens)
         self._prefix_queries.inc(usage.prompt_tokens)
         self._prefix_hits.inc(usage.cached_tokens)
         self._request_prompt.observe(usage.prompt_tokens)
@@ -173,6 +190,8 @@ class RouterMetrics:
     def rejected(self, reason: str) -> None:
         """A request was refused before it became a session; ``reason`` is one of few."""
         self._registry.counter(REJECTED, reason).inc()
+        if reason == "queue_full":
+            self._queue_full.inc()
 
     def dropped(self, kind: str, count: int = 1) -> None:
         """``count`` messages of a kind were stale or malformed, and dropped."""
@@ -193,6 +212,8 @@ class RouterMetrics:
         self._sessions["homeless"].set(homeless)
         self._running.set(running)
         self._waiting.set(waiting + homeless)
+        self._capacity.set(waiting)
+        self._deferred.set(homeless)
 
     def draft_link(self, latency_s: float) -> None:
         """A measured latency of the link to a draft, in seconds."""

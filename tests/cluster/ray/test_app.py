@@ -309,7 +309,7 @@ def test_metrics_are_one_page_for_all_replicas(app):
         return text if 'paceline_replicas_up{kind="router"} 2.0' in text else ""
 
     text = finish(until(both_routers_reported))
-    assert 'vllm:request_success_total{finished_reason="length",model_name="tests/target.v1"}' in text
+    assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tests/target.v1"}' in text
     assert page(app, "/health") == "serving\n"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         page(app, "/nothing")
