@@ -141,11 +141,11 @@ class TestSums:
             monitor.push(router.report())
             monitor.push(target.report(kv_pages=10, kv_pages_used=5 + i))
         seen = scrape(monitor)
-        model = ("model_name", MODEL)
-        assert seen["vllm:num_requests_running", (model,)] == 7
+        engine, model = ("engine", "0"), ("model_name", MODEL)
+        assert seen["vllm:num_requests_running", (engine, model)] == 7
         assert seen["paceline_sessions", (("state", "running"),)] == 7
-        assert seen["vllm:kv_cache_usage_perc", (model, ("replica_id", "target-0"))] == 0.5
-        assert seen["vllm:kv_cache_usage_perc", (model, ("replica_id", "target-1"))] == 0.6
+        assert seen["vllm:kv_cache_usage_perc", (engine, model, ("replica_id", "target-0"))] == 0.5
+        assert seen["vllm:kv_cache_usage_perc", (engine, model, ("replica_id", "target-1"))] == 0.6
         assert seen["paceline_replicas_up", (("kind", "target"),)] == 2
         assert seen["paceline_replicas_up", (("kind", "draft"),)] == 0
 

@@ -1,4 +1,4 @@
-"""Calls of Open WebUI and of ``vllm bench serve``, as their own code makes them, to what ``serve --local`` serves."""
+"""Calls of Open WebUI, ``vllm bench serve`` and AIPerf, as their own code makes them, to ``serve --local``."""
 
 from __future__ import annotations
 
@@ -143,3 +143,49 @@ def test_vllm_bench_serve_asks_chats(at):
     *parts, last, _ = events(f"{at}/v1/chat/completions", body)
     assert all("delta" in part["choices"][0] for part in parts)
     assert last["usage"]["completion_tokens"] == 12
+
+
+def acceptance(answer):
+    """AIPerf's record of an answer: what it demands of vLLM's payload, and that it agrees with the usage."""
+    found = answer["metrics"]["speculative_decoding"]
+    histogram, usage = found["acceptance_histogram"], answer["usage"]["completion_tokens_details"]
+    assert all(type(count) is int for count in histogram)
+    assert len(histogram) == found["num_spec_tokens"] + 1 == 9
+    assert sum(histogram) == found["num_spec_steps"] > 0
+    assert sum(i * count for i, count in enumerate(histogram)) == found["num_accepted_draft_tokens"]
+    assert found["num_accepted_draft_tokens"] == usage["accepted_prediction_tokens"]
+    assert found["num_draft_tokens"] == usage["accepted_prediction_tokens"] + usage["rejected_prediction_tokens"] > 0
+    assert found["draft_acceptance_rate"] == found["num_accepted_draft_tokens"] / found["num_draft_tokens"]
+    assert found["mean_acceptance_length"] == 1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
+    return found
+
+
+EXTRA_INPUTS = {"ignore_eos": True, "temperature": 0, "speculation": {"mode": "sequential"}}
+"""As given to AIPerf; sequential drafts are never late."""
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_aiperf_reads_acceptance_by_request(at, streams):
+    body = {"prompt": "def read(path):", "model": MODEL, "stream": streams, "max_tokens": 32, **EXTRA_INPUTS}
+    if streams:
+        *parts, last, done = events(f"{at}/v1/completions", body | {"stream_options": {"include_usage": True}})
+        assert done == "[DONE]"
+        assert not any("metrics" in part for part in parts)
+        assert last["choices"] == []
+    else:
+        last = call(f"{at}/v1/completions", body)[2]
+    assert last["usage"]["completion_tokens"] == 32
+    assert acceptance(last)["num_spec_steps"] < 32
+
+
+def test_aiperf_reads_acceptance_of_chats_and_of_one_choice_alone(at):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    body = {"messages": messages, "model": MODEL, "max_completion_tokens": 12, **EXTRA_INPUTS}
+    stream = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *parts, last, _ = events(f"{at}/v1/chat/completions", body | stream)
+    assert [part["usage"]["completion_tokens"] for part in parts][-1] == 12
+    assert acceptance(last) == acceptance(call(f"{at}/v1/chat/completions", body)[2])
+    for without in ({"n": 2}, {"speculation": {"mode": "plain"}}):
+        answer = call(f"{at}/v1/chat/completions", body | without)[2]
+        assert answer["usage"]["completion_tokens"] in (12, 24)
+        assert "metrics" not in answer

@@ -105,7 +105,6 @@ class _Source(Protocol):
 
 @contextlib.contextmanager
 def _started(pipeline: LocalPipeline) -> Iterator[_Source]:
-    narrate("starting both engines")
     with contextlib.ExitStack() as stack:
         with StartView():
             stack.enter_context(pipeline)

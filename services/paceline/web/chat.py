@@ -11,7 +11,7 @@ from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import InvalidRequestError
 from paceline.types import Chunk, Request, Result
 from paceline.web.calls import bound_calls
-from paceline.web.choices import Totals, round_of, speculation_of, with_defaults, with_seed
+from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_defaults, with_seed
 from paceline.web.messages import ChatBody, Tool, ToolsBody, offered
 from paceline.web.service import Edge
 from paceline.web.speech import Part, Speech
@@ -142,7 +142,8 @@ class ChatCompletion:
         """Yields the last events of a stream."""
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._totals.counts()}
+            counts = {"usage": self._totals.counts(), **self._metrics()}
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], **counts}
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
@@ -159,7 +160,11 @@ class ChatCompletion:
             if self._body.return_token_ids:
                 one |= {"token_ids": choice.token_ids, "prompt_token_ids": list(self._asked.token_ids)}
             choices.append(one)
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._totals.counts()}
+        counts = {"usage": self._totals.counts(), **self._metrics()}
+        return {**self._head, "object": "chat.completion", "choices": choices, **counts}
+
+    def _metrics(self) -> dict[str, Any]:
+        return metrics_of(self.requests, [choice.result for choice in self._choices])
 
     def _event(self, i: int, delta: dict[str, Any], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **(extra or {})}

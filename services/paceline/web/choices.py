@@ -143,6 +143,28 @@ def speculation_of(result: Result) -> dict[str, Any]:
     }
 
 
+def metrics_of(requests: Sequence[Request], results: Sequence[Result | None]) -> dict[str, Any]:
+    """vLLM's ``metrics`` of a finished answer, for tools that read acceptance by request, such as AIPerf.
+
+    Empty where vLLM has none: for several choices, and where no proposal was verified.
+    """
+    if len(results) != 1 or results[0] is None or not results[0].speculation.acceptance_histogram:
+        return {}
+    stats = results[0].speculation
+    histogram = stats.acceptance_histogram
+    num_steps, longest = sum(histogram.values()), max(requests[0].speculation.max_draft_tokens, *histogram)
+    speculative_decoding = {
+        "mean_acceptance_length": 1 + stats.accepted / num_steps,
+        "draft_acceptance_rate": stats.accepted / stats.drafted,
+        "acceptance_histogram": [histogram.get(i, 0) for i in range(longest + 1)],
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_draft_tokens": stats.drafted,
+        "num_spec_tokens": longest,
+    }
+    return {"metrics": {"speculative_decoding": speculative_decoding}}
+
+
 def round_of(chunk: Chunk) -> dict[str, Any]:
     """Which text of a chunk was drafted, and how its round went: the extension field of an event."""
     found: dict[str, Any] = {"segments": [{"text": text, "drafted": drafted} for text, drafted in chunk.segments]}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.types import Chunk, Request, Result
-from paceline.web.choices import Totals, round_of, speculation_of, with_seed
+from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_seed
 from paceline.web.schema import CompletionBody
 from paceline.web.service import Edge
 
@@ -89,7 +89,7 @@ class Completion:
         """Yields the last events of a stream."""
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            yield {**self._head, "choices": [], "usage": self._totals.counts()}
+            yield {**self._head, "choices": [], "usage": self._totals.counts(), **self._metrics()}
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
@@ -102,7 +102,10 @@ class Completion:
             if self._body.logprobs is not None:
                 logprobs = _logprobs(choice)
             choices.append(self._choice(i, "".join(choice.text), logprobs=logprobs, result=choice.result, extra=extra))
-        return {**self._head, "choices": choices, "usage": self._totals.counts()}
+        return {**self._head, "choices": choices, "usage": self._totals.counts(), **self._metrics()}
+
+    def _metrics(self) -> dict[str, Any]:
+        return metrics_of(self.requests, [choice.result for choice in self._choices])
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         event = {**self._head, "choices": [choice]}
