@@ -127,7 +127,7 @@ def test_a_mistake_is_one_sentence(capsys, flags, parts):
 
 
 def test_no_command_and_empty_prompt(capsys):
-    assert "COMMAND" in refused(capsys)
+    assert "paceline --help" in refused(capsys)
     assert "prompt is empty" in refused(capsys, "generate", "")
 
 
@@ -136,6 +136,12 @@ def test_a_folder_that_holds_no_model(capsys, tmp_path):
     file = tmp_path / "model.bin"
     file.write_bytes(b"")
     assert "is a file" in refused(capsys, "generate", PROMPT, "--draft", str(file))
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"")
+    assert "is a GGUF file, which is not supported" in refused(capsys, "generate", PROMPT, "--draft", str(gguf))
+    assert "holds a GGUF file, which is not" in refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "is a LoRA adapter" in refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
 
 
 def test_a_model_that_is_no_causal_language_model(capfd, tmp_path):
@@ -188,12 +194,29 @@ def test_mistakes_with_the_demo(capsys, flags, part):
     assert part in refused(capsys, "demo", *flags)
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "bench"])
+def test_help_shows_no_default_that_is_none(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "Undefined" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_target_without_a_draft_is_answered_by_flags(capsys, command):
+    sentence = refused(capsys, command, "--target", "org/large")
+    others = "name one, or use --drafter ngram, --drafter suffix or --drafter none"
+    assert sentence == f"paceline: --target is given without --draft: {others}\n"
+
+
 def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
     for name in (*COMMANDS, "bench"):
         assert f"\n    {name} " in text or f"\n    {name}\n" in text  # with its line beside or below it
+    assert "provided by" not in text
+    examples = [line.split("  ")[1] for line in text.partition("examples:\n")[2].splitlines()]
+    assert {line.split()[1] for line in examples} == {"generate", "serve", "COMMAND"}
     assert "'bench'" in refused(capsys, "no-such-command").replace("bench)", "'bench')")
 
 

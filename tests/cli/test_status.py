@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
@@ -181,6 +182,31 @@ def test_watching_goes_on_when_nobody_answers_for_a_while(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert [json.loads(line)["version"] for line in out.splitlines()] == ["1.2.3", "1.2.3"]
     assert "nobody there" in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_watching_leaves_the_terminal_as_it_was(monkeypatch):
+    answers = iter([INFO, INFO])
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("paceline.cli.status.Client.server_info", lambda self, timeout_s: _next(answers))
+    assert main(["status", "--watch", "0.01"]) == 130
+    text = terminal.getvalue()
+    entered, left = "\x1b[?1049h", "\x1b[?1049l"
+    assert text.count(entered) == text.count(left) == 1
+    assert text.index(entered) < text.index("Paceline 1.2.3") < text.rindex("Paceline 1.2.3") < text.index(left)
+
+
+def _next(answers):
+    answer = next(answers, None)
+    if answer is None:
+        raise KeyboardInterrupt
+    return answer
 
 
 def test_nobody_answers(capsys):

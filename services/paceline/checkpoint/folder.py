@@ -15,11 +15,23 @@ def require_path(path: str) -> None:
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ConfigError(f"{path!r} holds no config.json: a directory with a transformers checkpoint is needed")
+            raise ConfigError(
+                f"{path!r} {_other_form(directory)}: a directory with a transformers checkpoint is needed"
+            )
     elif directory.exists():
-        raise ConfigError(f"{path!r} is a file: the directory of a transformers checkpoint is needed")
+        kind = "a GGUF file, which is not supported" if directory.suffix == ".gguf" else "a file"
+        raise ConfigError(f"{path!r} is {kind}: the directory of a transformers checkpoint is needed")
     elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise ConfigError(f"model path {path!r} does not exist")
+
+
+def _other_form(directory: Path) -> str:
+    """What a directory without a config.json is."""
+    if (directory / "adapter_config.json").is_file():
+        return "is a LoRA adapter, which is not supported unless it is merged into its model"
+    if next(directory.glob("*.gguf"), None) is not None:
+        return "holds a GGUF file, which is not supported, and no config.json"
+    return "holds no config.json"
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

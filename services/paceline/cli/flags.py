@@ -60,7 +60,7 @@ def help_of(field: FieldInfo) -> str:
     text = " ".join((field.description or "").replace("``", "").split()).removesuffix(".").replace("%", "%%")
     if text[1:2].islower():
         text = text[0].lower() + text[1:]
-    default = field.get_default(call_default_factory=True)
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
     if default is None:
         return text
     value = {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"

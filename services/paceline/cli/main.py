@@ -43,6 +43,15 @@ COMMANDS = {
 """Module of this package -> its line in ``paceline --help``. ``add_flags(parser)`` there adds its flags and sets
 ``run``."""
 
+_OWN = {"bench": "measure speed, latency and acceptance"}
+"""Lines of entry points of this distribution."""
+_EXAMPLES = """\
+examples:
+  paceline generate "def read_file(path):"      the embedded pair, in this process
+  paceline serve --local                        an OpenAI-compatible server, without Ray
+  paceline serve --target MODEL --draft MODEL   the service, with a pair of your own
+  paceline COMMAND --help                       the flags of a command"""
+
 
 class Parser(argparse.ArgumentParser):
     """Reports a mistake as one sentence."""
@@ -54,9 +63,12 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser with the flags of ``command``; None: with those of all commands."""
-    parser = Parser(prog="paceline", description="Lossless speculative decoding.")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog="paceline", description="Lossless speculative decoding.", epilog=_EXAMPLES, formatter_class=form
+    )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, text in COMMANDS.items():
         one = commands.add_parser(name, help=text)
         if command in (None, name):
@@ -67,7 +79,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         if add is not None:
             add(commands)
         else:
-            commands.add_parser(entry.name, help=f"provided by {entry.module.partition('.')[0]}")
+            commands.add_parser(entry.name, help=_OWN.get(entry.name, f"provided by {entry.module}"))
     return parser
 
 
@@ -104,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest
     try:
         args = build_parser(words[0]).parse_args(argv)
+        if args.command is None:
+            raise ConfigError("a command is needed: paceline --help lists them")
         require_extras(args)
         is_quiet, is_verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
         if is_quiet and is_verbose:

@@ -127,6 +127,11 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
         overrides.append(_override("draft_config", None))
     elif args.draft is not None:
         overrides.append(_override("draft_config.model_loading_config", _loading("--draft", args.draft)))
+    names_draft = any(override.startswith("draft_config") for override in overrides)
+    unnamed = isinstance(draft, ModelDraftConfig) and "model_loading_config" not in draft.model_fields_set
+    if args.target not in (None, EMBEDDED_TARGET) and unnamed and not names_draft:
+        others = "use --drafter ngram, --drafter suffix or --drafter none"
+        raise ConfigError(f"--target is given without --draft: name one, or {others}")
     config = config.with_overrides(overrides)
     return config.with_overrides(_further(args, config))
 

@@ -7,10 +7,13 @@ up; the others as in ``exit.py``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Iterator
+
+from rich.console import Console
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.flags import add_tls_flags, check_positive, connection_of
@@ -56,7 +59,9 @@ def run_status(args: argparse.Namespace) -> int:
     """Runs ``paceline status``."""
     check_positive("--timeout", args.timeout)
     check_positive("--watch", args.watch)
-    with Client(args.address, **connection_of(args)) as client:
+    shows = args.watch is not None and not args.json and sys.stdout.isatty()
+    screen = Console().screen(hide_cursor=False) if shows else contextlib.nullcontext()  # and back at the end
+    with screen, Client(args.address, **connection_of(args)) as client:
         if args.watch is None:
             info = client.server_info(timeout_s=args.timeout)
             _print(info, args)
