@@ -438,6 +438,23 @@ def made(name: str) -> HeadFile:
     return FILES[name]()
 
 
+def write_exit(folder: Path, size: int, num_layers: int, boundary: int, *, inner: int = 24, scale: float = 1.0) -> Path:
+    """An exit head of random weights; ``scale``: of what it adds to a state."""
+    _GENERATOR.manual_seed(boundary)
+    config = {
+        "architectures": ["ExitHead"],
+        "model_type": "exit_head",
+        "num_target_layers": num_layers,
+        "boundary": boundary,
+        "hidden_size": size,
+        "inner_dim": inner,
+        "rms_norm_eps": 1e-6,
+    }
+    tensors = {"norm.weight": norm(size), "down_proj.weight": scale * normal(size, inner)}
+    tensors |= {f"{name}_proj.weight": normal(inner, size) for name in ("gate", "up")}
+    return HeadFile("early_exit", config, tensors, head_oracles.exit_states).write(folder)
+
+
 def write_target(folder: Path, kind: str = "llama") -> dict[str, Tensor]:
     """Writes a target, and returns the tables that heads share with it."""
     tiny_target(kind).save_pretrained(folder)

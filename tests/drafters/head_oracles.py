@@ -20,6 +20,13 @@ def rms(x: Tensor, weight: Tensor | float = 1.0, eps: float = 1e-5) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
+def exit_states(w: Weights, states: Tensor, eps: float = 1e-6) -> Tensor:
+    """What the final norm of the target has of the states behind the layers that draft."""
+    n = rms(states, w["norm.weight"], eps)
+    gated = F.silu(n @ w["gate_proj.weight"].T) * (n @ w["up_proj.weight"].T)
+    return states + gated @ w["down_proj.weight"].T
+
+
 def rope(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
     """x [n, heads, dim]: the first half of the numbers turns against the second."""
     half = x.shape[-1] // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from tests.drafters.head_files import write_exit
+from tests.drafters.head_oracles import exit_states
 from tests.support.models import prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.support.rings import slow
@@ -18,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.cli.flags import heads_of
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.drafters.heads import early_exit
 from paceline.drafters.heads.early_exit import EarlyExit, open_exit, truncated
@@ -258,7 +263,7 @@ def test_bad_input_is_refused_by_name(tmp_path: Path) -> None:
         ({}, "boundaries is None: method 'early_exit' needs one"),
         ({"boundaries": [0]}, "of at least 1"),
         ({"boundaries": [1, 2]}, "needs one"),
-        ({"boundaries": [1], "model": "x"}, "model is 'x' beside method 'early_exit'"),
+        ({"boundaries": [1, 2], "model": "x"}, "needs one"),
         ({"boundaries": [1], "probe_file": "x"}, "which is not asked"),
     ):
         with pytest.raises(ValidationError, match=said):
@@ -270,6 +275,105 @@ def test_bad_input_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValidationError, match=said):
             TargetOptions(heads=[head], **more)
+
+
+def adapted(family: str, folder: Path) -> tuple[Pump, MountedHead, Watched, Any]:
+    """An early exit with a head of random weights, and what it should say: tokens of a text -> log probabilities."""
+    whole = random_model(family)
+    size, num_layers = whole.config.hidden_size, whole.config.num_hidden_layers
+    checkpoint = Checkpoint.open(str(save_pair(folder) / "target"))
+    source = write_exit(folder / "exit", size, num_layers, 1)
+    plan = open_exit(checkpoint, None, str(source))
+    assert plan.boundary == 1
+    assert plan.adapter is not None
+    pump, mounted, head = pump_of(family)
+    early_exit._adapt(head.model, plan.adapter.load_module(torch.float32, torch.device("cpu")), "target")
+    weights = load_file(source / "model.safetensors")
+
+    def said(tokens: list[int]) -> Tensor:
+        with torch.no_grad():
+            states = whole(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states[1]
+            return whole.lm_head(whole.model.norm(exit_states(weights, states[0, -1]))).log_softmax(-1)
+
+    return pump, mounted, head, said
+
+
+@pytest.mark.parametrize("is_applied", [True, False])
+def test_an_exit_head_changes_what_is_said_and_no_text(
+    is_applied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against plain lines; one that is loaded and not applied is noticed."""
+    if not is_applied:
+        monkeypatch.setattr(early_exit, "_adapt", lambda model, adapter, name: None)
+    pump, mounted, head, said = adapted("llama", tmp_path)
+    assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
+    assert not mounted.failure
+    assert {depth for _, depth, _, _ in head.asked} == {0, 1, 2, 3}
+    worst = 0.0
+    for tokens, _, ids, log_q in head.asked[:: max(1, len(head.asked) // NUM_COMPARED)]:
+        some = log_q.isfinite()
+        worst = max(worst, float((said(tokens)[ids[some]] - log_q[some]).abs().max()))
+    assert worst < 1e-3 if is_applied else worst > 1e-2
+
+
+def test_an_exit_head_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(str(save_pair(tmp_path) / "target"))
+    size = checkpoint.size("float32", None)
+    assert size is not None
+    source = write_exit(tmp_path / "exit", size.hidden_size, size.num_layers, 1)
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+
+    def refused(said: str, boundary: int | None = None) -> None:
+        with pytest.raises(ConfigError, match=said):
+            open_exit(checkpoint, boundary, str(source))
+
+    refused(r"^boundaries is \[2\]: the early_exit head '.*' was trained at \[1\]", 2)
+    for key, value, said in (
+        ("boundary", 2, r"^boundaries is \[2\] of method 'early_exit'.* 1 to 1 are"),
+        ("boundary", "1", "boundary is '1' in config.json"),
+        ("hidden_size", 9, f"hidden_size is 9 in .* has {size.hidden_size}"),
+        ("num_target_layers", 7, f"num_target_layers is 7 in .* has {size.num_layers}"),
+        ("inner_dim", 0, "inner_dim is 0 in config.json .* at least 1"),
+        ("inner_dim", 23, r"'(gate|up|down)_proj.weight' of .* it must be"),
+        ("rms_norm_eps", 2.0, "rms_norm_eps is 2.0 in config.json"),
+        ("rms_norm_eps", None, "lacks 'rms_norm_eps'"),
+        ("boundary", None, "lacks 'boundary'"),
+        ("model_type", "medusa", "model_type is 'medusa' in .*'exit_head' is allowed"),
+        ("scale", 2, "config.json of .* has 'scale': what is not known here"),
+    ):
+        (source / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
+        refused(said)
+    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for changed, said in (
+        (tensors | {"bias": torch.zeros(1)}, "holds 'bias', which its format does not have"),
+        ({"norm.weight": tensors["norm.weight"]}, "is not whole: no weight file holds 'down_proj.weight'"),
+    ):
+        save_file(changed, source / "model.safetensors")
+        refused(said)
+    with pytest.raises(ConfigError, match="is not on this machine"):
+        open_exit(checkpoint, 1, "nobody/nothing")
+
+
+def test_an_exit_head_is_served_from_its_folder_and_counted(tmp_path: Path) -> None:
+    folder = save_pair(tmp_path) / "target"
+    size = Checkpoint.open(str(folder)).size("float32", None)
+    assert size is not None
+    source = str(write_exit(tmp_path / "exit", size.hidden_size, size.num_layers, 1))
+    held = 4 * sum(tensor.numel() for tensor in load_file(Path(source) / "model.safetensors").values())
+    (head,) = heads_of([f"early_exit={source},4"])
+    assert head == HeadOptions(method="early_exit", model=source, num_speculative_tokens=4)
+    setup = TargetSetup(str(folder), TargetOptions(dtype="float32", device="cpu", compile=False, heads=[head]))
+    engine = build_target_engine(setup, lambda messages: None)
+    (mounted,) = engine.heads.mounted
+    assert isinstance(mounted.head, EarlyExit)
+    (layer,) = mounted.head.model.get_decoder().layers
+    assert len(layer._forward_hooks) == 1
+    assert heads_size(setup, size, 256).weights_bytes == held
+    with_, without = (
+        heads_size(TargetSetup(str(folder), TargetOptions(heads=[head], compile=True)), size, 256).weights_bytes
+        for head in (head, HeadOptions(method="early_exit", boundaries=[1]))
+    )
+    assert with_ - without == held
 
 
 def test_attention_that_heads_lack_is_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ ROWS: dict[str, Row] = {
     "DSpark": Row("synthetic:dspark"),
     "JetSpec": Row("synthetic:jetspec"),
     "early exit": Row(None, refused={Column.RANKS: {"tensor_parallel_size": 2}}),
+    "early exit, trained": Row("made:exit", refused={Column.RANKS: {"tensor_parallel_size": 2}}),
     "lookahead": Row(None),
     "suffixes, in the target": Row(None),
     "draft model, co-located": _DRAFT,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from tests.drafters.head_files import VOCAB, made, write_target
+from tests.drafters.head_files import VOCAB, made, write_exit, write_target
 from tests.drafters.test_plugins import installed
 from tests.lossless.methods import CASES, ROWS, Column, methods_page, refusal, with_options
 from tests.lossless.test_engines import PROCESSORS
@@ -91,7 +91,12 @@ def pard(folder: Path) -> Path:
     return folder
 
 
-MAKERS: dict[str, Callable[[Path], Path]] = {"other_vocabulary": other_vocabulary, "pard": pard}
+def exit_head(folder: Path) -> Path:
+    """One of the embedded target at layer 6 that changes its states a little, so that some tokens are as without it."""
+    return write_exit(folder, 384, 8, 6, scale=0.1)
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {"other_vocabulary": other_vocabulary, "pard": pard, "exit": exit_head}
 
 
 def sources(method: Method, folder: Path) -> tuple[str, str | None]:

@@ -75,13 +75,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("head")
     group.add_argument("--depths", type=int, default=4, metavar="N", help="tokens drafted in a row (default 4)")
     group.add_argument(
-        "--boundaries", type=int, nargs="+", default=[], metavar="N", help="eagle3, peagle: layers whose input it reads"
+        "--boundaries",
+        "--boundary",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="eagle3, peagle, dflash, jetspec: layers whose input it reads; early_exit: the layers below it draft",
     )
     group.add_argument(
         "--draft-vocab-size", type=int, metavar="N", help="eagle3, peagle: the most frequent tokens (default: all)"
     )
     group.add_argument("--own-lm-head", action="store_true", help="medusa: an LM head for each depth")
-    group.add_argument("--inner-dim", type=int, default=0, metavar="N", help="mlp_speculator: width of its state")
+    group.add_argument(
+        "--inner-dim", type=int, default=0, metavar="N", help="width of mlp_speculator's state or early_exit's MLP"
+    )
+    group.add_argument("--layers", type=int, default=2, metavar="N", help="dflash, jetspec: its layers (default 2)")
+    group.add_argument(
+        "--anchors", type=int, default=64, metavar="N", help="dflash, jetspec: blocks of each row (default 64)"
+    )
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=int, default=4000, metavar="N", help="updates (default 4000)")
     group.add_argument("--batch-rows", type=int, default=1, metavar="N", help="rows of an update (default 1)")
@@ -126,6 +138,8 @@ def options_of(args: argparse.Namespace) -> TrainingOptions:
             draft_vocab_size=args.draft_vocab_size,
             own_lm_head=args.own_lm_head,
             inner_dim=args.inner_dim,
+            num_layers=args.layers,
+            num_anchors=args.anchors,
         ),
         target=args.target,
         data=args.data,

@@ -168,12 +168,13 @@ class HeadOptions(Strict):
     layers of the target itself. ``lookahead``: n-grams that the target makes up on rows that ride in its steps.
     ``suffix``: what followed the longest end of the text before. The others read the target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
-    """Directory of the head's checkpoint, or an id that transformers resolves. None, for ``mtp``, ``early_exit``,
-    ``lookahead`` and ``suffix`` only: there is nothing beside the target's own files."""
+    """Directory of the head's checkpoint, or an id that transformers resolves; of ``early_exit`` that of an exit head,
+    which ``paceline train-head early_exit`` writes. None, for ``mtp``, ``early_exit``, ``lookahead`` and ``suffix``
+    only: there is nothing beside the target's own files."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
     """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``, ``dflash``,
     ``dspark``, ``jetspec``): b for the residual stream before layer b, the number of layers for that after the last
-    one. ``early_exit`` needs one: the layers below it draft."""
+    one. ``early_exit`` needs one, the layers below it draft; None: that of its exit head."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     """The most tokens that it proposes in a round. With ``adaptive`` it makes as many of them as are expected to
     pay."""
@@ -194,7 +195,7 @@ class HeadOptions(Strict):
         return None if self.model is None else resolve(self.model)
 
     def __str__(self) -> str:
-        if self.method == "early_exit" and self.boundaries:
+        if self.method == "early_exit" and self.boundaries and self.model is None:
             return f"early_exit at {self.boundaries[0]}"
         return self.method if self.model is None else f"{self.method} {self.model}"
 
@@ -227,8 +228,8 @@ class HeadOptions(Strict):
         return self.method not in ("draft_model", "early_exit", *_WITHOUT_WEIGHTS)
 
     def _check_exit(self) -> None:
-        if self.model is not None:
-            raise Fault("model", f"is {self.model!r} beside method 'early_exit', whose weights are the target's own")
+        if self.boundaries is None and self.model is not None:
+            return
         if self.boundaries is None or len(self.boundaries) != 1 or self.boundaries[0] < 1:
             raise Fault("boundaries", f"is {self.boundaries}: method 'early_exit' needs one, of at least 1")
 

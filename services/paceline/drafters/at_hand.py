@@ -55,7 +55,7 @@ def methods_at_hand(target: Checkpoint, draft: str | None, heads: Sequence[HeadO
     for method in METHODS:
         if method.mode is Mode.SEQUENTIAL or not method.kind:  # for comparisons; always on
             continue
-        given = next((head for head in heads if head.method == method.kind), None)
+        given = next((head for head in heads if _is_of(method, head)), None)
         source = None if given is None else given.source
         if given is None and method.kind in ("model", "draft_model"):
             source = draft
@@ -64,6 +64,13 @@ def methods_at_hand(target: Checkpoint, draft: str | None, heads: Sequence[HeadO
         except PacelineError as error:
             found.append(AtHand(method, source, " ".join(str(error).split())))
     return found
+
+
+def _is_of(method: Method, head: HeadOptions) -> bool:
+    """True if a head is one of the method: exits with weights of their own are another one than those without."""
+    return head.method == method.kind and (
+        method.kind != "early_exit" or method.needs_model == (head.model is not None)
+    )
 
 
 def _examined(method: Method, target: Checkpoint, source: str | None, given: HeadOptions | None) -> AtHand:
@@ -76,12 +83,12 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
         flag = "--draft DIRECTORY" if method.kind in ("model", "draft_model") else f"--head {method.kind}=DIRECTORY"
         raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")
     if method.kind == "early_exit":
-        if given is None or given.boundaries is None:
+        if given is None or (given.boundaries is None and source is None):
             raise ConfigError("no layer is named at which the target was trained to exit: --head early_exit=LAYER")
-        plan = open_exit(target, given.boundaries[0])
-        share = plan.boundary / size.num_layers
-        exits = replace(method, options={**method.options, "boundaries": given.boundaries})
-        return AtHand(exits, None, forward_bytes=int(share * size.weights_bytes))
+        plan = open_exit(target, given.boundaries[0] if given.boundaries else None, source)
+        own = 0 if plan.adapter is None else plan.adapter.num_parameters * size.item_bytes
+        exits = replace(method, options={**method.options, "boundaries": [plan.boundary]})
+        return AtHand(exits, source, forward_bytes=int(plan.boundary / size.num_layers * size.weights_bytes) + own)
     if method.kind in ("model", "draft_model"):
         assert source is not None
         draft, vocabulary = Checkpoint.open(source), method.options.get("vocabulary", "same")

@@ -254,6 +254,15 @@ METHODS: tuple[Method, ...] = (
         {"boundaries": [6], **_TOKENS},
     ),
     Method(
+        "early exit, trained",
+        Place.TARGET,
+        "early_exit",
+        "Kangaroo (2404.18911)",
+        "an exit head of `paceline train-head early_exit`",
+        "targets that were not trained to exit early: a small adapter is, and nothing of the target changes",
+        _TOKENS,
+    ),
+    Method(
         "lookahead",
         Place.TARGET,
         "lookahead",

@@ -47,7 +47,7 @@ class StateTaps:
         self._width = int(model.config.get_text_config().hidden_size)
         self._caught: dict[int, Tensor] | None = None
         self._versions: dict[int, int] = {}
-        decoder, layers = _find_layers(model, name)
+        decoder, layers = find_layers(model, name)
         require_boundaries(features, len(layers), name)
         for boundary in {*features.boundaries}:
             if boundary == OUT:
@@ -111,7 +111,7 @@ class StateTaps:
         self._versions[boundary] = getattr(state, "_version", 0)
 
 
-def _find_layers(model: PreTrainedModel, name: str) -> tuple[nn.Module, list[nn.Module]]:
+def find_layers(model: PreTrainedModel, name: str) -> tuple[nn.Module, list[nn.Module]]:
     """The decoder of ``model``, which ends with the final norm, and its layers.
 
     Raises:

@@ -7,6 +7,7 @@ has a KV cache of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
@@ -71,16 +72,20 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
     if head.method == "lookahead":
         return HeadsSize()
     if head.method == "early_exit":
+        boundary, weights = (head.boundaries or [0])[0], 0
+        if head.source is not None:  # an exit head
+            folder = _folder(head)
+            trained = read_json(folder, "config.json").get("boundary")
+            boundary = boundary or (trained if isinstance(trained, int) else 0)
+            weights = count_weights(folder).numbers * target.item_bytes
         compiled = not on_gpu if setup.options.compile == "auto" else setup.options.compile
-        below = max(0, target.weights_bytes - tables) * (head.boundaries or [0])[0] // max(1, target.num_layers)
-        return HeadsSize(tables + below if compiled else 0)  # an eager target lends its layers
+        below = max(0, target.weights_bytes - tables) * boundary // max(1, target.num_layers)
+        return HeadsSize(weights + (tables + below if compiled else 0))  # an eager target lends its layers
     page_values = _STATES.get(head.method, 0) * target.hidden_size
     kv_values = (target.kv_values or 0) // max(1, target.num_layers)
     if head.source is None:  # MTP: its weights are among those of the target's files
         return HeadsSize(tables, kv_values, page_values)
-    folder = local_folder(str(head.source))
-    if folder is None:
-        raise ConfigError(f"head {head.source!r} is not on this machine: fetch it, and name its directory")
+    folder = _folder(head)
     weights = count_weights(folder).numbers * target.item_bytes
     if head.method in ("medusa", "mlp_speculator"):
         return HeadsSize(weights)
@@ -91,6 +96,13 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
     if head.method not in _STATES:
         page_values = _num_states(head, config, own) * target.hidden_size
     return HeadsSize(weights + tables, own.kv_values or 0, page_values)
+
+
+def _folder(head: HeadOptions) -> Path:
+    folder = local_folder(str(head.source))
+    if folder is None:
+        raise ConfigError(f"head {head.source!r} is not on this machine: fetch it, and name its directory")
+    return folder
 
 
 def _num_states(head: HeadOptions, config: Mapping[str, Any], own: ModelSize) -> int:

@@ -68,8 +68,7 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
     for options in setup.options.heads:
         plan: HeadPlan | ExitPlan | None = None
         if options.method == "early_exit":
-            assert options.boundaries is not None
-            plan = open_exit(target, options.boundaries[0])
+            plan = open_exit(target, options.boundaries[0] if options.boundaries else None, options.source)
         elif options.method not in ("draft_model", "lookahead", "suffix"):
             boundaries = None if options.boundaries is None else tuple(options.boundaries)
             plan = open_head(

@@ -320,22 +320,34 @@ class BlockHead(HeadModule):
 
     def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
         """As ``HeadModule.unroll``: every position is the anchor of a block of its own."""
+        yield from self.blocks(states, token_ids, torch.arange(states.shape[1], device=states.device), depths)
+
+    def blocks(self, states: Tensor, token_ids: Tensor, anchors: Tensor, depths: int) -> Iterator[Tensor]:
+        """Logits of the blocks behind some positions: of each depth ``[B, blocks, draft vocabulary]``.
+
+        Args:
+            states: [B, T, boundaries * hidden] of positions 0 .. T - 1.
+            token_ids: [B, at least T + depths].
+            anchors: [blocks] positions P below T: t[P+1] is the anchor of the block, which sees states 0 .. P.
+            depths: at most ``max_depth``.
+        """
         batch, num_rows = states.shape[:2]
         positions = torch.arange(1, num_rows + 1, device=states.device)
-        attend, anchors = _Blocks(self.ahead_rows, self.bidirectional), token_ids[:, 1 : 1 + num_rows]
-        state = self.step(anchors, self.fuse(states), positions.expand(batch, -1), attend, 0)
-        rows = positions[:, None] + 1 + torch.arange(self.ahead_rows, device=states.device)
-        made = self.ahead(anchors.flatten(), state.flatten(0, 1), rows.flatten().expand(batch, -1), attend)
-        made = made.view(batch, num_rows, self.form.num_tokens, self.state_size)
+        attend = _Blocks(self.ahead_rows, self.bidirectional, anchors)
+        context = self.step(token_ids[:, 1 : 1 + num_rows], self.fuse(states), positions.expand(batch, -1), attend, 0)
+        rows = anchors[:, None] + 2 + torch.arange(self.ahead_rows, device=states.device)
+        state = context[:, anchors].flatten(0, 1)
+        made = self.ahead(token_ids[:, anchors + 1].flatten(), state, rows.flatten().expand(batch, -1), attend)
+        made = made.view(batch, len(anchors), self.form.num_tokens, self.state_size)
         for depth in range(depths):
-            yield self.predict(made[:, :, depth], token_ids[:, 1 + depth : 1 + depth + num_rows], depth)
+            yield self.predict(made[:, :, depth], token_ids[:, anchors + 1 + depth], depth)
 
 
 class _Blocks:
-    """Attention of a block behind every position of a text: to the context up to it, and within the block."""
+    """Attention of blocks behind some positions of a text: to the context up to each, and within the block."""
 
-    def __init__(self, rows: int, bidirectional: frozenset[int]) -> None:
-        self._rows, self._bidirectional = rows, bidirectional
+    def __init__(self, rows: int, bidirectional: frozenset[int], anchors: Tensor) -> None:
+        self._rows, self._bidirectional, self._anchors = rows, bidirectional, anchors
         self._context: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -353,10 +365,10 @@ class _Blocks:
         query, key, value = (
             each.reshape(*each.shape[:2], -1, self._rows, each.shape[-1]) for each in (query, key, value)
         )
-        num_blocks, device = query.shape[2], query.device
-        block, row = torch.arange(num_blocks, device=device)[:, None, None], torch.arange(self._rows, device=device)
-        distance = block + 1 + row[:, None] - torch.arange(num_blocks, device=device)  # of a row to a state
-        seen = torch.arange(num_blocks, device=device) <= block
+        num_states, device = k_context.shape[2], query.device
+        block, row = self._anchors[:, None, None], torch.arange(self._rows, device=device)
+        distance = block + 1 + row[:, None] - torch.arange(num_states, device=device)  # of a row to a state
+        seen = torch.arange(num_states, device=device) <= block
         within = torch.ones(self._rows, self._rows, dtype=torch.bool, device=device)
         if window is not None:
             seen, within = seen & (distance < window), within.triu(1 - window)
@@ -367,5 +379,5 @@ class _Blocks:
             (query @ key.transpose(-1, -2)).masked_fill(~within, float("-inf")),
         ]
         weights = (torch.cat(scores, -1).float() * scaling).softmax(-1).to(value.dtype)
-        out = weights[..., :num_blocks] @ v_context[:, :, None] + weights[..., num_blocks:] @ value
+        out = weights[..., :num_states] @ v_context[:, :, None] + weights[..., num_states:] @ value
         return out.flatten(2, 3).transpose(1, 2)

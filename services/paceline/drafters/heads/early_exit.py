@@ -2,7 +2,8 @@
 
 Elhoushi et al. 2024 (LayerSkip, arXiv:2404.16710, section 4.3): the state after the first b of L layers goes through
 the target's final norm and LM head. Zhang et al. 2023 (Draft & Verify, arXiv:2309.08168) are the same idea with layers
-skipped in between. Nothing is trained and nothing is read but the target's own files.
+skipped in between. Nothing is trained and nothing is read but the target's own files, unless there is an exit head
+(``exit_adapter.py``): a trained adapter between the first layers and the final norm.
 
 What the target keeps for committed tokens in its layers below b is what these layers would compute again, so it is read
 where it lies, on the session's pages, and never written there::
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
@@ -30,12 +31,15 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.heads.drafter import TOP_M
 from paceline.drafters.heads.layers import attend_with_ours
+from paceline.drafters.heads.load import HeadPlan, open_head
+from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.paged import Branches, Paged, Part
 from paceline.drafters.heads.reading import TargetFacts, meta_model
 from paceline.drafters.protocol import OUT, Candidates, DrafterSessionError, Features, Fed, Leaf
 from paceline.errors import ConfigError
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.loading import load_pretrained
+from paceline.model.states import find_layers
 
 _ANCHOR = -1
 """Stands for the anchor among the nodes whose keys and values a session keeps: its own id changes."""
@@ -189,6 +193,8 @@ class ExitPlan:
 
     boundary: int
     """Layers below it draft."""
+    adapter: HeadPlan | None
+    """The exit head; None: the target's final norm has the state as it is."""
     _target: Checkpoint
     _vocab_size: int
     features = EarlyExit.features
@@ -219,17 +225,28 @@ class ExitPlan:
             attend_with_ours(model)
         else:
             model = _first_layers(target, self.boundary)
+        if self.adapter is not None:
+            _adapt(model, self.adapter.load_module(dtype, device), self._target.path)
         return EarlyExit(model, vocab_size=self._vocab_size, max_leaves=max_leaves)
 
 
-def open_exit(target: Checkpoint, boundary: int) -> ExitPlan:
+def open_exit(target: Checkpoint, boundary: int | None, source: str | None = None) -> ExitPlan:
     """Checks that the first layers of a target can draft, without reading a weight.
 
+    Args:
+        target: the target.
+        boundary: layers below it draft; None: those that the exit head was trained on.
+        source: directory or id of an exit head; None: the target's final norm and LM head alone.
+
     Raises:
-        ConfigError: the boundary is outside of the target, or the target is quantized, or its attention has parts that
-            heads lack.
+        ConfigError: the boundary is outside of the target, or not that of the exit head, or that cannot be read, or the
+            target is quantized, or its attention has parts that heads lack.
     """
-    facts = TargetFacts.of(target)
+    facts, adapter = TargetFacts.of(target), None
+    if source is not None:
+        adapter = open_head("early_exit", source, target, boundaries=None if boundary is None else (boundary,))
+        (boundary,) = adapter.features.boundaries
+    assert boundary is not None, "an exit without a head has a boundary"
     if not 1 <= boundary < facts.num_layers:
         raise ConfigError(
             f"boundaries is [{boundary}] of method 'early_exit': the target {target.path!r} has {facts.num_layers} "
@@ -248,7 +265,7 @@ def open_exit(target: Checkpoint, boundary: int) -> ExitPlan:
             f"method is 'early_exit': the target {target.path!r} is of a family whose first layers are no model by "
             f"themselves ({type(whole).__name__}: {error})"
         ) from error
-    return ExitPlan(boundary, target, facts.vocab_size)
+    return ExitPlan(boundary, adapter, target, facts.vocab_size)
 
 
 def truncated(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
@@ -277,6 +294,17 @@ def _first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         path, _, own = name.rpartition(".")
         setattr(model.get_submodule(path), own, buffers[name])
     return model
+
+
+def _adapt(model: PreTrainedModel, adapter: HeadModule, name: str) -> None:
+    """Puts an exit head behind the last layer of a model."""
+    _, layers = find_layers(model, name)
+    adapter = adapter.eval().requires_grad_(False)
+
+    def adapted(module: nn.Module, args: Any, output: Any) -> Any:
+        return adapter(output) if isinstance(output, Tensor) else (adapter(output[0]), *output[1:])
+
+    layers[-1].register_forward_hook(adapted)
 
 
 def _run_once(model: PreTrainedModel, num_layers: int) -> None:

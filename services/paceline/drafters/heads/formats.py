@@ -9,6 +9,7 @@ Each method has one or more published formats:
 - ``eagle3``: SafeAILab's ``midlayer.*``, or ``layers.{i}.*`` of vLLM and of the speculators library.
 - ``peagle``: ``eagle3`` and ``mask_hidden``.
 - ``dflash``, ``dspark``, ``jetspec``: z-lab's, DeepSpec's and the speculators library's (``block_formats.py``).
+- ``early_exit``: ours, as ``paceline train-head`` writes it (``exit_adapter.py``).
 - ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen.
 """
 
@@ -23,6 +24,7 @@ from transformers import PretrainedConfig
 
 from paceline.drafters.heads.block_formats import read_block
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
+from paceline.drafters.heads.exit_adapter import read_exit
 from paceline.drafters.heads.layers import FAMILIES, eagle_config
 from paceline.drafters.heads.medusa import Medusa
 from paceline.drafters.heads.mlp import MLPSpeculator
@@ -357,4 +359,5 @@ READ: dict[str, Callable[[Reading], HeadForm]] = {
     "dflash": read_block,
     "dspark": read_block,
     "jetspec": read_block,
+    "early_exit": read_exit,
 }

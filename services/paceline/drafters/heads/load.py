@@ -15,7 +15,7 @@ from paceline.checkpoint.weights import WeightFiles
 from paceline.drafters.heads.block_formats import SINGLE
 from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
 from paceline.drafters.heads.formats import READ, mtp_modules
-from paceline.drafters.heads.module import Function
+from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model
 from paceline.errors import ConfigError
 from paceline.model.features import OUT, Features
@@ -81,6 +81,26 @@ class HeadPlan:
         Raises:
             ConfigError: a draft vocabulary is not within the target's.
         """
+        module = self.load_module(dtype, device)
+        if (module.borrows_embedding and embed is None) or (module.borrows_lm_head and lm_head is None):
+            own_embed, own_lm_head = target_tables(self._facts.checkpoint, dtype, device)
+            embed, lm_head = embed or own_embed, lm_head or own_lm_head
+        module.borrow(embed, lm_head)
+        return HeadDrafter(
+            module,
+            kind=self.method,
+            features=self.features,
+            vocab_size=self._facts.vocab_size,
+            max_leaves=max_leaves,
+            num_candidates=num_candidates,
+        )
+
+    def load_module(self, dtype: torch.dtype, device: torch.device) -> HeadModule:
+        """The module with its weights, without what it borrows of the target. Once only.
+
+        Raises:
+            ConfigError: a draft vocabulary is not within the target's.
+        """
         module, head = self._form.module, self._form
         wanted = [*head.names.values(), *(name for parts in head.experts.values() for part in parts for name in part)]
         tensors = self._files.read(wanted)
@@ -96,18 +116,7 @@ class HeadPlan:
         if module.target_ids is not None:
             self._require_vocabulary(module.target_ids)
         module.materialize(device)
-        if (module.borrows_embedding and embed is None) or (module.borrows_lm_head and lm_head is None):
-            own_embed, own_lm_head = target_tables(self._facts.checkpoint, dtype, device)
-            embed, lm_head = embed or own_embed, lm_head or own_lm_head
-        module.borrow(embed, lm_head)
-        return HeadDrafter(
-            module,
-            kind=self.method,
-            features=self.features,
-            vocab_size=self._facts.vocab_size,
-            max_leaves=max_leaves,
-            num_candidates=num_candidates,
-        )
+        return module
 
     def _require_vocabulary(self, target_ids: Tensor) -> None:
         size, ids = self._facts.vocab_size, target_ids.tolist()
@@ -136,7 +145,7 @@ def open_head(
         target: the target that it drafts for.
         num_tokens: tokens that it will draft in a row; P-EAGLE and block heads compute all of them in one pass.
         boundaries: states to read in place of those that the configuration names (EAGLE-3, P-EAGLE, DFlash,
-            DSpark, JetSpec).
+            DSpark, JetSpec); of an exit head the one that it must have been trained at.
 
     Raises:
         ConfigError: with the reason in one sentence: an unknown key or tensor, one that is missing or of another shape,

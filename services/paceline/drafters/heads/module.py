@@ -79,6 +79,8 @@ class HeadModule(nn.Module, ABC):
     """Rows of that pass, at the anchor's position + 1 and on (``HeadModule.unroll``)."""
     bidirectional: frozenset[int] = frozenset()
     """Layers in which the rows of that pass also see those behind them."""
+    exits: bool = False
+    """True: it drafts from the target's own states of the drafted tokens (``unroll`` of ``ExitAdapter``)."""
     num_variants: int = 1
     """Depths that have weights and context of their own (MTP modules); deeper ones use the last of them."""
     target_ids: Tensor | None = None

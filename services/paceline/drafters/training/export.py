@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.drafters.heads.eagle import PEagle
-from paceline.drafters.training.kinds import TrainableHead, eagle_values
+from paceline.drafters.heads.exit_adapter import MODEL_TYPE
+from paceline.drafters.training.kinds import TrainableHead, block_values, eagle_values, logits_form, mask_token
 
 
 def write_head(head: TrainableHead, folder: Path, source: str) -> None:
@@ -108,6 +109,42 @@ def _eagle3(head: TrainableHead, source: str) -> _Written:
     return config, tensors, "model"
 
 
+def _block(head: TrainableHead, source: str) -> _Written:
+    """The keys of z-lab's DFlash; a layer id names the layer whose output is read."""
+    form, config = head.form, head.target.config.get_text_config()
+    scale, cap = logits_form(head.target)
+    values = {
+        **block_values(form, head.target),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": form.depths + 1,
+        "num_target_layers": config.num_hidden_layers,
+        "dflash_config": {
+            "mask_token_id": mask_token(head.target),
+            "target_layer_ids": [boundary - 1 for boundary in head.boundaries],
+            **({"causal": True} if form.kind == "jetspec" else {}),
+        },
+        **({} if scale == 1.0 else {"output_multiplier": scale}),
+        **({} if cap is None else {"final_logit_softcapping": cap}),
+    }
+    return values, head.module.state_dict(), "model"
+
+
+def _exit(head: TrainableHead, source: str) -> _Written:
+    """Our own format (``exit_adapter.py``)."""
+    module: Any = head.module
+    config = {
+        "architectures": ["ExitHead"],
+        "model_type": MODEL_TYPE,
+        "base_model_name_or_path": source,
+        "num_target_layers": head.target.config.get_text_config().num_hidden_layers,
+        "boundary": head.boundaries[0],
+        "hidden_size": module.state_size,
+        "inner_dim": module.gate_proj.out_features,
+        "rms_norm_eps": module.norm.eps,
+    }
+    return config, module.state_dict(), "model"
+
+
 _WRITE = {
     "medusa": _medusa,
     "mlp_speculator": _mlp,
@@ -115,6 +152,9 @@ _WRITE = {
     "eagle": _eagle,
     "eagle3": _eagle3,
     "peagle": _eagle3,
+    "dflash": _block,
+    "jetspec": _block,
+    "early_exit": _exit,
 }
 
 

@@ -15,17 +15,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paceline.drafters.heads.block import BlockForm, BlockHead
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
+from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.layers import eagle_config
 from paceline.drafters.heads.medusa import Medusa
 from paceline.drafters.heads.mlp import MLPSpeculator
-from paceline.drafters.heads.module import HeadModule
+from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.mtp import Mtp
 from paceline.drafters.training.features import OUT, FeatureCache, Row, states
-from paceline.drafters.training.options import HeadForm
+from paceline.drafters.training.options import BLOCKS, HeadForm
 from paceline.errors import ConfigError
 
 _FIT_TOKENS = 16_384
+_MOST_BOUNDARIES = 5
+"""States that a block head reads, as published ones do."""
 _DECAY = 0.02
 """Ridge of the least squares, as a share of the mean square of a feature."""
 
@@ -56,13 +60,24 @@ def boundaries_of(form: HeadForm, num_layers: int) -> tuple[int, ...]:
     Raises:
         ConfigError: one is outside the model, or the head reads the last state alone.
     """
-    if form.kind not in ("eagle3", "peagle"):
-        if form.boundaries:
-            raise ConfigError(f"--boundaries is for eagle3 and peagle: {form.kind} reads the last state alone")
+    least, last = 0, num_layers - 1
+    if form.kind in BLOCKS:
+        first, others = min(2, last), max(num_layers - 4, 0)
+        default = {min(first + round(i * others / (_MOST_BOUNDARIES - 1)), last) for i in range(_MOST_BOUNDARIES)}
+        least = 1  # its format names layers whose output is read
+    elif form.kind == "early_exit":
+        if len(form.boundaries) != 1:
+            raise ConfigError("--boundary is missing: name one, the layers below it draft")
+        default, least = set(), 1
+    elif form.kind in ("eagle3", "peagle"):
+        default = {min(2, last), num_layers // 2, max(num_layers - 3, 0)}
+    elif form.boundaries:
+        raise ConfigError(f"--boundaries is given: {form.kind} reads the last state alone")
+    else:
         return (OUT,)
-    chosen = form.boundaries or tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)}))
-    if outside := [b for b in chosen if not 0 <= b < num_layers]:
-        raise ConfigError(f"--boundaries is {outside[0]}: it must be from 0 to {num_layers - 1}, the target's layers")
+    chosen = form.boundaries or tuple(sorted(default))
+    if outside := [b for b in chosen if not least <= b < num_layers]:
+        raise ConfigError(f"--boundaries is {outside[0]}: it must be from {least} to {last}, the target's layers")
     return chosen
 
 
@@ -118,9 +133,6 @@ class _Fit:
         return found
 
 
-Function = Callable[[Tensor], Tensor]
-
-
 def _shared(target: PreTrainedModel) -> tuple[Function, Function]:
     """The target's embedding and LM head as functions: they are no parameters of the head."""
     embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
@@ -130,6 +142,8 @@ def _shared(target: PreTrainedModel) -> tuple[Function, Function]:
 def _last_layer(target: PreTrainedModel) -> tuple[Any, Any]:
     """The target's last layer and its final norm."""
     decoder = target.get_decoder()
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
+        raise ConfigError(f"{type(decoder).__name__} has no layers and norm by these names: train another kind of head")
     return decoder.layers[-1], decoder.norm
 
 
@@ -235,6 +249,40 @@ def _eagle3(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return module
 
 
+def _block(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+    """Copies of the target's last layers, over a context that is fitted to what the last one reads."""
+    (embed, lm_head), (_, norm) = _shared(target), _last_layer(target)
+    config, values = target.config.get_text_config(), block_values(form, target)
+    scale, cap = logits_form(target)
+    made = BlockForm(
+        target_width=len(fit.boundaries) * config.hidden_size,
+        mask_token_id=mask_token(target),
+        num_tokens=form.depths,
+        first_row=1,
+        windows=(None,) * form.num_layers,
+        causal=(form.kind == "jetspec",) * form.num_layers,
+        logit_scale=scale,
+        logit_cap=cap,
+    )
+    vocab_size = target.get_output_embeddings().out_features
+    module = BlockHead(
+        eagle_config(values), made, vocab_size=vocab_size, draft_vocab_size=None, embed=embed, lm_head=lm_head
+    )
+    for own, layer in zip(reversed(module.layers), reversed(target.get_decoder().layers), strict=False):
+        _copy(own, layer)
+    _copy(module.norm, norm)
+    module.fc.weight.copy_(fit.to_boundary(lambda _, own: own, config.num_hidden_layers - 1))
+    return module
+
+
+def _exit(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+    """An adapter that changes nothing yet: the exit as it is without one."""
+    size = target.get_output_embeddings().in_features
+    norm, teacher = _last_layer(target)[1], teacher_of(target)
+    eps = float(getattr(target.config.get_text_config(), "rms_norm_eps", None) or 1e-6)
+    return ExitAdapter(size, form.inner_dim or size, eps, lambda state: teacher(norm(state.to(target.dtype))))
+
+
 _MAKE: dict[str, Callable[[HeadForm, PreTrainedModel, _Fit], HeadModule]] = {
     "medusa": _medusa,
     "mlp_speculator": _mlp,
@@ -242,7 +290,28 @@ _MAKE: dict[str, Callable[[HeadForm, PreTrainedModel, _Fit], HeadModule]] = {
     "eagle": _eagle,
     "eagle3": _eagle3,
     "peagle": _eagle3,
+    "dflash": _block,
+    "jetspec": _block,
+    "early_exit": _exit,
 }
+
+
+def logits_form(target: PreTrainedModel) -> tuple[float, float | None]:
+    """The factor of the logits of a target's LM head, and their soft cap."""
+    config = target.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def teacher_of(target: PreTrainedModel) -> Function:
+    """States after the final norm -> logits, as the target's own class makes them: LM head, scale and soft cap."""
+    lm_head, (scale, cap) = target.get_output_embeddings(), logits_form(target)
+
+    def logits(out: Tensor) -> Tensor:
+        found: Tensor = lm_head(out.to(lm_head.weight.dtype)) * scale
+        return found if cap is None else cap * torch.tanh(found / cap)
+
+    return logits
 
 
 def mask_token(target: PreTrainedModel) -> int:
@@ -253,6 +322,11 @@ def mask_token(target: PreTrainedModel) -> int:
         if isinstance(value, int) and value >= 0:
             return value
     return int(config.vocab_size) - 1
+
+
+def block_values(form: HeadForm, target: PreTrainedModel) -> dict[str, Any]:
+    """The layers of a block head in its config.json: of the Qwen 3 family, as wide as the target's."""
+    return {**eagle_values(target), "model_type": "qwen3", "num_hidden_layers": form.num_layers}
 
 
 def eagle_values(target: PreTrainedModel) -> dict[str, Any]:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from paceline.errors import ConfigError
 
-Kind = Literal["medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle"]
-KINDS: tuple[Kind, ...] = ("medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle")
+Kind = Literal["medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle", "dflash", "jetspec", "early_exit"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+BLOCKS: tuple[Kind, ...] = ("dflash", "jetspec")
+"""Kinds that draft a block of masks in one pass."""
 
 _WARM_UP = 0.03
 _LEAST_PROMPT = 2
@@ -23,15 +25,21 @@ class HeadForm:
 
     kind: Kind
     depths: int = 4
-    """Tokens that it learns to draft in a row; of Medusa, MLP and P-EAGLE the most that it can."""
+    """Tokens that it learns to draft in a row; of Medusa, MLP, P-EAGLE and block heads the most that it can, of an exit
+    those of the report."""
     boundaries: tuple[int, ...] = ()
-    """Boundaries of EAGLE-3 and P-EAGLE; (): 2, L // 2 and L - 3 of L layers."""
+    """Boundaries of EAGLE-3 and P-EAGLE, (): 2, L // 2 and L - 3 of L layers; of block heads, (): up to five between 2
+    and L - 2; of an exit the one at which it leaves the target."""
     draft_vocab_size: int | None = None
     """Vocabulary of EAGLE-3 and P-EAGLE: the most frequent tokens; None: all."""
     own_lm_head: bool = False
     """Medusa only: an LM head for each depth, not the target's."""
     inner_dim: int = 0
-    """Width of the MLP speculator's state; 0: the target's."""
+    """Width of the MLP speculator's state, and of an exit's MLP; 0: the target's."""
+    num_layers: int = 2
+    """Layers of a block head."""
+    num_anchors: int = 64
+    """Blocks of a row that a block head is trained on in an update, behind random anchors."""
 
     def check(self, vocab_size: int) -> None:
         """Raises ConfigError for options that the kind does not have, or that do not fit the target."""
@@ -47,8 +55,8 @@ class HeadForm:
                 )
         if self.own_lm_head and self.kind != "medusa":
             raise ConfigError(f"--own-lm-head is for medusa, not for {self.kind}")
-        if self.inner_dim and self.kind != "mlp_speculator":
-            raise ConfigError(f"--inner-dim is for mlp_speculator, not for {self.kind}")
+        if self.inner_dim and self.kind not in ("mlp_speculator", "early_exit"):
+            raise ConfigError(f"--inner-dim is for mlp_speculator and early_exit, not for {self.kind}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,8 @@ class TrainingOptions:
         """Raises ConfigError for values that no training can have."""
         positive = {
             "--depths": self.form.depths,
+            "--layers": self.form.num_layers,
+            "--anchors": self.form.num_anchors,
             "--steps": self.schedule.steps,
             "--batch-rows": self.schedule.batch_rows,
             "--tokens": self.num_tokens,

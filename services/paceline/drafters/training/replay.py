@@ -108,6 +108,7 @@ def agreement(
     *,
     greedy: bool,
     target_ids: Tensor | None = None,
+    states_ahead: int = 0,
 ) -> Agreement:
     """The agreement of a head along rows of text.
 
@@ -120,10 +121,11 @@ def agreement(
         depths: most tokens of a round.
         greedy: the target has taken its likeliest token each time; else it was drawn at temperature 1.
         target_ids: the target's id of each logit; None: the same.
+        states_ahead: states that ``unroll`` takes beyond the last position where a round begins (``HeadModule.exits``).
     """
     num_positions = token_ids.shape[1] - depths - 1
     parts = []
-    for depth, logits in enumerate(unroll(states[:, :num_positions], token_ids, depths)):
+    for depth, logits in enumerate(unroll(states[:, : num_positions + states_ahead], token_ids, depths)):
         wanted = token_ids[:, 2 + depth : 2 + depth + num_positions]
         log_q = logits.float().log_softmax(-1)
         if greedy:

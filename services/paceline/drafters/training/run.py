@@ -20,7 +20,7 @@ from paceline.config import ModelOptions
 from paceline.drafters.training.data import encode, read_documents
 from paceline.drafters.training.export import write_head
 from paceline.drafters.training.features import OUT, FeatureCache, Rows
-from paceline.drafters.training.kinds import TrainableHead, boundaries_of, make_head
+from paceline.drafters.training.kinds import TrainableHead, boundaries_of, make_head, teacher_of
 from paceline.drafters.training.options import TrainingOptions
 from paceline.drafters.training.replay import Agreement, Unroll, agreement, joined
 from paceline.drafters.training.trainer import CHECKPOINT, Trainer
@@ -186,19 +186,6 @@ def _digest(documents: Sequence[Sequence[int]]) -> str:
 # -- the target's own distribution ---------------------------------------------------------------------------------
 
 
-def teacher_of(target: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """States after the final norm -> logits, as the target's own class makes them: LM head, scale and soft cap."""
-    config, lm_head = target.config.get_text_config(), target.get_output_embeddings()
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
-
-    def logits(out: Tensor) -> Tensor:
-        found: Tensor = lm_head(out.to(lm_head.weight.dtype)) * scale
-        return found if cap is None else cap * torch.tanh(found / cap)
-
-    return logits
-
-
 @torch.no_grad()
 def require_teacher(target: PreTrainedModel, teacher: Callable[[Tensor], Tensor], cache: FeatureCache) -> None:
     """Raises ConfigError if the target's logits are something else of its last state than ``teacher`` says."""
@@ -225,14 +212,15 @@ def evaluate(
     progress: Progress,
 ) -> Report:
     """Replays rounds of the head, and of the draft model to compare with, on held-out continuations."""
-    drafters: list[tuple[str, Unroll, Tensor | None]] = [
-        (options.form.kind, head.module.eval().unroll, head.module.target_ids)
+    depths = options.form.depths
+    drafters: list[tuple[str, Unroll, Tensor | None, int]] = [
+        (options.form.kind, head.module.eval().unroll, head.module.target_ids, depths if head.module.exits else 0)
     ]
     if options.compare is not None:
         other = Checkpoint.open(options.compare, options.trust_remote_code)
         require_same_tokens(Checkpoint.open(options.target, options.trust_remote_code).tokenizer, other.tokenizer)
         model = load_pretrained(other, head.target.dtype, head.target.device).eval()
-        drafters.append((f"draft {options.compare}", unroll_of(model), None))
+        drafters.append((f"draft {options.compare}", unroll_of(model), None, 0))
     num_rows, done = cache.rows.num_rows, 0
     found: list[dict[bool, list[Agreement]]] = [{True: [], False: []} for _ in drafters]
     counts = torch.zeros(1, dtype=torch.int64)
@@ -248,7 +236,7 @@ def evaluate(
         )
         with torch.no_grad():
             log_p = teacher(both[..., -size:]).float().log_softmax(-1)
-        for parts, (_, unroll, target_ids) in zip(found, drafters, strict=True):
+        for parts, (_, unroll, target_ids, states_ahead) in zip(found, drafters, strict=True):
             one = agreement(
                 unroll,
                 log_p,
@@ -256,9 +244,10 @@ def evaluate(
                 both[..., :-size].float(),
                 num_prompt,
                 num_tokens,
-                options.form.depths,
+                depths,
                 greedy=greedy,
                 target_ids=target_ids,
+                states_ahead=states_ahead,
             )
             parts[greedy].append(one)
         if greedy:
@@ -273,7 +262,7 @@ def evaluate(
     return Report(
         figures=figures,
         unigram=float(counts.max() / counts.sum()),
-        depths=options.form.depths,
+        depths=depths,
         num_parameters=head.num_parameters,
         num_steps=num_steps,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.training.features import OUT, FeatureCache
 from paceline.drafters.training.kinds import TrainableHead
-from paceline.drafters.training.options import Schedule
+from paceline.drafters.training.options import BLOCKS, Schedule
 from paceline.errors import ConfigError
 
 _DEPTH_DECAY = 0.8
 """Weight of a depth's loss over that of the one before (EAGLE-3)."""
+_GAMMA = ((16, 7.0), (10, 5.0), (0, 4.0))
+"""Rows of a block at least -> its gamma (DFlash)."""
 _SAVE_STEPS = 200
 
 CHECKPOINT = "checkpoint.pt"
@@ -141,19 +145,38 @@ class Trainer:
         unlikely to be in it weighs little.
         """
         token_ids, own, out, num_tokens = batch
-        depths = self.head.form.depths
+        module = self.head.module
+        depths = 1 if module.exits else self.head.form.depths  # all depths of an exit are one
         num_rows = token_ids.shape[1] - depths
+        anchors = torch.arange(num_rows, device=self.device)
+        if isinstance(module, BlockHead):
+            anchors = self._anchors(num_rows)
+            unrolled = module.blocks(own[:, :num_rows], token_ids, anchors, depths)
+        else:
+            unrolled = module.unroll(own[:, : num_rows + int(module.exits)], token_ids, depths)
         with torch.no_grad():
             p = self.teacher(out).float().softmax(-1)
-            if self.head.module.target_ids is not None:
-                p = p[..., self.head.module.target_ids]
-        position = torch.arange(num_rows, device=self.device)
+            if module.target_ids is not None:
+                p = p[..., module.target_ids]
         total = torch.zeros((), device=self.device)
-        for depth, logits in enumerate(self.head.module.unroll(own[:, :num_rows], token_ids, depths)):
-            each = -(p[:, 1 + depth : 1 + depth + num_rows] * logits.float().log_softmax(-1)).sum(-1)
-            inside = (position + 1 + depth < num_tokens[:, None]).float()
-            total = total + _DEPTH_DECAY**depth * (each * inside).sum() / inside.sum().clamp(min=1.0)
+        for depth, logits in enumerate(unrolled):
+            each = -(p[:, anchors + 1 + depth] * logits.float().log_softmax(-1)).sum(-1)
+            inside = (anchors + 1 + depth < num_tokens[:, None]).float()
+            total = total + self._decay**depth * (each * inside).sum() / inside.sum().clamp(min=1.0)
         return total
+
+    @property
+    def _decay(self) -> float:
+        """Weight of a depth's loss over that of the one before: EAGLE-3's, or exp(-1 / gamma) of DFlash."""
+        if self.head.form.kind not in BLOCKS:
+            return _DEPTH_DECAY
+        return math.exp(-1 / next(gamma for least, gamma in _GAMMA if self.head.form.depths + 1 >= least))
+
+    def _anchors(self, num_rows: int) -> Tensor:
+        """[n] random rows whose next token is an anchor, in order; they depend on the seed and the step alone."""
+        generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + self.step)
+        chosen = torch.randperm(num_rows, generator=generator)[: self.head.form.num_anchors]
+        return chosen.sort().values.to(self.device)
 
 
 def _plain(value: Any) -> Any:

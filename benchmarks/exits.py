@@ -1,0 +1,54 @@
+"""Accepted tokens a round of early exits of the embedded target, with exit heads and without, on the same prompts.
+
+    paceline train-head early_exit --boundary 4 --data .. --out exit4          (and 2 and 6)
+    python benchmarks/exits.py exit2 exit4 exit6
+
+Each is served alone, every token asked for and verified, and each text must be that of plain decoding; what is accepted
+depends on no clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from methods import runs
+from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cli.table import table
+from paceline.drafters.catalogue import method_named
+from paceline.embedded import TARGET_DIR
+from paceline_bench.prompts import held_out_prompts
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", nargs="+", type=Path, metavar="FOLDER", help="exit heads of the embedded target")
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--draft-tokens", type=int, default=4)
+    args = parser.parse_args()
+    prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), args.prompts)
+    method = method_named("early exit")
+    given = f"{' '.join(folder.name for folder in args.heads)} --prompts {args.prompts} --max-tokens {args.max_tokens}"
+    print(f"python benchmarks/exits.py {given}     ({args.draft_tokens} tokens drafted in a round)")
+    rows: list[tuple[str, ...]] = [("boundary", "temperature", "accepted/round, without", "with its head")]
+    for folder in args.heads:
+        boundary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["boundary"]
+        exits = replace(method, options={**method.options, "boundaries": [boundary]})
+        for temperature in (0.0, 1.0):
+            found = [
+                runs(exits, model, prompts, args.draft_tokens, args.max_tokens, temperature)
+                for model in (None, str(folder.resolve()))
+            ]
+            rows.append(
+                (str(boundary), f"{temperature:g}", *(f"{(run.accepted or 0) / run.steps:.2f}" for run in found))
+            )
+    print("", *table(rows, sys.stdout), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
