@@ -38,6 +38,8 @@ def test_every_configuration_that_it_prints_is_taken_and_fits_the_devices(capsys
     names = [forecast["name"] for forecast in found["forecasts"]]
     assert found["refused"]["early exit"].startswith("target_config.engine_kwargs.tensor_parallel_size is 2 beside")
     assert {"plain", "n-grams", "suffixes", "Medusa", "MTP", "EAGLE-3", "draft model, overlapped"} < set(names)
+    assert {"cascade, vertical", "cascade, horizontal", "lookahead"} < set(names)
+    assert found["refused"]["plugin"].startswith("what a plugin brings is known to its author alone")
     for name in names:
         found = advised(capsys, *arguments, "--method", name)
         config = ServiceConfig.parse(found["configuration"])
@@ -49,7 +51,7 @@ def test_every_configuration_that_it_prints_is_taken_and_fits_the_devices(capsys
         assert target.engine_kwargs.max_step_tokens >= target.engine_kwargs.max_sessions
         drafts = 0 if draft is None else draft.deployment_config.num_replicas
         assert drafts == forecast["drafts"]
-        model_drafts = drafts if name.startswith("draft model") else 0
+        model_drafts = drafts if name.startswith(("draft model", "cascade")) else 0
         assert 2 * forecast["targets"] + model_drafts <= 6
         for head in target.engine_kwargs.heads:
             assert head.num_speculative_tokens == forecast["predicted"]["k"]
@@ -78,7 +80,7 @@ def test_what_does_not_fit_is_named_with_the_reason(
     assert refused["draft model, overlapped"].startswith("the draft's tokenizer differs in content from the target's")
     assert refused["draft model, co-located"] == refused["draft model, overlapped"]
     assert "comes without MTP modules" in refused["MTP"]
-    modelless = {"n-grams", "suffixes", "suffixes, in the target", "plain"}
+    modelless = {"n-grams", "suffixes", "suffixes, in the target", "lookahead", "plain"}
     assert modelless == {forecast["name"] for forecast in found["forecasts"]}
     found = advised(capsys, *target, "--draft", str(pair / "draft"))
     assert modelless | {"draft model, co-located"} == {f["name"] for f in found["forecasts"]}
@@ -121,6 +123,15 @@ def test_measured_acceptance_ranks_heads_as_their_card_does() -> None:
         found[name], source = acceptance_of("paceline/embedded-target", each, ["def read(self, size):\n"], 0.0)
         assert source == "measured, 1 x 48 tokens at temperature 0"
     assert 0 < found["Medusa"] < found["MTP"] < 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "model"), [("lookahead", None), ("cascade, vertical", "paceline/embedded-draft")])
+def test_what_drafts_by_several_means_is_measured(name: str, model: str | None) -> None:
+    each = AtHand(method_named(name), model)
+    value, source = acceptance_of("paceline/embedded-target", each, ["def read(self, size):\n"], 0.0)
+    assert source == "measured, 1 x 48 tokens at temperature 0"
+    assert 0 < value < 0.99
 
 
 @pytest.mark.nightly

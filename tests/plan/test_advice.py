@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from paceline.drafters.at_hand import UNFORECAST
 from paceline.drafters.catalogue import METHODS
@@ -92,6 +95,40 @@ def test_a_forecast_that_forgets_what_drafting_costs_is_noticed(monkeypatch: pyt
     assert best(site(1), heavy).times_plain < 1.1
     monkeypatch.setattr(advice, "colocated", lambda system, load, k: overlapped(system, Load(8, 1, 1000), k))
     assert best(site(1), heavy).times_plain > 1.1
+
+
+def test_guesses_that_are_right_save_forwards_and_wrong_ones_cost_rows() -> None:
+    """Vertical: with g = 0.5 and 2 guesses a forward drafts 1.75 tokens."""
+    where, model = site(1), draft(0.8, share=0.2)
+    system = advice._system(where, replace(model, guesses=(2, 0.5)), 7)
+    assert 7 * system.draft.seconds(8) == pytest.approx(7 / 1.75 * model.step.seconds(24))
+    found = [best(where, replace(model, guesses=(4, g))).predicted.tokens_per_s for g in (0.01, 0.5, 0.9)]
+    assert found[0] < best(where, model).predicted.tokens_per_s < found[1] < found[2]
+
+
+def test_positions_behind_the_first_take_no_forwards_and_have_their_own_acceptance() -> None:
+    """Horizontal: 2 positions at 0.8, then 3 at 0.5, from a simulation of what is accepted."""
+    where, model = site(1), draft(0.8, share=0.2)
+    system = advice._system(where, replace(model, further=(2, 0.5)), 5)
+    assert 5 * system.draft.seconds(8) == pytest.approx(2 * model.step.seconds(8))
+    probabilities = torch.tensor([0.8, 0.8, 0.5, 0.5, 0.5])
+    drawn = torch.rand(400_000, 5, generator=torch.Generator().manual_seed(0)) < probabilities
+    accepted = float(drawn.long().cumprod(-1).sum(-1).float().mean())
+    found = advice.equivalent(advice.expected(0.8, 2) + 0.64 * advice.expected(0.5, 3), 5)
+    assert advice.expected(found, 5) == pytest.approx(accepted, abs=0.02)
+    assert (
+        advice._system(where, replace(model, further=(2, 0.8)), 5).outcomes
+        == advice._system(where, replace(model, further=(5, 0.1)), 5).outcomes
+    )
+
+
+def test_rows_that_ride_make_the_steps_of_the_target_longer() -> None:
+    rider = Candidate("lookahead", 0.3, StepTable.affine(1e-4, 1e-5), apart=False, riding_rows=14)
+    system = advice._system(site(1), rider, 3)
+    assert system.target.seconds(8 * 4) == pytest.approx(TARGET.seconds(8 * 18))
+    measured = StepTable(((1, 1.0), (10, 1.5), (40, 9.0)))
+    for size in (1, 3, 20, 50):
+        assert measured.of_rows(2).seconds(size) == pytest.approx(measured.seconds(2 * size))
 
 
 def test_every_method_has_an_assumption_with_its_source() -> None:

@@ -19,7 +19,7 @@ import yaml
 from paceline.cli.exit import EXIT_DONE
 from paceline.cli.flags import heads_of
 from paceline.cli.table import table, working
-from paceline.config import ServiceConfig
+from paceline.config import CascadeOptions, LookaheadOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.plan.advice import Candidate, Forecast, Site, forecasts
 from paceline.plan.assumed import TEXTS, assumed
@@ -123,7 +123,7 @@ def run_advise(args: argparse.Namespace) -> int:
     with working("measuring"):
         found, acceptances = _weighed(args, target, found)
     possible = [each for each in found if not each.refusal]
-    ranked = forecasts(site, [_candidate(each, acceptances[each.method.name].value, bytes_per_s) for each in possible])
+    ranked = forecasts(site, [_candidate(args, each, acceptances[each.method.name], bytes_per_s) for each in possible])
     chosen = _chosen(args.method, ranked, found)
     tree = configuration(site, target, chosen, {each.method.name: each for each in possible})
     if args.json:
@@ -181,14 +181,29 @@ def _steps(weights_bytes: float, bytes_per_s: float) -> StepTable:
     return StepTable.affine(step_s, step_s / _RIDGE)
 
 
-def _candidate(each: AtHand, acceptance: float, bytes_per_s: float) -> Candidate:
+def _candidate(args: argparse.Namespace, each: AtHand, acceptance: Acceptance, bytes_per_s: float) -> Candidate:
     """The device in numbers: a forward reads its weights once, on one device."""
     from paceline.drafters.catalogue import Place
 
     apart = each.method.place is Place.POOL
     step = _steps(each.forward_bytes, bytes_per_s) if each.forward_bytes else _LOOKUP
     devices, most = int(apart and each.forward_bytes > 0), min(_MOST_TOKENS, each.most_tokens)
-    return Candidate(each.method.name, acceptance, step, apart, devices, each.one_pass, most)
+    found = Candidate(each.method.name, acceptance.value, step, apart, devices, each.one_pass, most)
+    if each.method.kind == "lookahead":
+        return replace(found, riding_rows=_riding_rows(each))
+    if each.method.kind != "cascade":
+        return found
+    options = CascadeOptions(**each.method.configuration("target", each.model)["draft_config"]["engine_kwargs"])
+    second = assumed(options.drafters[1].kind, args.text)[0]
+    if options.arrangement == "vertical":
+        return replace(found, guesses=(options.all_lengths[0], second))
+    # what was measured is the acceptance of all positions together
+    return replace(found, further=(options.all_lengths[0], acceptance.value if args.measure else second))
+
+
+def _riding_rows(each: AtHand) -> int:
+    """Rows of a session that ride in the target's steps."""
+    return LookaheadOptions(**each.method.options["lookahead"]).num_tokens if each.method.kind == "lookahead" else 0
 
 
 def _weighed(
@@ -250,14 +265,15 @@ def configuration(site: Site, target: str, chosen: Forecast, found: dict[str, At
         if "num_speculative_tokens" in method.options:
             method = replace(method, options={**method.options, "num_speculative_tokens": k})
         tree = method.configuration(target, each.model)
+    rows = per_target * (1 + k + (0 if each is None else _riding_rows(each)))
     engine = tree["target_config"].setdefault("engine_kwargs", {})
     engine |= {"max_sessions": min(1024, per_target), "tensor_parallel_size": site.target_devices}
-    if per_target * (1 + k) > 256:
-        engine["max_step_tokens"] = min(65536, per_target * (1 + k))
+    if rows > 256:
+        engine["max_step_tokens"] = min(65536, rows)
     tree["target_config"]["deployment_config"] = {"num_replicas": chosen.targets}
     if tree["draft_config"] is not None and chosen.drafts:
         tree["draft_config"]["deployment_config"] = {"num_replicas": chosen.drafts}
-        if each is not None and each.forward_bytes:
+        if each is not None and each.forward_bytes and each.method.kind != "cascade":
             most = min(16384, math.ceil(site.sessions / chosen.drafts))
             tree["draft_config"].setdefault("engine_kwargs", {})["max_sessions"] = most
     return tree

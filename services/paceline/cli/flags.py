@@ -113,7 +113,11 @@ def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str
     group = parser.add_argument_group("models")
     for role in ("target", "draft"):
         group.add_argument(f"--{role}", metavar="ID_OR_PATH", help=f"{role} model (default: the embedded one)")
-    group.add_argument("--drafter", choices=drafters, help="what proposes tokens (default: model)")
+    group.add_argument(
+        "--drafter",
+        choices=drafters,
+        help="what proposes tokens (default: model; a cascade of several needs a configuration file)",
+    )
     group.add_argument(
         "--head",
         action="append",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.config import DraftModel, DraftOptions, LocalConfig, ServiceConfig, TargetModel
+from paceline.config import CascadeOptions, DraftModel, DraftOptions, LocalConfig, ServiceConfig, TargetModel
 from paceline.local import LocalPipeline
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
@@ -20,7 +20,8 @@ def acceptance_of(target: str, each: AtHand, prompts: Sequence[str], temperature
     """(acceptance, how it was measured) of a method that can be used.
 
     Acceptance is that of a token given those before it: accepted tokens over those that were decided, which are the
-    accepted ones and of each proposal that was cut the first that was not.
+    accepted ones and of each proposal that was cut the first that was not. Lookahead's n-grams are asked for in every
+    round, so that one without a proposal counts as one whose first token was not accepted.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -33,7 +34,11 @@ def acceptance_of(target: str, each: AtHand, prompts: Sequence[str], temperature
             speculation = SpeculationParams(mode=mode, max_draft_tokens=_DRAFT_TOKENS)
             generation = pipeline.generate(prompt, sampling, speculation)
             for chunk in generation:
-                if (done := chunk.round) is not None and done.num_drafted:
+                if (done := chunk.round) is None:
+                    continue
+                if not done.num_drafted:
+                    cut += each.method.kind == "lookahead"
+                else:
                     accepted, cut = accepted + done.num_accepted, cut + (done.num_accepted < done.num_drafted)
     what = f"measured, {len(prompts)} x {_NUM_TOKENS} tokens at temperature {temperature:g}"
     if not accepted + cut:
@@ -44,11 +49,18 @@ def acceptance_of(target: str, each: AtHand, prompts: Sequence[str], temperature
 def _local(config: ServiceConfig) -> LocalConfig:
     """The configuration for this process: every token asked for, nothing compiled for so few."""
     setup, draft_setup = config.target_setup(), config.draft_setup()
-    options = setup.options.model_dump(exclude_unset=True)
-    target = TargetModel(**{**options, "path": setup.source, "adaptive": False, "compile": False})
+    target_options = setup.options.model_dump(exclude_unset=True)
+    target = TargetModel(**{**target_options, "path": setup.source, "adaptive": False, "compile": False})
     if draft_setup is None:
         return LocalConfig(target=target, worker="thread")
     if isinstance(draft_setup.options, DraftOptions):
         draft = DraftModel(path=draft_setup.model[0], compile=False)
         return LocalConfig(target=target, draft=draft, worker="thread")
-    return LocalConfig(target=target, draft=draft_setup.options, worker="thread")
+    options = draft_setup.options
+    if isinstance(options, CascadeOptions):
+        drafters = [
+            each.model_copy(update={"options": {**each.options, "compile": False}}) if each.kind == "model" else each
+            for each in options.drafters
+        ]
+        options = options.model_copy(update={"drafters": drafters})
+    return LocalConfig(target=target, draft=options, worker="thread")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.vocabulary import require_tokens
-from paceline.config import HeadOptions
+from paceline.config import HeadOptions, LookaheadOptions
 from paceline.drafters.catalogue import METHODS, Method, Place
 from paceline.drafters.heads.early_exit import open_exit
 from paceline.drafters.heads.load import mtp_layers, open_head
@@ -20,10 +20,10 @@ from paceline.types import MAX_DRAFT_TOKENS, Mode
 
 UNFORECAST = {
     "plugin": "what a plugin brings is known to its author alone",
-    "cascade": "several drafters at once are not forecast",
-    "lookahead": "rows that ride in the target's steps are not forecast",
 }
 """Kinds of drafters that can be configured, but not weighed against the others -> why."""
+_OF_DRAFTS = ("model", "draft_model", "cascade")
+"""Kinds that read the checkpoint of a draft model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def methods_at_hand(target: Checkpoint, draft: str | None, heads: Sequence[HeadO
             continue
         given = next((head for head in heads if _is_of(method, head)), None)
         source = None if given is None else given.source
-        if given is None and method.kind in ("model", "draft_model"):
+        if given is None and method.kind in _OF_DRAFTS:
             source = draft
         try:
             found.append(_examined(method, target, source, given))
@@ -80,7 +80,7 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
     if method.kind in UNFORECAST:
         raise ConfigError(f"{UNFORECAST[method.kind]}: measure it with paceline bench local")
     if method.needs_model and source is None:
-        flag = "--draft DIRECTORY" if method.kind in ("model", "draft_model") else f"--head {method.kind}=DIRECTORY"
+        flag = "--draft DIRECTORY" if method.kind in _OF_DRAFTS else f"--head {method.kind}=DIRECTORY"
         raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")
     if method.kind == "early_exit":
         if given is None or (given.boundaries is None and source is None):
@@ -89,15 +89,19 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
         own = 0 if plan.adapter is None else plan.adapter.num_parameters * size.item_bytes
         exits = replace(method, options={**method.options, "boundaries": [plan.boundary]})
         return AtHand(exits, source, forward_bytes=int(plan.boundary / size.num_layers * size.weights_bytes) + own)
-    if method.kind in ("model", "draft_model"):
+    if method.kind in _OF_DRAFTS:
         assert source is not None
         draft, vocabulary = Checkpoint.open(source), method.options.get("vocabulary", "same")
         if require_tokens(target.tokenizer, draft.tokenizer, vocabulary) is None and vocabulary == "shared":
             raise ConfigError(f"the draft {source!r} has the target's tokens: it needs no other vocabulary")
         at_once, _ = parallel_draft(draft, method.options.get("parallel_tokens"))
+        if at_once > 1 and method.options.get("arrangement") == "vertical":
+            raise ConfigError(f"the draft {source!r} is a PARD model, which takes no guesses")
         drafts = draft.size()
         assert drafts is not None
         return AtHand(method, source, forward_bytes=drafts.weights_bytes, one_pass=at_once > 1)
+    if method.kind == "lookahead":
+        return AtHand(method, most_tokens=LookaheadOptions(**method.options["lookahead"]).ngram - 1)
     if method.place is Place.POOL or method.kind == "suffix":
         return AtHand(method)
     if method.kind == "mtp" and source is None and not mtp_layers(target):

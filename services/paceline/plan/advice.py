@@ -58,6 +58,14 @@ class Candidate:
     """One forward makes all tokens of a proposal; else one forward makes one."""
     most_tokens: int = 8
     """The longest proposal."""
+    guesses: tuple[int, float] | None = None
+    """(n, acceptance): each of its forwards verifies n tokens that a drafter without a model guesses (a vertical
+    cascade)."""
+    further: tuple[int, float] | None = None
+    """(n, acceptance): it drafts n positions alone, and a drafter without a model those behind them (a horizontal
+    cascade)."""
+    riding_rows: int = 0
+    """Rows of each session that ride in each step of the target (lookahead)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +125,38 @@ def _predict(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction
 
 
 def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
-    """The model's system; the K forwards that it counts for a proposal are one where one forward makes all tokens."""
+    """The model's system; the K forwards that it counts for a proposal are as many as the candidate needs for it."""
     tokens = site.sessions * (1 + k)
     if candidate is None:
         return System(site.target, site.target, Outcomes.derived(0.0), max_step_tokens=max(256, tokens))
-    step = candidate.step.times(1 / k) if candidate.one_pass else candidate.step
+    acceptance, step = candidate.acceptance, candidate.step
+    own = k if candidate.further is None else min(candidate.further[0], k)
+    forwards = 1.0 if candidate.one_pass else float(own)
+    if candidate.guesses is not None:
+        n, guessed = candidate.guesses
+        forwards, step = max(1.0, forwards / (1.0 + expected(guessed, n))), step.of_rows(n + 1)
+    if candidate.further is not None:
+        behind = acceptance**own * expected(candidate.further[1], k - own)
+        acceptance = equivalent(expected(acceptance, own) + behind, k)
     system = System(
-        site.target,
-        step,
-        Outcomes.derived(candidate.acceptance),
+        site.target.of_rows(1 + candidate.riding_rows / (1 + k)) if candidate.riding_rows else site.target,
+        step.times(forwards / k),
+        Outcomes.derived(acceptance),
         link_s=site.link_s if candidate.apart else 0.0,
         max_step_tokens=max(256, tokens),
     )
     return replace(system, colocated=not candidate.apart)
+
+
+def expected(acceptance: float, n: int) -> float:
+    """Tokens accepted of n, each with this probability given those before it (2312.11462; 2211.17192)."""
+    return sum(acceptance**i for i in range(1, n + 1))
+
+
+def equivalent(accepted: float, n: int) -> float:
+    """The one acceptance of which ``expected`` of n tokens is ``accepted``, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle, n) < accepted else (low, middle)
+    return low

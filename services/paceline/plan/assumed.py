@@ -18,6 +18,10 @@ _LOOKUP = "Spec-Bench: prompt lookup is 1.65 times as fast as plain decoding"
 ASSUMED: dict[str, dict[Text, tuple[float, str]]] = {
     "model": {"chat": (0.65, _PAIR)},
     "draft_model": {"chat": (0.65, _PAIR)},
+    "cascade": {"chat": (0.65, f"{_PAIR}; its first drafter is a model")},
+    "lookahead": {
+        "chat": (0.28, "benchmarks/results/methods.txt: greedy text of the embedded target, 1.37 tokens a step")
+    },
     "ngram": {"chat": (0.4, _LOOKUP), "edits": (0.91, f"{_EDITS}, 5.32 accepted a round")},
     "suffix": {"chat": (0.4, _LOOKUP), "edits": (0.97, f"{_EDITS}, 6.95 accepted a round")},
     "medusa": {"chat": (0.5, "Spec-Bench, Vicuna-7B: 2.31 tokens a step, with trees")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import mean
@@ -54,6 +55,11 @@ class StepTable:
     def times(self, factor: float) -> Self:
         """Every step that many times as long."""
         return type(self)(tuple((tokens, factor * seconds) for tokens, seconds in self.points), self.known)
+
+    def of_rows(self, rows: float) -> Self:
+        """The same where each token is so many rows (at least 1) of the step."""
+        sizes = {1} | {math.ceil(tokens / rows) + further for tokens, _ in self.points for further in (0, 1)}
+        return type(self)(tuple((size, self.seconds(size * rows)) for size in sorted(sizes)), self.known)
 
     def seconds(self, num_tokens: float) -> float:
         """Seconds of a step with so many tokens; a mean number may have a fraction."""
