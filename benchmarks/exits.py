@@ -1,7 +1,7 @@
 """Accepted tokens a round of early exits of the embedded target, with exit heads and without, on the same prompts.
 
     paceline train-head early_exit --boundary 4 --data .. --out exit4          (and 2 and 6)
-    python benchmarks/exits.py exit2 exit4 exit6
+    python benchmarks/exits.py exit2 exit4 exit6 > benchmarks/results/exits.txt
 
 Each is served alone, every token asked for and verified, and each text must be that of plain decoding; what is accepted
 depends on no clock.
