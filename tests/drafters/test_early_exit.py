@@ -374,6 +374,13 @@ def test_an_exit_head_is_served_from_its_folder_and_counted(tmp_path: Path) -> N
         for head in (head, HeadOptions(method="early_exit", boundaries=[1]))
     )
     assert with_ - without == held
+    wrong = HeadOptions(method="early_exit", model=source, boundaries=[2])
+    with pytest.raises(ConfigError, match=r"^boundaries is \[2\]: the exit head '.*' was trained at \[1\]"):
+        heads_size(TargetSetup(str(folder), TargetOptions(heads=[wrong])), size, 256)
+    other = write_exit(tmp_path / "other", size.hidden_size, size.num_layers + 1, 1)
+    wrong = HeadOptions(method="early_exit", model=str(other))
+    with pytest.raises(ConfigError, match=r"^num_target_layers of the exit head '.*' is 3: the target has 2"):
+        heads_size(TargetSetup(str(folder), TargetOptions(heads=[wrong])), size, 256)
 
 
 def test_attention_that_heads_lack_is_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -75,8 +75,7 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
         boundary, weights = (head.boundaries or [0])[0], 0
         if head.source is not None:  # an exit head
             folder = _folder(head)
-            trained = read_json(folder, "config.json").get("boundary")
-            boundary = boundary or (trained if isinstance(trained, int) else 0)
+            boundary = _trained_boundary(head, read_json(folder, "config.json"), target)
             weights = count_weights(folder).numbers * target.item_bytes
         compiled = not on_gpu if setup.options.compile == "auto" else setup.options.compile
         below = max(0, target.weights_bytes - tables) * boundary // max(1, target.num_layers)
@@ -96,6 +95,17 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
     if head.method not in _STATES:
         page_values = _num_states(head, config, own) * target.hidden_size
     return HeadsSize(weights + tables, own.kv_values or 0, page_values)
+
+
+def _trained_boundary(head: HeadOptions, config: Mapping[str, Any], target: ModelSize) -> int:
+    """The boundary of an exit head. Raises ConfigError if that, or its target, is another one than configured."""
+    boundary = config.get("boundary")
+    if not isinstance(boundary, int) or (head.boundaries is not None and head.boundaries != [boundary]):
+        raise ConfigError(f"boundaries is {head.boundaries}: the exit head {head.source!r} was trained at [{boundary}]")
+    for key, wanted in (("num_target_layers", target.num_layers), ("hidden_size", target.hidden_size)):
+        if config.get(key) != wanted:
+            raise ConfigError(f"{key} of the exit head {head.source!r} is {config.get(key)}: the target has {wanted}")
+    return boundary
 
 
 def _folder(head: HeadOptions) -> Path:
