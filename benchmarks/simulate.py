@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,12 @@ from paceline.cli.table import table
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.messages import Outcome
+from paceline.messages import Outcome, SpeculationWanted
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.router.session import Session
 from paceline.target.engine import TargetEngine
+from paceline.target.heads.mounted import MountedHead
+from paceline.target.mount import bind_heads
 from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline_bench.prompts import held_out_prompts
 
@@ -77,18 +79,26 @@ class Mailbox:
 
 
 class TimedRunner:
-    """A runner whose forward takes one unit. Everything else is the runner's."""
+    """A runner whose forward takes the units that ``cost`` says of its rows. Everything else is the runner's."""
 
-    def __init__(self, runner: Any, clock: Clock) -> None:
-        self._runner, self._clock = runner, clock
+    def __init__(self, runner: Any, clock: Clock, cost: Callable[[int], float]) -> None:
+        self._runner, self._clock, self._cost = runner, clock, cost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def forward(self, steps: Any) -> Any:
         logits = self._runner.forward(steps)
-        self._clock.now_s += UNIT_S
+        self._pass(steps)
         return logits
+
+    def forward_with_states(self, steps: Any) -> Any:
+        found = self._runner.forward_with_states(steps)
+        self._pass(steps)
+        return found
+
+    def _pass(self, steps: Any) -> None:
+        self._clock.now_s += UNIT_S * self._cost(sum(len(step.token_ids) for step in steps))
 
 
 class Simulation:
@@ -103,18 +113,26 @@ class Simulation:
         max_leaves: int,
         tree_budget: int,
         fan_out: int,
+        cost: Callable[[int], float] = lambda num_rows: 1.0,
+        heads: Sequence[MountedHead] = (),
+        clock: Clock | None = None,
+        adaptive: bool = True,
     ) -> None:
+        """``cost``: units of a target's step by its rows. ``heads``: bound already, on ``clock`` if they take time."""
         self._draft_step_s = draft_step * UNIT_S
-        self._clock = Clock()
+        self._clock = clock or Clock()
         self._events: list[tuple[float, Any]] = []
         self._nodes: list[Any] = []
-        runner: Any = TimedRunner(target.runner(64), self._clock)
+        runner: Any = TimedRunner(target.runner(64), self._clock, cost)
+        bind_heads(heads, runner.cache)
         self._target = TargetEngine(
             runner,
             lambda messages: self._events.extend((self._clock.now_s, m) for m in messages),
             max_sessions=1,
             max_step_tokens=256,
             max_model_len=target.max_len,
+            adaptive=adaptive,
+            heads=heads,
             clock=self._clock,
         )
         drafter = ModelDrafter(draft.runner(64), max_leaves=max_leaves, max_prefill_tokens=256, top_m=256)
@@ -127,11 +145,11 @@ class Simulation:
             clock=DraftClock(self._clock, self._draft_step_s),
         )
 
-    def run(self, session: Session) -> tuple[list[int], int, float]:
+    def run(self, session: Session, *, draft_available: bool = True) -> tuple[list[int], int, float]:
         """(all tokens, tokens of the first outcome, units from the first outcome to the last)."""
         to_target, to_draft = Mailbox(), Mailbox()
         target_s = draft_s = self._clock.now_s  # when each engine acts next; inf: when a message comes
-        actions = session.open()
+        actions = session.open(draft_available=draft_available)
         to_target.put(target_s, actions.to_target)
         to_draft.put(target_s, actions.to_draft)
         tokens: list[int] = []
@@ -148,7 +166,13 @@ class Simulation:
                     target_s = max(min(target_s, to_target.next_s()), now_s)
                 events, self._events[:] = list(self._events), []
                 for at_s, event in events:
-                    to_draft.put(at_s, session.on_target(event).to_draft)
+                    actions = session.on_target(event)
+                    to_draft.put(at_s, actions.to_draft)
+                    to_target.put(at_s, actions.to_target)
+                    if isinstance(event, SpeculationWanted) and event.wanted and session.wants_draft:  # again
+                        actions = session.on_draft_up()
+                        to_draft.put(at_s, actions.to_draft)
+                        to_target.put(at_s, actions.to_target)
                     draft_s = min(draft_s, max(to_draft.next_s(), now_s))
                     if isinstance(event, Outcome):
                         if not tokens:

@@ -558,10 +558,25 @@ class Round:
     """Tokens of the proposal that were accepted."""
     cause: Cause
     """Origin of the round's proposal, or the reason why the draft had none."""
-    lookup: bool = False
-    """True if the target looked the proposal up in its own text, for lack of a draft's."""
-    head: bool = False
-    """True if a head of the target made the proposal, for lack of a draft's."""
+    lookup_drafted: int = 0
+    """Tokens of the proposal that the target alone has looked up in its own text; they follow the draft's and the
+    heads'."""
+    lookup_accepted: int = 0
+    """Those of them that were accepted: the last ones of the accepted tokens."""
+    head_drafted: int = 0
+    """Tokens of the proposal that a head of the target made, and its draft had not."""
+    head_accepted: int = 0
+    """Those of them that were accepted: behind the accepted ones of the draft."""
+
+    @property
+    def lookup(self) -> bool:
+        """True if the target looked the whole proposal up in its own text, for lack of a draft's."""
+        return 0 < self.lookup_drafted == self.num_drafted
+
+    @property
+    def head(self) -> bool:
+        """True if a head of the target made the proposal, alone or with lookups beside, for lack of a draft's."""
+        return self.head_drafted > 0 and self.head_drafted + self.lookup_drafted == self.num_drafted
 
 
 Execution = Literal["eager", "compiling", "compiled", "failed", ""]
@@ -749,25 +764,24 @@ class SpeculationStats:
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
     """Rounds with a proposal, by the number of its tokens that were accepted."""
     lookup_drafted: int = 0
-    """The part of ``drafted`` that the target looked up in its own text."""
+    """The part of ``drafted`` that only the target's own text had."""
     lookup_accepted: int = 0
-    """The part of ``accepted`` that the target looked up in its own text."""
+    """The part of ``accepted`` that only the target's own text had."""
     head_drafted: int = 0
-    """The part of ``drafted`` that heads of the target made; what is neither theirs nor looked up is the draft's."""
+    """The part of ``drafted`` that heads of the target made and its draft had not; what is neither theirs nor looked up
+    is the draft's."""
     head_accepted: int = 0
-    """The part of ``accepted`` that heads of the target made."""
+    """The part of ``accepted`` that heads of the target made and its draft had not."""
 
     def add(self, round_: Round) -> None:
         """Counts one round."""
         self.rounds += 1
         self.drafted += round_.num_drafted
         self.accepted += round_.num_accepted
-        if round_.lookup:
-            self.lookup_drafted += round_.num_drafted
-            self.lookup_accepted += round_.num_accepted
-        if round_.head:
-            self.head_drafted += round_.num_drafted
-            self.head_accepted += round_.num_accepted
+        self.lookup_drafted += round_.lookup_drafted
+        self.lookup_accepted += round_.lookup_accepted
+        self.head_drafted += round_.head_drafted
+        self.head_accepted += round_.head_accepted
         self.causes[round_.cause] = self.causes.get(round_.cause, 0) + 1
         if round_.num_drafted:
             histogram = self.acceptance_histogram
@@ -836,8 +850,8 @@ class Chunk:
     logprobs: tuple[float, ...]
     """Log probability of each token, by the ``logprobs_mode`` of the request."""
     drafted: tuple[bool, ...]
-    """Flag of each token: True if it was an accepted token of the proposal: the draft's, or with ``round.lookup`` or
-    ``round.head`` the target's own."""
+    """Flag of each token: True if it was an accepted token of the proposal: the draft's, then ``round.head_accepted``
+    of a head, then ``round.lookup_accepted`` looked up."""
     segments: tuple[tuple[str, bool], ...]
     """Decided text with the flag of the token that decided it; may lag behind the tokens."""
     round: Round | None

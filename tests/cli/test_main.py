@@ -278,9 +278,13 @@ def test_accepted_draft_tokens_are_coloured_on_a_terminal_only(monkeypatch):
     write_text([chunk], pipe)
     assert terminal.getvalue() == "\x1b[32mab\x1b[0mc\n"
     assert pipe.getvalue() == "abc\n"
-    looked_up = replace(chunk, round=Round(1, 1, Cause.DISABLED, lookup=True))
+    looked_up = replace(chunk, round=Round(1, 1, Cause.DISABLED, lookup_drafted=1, lookup_accepted=1))
     write_text([looked_up], other := Terminal())
     assert other.getvalue() == "\x1b[36mab\x1b[0mc\n"
+    segments = tuple((text, text != "d") for text in "abcd")
+    counts = Round(5, 3, Cause.HIT, head_drafted=2, head_accepted=1, lookup_drafted=1, lookup_accepted=1)
+    write_text([replace(chunk, segments=segments, round=counts)], of_three := Terminal())
+    assert of_three.getvalue() == "\x1b[32ma\x1b[0m\x1b[33mb\x1b[0m\x1b[36mc\x1b[0md\n"
     monkeypatch.setenv("NO_COLOR", "1")
     write_text([chunk], plain := Terminal())
     assert plain.getvalue() == "abc\n"
@@ -294,7 +298,7 @@ def test_summary_line():
     assert summary(result) == (
         "5 tokens, 8.0 tokens/s, 2.50 tokens per verification, acceptance 75%, hit rate 50%, prefill 0.250 s"
     )
-    stats.add(Round(4, 1, Cause.DISABLED, lookup=True))
+    stats.add(Round(4, 1, Cause.DISABLED, lookup_drafted=4, lookup_accepted=1))
     assert "acceptance 50%, 1 of 4 looked-up tokens accepted, " in summary(result)
 
 

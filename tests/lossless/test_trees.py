@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 from tests.lossless.test_engines import mixed_batch
 from tests.lossless.test_reference import CASES, loaded, plain_tokens, request_of
-from tests.support.models import pair, prompt
+from tests.support.models import noisy_copy, pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
 
 from paceline.core.tree import Proposal
+from paceline.drafters.colocated import DraftModelHead
+from paceline.model.loading import prepare
 from paceline.model.step_plan import SequenceStep
 from paceline.target import engine as target_engine
 from paceline.target import scheduler as target_scheduler
 from paceline.target.control.allocation import Allocation
+from paceline.target.heads.mounted import MountedHead
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
 
@@ -47,6 +50,38 @@ def test_any_subtrees_give_identical_tokens(family: str, temperature: float, mon
     assert stats.branches > 20
     assert temperature == 0 or stats.branches_used > 0
     assert pump.target.runner.cache.num_used == 0
+
+
+def head_of(seed: int = 5) -> MountedHead:
+    """A draft model in the target that is another one than the draft, and about as good."""
+    model = prepare(noisy_copy(random_model("llama"), 0.05, seed), compile=False)
+    return MountedHead(
+        "head", DraftModelHead(model.runner(96), max_leaves=8, max_prefill_tokens=64, top_m=64), num_tokens=5
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, *slow([0.0, 0.7])])
+def test_a_draft_and_a_head_on_one_tree_give_identical_tokens(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any nodes of the merged tree, and with ``adaptive`` off as many as both chains have; each with its maker."""
+    target, draft = pair("llama")
+    requests = mixed_batch(temperature)
+    reference = plain_reference(target, requests)
+    any_subtrees(monkeypatch)
+    for adaptive in (True, False):
+        mounted = head_of()
+        options = {"pages": 14, "draft_pages": 40, "max_step_tokens": 96, "draft_steps": (1, 8)}
+        pump = Pump(target, draft, seed=4, heads=[mounted], adaptive=adaptive, **options)
+        results = pump.run(requests)
+        assert_same(results, reference)
+        stats = pump.target.stats
+        counted = [result.speculation for result in results.values()]
+        assert min(stats.branches, stats.nodes_used, stats.head_rows_used) > 20
+        assert stats.cached_tokens > 0
+        assert mounted.stats.rows_used >= stats.head_rows_used == sum(each.head_accepted for each in counted)
+        assert stats.nodes_used == sum(each.accepted - each.head_accepted - each.lookup_accepted for each in counted)
+        assert mounted.head._runner.cache.num_used == 0
 
 
 def test_subtrees_of_measured_steps_give_identical_tokens() -> None:

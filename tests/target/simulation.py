@@ -18,11 +18,12 @@ import torch
 from tests.support.pump import Clock
 
 from paceline.draft.engine import DraftEngine
-from paceline.drafters.protocol import Candidates
+from paceline.drafters.protocol import Candidates, Stateless
 from paceline.messages import SpeculationWanted
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
+from paceline.target.heads.mounted import MountedHead
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
 VOCAB = 32
@@ -104,7 +105,9 @@ class SyntheticDrafter:
         width: int,
         acceptance: float,
         text: Callable[[int, int], int] = next_token,
+        salt: str = "",
     ) -> None:
+        self.salt = salt
         self.max_leaves = width
         self.step_s = step_s
         self.acceptance = acceptance
@@ -132,7 +135,7 @@ class SyntheticDrafter:
             last = leaf.path[-1] if leaf.path else context[-1]
             position = len(context) + len(leaf.path)
             truth = self._text(last, position)
-            draw = crc32(f"{leaf.session_id} {position} {last}".encode()) / 2**32
+            draw = crc32(f"{self.salt}{leaf.session_id} {position} {last}".encode()) / 2**32
             rank = 0 if draw < self.acceptance else (1 if (draw * 97) % 1 < 0.6 else 6)
             order = [(truth + 1 + i) % VOCAB for i in range(_NUM_CANDIDATES - 1)]
             order.insert(rank, truth)
@@ -149,12 +152,20 @@ class SyntheticDrafter:
         pass
 
 
+class SyntheticHead(Stateless, SyntheticDrafter):
+    """The same inside the target, right where it likes."""
+
+    def shutdown(self) -> None:
+        pass
+
+
 class Simulation:
     """A closed loop: as many sessions as ``load`` says at any time, each replaced when it ends.
 
     ``k`` None: adaptive with K = 8; else fixed. ``noise``: relative standard deviation of step times (upwards).
     ``contention``: by which share a busy draft makes them longer. ``period``: after so many tokens the text repeats.
-    ``trees``: siblings may be verified. ``branch_s``: seconds of each branch that begins within a page.
+    ``trees``: siblings may be verified. ``branch_s``: seconds of each branch that begins within a page. ``head``:
+    acceptance of a head of the target, and the seconds of its call.
     """
 
     def __init__(
@@ -178,6 +189,7 @@ class Simulation:
         period: int | None = None,
         trees: bool = False,
         branch_s: float = 0.0,
+        head: tuple[float, float] | None = None,
         seed: int = 0,
     ) -> None:
         def text(token: int, position: int) -> int:
@@ -188,6 +200,10 @@ class Simulation:
         self.overhead_s = overhead_s
         self.clocks = {"target": Clock(), "draft": Clock()}
         self.runner = SyntheticRunner(self.clocks["target"], cost, 4096, self.rng, noise, text, branch_s)
+        heads = []
+        if head is not None:
+            drafter = SyntheticHead(self.clocks["target"], head[1], draft_width, head[0], text, "head ")
+            heads.append(MountedHead("synthetic", drafter, num_tokens=4))  # type: ignore[arg-type]
         self.target = TargetEngine(
             self.runner,  # type: ignore[arg-type]
             lambda messages: self._post("router", "target", messages),
@@ -196,6 +212,7 @@ class Simulation:
             max_model_len=100_000,
             adaptive=k is None,
             trees=trees,
+            heads=heads,
             clock=self.clocks["target"],
         )
         if calibrate:

@@ -214,19 +214,20 @@ def write_text(generation: Iterable[Chunk], stream: TextIO) -> None:
     """Writes the text as it is produced; on a terminal accepted tokens have the color of their producer."""
     color = wants_color(stream)
     for chunk in generation:
-        tint = _tint(chunk.round)
+        num_drafted = 0
         for text, drafted in chunk.segments:
-            stream.write(f"{tint}{text}{_PLAIN}" if color and drafted else text)
+            stream.write(f"{_tint(chunk.round, num_drafted)}{text}{_PLAIN}" if color and drafted else text)
+            num_drafted += drafted
         stream.flush()
     stream.write("\n")
     stream.flush()
 
 
-def _tint(round_: Round | None) -> str:
-    """The color of a round's accepted tokens: the draft's are green, a head's yellow, looked-up ones cyan."""
-    if round_ is None or not (round_.lookup or round_.head):
+def _tint(round_: Round | None, index: int) -> str:
+    """The color of a round's accepted token: the draft's are green, then a head's yellow, then looked-up ones cyan."""
+    if round_ is None or index < round_.num_accepted - round_.head_accepted - round_.lookup_accepted:
         return _GREEN
-    return _CYAN if round_.lookup else _YELLOW
+    return _YELLOW if index < round_.num_accepted - round_.lookup_accepted else _CYAN
 
 
 def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:

@@ -248,10 +248,11 @@ class TargetOptions(ModelOptions):
     ``require``: and refuse to start then; ``off``: start sooner, and promise nothing."""
     adaptive: bool = True
     """Use as many draft tokens per step as pay by measured times, and no draft where none do. False: always as many as
-    a request allows."""
+    a request allows, and those of a head besides."""
     tree_verification: Literal["auto", "off"] = "auto"
     """Verify alternative tokens beside the likeliest one of a position. ``auto``: with ``adaptive``, where measured
-    times say that they pay; ``off``: chains only. Sessions under the rejection rule have chains in any case."""
+    times say that they pay, without it only those of a head beside a draft's; ``off``: chains only. Sessions under the
+    rejection rule have chains in any case."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions, or one at
     max_model_len."""
@@ -259,7 +260,7 @@ class TargetOptions(ModelOptions):
     """Instead of kv_pages: the share of the memory that weights and workspace leave free which becomes KV pages."""
     heads: list[HeadOptions] = Field(default=[], max_length=8)
     """Drafters inside the target replica. A session whose draft has nothing, or that has no draft, is given the tokens
-    of the first one that is ready for it."""
+    of the first one that is ready for it; one whose draft has tokens is given them besides, where that pays."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:

@@ -131,13 +131,13 @@ class Proposal:
     probs: tuple[float, ...] = ()
     """Expected probability that the target accepts each token, given that it accepted those before it."""
     node_ids: tuple[int, ...] = ()
-    """The nodes, one per token; () if the tokens do not come from the tree."""
+    """The nodes, one per token, of any producer; () if the tokens do not come from a tree."""
     parents: tuple[int, ...] = ()
     """Index of each token's parent, -1 for the context; (): a chain. Siblings differ in their tokens."""
     claims: tuple[Claims, ...] = ()
-    """Claims of each node's producers for it; () if the tokens do not come from the tree."""
+    """Claims of each node's producers for it; () if the tokens do not come from a tree."""
     producer: Producer = Producer.DRAFT
-    """The maker of tokens that do not come from the tree."""
+    """The maker of tokens that have no claims."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -146,6 +146,19 @@ class Proposal:
     def is_chain(self) -> bool:
         """True if no two tokens follow the same one."""
         return not self.parents
+
+    @property
+    def draft_ids(self) -> tuple[int, ...]:
+        """Ids of the nodes that the draft made, the only ones that it knows."""
+        if self.node_ids and max(self.node_ids) >> _PRODUCER_SHIFT:
+            return tuple([node_id for node_id in self.node_ids if not node_id >> _PRODUCER_SHIFT])
+        return self.node_ids
+
+    def makers(self) -> list[Producer]:
+        """The producer of each token: where several have it, the draft before a head, a head before a lookup."""
+        if not self.claims:
+            return [self.producer] * len(self.token_ids)
+        return [claims[0][0] if len(claims) == 1 else min(claims)[0] for claims in self.claims]
 
     def first(self, num_tokens: int) -> Proposal:
         """The proposal cut after its first ``num_tokens`` tokens."""

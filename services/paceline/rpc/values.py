@@ -86,18 +86,21 @@ def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
     """Writes a round into ``proto``."""
     proto.drafted, proto.accepted = round_.num_drafted, round_.num_accepted
     proto.cause = _CAUSES_TO_PROTO[round_.cause]
-    if round_.lookup:
-        proto.lookup = True
-    if round_.head:
-        proto.head = True
+    if round_.lookup_drafted:
+        proto.lookup = round_.lookup
+        proto.lookup_drafted, proto.lookup_accepted = round_.lookup_drafted, round_.lookup_accepted
+    if round_.head_drafted:
+        proto.head = round_.head
+        proto.head_drafted, proto.head_accepted = round_.head_drafted, round_.head_accepted
 
 
 def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
     """The round of a message; None if it is not a valid one."""
     drafted, accepted, cause = proto.drafted, proto.accepted, CAUSES.get(proto.cause)
-    if cause is None or accepted > drafted:
+    looked_up, headed = (proto.lookup_drafted, proto.lookup_accepted), (proto.head_drafted, proto.head_accepted)
+    if cause is None or accepted > drafted or looked_up[0] + headed[0] > drafted or looked_up[1] + headed[1] > accepted:
         return None
-    return _round(drafted, accepted, cause, proto.lookup, proto.head)
+    return _round(drafted, accepted, cause, *looked_up, *headed)
 
 
 _round = functools.lru_cache(1024)(Round)  # a service has few different rounds, and reads one per session and step

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint.grammar import Grammars
 from paceline.core.deferred import upload
 from paceline.core.processors import Row, SamplerState
-from paceline.core.tree import Proposal
+from paceline.core.tree import Producer, Proposal
 from paceline.core.verification import Verdict, decide, verify_picked
 from paceline.errors import InvalidRequestError, PacelineError
 from paceline.messages import (
@@ -87,9 +87,10 @@ class TargetEngine:
             max_step_tokens: tokens computed in one step.
             max_model_len: tokens of a session's context, prompt and output together.
             adaptive: verify as many draft tokens per step as pay, and pause drafting where none do; False: always K.
-            trees: with ``adaptive``, verify siblings too, where they pay; False: chains only.
+            trees: verify siblings, with ``adaptive`` where they pay, else a head's beside a draft's; False: chains.
             batch_invariant: whether the model gave the same bits however its tokens were batched.
-            heads: what proposes tokens where a session's draft has none; the first that is ready is asked.
+            heads: what proposes tokens where a session's draft has none, with ``trees`` beside it too; the first that
+                is ready is asked.
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
             compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
             clock: seconds.
@@ -379,7 +380,7 @@ class TargetEngine:
             if session.cause is not Cause.START:
                 session.cause = _cause(part)
             if session.draft_available:
-                node_ids = part.proposal.node_ids
+                node_ids = part.proposal.draft_ids
                 in_flight.append(InFlight(session.session_id, session.epoch, session.num_tokens, node_ids))
         self._send(in_flight)
 
@@ -436,7 +437,7 @@ class TargetEngine:
             session.num_tokens,
             token_ids,
             verdict.logprobs[:num_emitted],
-            Round(part.num_drafted, num_accepted, session.cause, lookup=part.looked_up, head=part.headed),
+            _round(part, session.cause, token_ids[:num_accepted]),
             finish_reason,
             cached_tokens=session.cached_tokens if session.cause is Cause.START else 0,
             top_logprobs=verdict.top_logprobs[:num_emitted],
@@ -525,9 +526,26 @@ def _cause(part: Scheduled) -> Cause:
         return Cause.DISABLED
     if session.mode is Mode.SEQUENTIAL and session.draft_available:
         return Cause.SEQUENTIAL
-    if not session.draft_available and not part.proposal.node_ids:
+    if not session.draft_available and not part.proposal.draft_ids:
         return Cause.DRAFT_DOWN
     return session.cause
+
+
+def _round(part: Scheduled, cause: Cause, accepted: Sequence[int]) -> Round:
+    """The effect of a step on one session; ``accepted``: the tokens of its proposal that were accepted."""
+    num_drafted, makers = part.num_drafted, part.proposal.makers()
+    if not num_drafted or max(makers) is Producer.DRAFT:
+        return Round(num_drafted, len(accepted), cause)
+    used = [makers[index] for index in part.proposal.along(accepted)]
+    return Round(
+        num_drafted,
+        len(accepted),
+        cause,
+        lookup_drafted=makers.count(Producer.LOOKUP),
+        lookup_accepted=used.count(Producer.LOOKUP),
+        head_drafted=makers.count(Producer.HEAD),
+        head_accepted=used.count(Producer.HEAD),
+    )
 
 
 def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | PacelineError]:

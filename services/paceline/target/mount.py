@@ -28,6 +28,7 @@ from paceline.model.step import Step
 from paceline.preflight.device import begins_eagerly, require_draft
 from paceline.preflight.heads import TREE_BUDGET, draft_setup_of
 from paceline.preflight.host_memory import draft_pages
+from paceline.target.heads.asking import MOST_LEAVES
 from paceline.target.heads.mounted import MountedHead, union
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -153,7 +154,8 @@ def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> HeadDrafter
     embed = lm_head = None
     if isinstance(model.step, Step) and model.share is None and model.quantization is None:
         embed, lm_head = model.step.model.get_input_embeddings(), model.step.model.get_output_embeddings()
-    return plan.load(model.dtype, model.device, embed=embed, lm_head=lm_head, max_leaves=setup.options.max_sessions)
+    max_leaves = MOST_LEAVES * setup.options.max_sessions
+    return plan.load(model.dtype, model.device, embed=embed, lm_head=lm_head, max_leaves=max_leaves)
 
 
 def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, placement: Placement) -> MountedHead:

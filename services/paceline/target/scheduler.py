@@ -19,7 +19,7 @@ from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import SequenceStep
 from paceline.target.branches import branches_of, page_tables, riding_steps, riding_tables, sequence_steps
 from paceline.target.control.allocation import Allocation, Offer, blind_offer, expected_tokens, offer
-from paceline.target.control.subtree import SubtreeOffer
+from paceline.target.control.subtree import MAX_TREE_TOKENS, SubtreeOffer
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.heads.driver import Heads
 from paceline.target.session import TargetSession
@@ -58,16 +58,6 @@ class Scheduled:
     def num_tokens(self) -> int:
         """Tokens that the step computes for the session."""
         return self.stop - self.start + self.num_drafted
-
-    @property
-    def looked_up(self) -> bool:
-        """True if the proposal was looked up in the session's own text."""
-        return self.num_drafted > 0 and self.proposal.producer is Producer.LOOKUP
-
-    @property
-    def headed(self) -> bool:
-        """True if a head of the target made the proposal."""
-        return self.num_drafted > 0 and self.proposal.producer is Producer.HEAD
 
     @property
     def num_branches(self) -> int:
@@ -155,10 +145,12 @@ class Scheduler:
         for session in self.running:
             (decoding if session.decoding else prefilling).append(session)
         ready = self._not_waiting(decoding, now)
+        adaptive = self._allocation.adaptive
+        trees = self._allocation.offers_trees() if adaptive else self._allocation.trees
         if self._heads:
-            self._heads.propose(ready)
+            self._heads.propose(ready, trees=trees)
         budget = self._max_step_tokens
-        wanted = self._allocate(ready, prefilling) if self._allocation.adaptive else {}
+        wanted = self._allocate(ready, prefilling, trees=trees) if adaptive else self._merge(ready, trees=trees)
         parts: list[Scheduled] = []
         before = self.num_preemptions  # of a session that runs no longer there is nothing to take
         for session in ready:
@@ -220,12 +212,21 @@ class Scheduler:
         headed, seconds = self._heads.expected(session, num_sessions) if self._heads else ([], 0.0)
         return (headed, seconds) if expected_tokens(headed) > expected_tokens(looked_up) else (looked_up, 0.0)
 
-    def _allocate(self, ready: list[TargetSession], prefilling: list[TargetSession]) -> dict[int, int]:
-        """Draft tokens for a step of these sessions, by ``id`` of the session."""
+    def _merge(self, ready: list[TargetSession], *, trees: bool) -> dict[int, int]:
+        """Draft tokens of the sessions that have both a draft's and a head's, without regard to what they cost: as many
+        nodes of the one tree as the two chains have."""
+        wanted: dict[int, int] = {}
+        for session in ready:
+            if trees and session.head_anchor is not None and (drafted := len(session.drafted(session.k))):
+                self._subtrees[id(session)] = session.subtree()
+                wanted[id(session)] = min(MAX_TREE_TOKENS, drafted + len(session.headed))
+        return wanted
+
+    def _allocate(self, ready: list[TargetSession], prefilling: list[TargetSession], *, trees: bool) -> dict[int, int]:
+        """Draft tokens for a step of these sessions, by ``id`` of the session; ``trees``: siblings may be verified."""
         budget = self._max_step_tokens - len(ready)
         num_context = len(ready)
         sessions = list(ready)
-        trees = self._allocation.offers_trees()
         for session in prefilling:
             missing = session.num_tokens - session.num_computed
             if missing <= budget:
@@ -379,7 +380,7 @@ def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False)
     if not len(proposal) and not sent:
         return _offer_of_fallback(session, trees=trees)
     if trees and not sent and len(proposal) and not session.rejection:
-        return SubtreeOffer(session.tree.anchor, session.max_draft(), session.factors())
+        return session.subtree()
     if not session.rejection:
         return offer(proposal, session.max_draft(), session.hits, extend=sent)
     # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.
@@ -389,10 +390,12 @@ def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False)
 def _offer_of_fallback(session: TargetSession, *, trees: bool) -> Offer:
     """``offer_of`` a session whose draft has nothing: what the target has itself."""
     proposal = session.fallback(session.k)
-    if proposal.producer is not Producer.HEAD or session.head_hits is None:
+    if proposal.producer is Producer.LOOKUP and not (trees and session.head_anchor is not None):
         return proposal.probs
+    if session.head_hits is None:
+        return ()
     if session.rejection:
         return blind_offer(min(session.head_depth, session.max_draft()), session.head_hits)
-    if trees and session.head_subtree is not None:
-        return session.head_subtree
+    if trees and session.head_anchor is not None:
+        return session.subtree()
     return offer(proposal, session.max_draft(), session.head_hits)

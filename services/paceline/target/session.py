@@ -9,11 +9,11 @@ from itertools import islice
 
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.statistics import DecayingRatio
-from paceline.core.tree import NO_PROPOSAL, Proposal, SpeculationTree
+from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
-from paceline.target.control.subtree import SubtreeOffer
+from paceline.target.control.subtree import MergedOffer, SubtreeOffer
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
 
@@ -135,8 +135,8 @@ class TargetSession:
         self.headed = NO_PROPOSAL
         self.head_hits: AcceptanceHistory | None = None
         """The acceptance of that head's tokens in this session."""
-        self.head_subtree: SubtreeOffer | None = None
-        """The nodes of that head, ``headed`` among them; None under the rejection rule."""
+        self.head_anchor: TreeNode | None = None
+        """The root of that head's nodes, ``headed`` among them; None under the rejection rule."""
         self.head_depth = 0
         """Rejection rule: the length that ``headed`` was meant to have, whatever was drawn."""
         self._outcome: tuple[int, ...] = ()
@@ -233,7 +233,22 @@ class TargetSession:
 
     def factors(self) -> tuple[float, ...]:
         """Factors, by number of the producer, that turn its claims into probabilities of being accepted."""
-        return tuple(history.correction() for history in self.histories)
+        factors = [history.correction() for history in self.histories]
+        if self.head_hits is not None:
+            factors[Producer.HEAD] = self.head_hits.correction()
+        return tuple(factors)
+
+    def subtree(self) -> SubtreeOffer:
+        """All nodes that may be proposed now: the draft's, a head's and the prompt-lookup continuation, as one tree."""
+        anchors = [self.tree.anchor] if self.tree.anchor.best is not None and not self.paused else []
+        if self.head_anchor is not None:
+            anchors.append(self.head_anchor)
+        most = self.max_draft()
+        if self.lookup is not None and (looked_up := self.lookup.anchor(most)) is not None:
+            anchors.append(looked_up)
+        if len(anchors) > 1:
+            return MergedOffer(anchors, most, self.factors())
+        return SubtreeOffer(anchors[0] if anchors else self.tree.anchor, most, self.factors())
 
     def num_ahead(self) -> int:
         """Length of the best path below the anchor, up to K."""

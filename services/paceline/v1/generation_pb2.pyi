@@ -196,8 +196,8 @@ class GenerateStreamChunk(_message.Message):
 
     @_builtins.property
     def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Of each token: whether it was an accepted token of the proposal: the draft's, or with round.lookup or
-        round.head the target's own.
+        """Of each token: whether it was an accepted token of the proposal: the draft's, then round.head_accepted of a head,
+        then round.lookup_accepted looked up.
         """
 
     @_builtins.property

@@ -493,6 +493,10 @@ class SpeculationRound(_message.Message):
     CAUSE_FIELD_NUMBER: _builtins.int
     LOOKUP_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
+    HEAD_DRAFTED_FIELD_NUMBER: _builtins.int
+    HEAD_ACCEPTED_FIELD_NUMBER: _builtins.int
+    LOOKUP_DRAFTED_FIELD_NUMBER: _builtins.int
+    LOOKUP_ACCEPTED_FIELD_NUMBER: _builtins.int
     drafted: _builtins.int
     """Tokens of the proposal; 0 is plain decoding."""
     accepted: _builtins.int
@@ -504,6 +508,13 @@ class SpeculationRound(_message.Message):
     """
     head: _builtins.bool
     """The proposal was made by a head, a drafter inside the target replica, for lack of a draft's."""
+    head_drafted: _builtins.int
+    """Of the accepted tokens the draft's come first, then those of a head that the draft had not, then those that only
+    the text had. How many of the proposal, and of the accepted ones, are the head's and the text's:
+    """
+    head_accepted: _builtins.int
+    lookup_drafted: _builtins.int
+    lookup_accepted: _builtins.int
     def __init__(
         self,
         *,
@@ -512,10 +523,14 @@ class SpeculationRound(_message.Message):
         cause: Global___Cause.ValueType = ...,
         lookup: _builtins.bool = ...,
         head: _builtins.bool = ...,
+        head_drafted: _builtins.int = ...,
+        head_accepted: _builtins.int = ...,
+        lookup_drafted: _builtins.int = ...,
+        lookup_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cause", b"cause", "drafted", b"drafted", "head", b"head", "lookup", b"lookup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cause", b"cause", "drafted", b"drafted", "head", b"head", "head_accepted", b"head_accepted", "head_drafted", b"head_drafted", "lookup", b"lookup", "lookup_accepted", b"lookup_accepted", "lookup_drafted", b"lookup_drafted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

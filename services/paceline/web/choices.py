@@ -170,6 +170,8 @@ def round_of(chunk: Chunk) -> dict[str, Any]:
     found: dict[str, Any] = {"segments": [{"text": text, "drafted": drafted} for text, drafted in chunk.segments]}
     if (one := chunk.round) is not None:
         counts = {"drafted": one.num_drafted, "accepted": one.num_accepted}
+        counts |= {"head_drafted": one.head_drafted, "head_accepted": one.head_accepted}
+        counts |= {"lookup_drafted": one.lookup_drafted, "lookup_accepted": one.lookup_accepted}
         found["round"] = {"cause": one.cause.value, **counts, "lookup": one.lookup, "head": one.head}
     if chunk.trace is not None:
         found["trace"] = _trace_of(chunk.trace)

@@ -30,11 +30,37 @@ def test_a_depth_is_asked_for_where_it_brings_more_than_plain_decoding_in_its_ti
     assert HeadGate(adaptive=False).pays(0.0, 1, PLAIN, first=True)
 
 
+def test_leaves_are_expanded_while_each_brings_more_than_its_time() -> None:
+    gate = HeadGate()
+    assert gate.most_leaves([0.1, 0.2], PLAIN) == 2, "nothing was measured: it is found out"
+    for _ in range(60):
+        gate.observe_depth(1, 0.002, first=False)
+        gate.observe_depth(2, 0.002, first=False)
+        gate.observe_depth(4, 0.004, first=False)
+    assert gate.most_leaves([0.1, 0.5, 0.05], PLAIN) == 2, "a third and fourth would take longer than they bring"
+    assert gate.most_leaves([0.1, 0.5, 0.15, 0.15], PLAIN) == 4
+    assert gate.most_leaves([0.1], PLAIN) == 0
+    assert HeadGate(adaptive=False).most_leaves([0.0], PLAIN) == 1
+
+
+def test_beside_others_leaves_cost_the_time_that_they_add_at_all_depths() -> None:
+    gate = HeadGate()
+    assert gate.pays_beside(0.01, 1, PLAIN, depths=4, others=0), "nothing was measured: it is found out"
+    for _ in range(60):
+        for first in (True, False):
+            gate.observe_depth(1, 0.002, first=first)
+            gate.observe_depth(2, 0.003, first=first)
+    assert not gate.pays_beside(0.7, 1, PLAIN, depths=4, others=0)
+    assert gate.pays_beside(0.9, 1, PLAIN, depths=4, others=0)
+    assert gate.pays_beside(0.5, 1, PLAIN, depths=4, others=1)
+    assert not gate.pays_beside(0.3, 1, PLAIN, depths=4, others=1)
+
+
 def test_a_head_that_is_not_expected_to_pay_is_tried_ever_more_rarely() -> None:
     gate, asked = HeadGate(), []
     for step in range(10_000):
         now = 0.02 * step
-        if gate.try_anyway(now):
+        if gate.alone.try_anyway(now):
             asked.append(now)
     starts = [a for a, b in zip(asked, [-1.0, *asked], strict=False) if a - b > 1.0]
     pauses = [b - a for a, b in itertools.pairwise(starts)]

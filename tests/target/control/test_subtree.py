@@ -13,7 +13,8 @@ from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import Node
 from paceline.target.control.allocation import Allocation, allocate_draft_tokens
 from paceline.target.control.compared import Compared, compare
-from paceline.target.control.subtree import MAX_TREE_TOKENS, SubtreeOffer
+from paceline.target.control.subtree import MAX_TREE_TOKENS, MergedOffer, SubtreeOffer, missed_below
+from paceline.target.heads.driver import Heads
 
 EVEN = (1.0,) * len(Producer)
 
@@ -97,6 +98,63 @@ def test_a_producer_that_promises_too_much_is_believed_less() -> None:
         assert offer.proposal(1).token_ids == (first,)
 
 
+def paths_of(node: TreeNode, depth: int, factor: float) -> dict[tuple[int, ...], float]:
+    """The token paths below a node, and the probability of each one's last token."""
+    found: dict[tuple[int, ...], float] = {}
+    for child in node.children.values() if depth else ():
+        if child.sampled:
+            found[child.token_id,] = min(1.0, factor * child.prob)
+            below = paths_of(child, depth - 1, factor)
+            found |= {(child.token_id, *path): prob for path, prob in below.items()}
+    return found
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_trees_of_several_producers_are_offered_as_one(seed: int) -> None:
+    """Each token path once, with the claims of all that have it and the id that the draft gave it, likeliest first."""
+    rng = random.Random(seed)
+    draft, other = (random_tree(rng, size) for size in (25, 15))
+    head = SpeculationTree(100, 1)
+    first_id = Producer.HEAD.first_id
+    for node in [*other.nodes()][1:]:
+        parent_id = node.parent.node_id and first_id + node.parent.node_id
+        made = Node(first_id + node.node_id, parent_id, node.token_id, node.prob, node.sampled)
+        head.add([made], Producer.HEAD)
+    factors = (1.0, 0.8, 1.0)
+    trees = {Producer.DRAFT: draft, Producer.HEAD: head}
+    has = {producer: paths_of(tree.anchor, 6, factors[producer]) for producer, tree in trees.items()}
+    probs: dict[tuple[int, ...], float] = {}
+    for paths in has.values():
+        for path, prob in paths.items():
+            probs[path] = max(prob, probs.get(path, 0.0))
+    offer = MergedOffer([draft.anchor, head.anchor], 6, factors)
+    ranked = [*offer.ranked(0.0)]
+    assert all(first[0] >= second[0] for first, second in pairwise(ranked))
+    assert len(ranked) == len(probs)
+    proposal = offer.proposal(len(ranked))
+    for i, suffix in enumerate(proposal.suffixes()[1:]):
+        owners = [producer for producer, paths in has.items() if suffix in paths]
+        assert [producer for producer, _ in proposal.claims[i]] == owners
+        assert proposal.makers()[i] is Producer.of(proposal.node_ids[i]) is owners[0]
+        siblings = [probs[path] for path in probs if path[:-1] == suffix[:-1]]
+        shared = all(not suffix[:-1] or suffix[:-1] in paths for paths in has.values())
+        scale = max(1.0, sum(siblings)) if shared else 1.0
+        assert proposal.probs[i] == pytest.approx(probs[suffix] / scale)
+    assert proposal.draft_ids == tuple(node_id for node_id in proposal.node_ids if draft.get(node_id))
+    assert set(proposal.suffixes()) == {(), *probs}
+
+
+def test_what_a_tree_misses_is_what_another_producer_may_bring() -> None:
+    tree = SpeculationTree(100, 1)
+    tree.add([Node(1, 0, 1, 0.6), Node(2, 0, 2, 0.3), Node(3, 1, 1, 0.5)])
+    even, brought = (1.0, 1.0, 1.0), (0.0, 0.5, 0.75, 0.875)
+    whole = 0.1 * 0.875 + 0.6 * 0.5 * 0.75 + 0.3 * 1.0 * 0.75 + 0.6 * 0.5 * 0.5
+    assert missed_below(tree.anchor, 3, even, brought) == pytest.approx(whole)
+    assert missed_below(tree.anchor, 1, even, brought) == pytest.approx(0.1 * 0.5)
+    assert missed_below(tree.anchor, 1, (0.5, 1.0, 1.0), brought) == pytest.approx(0.55 * 0.5)
+    assert missed_below(tree.anchor, 0, even, brought) == 0.0
+
+
 class Line:
     """Seconds of a step: a and b for each token."""
 
@@ -169,6 +227,10 @@ def test_each_producer_answers_for_its_own_tokens() -> None:
     assert compare(proposal, [0, 2], head) == Compared(places=1, predicted=pytest.approx(1.1), first=0, any=1)
     assert compare(proposal, [3], draft) == Compared(places=1, predicted=pytest.approx(0.8), first=0, any=1)
     assert compare(proposal, [], head) == Compared()
+    likelier = Proposal(
+        (5, 6), (None,) * 2, (0.9, 0.6), (1, 2), (-1, -1), (((draft, 0.2), (head, 0.9)), ((draft, 0.6),))
+    )
+    assert compare(likelier, [1], draft) == Compared(places=1, predicted=pytest.approx(0.8), first=1, any=1)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +243,27 @@ def test_siblings_never_cost_throughput(cost, branch_s: float, gain: float) -> N
         simulation = Simulation(acceptance=0.5, cost=cost, trees=trees, branch_s=branch_s, calibrate=True).run(8.0)
         rates.append(simulation.target.stats.tokens_emitted)
     assert rates[1] >= gain * rates[0]
+
+
+@pytest.mark.parametrize(
+    ("cost", "acceptance", "step_s", "gain"),
+    [
+        (gpu_cost, 0.6, 0.0002, 1.03),
+        *slow([(gpu_cost, 0.0, 0.0002, 0.97), (gpu_cost, 0.6, 0.01, 0.97), (cpu_cost, 0.6, 0.0002, 0.97)]),
+    ],
+    ids=["good", "useless", "dear", "dear rows"],
+)
+def test_a_head_beside_a_draft_never_costs_throughput(
+    cost, acceptance: float, step_s: float, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the virtual time line, against the same head as backup on a draft's miss."""
+    rates, options = [], {"acceptance": 0.5, "cost": cost, "trees": True, "branch_s": 0.0002, "calibrate": True}
+    for joins in (True, False):
+        if not joins:
+            monkeypatch.setattr(Heads, "_may_join", lambda self, session: False)
+        simulation = Simulation(head=(acceptance, step_s), **options).run(8.0)
+        rates.append(simulation.target.stats.tokens_emitted)
+    assert rates[0] >= gain * rates[1], rates
 
 
 def test_an_offer_is_walked_only_as_far_as_it_is_asked() -> None:

@@ -28,7 +28,7 @@ def compare(proposal: Proposal, path: Sequence[int], producer: Producer) -> Comp
     if not proposal.claims:
         return result
     accepted: dict[int, int | None] = dict(zip([-1, *path], [*path, None], strict=True))
-    seen: set[int] = set()
+    likeliest: dict[int, tuple[float, bool]] = {}  # by place: the producer's own likeliest token, and if it was right
     for index, claims in enumerate(proposal.claims):
         parent = proposal.parent(index)
         claim = next((prob for other, prob in claims if other is producer), None)
@@ -37,10 +37,10 @@ def compare(proposal: Proposal, path: Sequence[int], producer: Producer) -> Comp
         result.predicted += claim
         right = accepted[parent] == index
         result.any += right
-        if parent not in seen:  # siblings come likeliest first
-            seen.add(parent)
-            result.places += 1
-            result.first += right
+        if parent not in likeliest or claim > likeliest[parent][0]:
+            likeliest[parent] = claim, right
+    result.places = len(likeliest)
+    result.first = sum(right for _, right in likeliest.values())
     return result
 
 

@@ -3,9 +3,11 @@
 Asking a head for n of the N sessions of a step, to depth D, delays the step by T(n, D). With a the acceptance of its
 tokens so far and b the tokens expected without it (prompt lookup), it is asked while (Dinkelbach's criterion)
 
-    sum over the n sessions of (a + a^2 + .. + a^D - b)  >  N / plain_s * T(n, D),
+    sum over the n sessions of (a + a^2 + .. + a^D - b)  >  R * T(n, D),
 
-which is asked again before each further depth, with the path probabilities that are then known. What that leaves out,
+R being the tokens per second that are made now, by plain decoding at least. That is asked again before each further
+depth, with the path probabilities that are then known. Where a session's draft has tokens, what counts is what the head
+would bring beside them, and the time that these sessions add to T. What that leaves out,
 feeding the head with every step, is in its *account*: at each load its accepted tokens are set against those that plain
 decoding would have made in all the time that it took. A head whose account falls short is paused there: neither asked
 nor fed, for 2, 4, 8, .. 64 s.
@@ -13,6 +15,7 @@ nor fed, for 2, 4, 8, .. 64 s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.statistics import Ewma
@@ -41,6 +44,33 @@ class _Account:
 
 
 @dataclass(slots=True)
+class Trials:
+    """When a head is asked although it is not expected to pay: a few times, ever more rarely."""
+
+    _asks: int = 0
+    """Times left that the head is asked whatever is expected."""
+    _declined: int = 0
+    """Times in a row that such a trial was made in vain."""
+    _next_at: float = 0.0
+
+    def try_anyway(self, now: float) -> bool:
+        """True if the head is asked this time."""
+        if self._asks == 0 and now >= self._next_at:
+            self._asks = _ASKED_IN_TRIAL
+        if self._asks == 0:
+            return False
+        self._asks -= 1
+        if self._asks == 0:
+            self._next_at = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._declined)
+            self._declined += 1
+        return True
+
+    def paid(self) -> None:
+        """Takes that the head was asked because it was expected to pay."""
+        self._declined = 0
+
+
+@dataclass(slots=True)
 class HeadGate:
     """Decides for one head; all times are in seconds."""
 
@@ -49,12 +79,11 @@ class HeadGate:
     num_pauses: int = 0
     level_s: dict[tuple[int, bool], Ewma] = field(default_factory=dict)
     """Seconds of one depth by the load class of its leaves, of the first depth (True) and of a further one."""
+    alone: Trials = field(default_factory=Trials)
+    """For lack of a draft's tokens;"""
+    beside: Trials = field(default_factory=Trials)
+    """and beside them."""
     _loads: dict[int, _Account] = field(default_factory=dict)
-    _asks: int = 0
-    """Times left that the head is asked whatever is expected."""
-    _declined: int = 0
-    """Times in a row that such a trial was made in vain."""
-    _next_trial_at: float = 0.0
 
     def wanted(self, num_sessions: int, now: float) -> bool:
         """True if the head is fed and may be asked at this concurrency."""
@@ -77,32 +106,42 @@ class HeadGate:
         self.level_s.setdefault((load_class(num_leaves), first), Ewma(0.1)).add(seconds)
 
     def pays(self, gain: float, num_leaves: int, tokens_per_s: float, *, first: bool) -> bool:
-        """True if a depth is expected to add more tokens than plain decoding makes in its time.
+        """True if a depth is expected to add more tokens than are made otherwise in its time.
 
         Args:
             gain: tokens that the depth is expected to add, in all its sessions.
             num_leaves: its leaves, one for each session.
-            tokens_per_s: of plain decoding, all sessions of the step together.
+            tokens_per_s: that are made otherwise, in all sessions of the step together.
             first: it is the first depth.
         """
         seconds = self.depth_s(num_leaves, first=first)
         return not self.adaptive or seconds is None or gain > tokens_per_s * seconds
 
-    def try_anyway(self, now: float) -> bool:
-        """True if the head is asked although it is not expected to pay: a few times, ever more rarely."""
-        if self._asks == 0 and now >= self._next_trial_at:
-            self._asks = _ASKED_IN_TRIAL
-        if self._asks == 0:
-            return False
-        self._asks -= 1
-        if self._asks == 0:
-            self._next_trial_at = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._declined)
-            self._declined += 1
-        return True
+    def pays_beside(self, gain: float, num_leaves: int, tokens_per_s: float, *, depths: int, others: int) -> bool:
+        """``pays`` for leaves that join ``others`` of the same step, at all of ``depths``."""
 
-    def paid(self) -> None:
-        """Takes that the head was asked because it was expected to pay."""
-        self._declined = 0
+        def seconds(num: int) -> float:
+            first_s, next_s = (self.depth_s(num, first=first) or 0.0 for first in (True, False))
+            return first_s + (depths - 1) * next_s if num else 0.0
+
+        if not self.adaptive or self.depth_s(num_leaves, first=True) is None:
+            return True
+        return gain > tokens_per_s * (seconds(others + num_leaves) - seconds(others))
+
+    def most_leaves(self, worths: Sequence[float], tokens_per_s: float) -> int:
+        """How many leaves of a further depth are worth their time: those that add the most tokens beyond what is made
+        otherwise meanwhile, by falling ``worths``, the tokens that each is expected to add."""
+        if not self.adaptive:
+            return len(worths)
+        best, num_best, gain = 0.0, 0, 0.0
+        for num, worth in enumerate(sorted(worths, reverse=True), 1):
+            gain += worth
+            seconds = self.depth_s(num, first=False)
+            if seconds is None:
+                return len(worths)
+            if gain - tokens_per_s * seconds > best:
+                best, num_best = gain - tokens_per_s * seconds, num
+        return num_best
 
     def observe_step(self, num_sessions: int, accepted: int, seconds: float, tokens_per_s: float, now: float) -> bool:
         """Books a step. True if the head is paused from now on at this load.

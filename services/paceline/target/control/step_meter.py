@@ -62,17 +62,17 @@ class TargetStats:
     branches_used: int = 0
     """Rounds whose accepted tokens end in one of these."""
     lookup_rounds: int = 0
-    """Rounds of sessions whose draft had nothing, with a proposal from their own text instead."""
+    """Rounds with tokens that only the session's own text had."""
     lookup_rows: int = 0
-    """Tokens of these proposals."""
+    """Such tokens."""
     lookup_rows_used: int = 0
-    """Tokens of these proposals that were accepted."""
+    """Such tokens that were accepted."""
     head_rounds: int = 0
-    """Rounds with a proposal of a head of the target."""
+    """Rounds with tokens of a head of the target that the draft had not."""
     head_rows: int = 0
-    """Tokens of these proposals."""
+    """Such tokens."""
     head_rows_used: int = 0
-    """Tokens of these proposals that were accepted."""
+    """Such tokens that were accepted."""
     guesses: int = 0
     """Tokens of lookahead that rode beside those of sessions."""
     head_s: float = 0.0
@@ -222,12 +222,9 @@ class StepMeter:
         stats.rounds += 1
         stats.tokens_emitted += num_emitted
         path = proposal.along(verdict.token_ids[: verdict.num_accepted])
-        drafted = [
-            claims[0][0] is Producer.DRAFT or any(producer is Producer.DRAFT for producer, _ in claims)
-            for claims in proposal.claims
-        ]
-        num_nodes = sum(drafted)  # 0: plain, or a proposal from within the target
-        num_used = sum([drafted[index] for index in path[:num_accepted]]) if num_nodes else 0
+        makers = proposal.makers()
+        used = [makers[index] for index in path[:num_accepted]]
+        num_nodes, num_used = makers.count(Producer.DRAFT), used.count(Producer.DRAFT)
         compared = compare_all(proposal, path)
         num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
         stats.branches += part.num_branches
@@ -235,14 +232,14 @@ class StepMeter:
         stats.draft_rows += num_nodes
         stats.nodes_used += num_used
         stats.draft_rows_trimmed += num_trimmed
-        if part.looked_up:
-            stats.lookup_rounds += 1
-            stats.lookup_rows += part.num_drafted
-            stats.lookup_rows_used += num_accepted
-        if part.headed:
-            stats.head_rounds += 1
-            stats.head_rows += part.num_drafted
-            stats.head_rows_used += num_accepted
+        if num_nodes < part.num_drafted:
+            num_looked_up, num_headed = makers.count(Producer.LOOKUP), makers.count(Producer.HEAD)
+            stats.lookup_rounds += num_looked_up > 0
+            stats.lookup_rows += num_looked_up
+            stats.lookup_rows_used += used.count(Producer.LOOKUP)
+            stats.head_rounds += num_headed > 0
+            stats.head_rows += num_headed
+            stats.head_rows_used += used.count(Producer.HEAD)
         if session.k:
             self._allocation.lengths.add(part.num_drafted)
         if session.cause is Cause.START:

@@ -1,36 +1,47 @@
-"""Asking heads for tokens: depth by depth while that pays, as a proposal for the coming round of each session."""
+"""Asking heads for tokens: depth by depth while that pays, as a proposal for the coming round of each session.
+
+Where siblings may be verified a depth expands the likeliest nodes of the one before it in one call, not only the best
+one, as many as pay; what is verified are the likeliest nodes of all depths (the dynamic tree of EAGLE-2, Li et al.
+2024, arXiv:2406.16858, with the step's own budget in the place of a size). Beside the tokens of a draft a head is
+expected to bring what it has brought before where the draft was wrong (``Followed.join``), and the nodes that count
+are those that the draft lacks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
 from paceline.core.processors import Row
-from paceline.core.tree import Producer, Proposal, TreeNode
+from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.ranking import RankingRow, Rule, rank
 from paceline.target.control.allocation import expected_tokens
 from paceline.target.control.compared import compare
-from paceline.target.heads.followed import Followed, HeadSubtree, without_nodes
+from paceline.target.heads.followed import Followed
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.session import FAN_OUT, TargetSession
 
 _LEAST_PATH = 0.02
+MOST_LEAVES = 4
+"""Nodes of a session that one depth expands."""
 _NONCES = 1 << 31
 """Draws of heads under the rejection rule use nonces from here, which a draft's own do not share at one length of the
 context."""
 
 
+_IDLE_KEEP = 0.97
+
+
 @dataclass(slots=True)
 class _Offer:
-    """The proposal of a head for the coming round of a session."""
+    """A head that has tokens for the coming round of a session."""
 
     mounted: MountedHead
     followed: Followed
-    proposal: Proposal
-    node_ids: tuple[int, ...]
 
 
 class Asking:
@@ -42,7 +53,7 @@ class Asking:
 
     def forget(self, session: TargetSession) -> None:
         """Takes back what a session was offered."""
-        session.headed, session.head_subtree = Proposal(), None
+        session.headed, session.head_anchor = NO_PROPOSAL, None
         self.close(session.session_id)
 
     def close(self, session_id: str) -> None:
@@ -52,37 +63,45 @@ class Asking:
     def observe(self, session: TargetSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
         """Takes the verdict on a proposal (``Heads.observe``)."""
         offer = self._offers.pop(session.session_id, None)
-        session.headed, session.head_subtree = Proposal(), None
-        if offer is None or proposal.producer is not Producer.HEAD or not len(proposal):
+        session.headed, session.head_anchor = NO_PROPOSAL, None
+        if offer is None:
             return
-        mounted, followed = offer.mounted, offer.followed
-        result, num_accepted = compare(proposal, proposal.along(accepted), Producer.HEAD), len(accepted)
-        followed.hits.add(result.places, result.predicted, result.first, result.any)
-        followed.in_flight = frozenset(offer.node_ids[: len(proposal)])  # of a chain, under the rejection rule
+        mounted, followed, makers = offer.mounted, offer.followed, proposal.makers()
+        path, num_rows = proposal.along(accepted), makers.count(Producer.HEAD)
+        num_used = sum([makers[index] is Producer.HEAD for index in path])
+        if followed.beside is not None and len(proposal):
+            followed.share.add(num_used, followed.missed)
+        result = compare(proposal, path, Producer.HEAD)
+        if result.places:
+            followed.hits.add(result.places, result.predicted, result.first, result.any)
+        if not num_rows:
+            return
+        if followed.rule is Rule.REJECTION:
+            followed.in_flight = frozenset(proposal.node_ids)
         mounted.stats.rounds += 1
-        mounted.stats.rows += len(proposal)
-        mounted.stats.rows_used += num_accepted
-        mounted.accepted += num_accepted
-        mounted.spent_s += row_s
+        mounted.stats.rows += num_rows
+        mounted.stats.rows_used += num_used
+        mounted.accepted += num_used
+        mounted.spent_s += row_s * num_rows / len(proposal)
 
-    def ask(self, mounted: MountedHead, sessions: list[Followed], tokens_per_s: float) -> None:
-        """Expands the anchors of some sessions and the best path below each, depth by depth while that pays."""
-        gate, now = mounted.gate, self._clock()
-        gains = [self._gain(mounted, f) for f in sessions]
-        if gate.adaptive:
-            if gate.pays(sum(max(0.0, gain) for gain in gains), len(sessions), tokens_per_s, first=True):
-                gate.paid()
-            elif not gate.try_anyway(now):
-                for followed in sessions:
-                    followed.hits.fade()
-                return
-            sessions = [f for f, gain in zip(sessions, gains, strict=True) if gain > 0.0 or f.rule is Rule.REJECTION]
+    def ask(
+        self, mounted: MountedHead, alone: list[Followed], beside: list[Followed], tokens_per_s: float, *, trees: bool
+    ) -> None:
+        """Expands the anchors of some sessions and the best nodes below each, depth by depth while that pays.
+
+        Args:
+            mounted: the head.
+            alone: sessions whose draft has nothing.
+            beside: sessions whose draft has tokens.
+            tokens_per_s: that are made now, in all sessions of the step together.
+            trees: siblings may be verified.
+        """
+        gate = mounted.gate
+        sessions = self._worthwhile(mounted, alone, beside, tokens_per_s) if gate.adaptive else [*alone, *beside]
         at = [(f, f.deepest()) for f in sessions]
         at = [(f, node) for f, node in at if not node.expanded and self._wants_more(mounted, f, node)]
-        first = True
-        while at and (
-            first or gate.pays(sum(f.probability(node) for f, node in at), len(at), tokens_per_s, first=False)
-        ):
+        first, width = True, MOST_LEAVES if trees and gate.adaptive else 1
+        while at:
             started, num_leaves = self._clock(), len(at)
             below: list[tuple[Followed, TreeNode]] = []
             while at:
@@ -92,44 +111,65 @@ class Asking:
                     return
             gate.observe_depth(num_leaves, self._clock() - started, first=first)
             mounted.stats.depths += 1
-            at, first = below, False
+            at, first = _next_leaves(mounted, below, width, tokens_per_s), False
         for followed in sessions:
             if mounted.sessions.get(followed.session.session_id) is followed:
                 self._offer(mounted, followed)
 
+    def _worthwhile(
+        self, mounted: MountedHead, alone: list[Followed], beside: list[Followed], tokens_per_s: float
+    ) -> list[Followed]:
+        """The sessions that a head is asked for: all without tokens, then those with a draft's, where either pays."""
+        gate, now = mounted.gate, self._clock()
+        gains = [self._gain(mounted, f) for f in alone]
+        if alone:
+            if gate.pays(sum(max(0.0, gain) for gain in gains), len(alone), tokens_per_s, first=True):
+                gate.alone.paid()
+            elif not gate.alone.try_anyway(now):
+                for followed in alone:
+                    followed.hits.fade()
+                alone, gains = [], []
+        asked = [f for f, gain in zip(alone, gains, strict=True) if gain > 0.0 or f.rule is Rule.REJECTION]
+        if beside:
+            gain = sum([f.join(self._depth(mounted, f)) for f in beside])
+            most = max([self._depth(mounted, f) for f in beside])
+            if gate.pays_beside(gain, len(beside), tokens_per_s, depths=most, others=len(asked)):
+                gate.beside.paid()
+            elif not gate.beside.try_anyway(now):
+                for followed in beside:
+                    followed.share.fade(_IDLE_KEEP)
+                return asked
+        return asked + beside
+
+    def _depth(self, mounted: MountedHead, followed: Followed) -> int:
+        return min(mounted.num_tokens, followed.session.max_draft())
+
     def _wants_more(self, mounted: MountedHead, followed: Followed, node: TreeNode) -> bool:
         """True if tokens below a node may be proposed, and are not too unlikely to be. Rejection rule: whatever they
         are."""
-        depth = node.position - followed.tree.anchor.position
-        if depth >= min(mounted.num_tokens, followed.session.max_draft()):
+        if node.position - followed.tree.anchor.position >= self._depth(mounted, followed):
             return False
         blind = followed.rule is Rule.REJECTION or not mounted.gate.adaptive
         return blind or followed.probability(node) >= _LEAST_PATH
 
     def _gain(self, mounted: MountedHead, followed: Followed) -> float:
         """Tokens that a proposal of the head is expected to bring beyond the one that is there without it."""
-        session = followed.session
-        depth = min(mounted.num_tokens, session.max_draft())
+        session, depth = followed.session, self._depth(mounted, followed)
         return expected_tokens([followed.hits.rate()] * depth) - expected_tokens(session.looked_up(session.k).probs)
 
     def _offer(self, mounted: MountedHead, followed: Followed) -> None:
         session = followed.session
-        path = followed.tree.proposal(min(mounted.num_tokens, session.max_draft()))
+        path = followed.tree.proposal(self._depth(mounted, followed))
         if len(path):
-            proposal = without_nodes(path)
-            session.headed, session.head_hits = proposal, followed.hits
+            session.headed, session.head_hits = path, followed.hits
             session.head_depth = mounted.num_tokens
-            session.head_subtree = None
-            if followed.rule is not Rule.REJECTION:
-                most = min(mounted.num_tokens, session.max_draft())
-                factors = (followed.hits.correction(),) * len(Producer)
-                session.head_subtree = HeadSubtree(followed.tree.anchor, most, factors)
-            self._offers[session.session_id] = _Offer(mounted, followed, proposal, path.node_ids)
+            session.head_anchor = None if followed.rule is Rule.REJECTION else followed.tree.anchor
+            self._offers[session.session_id] = _Offer(mounted, followed)
 
     def _expand(
         self, mounted: MountedHead, batch: Sequence[tuple[Followed, TreeNode]]
     ) -> list[tuple[Followed, TreeNode]]:
-        """Expands one node of each session: the likeliest new node of each that has one."""
+        """Expands some nodes; returns the new ones that may be expanded next, likeliest of each parent first."""
         leaves = []
         for followed, node in batch:
             path = followed.path(node)
@@ -164,10 +204,29 @@ class Asking:
                 if best is not None:
                     further.append((leaf, (followed, best)))
             at = further
-        return [item for _, item in at]
+        if mounted.head.tokens_per_leaf > 1:
+            return [item for _, item in at]
+        return [(f, child) for f, node in batch for child in sorted(node.children.values(), key=lambda c: c.rank)]
 
     def _ranking_row(self, followed: Followed, node: TreeNode) -> RankingRow:
         path = tuple(n.token_id for n in followed.path(node))
         fan_out = 1 if followed.rule is Rule.REJECTION else FAN_OUT
         nonce = _NONCES | followed.session.num_tokens
         return RankingRow(Row(followed.session.sampler, path), followed.rule, fan_out, nonce=nonce)
+
+
+def _next_leaves(
+    mounted: MountedHead, below: list[tuple[Followed, TreeNode]], width: int, tokens_per_s: float
+) -> list[tuple[Followed, TreeNode]]:
+    """The nodes that the next depth expands: at most ``width`` of each session, the most likely to bring a token, and
+    only as many as are expected to bring more than is made otherwise in their time."""
+    of_session: dict[int, list[tuple[float, Followed, TreeNode]]] = {}
+    for followed, node in below:
+        if width > 1 and followed.rule is not Rule.REJECTION:
+            of_session.setdefault(id(followed), []).append((followed.worth(node), followed, node))
+        elif node.parent is not None and node.parent.best is node:
+            of_session.setdefault(id(followed), []).append((followed.probability(node), followed, node))
+    leaves = [leaf for found in of_session.values() for leaf in sorted(found, key=itemgetter(0), reverse=True)[:width]]
+    num_best = mounted.gate.most_leaves([worth for worth, _, _ in leaves], tokens_per_s)
+    leaves.sort(key=itemgetter(0), reverse=True)
+    return [(followed, node) for _, followed, node in leaves[:num_best]]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import Proposal
 from paceline.drafters.calibration import Calibration
 from paceline.drafters.protocol import FATAL, DrafterSessionError, Features, Head, Rider
@@ -14,7 +15,7 @@ from paceline.drafters.ranking import Rule
 from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.head_gate import HeadGate
-from paceline.target.heads.followed import Followed, rule_of
+from paceline.target.heads.followed import SHARE_KEEP, SHARE_WEIGHT, Followed, rule_of
 from paceline.target.session import FAN_OUT, TargetSession
 from paceline.types import PAGE_SIZE
 
@@ -26,11 +27,11 @@ class HeadStats:
     """Counted events of one head since the engine started."""
 
     rounds: int = 0
-    """Rounds with a proposal of this head."""
+    """Rounds with tokens of this head that the session's draft had not."""
     rows: int = 0
-    """Tokens of these proposals."""
+    """Such tokens."""
     rows_used: int = 0
-    """Tokens of these proposals that were accepted."""
+    """Such tokens that were accepted."""
     depths: int = 0
     """Calls of ``expand``: one for each depth of a step."""
     seconds: float = 0.0
@@ -60,6 +61,8 @@ class MountedHead:
         self.gate = HeadGate()
         self.coupled, self.rejection = AcceptanceHistory(), AcceptanceHistory()
         """Acceptance of its tokens in all sessions, by rule."""
+        self.share = DecayingRatio(SHARE_KEEP, SHARE_WEIGHT)
+        """What it brings beside drafts (``Followed.share``)."""
         self.calibrations = {rule: Calibration(FAN_OUT) for rule in Rule}
         self.sessions: dict[str, Followed] = {}
         self.failure = ""
@@ -123,7 +126,7 @@ class MountedHead:
             return
         acceptance = self.rejection if session.rejection else self.coupled
         calibration = self.calibrations[rule_of(session)]
-        self.sessions[session.session_id] = Followed(session, vocab_size, calibration, acceptance)
+        self.sessions[session.session_id] = Followed(session, vocab_size, calibration, acceptance, self.share)
         self.prefilling.add(session.session_id)
 
     def outgrown(self, session: TargetSession) -> bool:

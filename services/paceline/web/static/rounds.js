@@ -3,11 +3,12 @@
 const KEPT_TREES = 200;
 export const MISSES = ["token", "k", "late", "draft_down"];
 
-/** Who proposed a token of a round. */
-export function originOf(round, drafted) {
+/** Who proposed a text of a round; `index`: of how many accepted ones it comes behind. The draft's come first. */
+export function originOf(round, drafted, index) {
   if (!drafted) return "target";
-  if (round?.lookup) return "lookup";
-  return round?.head ? "head" : "draft";
+  const { accepted = 0, head_accepted: headed = 0, lookup_accepted: lookedUp = 0 } = round ?? {};
+  if (headed + lookedUp === 0 || index < accepted - headed - lookedUp) return "draft";
+  return index < accepted - lookedUp ? "head" : "lookup";
 }
 
 /** A copy of the draft's tree, which walks along the decided tokens as the target's does. */
@@ -73,7 +74,10 @@ export class Rounds {
   /** Takes a choice of an event; returns the text pieces `{text, origin}` that it adds. */
   take(choice) {
     const { round, trace, segments = [] } = choice.speculation ?? {};
-    const pieces = segments.map(({ text, drafted }) => ({ text, origin: originOf(round, drafted) }));
+    let index = 0;
+    const pieces = segments.map(({ text, drafted }) => {
+      return { text, origin: originOf(round, drafted, drafted ? index++ : 0) };
+    });
     const tokens = choice.token_ids ?? [];
     if (round) this.add(round, trace, tokens, pieces);
     this.tokens.push(...tokens);

@@ -1,0 +1,209 @@
+"""A draft, a head of the target, and both on one verification tree, under a virtual clock.
+
+    python benchmarks/merged_trees.py > benchmarks/results/merged-trees.txt
+
+Models, engines, trees and policies are those of production; only time is not (`simulate.py`). A step of the target
+lasts one unit up to `--free-rows` rows and in proportion beyond, so rows are free up to there; a tree step of the draft
+lasts `--draft-step` units beside it, a call of the head `--head-step` units before it. One session at a time; the first
+`--warm-up` texts do not count. Each text must be that of the first way.
+
+    draft           the draft alone, siblings of its own included
+    head            the head alone
+    head, path      the same, one path of the head and the tokens beside it
+    backup          both; the head is asked where the draft has nothing
+    merged          both; the head is also asked beside the draft's tokens, where that is expected to pay
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+import simulate
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.cli.table import table
+from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.model.loading import LoadedModel, load_pretrained, prepare
+from paceline.router.session import Session
+from paceline.target.engine import TargetEngine
+from paceline.target.heads import asking
+from paceline.target.heads.driver import Heads
+from paceline.target.heads.mounted import MountedHead
+from paceline.target.mount import features_of, load_heads, open_heads
+from paceline.types import SamplingParams, SpeculationParams
+from paceline_bench.prompts import Prompt, held_out_prompts
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row of the table."""
+
+    name: str
+    head: str = ""
+    draft: bool = True
+    leaves: int = asking.MOST_LEAVES
+    joins: bool = True
+
+
+def ways(heads: Sequence[str]) -> Iterator[Way]:
+    """The draft alone, then each head in all ways."""
+    yield Way("draft")
+    for head in heads:
+        yield Way(head, head, draft=False)
+        yield Way(f"{head}, path", head, draft=False, leaves=1)
+        yield Way(f"{head}, backup", head, joins=False)
+        yield Way(f"{head}, merged", head)
+
+
+class TimedHead:
+    """A head each of whose calls takes some units. Everything else is the head's."""
+
+    def __init__(self, head: Any, clock: simulate.Clock, units: float) -> None:
+        self._head, self._clock, self._seconds = head, clock, units * simulate.UNIT_S
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def expand(self, leaves: Any) -> Any:
+        self._clock.now_s += self._seconds
+        return self._head.expand(leaves)
+
+    def feed(self, fed: Any) -> None:
+        self._clock.now_s += self._seconds
+        self._head.feed(fed)
+
+
+@contextmanager
+def limited(way: Way) -> Iterator[None]:
+    """What a way leaves out."""
+    with mock.patch.object(asking, "MOST_LEAVES", way.leaves):
+        if way.joins:
+            yield
+            return
+        with mock.patch.object(Heads, "_may_join", return_value=False):
+            yield
+
+
+def mounted(way: Way, target: LoadedModel, checkpoint: Checkpoint, clock: simulate.Clock, units: float, k: int) -> Any:
+    """The head of a way, if it has one."""
+    if not way.head:
+        return []
+    options = HeadOptions(method=way.head, model=f"paceline/embedded-{way.head}", num_speculative_tokens=k, probe=False)
+    setup = TargetSetup(str(TARGET_DIR), TargetOptions(dtype="float32", device="cpu", heads=[options]))
+    (found,) = load_heads(setup, open_heads(setup, checkpoint), checkpoint, target, None)
+    return [MountedHead(found.name, TimedHead(found.head, clock, units), num_tokens=found.num_tokens)]  # type: ignore[arg-type]
+
+
+def measure(
+    options: argparse.Namespace,
+    way: Way,
+    models: dict[str, LoadedModel],
+    checkpoint: Checkpoint,
+    prompts: Sequence[Prompt],
+    temperature: float,
+) -> tuple[list[list[int]], tuple[str, ...]]:
+    """The texts of a way, and its row of the table."""
+    clock = simulate.Clock()
+    target = models[way.head or "target"]
+    heads = mounted(way, target, checkpoint, clock, options.head_step, options.head_tokens)
+    simulation = simulate.Simulation(
+        target,
+        models["draft"],
+        draft_step=options.draft_step,
+        max_leaves=16,
+        tree_budget=256,
+        fan_out=6,
+        cost=lambda num_rows: max(1.0, num_rows / options.free_rows),
+        heads=heads,
+        clock=clock,
+    )
+    engine, texts, num_tokens, units = simulation._target, [], 0, 0.0
+    engine.calibrate()
+    speculation, before = SpeculationParams(max_draft_tokens=options.draft_tokens), counts(engine)
+    with limited(way):
+        for index, prompt in enumerate(prompts):
+            sampling = SamplingParams(
+                max_tokens=options.max_tokens, temperature=temperature, seed=index, ignore_eos=True
+            )
+            session = Session(f"s{index}", prompt.token_ids, sampling, speculation, decode=lambda _: "")
+            tokens, first, took = simulation.run(session, draft_available=way.draft)
+            texts.append(tokens)
+            if index + 1 == options.warm_up:
+                before = counts(engine)
+            if index >= options.warm_up:
+                num_tokens, units = num_tokens + len(tokens) - first, units + took
+    rounds, rows, calls, *used = (now - then for now, then in zip(counts(engine), before, strict=True))
+    steps = rounds - len(prompts) + options.warm_up
+    shares = (f"{each / steps:.2f}" for each in used)
+    figures = f"{num_tokens / units:.3f}", f"{num_tokens / steps:.3f}", f"{rows / steps:.1f}"
+    return texts, (way.name, *figures, *shares, f"{calls / steps:.2f}")
+
+
+def counts(engine: TargetEngine) -> tuple[int, ...]:
+    """Rounds, rows of proposals, calls of heads, and accepted tokens of the draft, of heads, of lookups."""
+    stats = engine.stats
+    rows = stats.draft_rows + stats.head_rows + stats.lookup_rows
+    calls = sum(each.stats.depths for each in engine.heads.mounted)
+    return stats.rounds, rows, calls, stats.nodes_used, stats.head_rows_used, stats.lookup_rows_used
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--free-rows", type=int, default=16, help="of a step (default 16)")
+    parser.add_argument("--draft-step", type=float, default=0.2, help="in steps of the target (default 0.2)")
+    parser.add_argument("--head-step", type=float, default=0.03, help="in steps of the target (default 0.03)")
+    parser.add_argument("--draft-tokens", type=int, default=8, help="K (default 8)")
+    parser.add_argument("--head-tokens", type=int, default=4, help="of a head (default 4)")
+    parser.add_argument("--heads", nargs="*", default=["mtp", "eagle3"], choices=["mtp", "eagle3"])
+    parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    checkpoint = Checkpoint.open(str(TARGET_DIR))
+    prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), options.prompts)
+    models = {
+        name: prepare(load_pretrained(Checkpoint.open(str(path)), torch.float32), compile=False)
+        for name, path in (("target", TARGET_DIR), ("draft", DRAFT_DIR))
+    }
+    for head in options.heads:
+        setup = TargetSetup(
+            str(TARGET_DIR),
+            TargetOptions(heads=[HeadOptions(method=head, model=f"paceline/embedded-{head}", probe=False)]),
+        )
+        features = features_of(open_heads(setup, checkpoint))
+        models[head] = prepare(load_pretrained(checkpoint, torch.float32), compile=False, features=features)
+    given = vars(options)
+    print(", ".join(f"{name.replace('_', ' ')} {given[name]}" for name in given))
+    for temperature in options.temperatures:
+        columns = (
+            "tokens/unit",
+            "tokens/step",
+            "rows/step",
+            "of the draft",
+            "of the head",
+            "looked up",
+            "head calls/step",
+        )
+        rows: list[tuple[str, ...]] = [(f"temperature {temperature:g}", *columns)]
+        texts: list[list[int]] | None = None
+        for way in ways(options.heads):
+            found, row = measure(options, way, models, checkpoint, prompts, temperature)
+            texts = texts or found
+            assert found == texts, f"{way.name}: another text than the first way's"
+            rows.append(row)
+        print("", *table(rows), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
