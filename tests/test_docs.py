@@ -185,7 +185,8 @@ def exists(name: str) -> bool:
     """True if a dotted name is a module of ours, something that a module defines or imports, in a .proto file, or an
     attribute of a span."""
     parts = name.split(".")
-    if f'"{name}"' in (SERVICES / "paceline" / "metrics" / "tracing.py").read_text(encoding="utf-8"):
+    metrics = SERVICES / "paceline" / "metrics"
+    if any(f'"{name}"' in path.read_text(encoding="utf-8") for path in metrics.glob("*tracing.py")):
         return True
     if parts[:2] == ["paceline", "v1"]:
         protos = "".join(path.read_text() for path in (ROOT / "protos").rglob("*.proto"))

@@ -96,6 +96,8 @@ class OpenSession:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str = field(default="", repr=False)
     """Sessions of different salts share nothing."""
+    traceparent: str = ""
+    """W3C trace context of the request's span, below which the engine's spans are; empty if it is not traced."""
 
 
 @record

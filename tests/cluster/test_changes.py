@@ -42,6 +42,7 @@ def outcomes(*overrides, before=()):
             {"Router": "replaced", TARGET: "replaced", DRAFT: "replaced", "Monitor": "changed in place"},
         ),
         ("router_config.max_queued_requests=7", {"Router": "replaced"}),
+        ("tracing={sample_ratio: 0.5}", {"Router": "replaced", TARGET: "replaced", DRAFT: "replaced"}),
         ("target_config.deployment_config.num_replicas=3", {TARGET: "resized"}),
         ("target_config.deployment_config.graceful_shutdown_timeout_s=7", {TARGET: "changed in place"}),
         ("target_config.deployment_config.ray_actor_options.num_cpus=2", {TARGET: "replaced"}),

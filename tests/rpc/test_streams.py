@@ -59,6 +59,8 @@ from paceline.rpc.streams import MAX_STEP_S
 from paceline.types import MAX_DRAFT_TOKENS, FinishReason, ReplicaStatus, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +83,7 @@ def opens(draw):
         draw(speculation_params),
         draw(tokens),
         draw(st.text(max_size=9)),
+        draw(st.sampled_from(["", TRACEPARENT])),
     )
 
 
@@ -205,6 +208,14 @@ def test_a_replica_is_told_every_parameter():
     said = {field.name for message in (proto.sampling, proto.speculation) for field, _ in message.ListFields()}
     collections = {"logit_bias", "bad_words", "stop_token_ids", "structured_output"}  # an empty one is the default
     assert said == {*SamplingParams.model_fields, *SpeculationParams.model_fields} - collections
+
+
+def test_a_request_without_a_trace_carries_no_field_for_it():
+    start = OpenSession("s", 0, (1,), 1, 5, SamplingParams(seed=5), SpeculationParams())
+    for encode in (wire.encode_to_target, wire.encode_to_draft):
+        for traceparent in ("", TRACEPARENT):
+            (command,) = encode([replace(start, traceparent=traceparent)]).commands
+            assert command.open_session.HasField("traceparent") == bool(traceparent)
 
 
 def test_text_that_utf8_cannot_carry_does_not_stop_a_batch():

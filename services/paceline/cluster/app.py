@@ -80,7 +80,7 @@ def build_target_deployment(
     configured ones.
     """
     options = config.target_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
-    needs = (config.target_config, config.internal_tls)
+    needs = (config.target_config, config.internal_tls, config.tracing)
     model_id = config.target_config.model_loading_config.model_id
     name = name_prefix + deployment_name(model_id)
     return cast(
@@ -90,6 +90,7 @@ def build_target_deployment(
             model=model_id,
             log_config=config.log,
             internal_tls=config.internal_tls,
+            tracing=config.tracing,
             **(bind_kwargs or {}),
         ),
     )
@@ -112,7 +113,13 @@ def build_draft_deployment(
         raise ConfigError("draft_config is null: there is no draft to deploy")
     options = config.draft_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
     target = config.target_config
-    needs = (config.draft_config, target.model_loading_config, target.engine_kwargs, config.internal_tls)
+    needs = (
+        config.draft_config,
+        target.model_loading_config,
+        target.engine_kwargs,
+        config.internal_tls,
+        config.tracing,
+    )
     model = draft_name(config.draft_config)
     pools = (target, config.draft_config) if isinstance(config.draft_config, ModelDraftConfig) else ()
     tokenizers = [(pool.model_loading_config.tokenizer, pool.engine_kwargs.trust_remote_code) for pool in pools]
@@ -123,6 +130,7 @@ def build_draft_deployment(
             model=model,
             log_config=config.log,
             internal_tls=config.internal_tls,
+            tracing=config.tracing,
             tokenizers=tokenizers,
             **(bind_kwargs or {}),
         ),

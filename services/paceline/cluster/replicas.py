@@ -29,13 +29,16 @@ from paceline.config import (
     InternalTls,
     LogConfig,
     TargetSetup,
+    TracingConfig,
     apply_worker_environment,
 )
 from paceline.fleet.follow import WANTED, WANTED_AT
 from paceline.fleet.monitor import Monitor
 from paceline.fleet.report import Report, Reporter
+from paceline.metrics.engine_tracing import EngineSpans
 from paceline.metrics.registry import Registry
 from paceline.metrics.replica import ReplicaMetrics
+from paceline.metrics.tracing import Tracing
 from paceline.runtime.cores import CoreClaim
 from paceline.runtime.server import engine_server
 from paceline.security.certificates import CertificateFiles, Certificates
@@ -165,6 +168,7 @@ class EngineDeployment:
         log_config: LogConfig,
         tokenizers: Sequence[tuple[str, bool]] = (),
         internal_tls: InternalTls | None = None,
+        tracing: TracingConfig | None = None,
         monitor: DeploymentHandle | None = None,
     ) -> None:
         """Builds the engine; returns when it is ready. Raises ConfigError or EngineError.
@@ -181,6 +185,9 @@ class EngineDeployment:
         self._node = ray.util.get_node_ip_address()
         threads = getattr(setup.options, "cpu_threads", 1)
         self._claim = CoreClaim.take(count=threads) if self._runs_on_cpu() else None
+        self._tracing = None
+        if tracing is not None:
+            self._tracing = Tracing.open(model, instance_id=self._replica_id, **tracing.arguments)
         registry = Registry(self._replica_id, mirror=True)
         self._metrics = ReplicaMetrics(registry)
         self._reporter = Reporter(self._replica_id, self.kind, registry)
@@ -209,6 +216,7 @@ class EngineDeployment:
                 model=model,
                 cores=() if self._claim is None else self._claim.cores,
                 ranks=actor_ranks(setup, self._replica_id, self._node, log_config),
+                observer=None if self._tracing is None else EngineSpans(self._tracing, self.kind, self._replica_id),
             )
             await self._server.start()
             self._host = self._server.host
@@ -273,6 +281,8 @@ class EngineDeployment:
         if self._pusher is not None:
             await self._pusher.stop()
         await self._server.stop()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         if self._claim is not None:
             self._claim.release()
 

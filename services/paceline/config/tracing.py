@@ -24,7 +24,7 @@ class TracingConfig(Strict):
     """Share of the requests that are traced where the caller has not decided. None: as OTEL_TRACES_SAMPLER says, which
     is all by default."""
     first_rounds: int = Field(default=8, ge=0)
-    """The first rounds after the prefill of a request have a span each."""
+    """The first rounds after the prefill have a span each: of a request, and of its session on each replica."""
     round_every: int = Field(default=0, ge=0)
     """Later, one round of so many has a span. 0: none."""
 

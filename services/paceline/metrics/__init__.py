@@ -7,7 +7,7 @@ Events are counted here; rates are derived by whoever reads.
     declaration, catalogue, engines   names, labels, units
     registry, mirror                  the metrics of one process (prometheus_client), mirrored to Ray's exporter
     router, replica                   the events of a router and of a replica
-    tracing                           the same events as spans, for OpenTelemetry
+    tracing, engine_tracing           the same events as spans, for OpenTelemetry
 
 The numbers of a process reach the fleet's sums as ``Registry.samples()`` (``fleet/monitor.py``). This package knows
 neither sessions nor sockets.

@@ -5,6 +5,8 @@
              ├─ round ...    one target step each, for as many rounds as are asked for
              └─ migration    from the loss of its target to the first tokens of another
 
+Those of the replicas that serve it are below it too (``engine_tracing.py``).
+
 A service without traces has no ``Tracing``, and a request that is not sampled no ``RequestSpans``: both are None, and
 nothing of OpenTelemetry is imported or called. Spans are sent by a thread of the SDK, which drops what a collector does
 not take in time. No prompt, text, token, stop string or error message becomes part of a span.
@@ -22,6 +24,7 @@ from paceline.errors import ConfigError
 from paceline.types import Cause, FinishReason, Request, Result, Round
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
@@ -42,7 +45,7 @@ def trace_headers(headers: Iterable[tuple[str, str | bytes]]) -> tuple[tuple[str
 
 
 class Tracing:
-    """Makes the spans of requests. One for each process that takes requests."""
+    """Makes the spans of requests, and carries their context. One for each process that makes spans."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Tracing:
         """
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider, self._exporter, self._model_id = provider, exporter, model_id
+        self._provider, self._exporter, self.model_id = provider, exporter, model_id
         self._first_rounds, self._round_every = first_rounds, round_every
         self._propagator = TraceContextTextMapPropagator()
         self.tracer = provider.get_tracer("paceline", __version__)
@@ -123,15 +126,29 @@ class Tracing:
         for name, value in request.trace_headers:
             carrier.setdefault(name, []).append(value)
         parent = self._propagator.extract(carrier, Context())
-        clock = _Clock()
+        clock = Clock()
         span = self.tracer.start_span(
-            f"text_completion {self._model_id}",
+            f"text_completion {self.model_id}",
             parent,
             SpanKind.SERVER,
-            _request_attributes(request, self._model_id),
+            _request_attributes(request, self.model_id),
             start_time=clock.now_ns(),
         )
         return RequestSpans(self, span, clock) if span.is_recording() else None
+
+    def context(self, traceparent: str) -> Context | None:
+        """The context of a span of another process, by its ``traceparent``; None: it is malformed."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import get_current_span
+
+        context = self._propagator.extract({"traceparent": traceparent}, Context())
+        return context if get_current_span(context).get_span_context().is_valid else None
+
+    def traceparent(self, context: Context) -> str:
+        """The ``traceparent`` by which another process continues below the span of a context."""
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, context)
+        return carrier["traceparent"]
 
     def has_span(self, index: int) -> bool:
         """True if this round of a request gets a span; that of its prefill is round 0."""
@@ -149,11 +166,13 @@ class Tracing:
 class RequestSpans:
     """The spans of one request that is sampled. Its owner calls one method per event, one thread at a time."""
 
-    def __init__(self, tracing: Tracing, span: Span, clock: _Clock) -> None:
+    def __init__(self, tracing: Tracing, span: Span, clock: Clock) -> None:
         from opentelemetry.trace import set_span_in_context
 
         self._tracing, self._span, self._clock = tracing, span, clock
         self._context = set_span_in_context(span)
+        self.traceparent = tracing.traceparent(self._context)
+        """Context of the request's span, for those who make spans below it."""
         self._last_ns = clock.now_ns()
         self._num_rounds = 0
         self._lost_ns: int | None = None
@@ -182,16 +201,7 @@ class RequestSpans:
             self._end_phase(now)
         elif self._tracing.has_span(index):
             span = self._child("round", self._last_ns)
-            span.set_attributes(
-                {
-                    "paceline.round.index": index,
-                    "paceline.round.tokens": num_tokens,
-                    "paceline.round.drafted": stats.num_drafted,
-                    "paceline.round.accepted": stats.num_accepted,
-                    "paceline.round.hit": stats.cause is Cause.HIT,
-                    "paceline.round.cause": stats.cause.value,
-                }
-            )
+            span.set_attributes(round_attributes(index, stats, num_tokens))
             span.end(now)
         self._last_ns = now
 
@@ -246,14 +256,19 @@ class RequestSpans:
             self._moving = None
 
 
-class _Clock:
+class Clock:
     """The time of day in nanoseconds since 1970, which never goes back within one request."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
     def now_ns(self) -> int:
-        return self._offset_ns + time.perf_counter_ns()
+        """The time now."""
+        return self.at(time.perf_counter_ns())
+
+    def at(self, counter_ns: int) -> int:
+        """The time at which ``time.perf_counter_ns`` was this."""
+        return self._offset_ns + counter_ns
 
 
 def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
@@ -268,6 +283,18 @@ def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
 
 
 _Attribute = str | bool | int | float | list[str]
+
+
+def round_attributes(index: int, stats: Round, num_tokens: int) -> dict[str, str | bool | int]:
+    """The figures of a round that decided ``num_tokens`` tokens."""
+    return {
+        "paceline.round.index": index,
+        "paceline.round.tokens": num_tokens,
+        "paceline.round.drafted": stats.num_drafted,
+        "paceline.round.accepted": stats.num_accepted,
+        "paceline.round.hit": stats.cause is Cause.HIT,
+        "paceline.round.cause": stats.cause.value,
+    }
 
 
 def _request_attributes(request: Request, model_id: str) -> dict[str, _Attribute]:

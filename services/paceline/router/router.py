@@ -159,7 +159,8 @@ class Router:
             DeadlineExceededError: the request took longer than ``request_timeout_s``.
         """
         active = await self._enter(request)
-        active.spans = spans
+        if spans is not None:
+            active.spans, active.session.traceparent = spans, spans.traceparent
         try:
             if active.session.result is not None:  # it lacked no more than its end, or was cancelled
                 active.result = active.session.result

@@ -150,6 +150,8 @@ class Session:
         self.draft_available = False
         """True while the session is open on a draft."""
         self.result: Result | None = None
+        self.traceparent = ""
+        """W3C trace context of the request's span, for the engines that serve the session; empty if it has none."""
 
         self._prompt = tuple(prompt_token_ids)
         self._history = [*prompt_token_ids, *generated_token_ids]  # the prompt and all that the target has decided
@@ -573,6 +575,7 @@ class Session:
             speculation=self.speculation,
             eos_token_ids=self._eos_token_ids,
             cache_salt=self._cache_salt,
+            traceparent=self.traceparent,
         )
 
 

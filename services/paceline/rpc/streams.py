@@ -204,6 +204,8 @@ def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
     proto.speculation.CopyFrom(speculation_to_proto(message.speculation, SpeculationParams.model_fields))
     proto.eos_token_ids.extend(message.eos_token_ids)
     proto.cache_salt = message.cache_salt
+    if message.traceparent:
+        proto.traceparent = message.traceparent
 
 
 def _read_open(proto: types_pb2.OpenSession) -> OpenSession | None:
@@ -227,6 +229,7 @@ def _read_open(proto: types_pb2.OpenSession) -> OpenSession | None:
         speculation=speculation,
         eos_token_ids=tuple(proto.eos_token_ids[:]),
         cache_salt=proto.cache_salt,
+        traceparent=proto.traceparent,
     )
 
 

@@ -61,6 +61,26 @@ class Describe(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Watches an engine at its work, in the engine's thread."""
+
+    def received(self, messages: Sequence[ToEngine]) -> None:
+        """The engine is about to take messages."""
+        ...
+
+    def stepping(self, engine: Any) -> None:
+        """The engine is about to do a step."""
+        ...
+
+    def sent(self, messages: Sequence[FromTarget | FromDraft]) -> None:
+        """The engine sends messages."""
+        ...
+
+    def closed(self) -> None:
+        """The engine has ended."""
+        ...
+
+
 class Stream(Generic[Out]):
     """Messages that wait to be written to one router. Owned by the event loop."""
 
@@ -114,14 +134,19 @@ class _Watched:
     """An engine that notes when its step in progress began. The note is read by other threads."""
 
     engine: Engine[ToEngine]
+    observer: Observer | None
     busy_since: float | None = None
 
     def receive(self, messages: Sequence[ToEngine]) -> None:
         self.busy_since = time.monotonic()
+        if self.observer is not None:
+            self.observer.received(messages)
         self.engine.receive(messages)
 
     def step(self) -> bool:
         self.busy_since = time.monotonic()
+        if self.observer is not None:
+            self.observer.stepping(self.engine)
         worked = self.engine.step()
         if not worked:
             self.busy_since = None
@@ -131,6 +156,8 @@ class _Watched:
         return self.engine.wait_s()
 
     def close(self) -> None:
+        if self.observer is not None:
+            self.observer.closed()
         self.engine.close()
 
 
@@ -153,19 +180,21 @@ class EngineHost(Generic[Out]):
         node: str = "",
         cores: Sequence[int] = (),
         followers: Sequence[MakeFollower] = (),
+        observer: Observer | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """Takes what makes the engine, without building it.
 
         ``max_sessions``: sessions that the engine serves concurrently without queueing. ``cores``: to pin its
-        threads to. ``followers`` make the workers of the engine's other ranks.
+        threads to. ``followers`` make the workers of the engine's other ranks. ``observer`` is told what the engine
+        does.
         """
         self.kind = kind
         self.num_foreign = 0
         """Messages for sessions that the sender had not opened here, or that had ended."""
         self.num_malformed = 0
         """Messages that could not be read."""
-        self._factory, self._describe = factory, describe
+        self._factory, self._describe, self._observer = factory, describe, observer
         self._heartbeat_s = heartbeat_s
         self._engine: _Watched | None = None
         self._worker = ranked_worker(
@@ -297,12 +326,14 @@ class EngineHost(Generic[Out]):
 
     def _build(self, emit: Emit[Out]) -> Engine[ToEngine]:
         engine = self._factory(emit)
-        self._engine = _Watched(engine)
+        self._engine = _Watched(engine, self._observer)
         return self._engine
 
     def _on_messages(self, messages: Sequence[Out]) -> None:
         """Called in the engine's thread."""
         assert self._loop is not None
+        if self._observer is not None:
+            self._observer.sent(messages)
         with contextlib.suppress(RuntimeError):  # the loop has been closed: no stream is left
             self._loop.call_soon_threadsafe(self._route, messages)
 

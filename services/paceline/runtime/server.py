@@ -16,7 +16,7 @@ from paceline.errors import EngineError
 from paceline.rpc import streams
 from paceline.rpc.transport import start_server
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.host import Decode, Describe, Encode, EngineHost
+from paceline.runtime.host import Decode, Describe, Encode, EngineHost, Observer
 from paceline.runtime.ranks import MakeFollower, process_ranks
 from paceline.security.certificates import Certificates
 from paceline.target.control.report import ControlReport
@@ -106,10 +106,12 @@ def engine_server(
     node: str = "",
     cores: Sequence[int] = (),
     ranks: tuple[Rendezvous | None, Sequence[MakeFollower]] | None = None,
+    observer: Observer | None = None,
 ) -> EngineServer:
     """Makes a target or draft replica, not started yet. ``cores``: to pin the engine's threads to.
 
     ``ranks``: where they meet, and makers of all but the first. None: processes of this host, if there are several.
+    ``observer`` is told what the engine does.
     """
     rendezvous, followers = ranks or process_ranks(setup)
     spec = EngineSpec(setup, rendezvous)
@@ -123,6 +125,7 @@ def engine_server(
         node=node,
         cores=cores,
         followers=followers,
+        observer=observer,
     )
     return EngineServer(host, bind=bind, token=token, certificates=certificates)
 

@@ -152,6 +152,10 @@ class TargetEngine:
         """Number of open sessions that wait for room."""
         return len(self._scheduler.waiting)
 
+    def is_waiting(self, session_id: str) -> bool:
+        """True if an open session waits for room, for the first time or again."""
+        return any(session.session_id == session_id for session in self._scheduler.waiting)
+
     def receive(self, messages: Sequence[OpenSession | Nodes | CloseSession | DraftState]) -> None:
         """Takes messages; those for unknown sessions or other epochs are dropped and counted."""
         for message in messages:

@@ -688,6 +688,7 @@ class OpenSession(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     epoch: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -698,6 +699,8 @@ class OpenSession(_message.Message):
     """
     cache_salt: _builtins.str
     """Sessions of different salts share nothing."""
+    traceparent: _builtins.str
+    """Of the request's span, as W3C's header of this name, if the request is traced: spans of the replica are below it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The context: the prompt, and when re-opened what has been emitted since. At least one token."""
@@ -722,12 +725,15 @@ class OpenSession(_message.Message):
         speculation: Global___SpeculationOptions | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cache_salt: _builtins.str = ...,
+        traceparent: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "sampling", b"sampling", "speculation", b"speculation", "traceparent", b"traceparent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "speculation", b"speculation", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__traceparent: _TypeAlias = _typing.Literal["traceparent"]  # noqa: Y015
+    _WhichOneofArgType__traceparent: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__traceparent) -> _WhichOneofReturnType__traceparent | None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 

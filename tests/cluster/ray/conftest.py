@@ -51,7 +51,7 @@ class App:
     config: dict
     pair: Path
     exported: list
-    """Messages that routers have sent to the collector of traces."""
+    """Messages that routers and replicas have sent to the collector of traces."""
 
     TARGET = "Target:tests--target_v1"
     DRAFT = "Draft:tests--draft"

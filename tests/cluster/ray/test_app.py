@@ -377,20 +377,31 @@ def test_requests_leave_traces_below_their_callers(app):
                 model="tests/target.v1", prompt="thequick", max_tokens=8, extra_headers=by_http
             )
 
-        def arrived():
-            return {span.trace_id.hex() for span in sent() if span.parent_span_id.hex() in callers.values()}
+        wanted = {(trace, name) for trace in callers for name in ("text_completion tests/target.v1", "target", "draft")}
 
-        await until(lambda: arrived() == callers.keys(), what="both requests have told their traces")
+        def arrived():
+            return {(span.trace_id.hex(), span.name) for span in sent()}
+
+        await until(lambda: arrived() >= wanted, what="routers and replicas have told the traces of both requests")
 
     finish(run())
-    requests = {span.span_id: span for span in sent() if span.name == "text_completion tests/target.v1"}
+    spans = sent()
+    requests = {span.span_id: span for span in spans if span.name == "text_completion tests/target.v1"}
     assert {span.trace_id.hex(): span.parent_span_id.hex() for span in requests.values()} == callers
-    below = [
-        (requests[span.parent_span_id].trace_id.hex(), span.name)
-        for span in sent()
-        if span.name in ("queue", "prefill")
-    ]
-    assert sorted(below) == sorted((trace, name) for trace in callers for name in ("queue", "prefill"))
+    named = ("queue", "prefill", "target", "draft")
+    below = [(span.trace_id.hex(), span.name) for span in spans if span.parent_span_id in requests]
+    assert sorted(pair for pair in below if pair[1] in named) == sorted((t, name) for t in callers for name in named)
+    replicas = {span.span_id: span.name for span in spans if span.name in ("target", "draft")}
+    inside = {(replicas[span.parent_span_id], span.name) for span in spans if span.parent_span_id in replicas}
+    assert inside >= {("target", "queue"), ("target", "prefill"), ("target", "round"), ("draft", "prefill")}
+    instances = [_instance(r) for message in app.exported for r in message.resource_spans]
+    assert len(set(instances)) >= 3, "each process tells its own name"
+
+
+def _instance(resource_spans):
+    """The name of a process among those of the service."""
+    attributes = resource_spans.resource.attributes
+    return next(entry.value.string_value for entry in attributes if entry.key == "service.instance.id")
 
 
 def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app):
