@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from paceline.metrics.engines import declared
 from paceline.metrics.registry import Registry
 from paceline.metrics.replica import ReplicaMetrics
 from paceline.metrics.router import RouterMetrics
-from paceline.types import Cause, ReplicaStatus, Round
+from paceline.types import Cause, ReplicaStatus, Round, RouterView
 
 MODEL = "llama"
 
@@ -263,6 +264,23 @@ class TestServerInfo:
         clock.now += 20
         info = monitor.server_info()
         assert (info.pools, info.sessions_running, info.hit_rate) == ({}, 0, 0.5)
+
+    def test_a_replica_that_was_killed_is_gone_soon_and_one_that_drains_stays(self):
+        clock = Clock()
+        monitor, router = Monitor(clock=clock), Process("router-0")
+        drafts = {name: Process(name, "draft") for name in ("killed", "draining", "busy")}
+
+        def after(seconds, *reporting, members):
+            clock.now += seconds
+            monitor.push(replace(router.report(), view=RouterView({"draft": members}, 0, 0)))
+            for name in reporting:
+                monitor.push(drafts[name].report())
+            return {status.replica_id: status.draining for status in monitor.server_info().pools.get("draft", ())}
+
+        everybody = dict.fromkeys(drafts, False)
+        assert after(0, *drafts, members=tuple(drafts)) == everybody
+        assert after(1, "draining", members=("busy",)) == everybody | {"killed": True, "draining": True}
+        assert after(2, "draining", members=("busy",)) == {"draining": True, "busy": False}, "busy takes sessions"
 
     def test_before_the_first_round(self):
         info = Monitor().server_info()

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 10.0
 """A process that has not reported for this long counts as gone."""
+_DEAD_S = 2.5
+"""A replica that takes no sessions and has not reported for this long counts as gone: one that drains does report."""
 
 NO_SCALING: Mapping[str, Any] = {"pools": {}, "max_sessions": 1}
 """Value of ``ServiceConfig.scaling`` with which no pool's size is decided here."""
@@ -128,6 +130,8 @@ class Monitor:
             kind, status = source.report.kind, source.report.status
             known = members.get(kind)
             drains = known is not None and status.replica_id not in known
+            if drains and self._clock() - source.seen_s > _DEAD_S:
+                continue
             share = busy.get(status.replica_id, 0.0)
             pools.setdefault(kind, []).append(replace(status, draining=status.draining or drains, busy_share=share))
         drafts, drafted, accepted = (

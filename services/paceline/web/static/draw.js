@@ -4,6 +4,7 @@ import { layoutLengths, layoutLine, layoutTimeline, layoutTree } from "./layout.
 import { MISSES } from "./rounds.js";
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
+const LABEL_CHAR = 7; // at most, of the labels of ticks
 const MARKS = { accepted: "✓", rejected: "✕", next: "➜", missed: "➜" };
 const STATES = {
   root: "the last token of the context",
@@ -51,10 +52,13 @@ export function drawTimeline(into, rounds, selected) {
   const width = widthOf(into);
   const { target, draft, ticks } = layoutTimeline(rounds, width);
   if (!target.length) return empty(into, "Nothing has run yet.");
-  const parts = ticks.flatMap(({ x, ms }) => [
-    svg("line", { x1: x, x2: x, y1: 8, y2: 96, class: "tick" }),
-    svg("text", { x: Math.min(x, width - 40), y: 112, class: "tick-label" }, `${ms} ms`),
-  ]);
+  const parts = ticks.flatMap(({ x, ms }) => {
+    const label = `${ms} ms`;
+    return [
+      svg("line", { x1: x, x2: x, y1: 8, y2: 96, class: "tick" }),
+      svg("text", { x: Math.min(x, width - LABEL_CHAR * label.length), y: 112, class: "tick-label" }, label),
+    ];
+  });
   parts.push(svg("text", { x: 0, y: 32, class: "lane" }, "target"), svg("text", { x: 0, y: 78, class: "lane" }, "draft"));
   for (const { x, width: wide, round } of target) {
     const mark = round === selected ? " selected" : "";

@@ -10,31 +10,34 @@ const $ = (id) => document.getElementById(id);
 
 const running = [];
 const waiting = [];
-let known = false; // a draft has been seen
+const seen = new Set(); // the kinds of replicas that have been up
 
 /** What is said about a draft that is away; "" while one is there, or none is meant to be. */
 export function draftNote(status, seen) {
   const starting = status.starting.find((one) => one.kind === "draft");
-  if (status.pools.draft?.length || !(starting || seen)) return "";
+  if (status.pools.draft?.length || !(starting || seen.has("draft"))) return "";
   const doing = starting ? `${starting.doing} (${Math.round(starting.elapsed_s)} s)` : "none is up";
   return `The draft is away: ${doing}. The text goes on by plain decoding, unchanged.`;
 }
 
-/** Rows `[kind, replica, state, sessions, KV]` of the table of replicas. */
-export function rowsOf(status) {
-  const kinds = new Set([...ORDER, ...Object.keys(status.pools), ...status.starting.map((one) => one.kind)]);
+/** A replica as it is shown: with its kind, which the ids of a service on Ray do not tell. */
+const nameOf = (kind, id) => (id.startsWith(kind) ? id : `${kind} ${id}`);
+
+/** Rows `[kind, replica, state, sessions, KV]` of the table of replicas. A kind that has been up always has one. */
+export function rowsOf(status, seen) {
+  const kinds = new Set([...ORDER, ...seen, ...Object.keys(status.pools), ...status.starting.map((one) => one.kind)]);
   return [...kinds].flatMap((kind) => {
     const up = status.pools[kind] ?? [];
     const rows = up.map((one) => [
       kind,
-      one.replica_id,
+      nameOf(kind, one.replica_id),
       one.draining ? "draining" : "up",
       kind === "router" ? `${one.num_sessions}` : `${one.num_sessions} / ${one.max_sessions}`,
       one.kv_pages ? `${Math.round((100 * one.kv_pages_used) / one.kv_pages)} %` : "–",
     ]);
     const starting = status.starting.filter((one) => one.kind === kind);
-    rows.push(...starting.map((one) => [kind, one.replica_id, "starting", "–", "–"]));
-    if (!rows.length && kind in status.pools) rows.push([kind, kind, "none up", "–", "–"]);
+    rows.push(...starting.map((one) => [kind, nameOf(kind, one.replica_id), "starting", "–", "–"]));
+    if (!rows.length && (seen.has(kind) || kind in status.pools)) rows.push([kind, kind, "none up", "–", "–"]);
     return rows;
   });
 }
@@ -47,8 +50,8 @@ function cell(name, text, className = "") {
 }
 
 function show(status) {
-  known ||= Boolean(status.pools.draft?.length);
-  const rows = rowsOf(status).map(([, replica, state, sessions, kv]) => {
+  for (const [kind, up] of Object.entries(status.pools)) if (up.length) seen.add(kind);
+  const rows = rowsOf(status, seen).map(([, replica, state, sessions, kv]) => {
     const row = document.createElement("tr");
     const head = cell("th", replica);
     head.scope = "row";
@@ -70,7 +73,7 @@ function show(status) {
     `${status.acceptance_length.toFixed(2)} tokens per verification, ${percent(status.hit_rate)} hits.`;
   const up = Boolean(status.pools.target?.length);
   say($("health"), up ? "serving" : "no target is up", up);
-  const note = draftNote(status, known);
+  const note = draftNote(status, seen);
   if ($("draft-note").textContent !== note) $("draft-note").textContent = note; // told once, not every second
   $("draft-note").hidden = !note;
 }
