@@ -28,6 +28,7 @@ GUARDS_ELSEWHERE = {
         "tools"
     },
     "examples/test_site.py::test_a_broken_link_is_noticed": {"tools"},
+    "k8s/test_image_steps.py::test_a_step_that_is_wrong_is_noticed": {"tools"},
     "k8s/test_manifests.py::test_a_gateway_that_would_end_streams_is_noticed": {"tools"},
     "k8s/test_manifests.py::test_another_order_of_leaving_is_noticed": {"tools"},
     "k8s/test_manifests.py::test_a_policy_without_one_of_them_is_noticed": {"tools"},
