@@ -10,12 +10,12 @@ import time
 import pytest
 from tests.cluster.ray.conftest import letters
 from tests.cluster.ray.test_app import assert_all_free, finish
-from tests.cluster.ray.test_failures import pids
 from tests.web.browser import chromium, complaints, resize
 
 from paceline.config import LocalConfig
 from paceline.local import LocalPipeline
 from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline_bench.processes import family
 
 pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By
@@ -44,6 +44,11 @@ def expected(app):
     return result.text
 
 
+def pids(role):
+    """Process ids of one kind of replica among the processes of this application, which descend from this one."""
+    return [process.pid for process in family(os.getpid()) if process.role == role]
+
+
 def shown(page, state="up"):
     """The kinds of the replicas that the page shows in a state."""
     script = (
@@ -69,7 +74,7 @@ def crawling(pid):
 
 
 def test_a_draft_that_is_killed_is_shown_as_away_while_the_text_goes_on_to_its_end(app, expected):
-    (target,) = finish(pids(app, "target"))
+    (target,), (_,) = pids("target"), pids("draft")
     with chromium() as page:
         resize(page, 1280, 900)
         page.get(f"{app.url}/")
@@ -82,7 +87,7 @@ def test_a_draft_that_is_killed_is_shown_as_away_while_the_text_goes_on_to_its_e
         note = page.find_element(By.ID, "draft-note")
         with crawling(target) as advance:  # so that the text is not at its end before the page has seen what happens
             while not note.is_displayed():
-                for pid in finish(pids(app, "draft")):  # a successor as well, until the page has looked in between
+                for pid in pids("draft"):  # a successor as well, until the page has looked in between
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.5)
