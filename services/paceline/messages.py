@@ -4,6 +4,7 @@ The session relays them (``router/session.py``)::
 
     open ──▶ target                     open ──▶ draft
              target ── Outcome ──▶ session ── Commit ──▶ draft
+             target ── States ───▶ session ── States ──▶ draft       only where the draft is a head
              target ◀── Nodes ─── session ◀── Nodes ─── draft
 
 Nodes are pushed ahead of the target's needs; a hit costs no message on the critical path.
@@ -19,6 +20,9 @@ from typing import TypeVar, dataclass_transform
 from paceline.types import FinishReason, Round, SamplingParams, SpeculationParams, TopLogprobs
 
 _T = TypeVar("_T")
+
+STATE_BYTES = 2
+"""Bytes of a number of a state on its way: bfloat16, whatever the dtype of the models."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -189,6 +193,28 @@ class InFlight:
     node_ids: tuple[int, ...]
 
 
+@record
+class States:
+    """Message from the target to a draft that is a head: hidden states of committed tokens, fused as the head reads
+    them. Sent behind the outcome that they belong to, so that no token waits for them; one that is lost, or comes late,
+    costs acceptance only."""
+
+    session_id: str
+    epoch: int
+    """Epoch under which the session was opened on the draft, as in ``Nodes``."""
+    position: int
+    """Of the first state; the others follow without a gap."""
+    width: int
+    """Numbers of one state."""
+    packed: bytes
+    """[positions, width] bfloat16, little-endian."""
+
+    @property
+    def num_positions(self) -> int:
+        """Number of states."""
+        return len(self.packed) // (STATE_BYTES * self.width)
+
+
 @dataclass(frozen=True, slots=True)
 class TreeLost:
     """Message from the target: nodes of this session are missing for good; it has to be re-opened on a draft."""
@@ -231,6 +257,6 @@ class RelayedNodes:
 
 
 ToTarget = OpenSession | CloseSession | DraftState | Nodes | RelayedNodes
-ToDraft = OpenSession | CloseSession | Commit
-FromTarget = Outcome | InFlight | TreeLost | SpeculationWanted | SessionFailed
+ToDraft = OpenSession | CloseSession | Commit | States
+FromTarget = Outcome | InFlight | States | TreeLost | SpeculationWanted | SessionFailed
 FromDraft = Nodes | RelayedNodes | SessionFailed

@@ -86,6 +86,7 @@ ROWS: dict[str, Row] = {
     "suffixes, in the target": Row(None),
     "draft model, co-located": _DRAFT,
 }
+ROWS |= {method.name: ROWS[method.name.removesuffix(", in the pool")] for method in METHODS if method.kind == "head"}
 """By the names of the catalogue."""
 
 CASES = [(method.name, column) for method in METHODS for column in Column]
@@ -142,6 +143,8 @@ def refusal(tree: Mapping[str, Any]) -> str:
 def elsewhere(method: Method) -> dict[str, Any]:
     """The configuration that asks for the method's kind in the other place."""
     kind, target = method.kind or "lookup", {"model_loading_config": {"model_id": "my-model"}}
+    if method.place is Place.TARGET and method.kind:
+        return {"target_config": target, "draft_config": {"kind": "head", "engine_kwargs": {"method": kind}}}
     if method.place is Place.TARGET:
         return {"target_config": target, "draft_config": {"kind": kind}}
     options = method.options if kind == "model" else {}
@@ -158,6 +161,12 @@ def with_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def other_entry(method: Method) -> Method | None:
     """The entry that has the same drafter in the other place."""
+    if method.kind == "head":
+        return next(other for other in METHODS if other.kind == method.options["method"])
+    if (
+        remote := next((m for m in METHODS if m.kind == "head" and m.options["method"] == method.kind), None)
+    ) is not None:
+        return remote
     same = {"model": "draft_model", "draft_model": "model", "suffix": "suffix"}.get(method.kind)
     if same is None or (method.kind == "model" and method.options):
         return None
@@ -166,7 +175,8 @@ def other_entry(method: Method) -> Method | None:
 
 def snippet(method: Method) -> str:
     """The YAML that chooses the method."""
-    model = f"/models/my-model-{method.kind.replace('_', '-')}" if method.needs_model else None
+    kind = str(method.options.get("method", method.kind))
+    model = f"/models/my-model-{kind.replace('_', '-')}" if method.needs_model else None
     tree = method.configuration("/models/my-model", model)
     text: str = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
     return text

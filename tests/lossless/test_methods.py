@@ -40,7 +40,7 @@ from paceline.model.device import resolve
 from paceline.model.loading import LoadedModel, load_model
 from paceline.target import engine as target_engine
 from paceline.target.control.allocation import Allocation
-from paceline.target.mount import bind_heads, features_of, load_heads, open_heads
+from paceline.target.mount import bind_heads, features_of, load_heads, load_link, open_heads, open_link
 from paceline.types import PAGE_SIZE, Acceptance, Mode, Result, SamplingParams, SpeculationParams
 
 assert installed  # a fixture: the package of docs/own-drafters.md
@@ -126,6 +126,8 @@ def configuration(method: Method, column: Column, folder: Path) -> ServiceConfig
     if method.place is Place.POOL:
         drafts = tree["draft_config"].setdefault("engine_kwargs", {})
         drafts |= {"tree_step_tokens": 16, **(MODEL if method.kind == "model" else {})}
+        if method.kind == "head":
+            drafts |= {"dtype": MODEL["dtype"], "device": MODEL["device"]}
         if method.kind == "cascade":
             drafts["drafters"][0]["options"] = MODEL
     return ServiceConfig.parse(tree)
@@ -142,11 +144,14 @@ def pump_of(method: Method, config: ServiceConfig) -> Pump:
     """Both engines of a configuration in one thread."""
     setup, draft_setup = config.target_setup(), config.draft_setup()
     checkpoint = Checkpoint.open(setup.source)
-    opened = open_heads(setup, checkpoint)
-    model = loaded(setup.source, features_of(opened))
+    opened, linked = open_heads(setup, checkpoint), open_link(setup, checkpoint)
+    model = loaded(setup.source, features_of(opened, linked))
     heads = load_heads(setup, opened, checkpoint, model, None)
+    link = None if linked is None else load_link(linked, model)
     drafter = None if draft_setup is None else build_draft_engine(draft_setup, lambda _: None)._drafter
-    pump = Pump(model, None, heads=heads, drafter=drafter, adaptive=setup.options.adaptive, late=0.1, seed=1, **PUMP)
+    pump = Pump(
+        model, None, heads=heads, link=link, drafter=drafter, adaptive=setup.options.adaptive, late=0.1, seed=1, **PUMP
+    )
     bind_heads(heads, pump.target.runner.cache)
     return pump
 
@@ -275,6 +280,8 @@ FAST = {
     ("MLP speculator", Column.COUPLED),
     ("EAGLE", Column.PREFIX),
     ("P-EAGLE", Column.REJECTION),
+    ("EAGLE-3, in the pool", Column.PREFIX),
+    ("DFlash, DFlash 2, in the pool", Column.REJECTION),
 }
 FAST |= {(name, column) for name, row in ROWS.items() for column in row.refused}
 SLOW = {("MTP", Column.RANKS)}

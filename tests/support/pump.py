@@ -22,6 +22,7 @@ from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
+from paceline.target.link import StatesLink
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 
 
@@ -53,8 +54,8 @@ class Clock:
 class Pump:
     """Both engines, their sessions and the wire between them, in one thread.
 
-    ``tamper`` may change what goes to the target; ``late`` is the chance that a queue delivers nothing in a tick,
-    ``pace`` the chance that the target takes its turn.
+    ``tamper`` and ``tamper_draft`` may change what goes to the target and to the draft; ``late`` is the chance that a
+    queue delivers nothing in a tick, ``pace`` the chance that the target takes its turn.
     """
 
     def __init__(
@@ -75,10 +76,13 @@ class Pump:
         late: float = 0.3,
         pace: float = 0.5,
         tamper: Callable[[Any], list[Any]] | None = None,
+        tamper_draft: Callable[[Any], list[Any]] | None = None,
         drafter: Any = None,
         adaptive: bool = True,
         step_s: Callable[[int], float] | None = None,
         heads: Sequence[MountedHead] = (),
+        link: StatesLink | None = None,
+        ahead: bool | None = None,
         grammars: Grammars | None = None,
         compilation: Any = None,
     ) -> None:
@@ -88,7 +92,7 @@ class Pump:
         self.late = late
         self.draft_steps = draft_steps
         self.pace = pace if drafter is not None or draft is not None else 1.0
-        self.tamper = tamper
+        self.tamper, self.tamper_draft = tamper, tamper_draft
         self.draft_dead = False
         self.from_target: deque[Any] = deque()
         self.from_draft: deque[Any] = deque()
@@ -107,10 +111,14 @@ class Pump:
             max_model_len=max_model_len,
             adaptive=adaptive,
             heads=heads,
+            link=link,
             grammars=grammars,
             compilation=compilation,
             clock=self.clock,
         )
+        if link is not None:
+            assert self.target.runner.features is not None
+            link.bind(self.target.runner.cache, self.target.runner.features)
         if step_s is not None:
             forward = self.target.runner.forward
 
@@ -129,6 +137,7 @@ class Pump:
                 self.from_draft.extend,
                 vocab_size=target.vocab_size,
                 tree_budget=tree_budget,
+                ahead=ahead,
                 grammars=grammars,
                 clock=self.clock,
             )
@@ -236,7 +245,8 @@ class Pump:
     def _send(self, actions: Actions | Outbox) -> None:
         for message in actions.to_target:
             self.to_target.extend(self.tamper(message) if self.tamper else [message])
-        self.to_draft.extend(actions.to_draft)
+        for command in actions.to_draft:
+            self.to_draft.extend(self.tamper_draft(command) if self.tamper_draft else [command])
 
 
 def plain_reference(target: LoadedModel, requests: dict[str, Request], **options: Any) -> dict[str, Result]:

@@ -24,6 +24,7 @@ from paceline.config.options import (
     DraftSetup,
     DType,
     Growing,
+    HeadDraftOptions,
     HeadOptions,
     LookaheadOptions,
     ModellessOptions,
@@ -39,6 +40,7 @@ from paceline.config.options import (
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
 from paceline.config.pools import (
     CascadeDraftConfig,
+    HeadDraftConfig,
     ModelDraftConfig,
     NgramDraftConfig,
     PluginDraftConfig,
@@ -67,6 +69,8 @@ __all__ = [
     "DraftPolicy",
     "DraftSetup",
     "Growing",
+    "HeadDraftConfig",
+    "HeadDraftOptions",
     "HeadOptions",
     "InternalTls",
     "LocalConfig",

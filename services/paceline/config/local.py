@@ -7,7 +7,14 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config.base import Strict
-from paceline.config.options import DraftOptions, DraftSetup, ModellessOptions, TargetOptions, TargetSetup
+from paceline.config.options import (
+    DraftOptions,
+    DraftSetup,
+    HeadDraftOptions,
+    ModellessOptions,
+    TargetOptions,
+    TargetSetup,
+)
 
 
 class TargetModel(TargetOptions):
@@ -40,7 +47,8 @@ class LocalConfig(Strict):
 
     def target_setup(self) -> TargetSetup:
         """The slice that the target engine is built from."""
-        return TargetSetup(self.target.path, self.target, 0 if self.draft is None else self.draft.tree_budget)
+        link = self.draft if isinstance(self.draft, HeadDraftOptions) else None
+        return TargetSetup(self.target.path, self.target, 0 if self.draft is None else self.draft.tree_budget, link)
 
     def draft_setup(self) -> DraftSetup | None:
         """The slice that the draft engine is built from. None: there is no draft."""

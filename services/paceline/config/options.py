@@ -1,7 +1,8 @@
 """Options of the engines, each declared here and nowhere else. Knows nothing of Ray Serve and of files.
 
     ModelOptions ──▶ TargetOptions
-         └─────────▶ DraftOptions ◀── Growing ──▶ NgramOptions, SuffixOptions, PluginOptions, CascadeOptions
+         └─────────▶ DraftOptions ◀── Growing ──▶ NgramOptions, SuffixOptions, PluginOptions, CascadeOptions,
+                                                  HeadDraftOptions
 
 YAML holds them as ``engine_kwargs``, ``LocalConfig`` with a path, and the builders take them inside a TargetSetup or
 DraftSetup, which are what one engine is built from.
@@ -113,6 +114,8 @@ HeadMethod = Literal[
 _WITHOUT_WEIGHTS = ("lookahead", "suffix")
 """Methods without weights; the field of ``HeadOptions`` that has their options is of the same name."""
 _OF_LAYERS = ("eagle3", "peagle", "dflash", "dspark", "jetspec")
+REMOTE_METHODS = ("mtp", "eagle", *_OF_LAYERS)
+"""Methods that the states of each position suffice for, wherever they run."""
 
 
 class LookaheadOptions(Strict):
@@ -422,7 +425,61 @@ class CascadeOptions(Growing):
         return self
 
 
-ModellessOptions = NgramOptions | SuffixOptions | PluginOptions | CascadeOptions
+class HeadDraftOptions(Growing):
+    """Options of a head in the draft pool: a drafter that reads the target's hidden states, which the target sends it
+    behind every outcome. A new option costs one edit: a field of this class."""
+
+    method: HeadMethod
+    """``mtp``, ``eagle``, ``eagle3``, ``peagle``, ``dflash``, ``dspark`` or ``jetspec``; the others are served in the
+    target only (``target_config.engine_kwargs.heads``)."""
+    model: str | None = Field(default=None, min_length=1)
+    """Directory of the head's checkpoint, or an id that transformers resolves, on the machines of targets and of
+    drafts. None, for ``mtp`` only: the modules are in the target's own files."""
+    boundaries: list[int] | None = Field(default=None, min_length=1)
+    """Hidden states to read in place of those that the checkpoint names, as of a head in the target."""
+    num_speculative_tokens: int = Field(default=MAX_DRAFT_TOKENS, ge=1, le=MAX_DRAFT_TOKENS)
+    """The most tokens behind the last one whose state has come that a head predicts by one pass (``peagle``,
+    ``dflash``, ``dspark``, ``jetspec``)."""
+    ahead: bool | Literal["auto"] = "auto"
+    """Draft for outcomes that are still to come, whose states are the head's own guesses. ``auto``: where the share of
+    the accepted tokens that is left then, as measured, is worth the time that is saved; False: only once an outcome and
+    its states have come."""
+    dtype: DType = "auto"
+    """The number format of the head."""
+    device: Device = "auto"
+    max_sessions: int | None = Field(default=None, ge=1, le=16384)
+    """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
+    draft_top_m: int = Field(default=256, ge=1, le=65536)
+    """Candidates of the distribution that are ranked; the rest of its tail is never proposed."""
+
+    @property
+    def head(self) -> HeadOptions:
+        """The same head as one of a target, where ``method`` allows it."""
+        return HeadOptions(
+            method=self.method,
+            model=self.model,
+            boundaries=self.boundaries,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
+
+    @model_validator(mode="after")
+    def _of_method(self) -> Self:
+        if self.method not in REMOTE_METHODS:
+            allowed = ", ".join(repr(method) for method in REMOTE_METHODS)
+            raise Fault(
+                "method",
+                f"is {self.method!r}, which is served in the target only (target_config.engine_kwargs.heads): in the "
+                f"draft pool {allowed} are allowed",
+            )
+        try:
+            self.head  # noqa: B018
+        except ValidationError as error:
+            fault = error.errors()[0]["ctx"]["error"]
+            raise fault if isinstance(fault, Fault) else error from None
+        return self
+
+
+ModellessOptions = NgramOptions | SuffixOptions | PluginOptions | CascadeOptions | HeadDraftOptions
 """Options of a drafter that is not a draft model alone."""
 
 
@@ -435,6 +492,8 @@ class TargetSetup:
     options: TargetOptions = field(default_factory=TargetOptions)
     tree_budget: int = 0
     """Nodes per session that its drafts may send. 0: there is no draft."""
+    link: HeadDraftOptions | None = None
+    """The head in the draft pool that it sends hidden states to. None: its drafts read none."""
 
     @property
     def speculates(self) -> bool:
@@ -466,7 +525,7 @@ class DraftSetup:
     @classmethod
     def for_target(cls, target: TargetSetup, source: str | None, options: DraftOptions | ModellessOptions) -> Self:
         """The setup of a draft for this target."""
-        num_sessions = options.max_sessions if isinstance(options, DraftOptions) else None
+        num_sessions = options.max_sessions if isinstance(options, DraftOptions | HeadDraftOptions) else None
         return cls(
             source,
             options,
@@ -490,7 +549,9 @@ class DraftSetup:
 
     @property
     def runs_model(self) -> bool:
-        """True if there is a draft model, alone or in a cascade."""
+        """True if there is a draft model, alone or in a cascade, or a head."""
+        if isinstance(self.options, HeadDraftOptions):
+            return True
         return self.source is not None or any(part.source is not None for part in self.parts)
 
     @property

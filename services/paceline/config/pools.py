@@ -20,6 +20,7 @@ from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadin
 from paceline.config.options import (
     CascadeOptions,
     DraftOptions,
+    HeadDraftOptions,
     ModelOptions,
     NgramOptions,
     PluginOptions,
@@ -197,6 +198,21 @@ class CascadeDraftConfig(_Replicas):
     deployment_config: DraftDeployment = DraftDeployment()
 
 
+class HeadDraftConfig(_Replicas):
+    """The pool of drafts: a head that reads the hidden states which the targets send it."""
+
+    kind: Literal["head"] = "head"
+    engine_kwargs: HeadDraftOptions
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    """Kind of GPU by Ray's name, such as ``L4``."""
+    deployment_config: DraftDeployment = DraftDeployment()
+
+    def deployment_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment``."""
+        wants_gpu = self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
+        return self._options(self.accelerator_type, wants_gpu=wants_gpu)
+
+
 class PluginDraftConfig(_Replicas):
     """The pool of drafts: a drafter of an installed package."""
 
@@ -217,7 +233,8 @@ DraftConfig = Annotated[
     | Annotated[NgramDraftConfig, Tag("ngram")]
     | Annotated[SuffixDraftConfig, Tag("suffix")]
     | Annotated[CascadeDraftConfig, Tag("cascade")]
-    | Annotated[PluginDraftConfig, Tag("plugin")],
+    | Annotated[PluginDraftConfig, Tag("plugin")]
+    | Annotated[HeadDraftConfig, Tag("head")],
     Discriminator(_kind),
 ]
 
@@ -226,6 +243,8 @@ def draft_name(config: DraftConfig) -> str:
     """Returns the name of the drafter: a model's name, the kind of one without a model, or a plugin's name."""
     if isinstance(config, ModelDraftConfig):
         return config.model_loading_config.model_id
+    if isinstance(config, HeadDraftConfig):
+        return str(config.engine_kwargs.head)
     return config.engine_kwargs.drafter if isinstance(config, PluginDraftConfig) else config.kind
 
 

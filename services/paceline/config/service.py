@@ -18,7 +18,7 @@ from paceline.config.environment import settings, variable_of
 from paceline.config.files import args_of_application, first_line, read_yaml, set_key
 from paceline.config.loading import EMBEDDED_TARGET, resolve
 from paceline.config.options import DraftSetup, TargetSetup
-from paceline.config.pools import DraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
+from paceline.config.pools import DraftConfig, HeadDraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
 from paceline.config.security import InternalTls, ServerTls
 from paceline.config.tracing import TracingConfig
 from paceline.errors import ConfigError
@@ -177,7 +177,8 @@ class ServiceConfig(Strict):
         """The slice that a target replica builds its engine from."""
         target, draft = self.target_config, self.draft_config
         tree_budget = 0 if draft is None else draft.engine_kwargs.tree_budget
-        return TargetSetup(target.model_loading_config.source, target.engine_kwargs, tree_budget)
+        link = draft.engine_kwargs if isinstance(draft, HeadDraftConfig) else None
+        return TargetSetup(target.model_loading_config.source, target.engine_kwargs, tree_budget, link)
 
     def draft_setup(self) -> DraftSetup | None:
         """The slice that a draft replica builds its engine from. None: plain decoding."""

@@ -15,11 +15,21 @@ from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.checkpoint.vocabulary import require_tokens
-from paceline.config import CascadeOptions, DraftOptions, DraftSetup, ModellessOptions, NgramOptions, SuffixOptions
+from paceline.config import (
+    CascadeOptions,
+    DraftOptions,
+    DraftSetup,
+    HeadDraftOptions,
+    ModellessOptions,
+    NgramOptions,
+    SuffixOptions,
+)
 from paceline.core import rows
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
 from paceline.drafters.corpus import suffix_drafter
+from paceline.drafters.heads.load import remote_plan
+from paceline.drafters.heads.remote import RemoteHead
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.parallel import ParallelDrafter
@@ -32,12 +42,13 @@ from paceline.model.compiled.background import Compilation, CompileJob
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
 from paceline.model.device import resolve
+from paceline.model.kv_cache import KVCache
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, ranked
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
-from paceline.preflight.device import begins_eagerly, require_draft
+from paceline.preflight.device import begins_eagerly, require_draft, require_head
 from paceline.preflight.host_memory import MEASURED_LEAVES, draft_pages
 from paceline.types import PAGE_SIZE, Rendezvous, pages_for
 
@@ -107,6 +118,8 @@ def build_draft_engine(
     """
     rows.prepare()
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
+    if isinstance(setup.options, HeadDraftOptions):
+        return _engine(setup, emit, target, _head_drafter(setup, setup.options, target))
     if not isinstance(setup.options, DraftOptions):
         return _engine(setup, emit, target, _modelless_drafter(setup, setup.options, target))
     with ranked(*setup.model, rendezvous) as group:
@@ -139,7 +152,7 @@ def _runner(
 
 def _modelless_drafter(setup: DraftSetup, options: DraftOptions | ModellessOptions, target: Checkpoint) -> _Built:
     """A drafter that is not a draft model alone."""
-    assert not isinstance(options, DraftOptions)
+    assert not isinstance(options, DraftOptions | HeadDraftOptions)
     max_context_len = min(setup.max_model_len or target.max_model_len, target.max_model_len)
     max_leaves = options.tree_step_tokens or _MODELLESS_WIDTH
     drafter: Drafter
@@ -156,6 +169,33 @@ def _modelless_drafter(setup: DraftSetup, options: DraftOptions | ModellessOptio
         drafter = make_plugin(options.drafter, context, options.options)
         return _Built(drafter, max_context_len, f"plugin {options.drafter}")
     return _Built(drafter, max_context_len, "n-grams" if isinstance(options, NgramOptions) else "suffixes")
+
+
+def _head_drafter(setup: DraftSetup, options: HeadDraftOptions, target: Checkpoint) -> _Built:
+    """A head that reads the target's hidden states, with pages for its own keys and values.
+
+    Raises:
+        ConfigError: its checkpoint, or the target's, cannot be read, or they do not fit together or the device.
+    """
+    torch.set_num_threads(1)
+    placement = resolve(options)
+    plan = remote_plan(options, target)
+    max_len = min(setup.max_model_len or target.max_model_len, target.max_model_len)
+    require_head(setup, target, placement)
+    stages.info("loading the head")
+    head = plan.load(
+        placement.dtype,
+        placement.device,
+        max_leaves=options.tree_step_tokens or MEASURED_LEAVES,
+        num_candidates=options.draft_top_m,
+        fused=True,
+    )
+    cache = KVCache(plan.layers, draft_pages(setup, max_len), placement.dtype, placement.device)
+    max_context_len = min(max_len, cache.num_pages * PAGE_SIZE)
+    drafter = RemoteHead(
+        head, cache, width=plan.state_size, max_prefill_tokens=setup.max_step_tokens, max_len=max_context_len
+    )
+    return _Built(drafter, max_context_len, f"{options.head} by the target's states")
 
 
 def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> _Built:
@@ -272,5 +312,11 @@ def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) ->
         max_context_len=built.max_context_len,
         grammars=grammars,
         description=built.description,
+        ahead=_ahead(setup.options),
         runner=built.runner,
     )
+
+
+def _ahead(options: DraftOptions | ModellessOptions) -> bool | None:
+    """Whether a head drafts ahead of outcomes; None: where it pays."""
+    return options.ahead if isinstance(options, HeadDraftOptions) and options.ahead != "auto" else None

@@ -20,19 +20,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from paceline.checkpoint.grammar import Grammars
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.tree import TreeNode
-from paceline.draft.growth import BestFirst, Growth, Sequential, geometric, uniform
+from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, geometric, uniform
+from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessionError, Leaf
+from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessionError, Leaf, StatesDrafter
 from paceline.drafters.ranking import Ranking, Rule, rank
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
-from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed
+from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed, States, ToDraft
 from paceline.model.runner import ModelRunner
 from paceline.types import Acceptance, Execution, Mode, SamplingParams, SpeculationParams
 
@@ -42,6 +44,8 @@ Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
 _MIN_PROB = 0.01
 """Predicted tokens less likely than this are not worth a node. Never applied to a first choice."""
+_LATE_S = 0.25
+"""Longest time that a new anchor waits for the states of its context: they follow the commit, unless they are lost."""
 _NUM_REMEMBERED = 4096
 """Ended sessions whose late messages are recognized as such."""
 
@@ -77,6 +81,16 @@ class DraftStats:
     """Seconds inside tree steps."""
     messages: int = 0
     """Messages sent to sessions."""
+    states: int = 0
+    """Positions whose hidden states have come."""
+    states_bytes: int = 0
+    """Bytes of these states."""
+    states_missing: int = 0
+    """Positions whose states were lost on the way: later ones came without them."""
+    states_dropped: int = 0
+    """Messages with states that were late, repeated or early."""
+    states_late: int = 0
+    """Anchors that were expanded without the states of their context, which had not come in time."""
 
 
 class DraftEngine:
@@ -91,6 +105,7 @@ class DraftEngine:
         device: of the candidates and sampler states.
         grammars: compiles structured outputs; None: drafts are not bound by them, which costs acceptance only.
         description: of the drafter, for the status.
+        ahead: of a drafter that reads hidden states: draft while a proposal is being verified; None: where it pays.
         runner: of the drafter's model, if it has one, for the status.
         clock: seconds.
     """
@@ -108,6 +123,7 @@ class DraftEngine:
         device: str = "cpu",
         grammars: Grammars | None = None,
         description: str = "",
+        ahead: bool | None = None,
         runner: ModelRunner | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -116,6 +132,9 @@ class DraftEngine:
         self._runner = runner
         self.stats = DraftStats()
         self._drafter = drafter
+        self._reads = cast(StatesDrafter, drafter) if hasattr(drafter, "awaits") else None
+        self.overlap = None if self._reads is None else Overlap(ahead)
+        """Whether drafting ahead pays, of a drafter that reads hidden states."""
         self._emit = emit
         self._vocab_size = vocab_size
         self._tree_budget = tree_budget
@@ -144,7 +163,7 @@ class DraftEngine:
         """How the drafter's model runs. Any thread may ask."""
         return "" if self._runner is None else self._runner.execution
 
-    def receive(self, messages: Iterable[OpenSession | Commit | CloseSession]) -> None:
+    def receive(self, messages: Iterable[ToDraft]) -> None:
         """Takes messages in order. Never raises: a message that cannot be followed ends its own session."""
         for message in messages:
             session = self._sessions.get(message.session_id)
@@ -162,7 +181,7 @@ class DraftEngine:
                 self._unknown(message)
             else:
                 try:
-                    self._commit(session, message)
+                    self._take(session, message)
                 except Exception as error:
                     self._fail(session, error)
 
@@ -176,7 +195,10 @@ class DraftEngine:
 
     def wait_s(self) -> float | None:
         """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
-        return None
+        if self._reads is None:
+            return None
+        now = self._clock()
+        return min((s.states_until - now for s in self._sessions.values() if self._waits(s, now)), default=None)
 
     def close(self) -> None:
         """Releases resources that the drafter holds outside this process. Idempotent."""
@@ -218,6 +240,7 @@ class DraftEngine:
                 num_ranked=growth.fan_out if message.speculation.acceptance is Acceptance.COUPLED else 0,
             )
             session = DraftSession(message, sampler, growth, self._calibrations)
+            session.ahead = not isinstance(growth, InTurn | Sequential)
             self._drafter.open(message.session_id, message.token_ids, sampler, message.cache_salt)
         except Exception as error:
             self._drafter.close(message.session_id)
@@ -259,8 +282,8 @@ class DraftEngine:
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidRequestError(f"{what} holds token id {token_id}: 0 to {self._vocab_size - 1} are allowed")
 
-    def _unknown(self, message: Commit) -> None:
-        """Tells the sender of a commit once that the session is not open here."""
+    def _unknown(self, message: Commit | States) -> None:
+        """Tells the sender of a commit or of states once that the session is not open here."""
         self.stats.unknown_messages += 1
         session_id, epoch = message.session_id, message.epoch
         if epoch > self._ended.get(session_id, -1) and epoch != self._denied.get(session_id):
@@ -271,6 +294,8 @@ class DraftEngine:
         k = 0 if params.mode is Mode.PLAIN else params.max_draft_tokens
         if params.mode is not Mode.OVERLAPPED or k == 0:
             return Sequential(k)
+        if self.overlap is not None and not self.overlap.begin():
+            return InTurn(k, self._fan_out)
         if params.growth == "uniform":
             return uniform(k, self._fan_out)
         if params.growth == "geometric":
@@ -297,6 +322,45 @@ class DraftEngine:
         self.stats.refused_sessions += isinstance(error, ResourceExhaustedError)
         self._failures.append(SessionFailed(session_id, epoch, f"{type(error).__name__}: {error}"))
 
+    def _take(self, session: DraftSession, message: Commit | States) -> None:
+        if isinstance(message, Commit):
+            self._commit(session, message)
+        elif self._reads is None:
+            raise InvalidRequestError("hidden states came to a drafter that reads none")
+        else:
+            self._feed(self._reads, session, message)
+
+    def _feed(self, drafter: StatesDrafter, session: DraftSession, message: States) -> None:
+        states = torch.frombuffer(bytearray(message.packed), dtype=torch.bfloat16).view(-1, message.width)
+        missing = drafter.feed(session.session_id, message.position, states)
+        if missing < 0:
+            self.stats.states_dropped += 1
+            return
+        self.stats.states += len(states)
+        self.stats.states_bytes += len(message.packed)
+        self.stats.states_missing += missing
+
+    def _waits(self, session: DraftSession, now: float) -> bool:
+        """True if a session's anchor is not to be expanded yet: states of its context are expected."""
+        return (
+            self._reads is not None
+            and session.ready
+            and now < session.states_until
+            and session.frontier.peek() is session.tree.anchor
+            and self._reads.awaits(session.session_id)
+        )
+
+    def _observe_round(self, session: DraftSession, node_ids: Sequence[int], now: float) -> None:
+        """Takes the outcome of the proposal in flight, of a drafter that reads states."""
+        if self.overlap is None or session.announced_at is None or not session.in_flight:
+            return
+        self.overlap.observe(
+            ahead=session.ahead,
+            num_proposed=session.num_proposed,
+            num_accepted=sum(node in session.in_flight for node in node_ids),
+            verify_s=now - session.announced_at,
+        )
+
     def _commit(self, session: DraftSession, message: Commit) -> None:
         """Moves the anchor along the committed tokens; a token without a node gets one, of probability 1."""
         tree = session.tree
@@ -319,20 +383,24 @@ class DraftEngine:
                 node_ids.append(node.node_id)
             self.stats.nodes_used += len(walk.node_ids)
             self.stats.nodes_missed += len(walk.unresolved)
+            self._observe_round(session, node_ids, self._clock())
             anchor = tree.anchor
             kept = [n.node_id for n in tree.nodes() if n.expanded and n is not anchor]
             self._drafter.advance(session.session_id, message.token_ids, node_ids, kept)
         in_flight = [node for i in message.in_flight if (node := tree.get(i))]
         session.in_flight = frozenset([node.node_id for node in in_flight])
-        if message.token_ids and session.frontier.reach is not None:
-            session.frontier.reach.observe(session.num_proposed)
+        if message.token_ids:
+            if session.frontier.reach is not None:
+                session.frontier.reach.observe(session.num_proposed)
             session.num_proposed = 0
+        session.announced_at = self._clock() if in_flight else None
         if in_flight:
             deepest = max([node.position for node in in_flight])
             session.num_proposed = max(session.num_proposed, deepest - tree.anchor.position)
         session.frontier.commit(session.in_flight)
         if message.token_ids:
             session.begin_round(self._clock(), node_ids, hit=not walk.unresolved)
+            session.states_until = self._clock() + _LATE_S
             if walk.unresolved:
                 session.frontier.push(tree.anchor)
         session.idle, session.changed = False, True
@@ -385,6 +453,8 @@ class DraftEngine:
                 self._publish(*chosen[i], ranking)
         self.stats.tree_steps += 1
         self._step_s = self._clock() - started
+        if self.overlap is not None:
+            self.overlap.depth_s.add(self._step_s)
         self.stats.step_s += self._step_s
         return True
 
@@ -392,13 +462,14 @@ class DraftEngine:
         """The likeliest leaves of all sessions, each session's in the order of its own policy."""
         # A heap of (-log path probability of a session's next leaf, order of the session, session).
         heap: list[tuple[float, int, DraftSession]] = []
+        now = self._clock()
         budget, tokens_per_leaf = self._tree_budget, self._drafter.tokens_per_leaf
         for order, session in enumerate(self._sessions.values()):
             if not session.ready:
                 if not self._drafter.ready(session.session_id):
                     continue
                 session.ready = session.changed = True
-            if (node := session.next_leaf(budget)) is not None:
+            if (node := session.next_leaf(budget)) is not None and not self._waits(session, now):
                 heap.append((session.tree.anchor.log_path - node.log_path, order, session))
         heapq.heapify(heap)
         planned: dict[int, int] = {}
@@ -408,6 +479,8 @@ class DraftEngine:
                 break
             _, order, session = heap[0]
             chosen.append((session, session.frontier.pop()))
+            if self._reads is not None and chosen[-1][1] is session.tree.anchor:
+                self.stats.states_late += self._reads.awaits(session.session_id)
             planned[order] = planned.get(order, 0) + session.growth.fan_out * tokens_per_leaf
             if (node := session.next_leaf(budget, planned[order])) is not None:
                 heapq.heapreplace(heap, (session.tree.anchor.log_path - node.log_path, order, session))

@@ -57,6 +57,17 @@ class BestFirst:
         return 0.0, -node.log_path
 
 
+@dataclass(frozen=True, slots=True)
+class InTurn(BestFirst):
+    """``BestFirst``, but nothing is grown while a proposal is being verified."""
+
+    def key(
+        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
+    ) -> tuple[float, float] | None:
+        """As ``BestFirst``, while nothing is in flight."""
+        return None if num_in_flight else BestFirst.key(self, node, anchor, position, ahead, num_in_flight)
+
+
 _KEEP_REACH = 0.9
 _SLACK = 2
 

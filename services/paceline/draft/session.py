@@ -25,6 +25,8 @@ class DraftSession:
 
     __slots__ = (
         "_passed",
+        "ahead",
+        "announced_at",
         "calibration",
         "changed",
         "committed_at",
@@ -43,6 +45,7 @@ class DraftSession:
         "saguaro",
         "sampler",
         "session_id",
+        "states_until",
         "tree",
     )
 
@@ -76,6 +79,12 @@ class DraftSession:
         self.committed_at: float | None = None
         self.round_s = Ewma(_ROUND_WEIGHT)
         """Seconds between two commits."""
+        self.announced_at: float | None = None
+        """Time at which the proposal in flight was announced; None: there is none."""
+        self.states_until = 0.0
+        """Time until which a new anchor waits for the target's states, where the drafter reads any."""
+        self.ahead = True
+        """False: nothing is drafted while a proposal is being verified."""
         self.hold_until = 0.0
         """Time until which nodes are held back, to be sent together; inf: each is sent immediately, for the target may
         wait for it."""

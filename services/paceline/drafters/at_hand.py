@@ -20,6 +20,7 @@ from paceline.types import MAX_DRAFT_TOKENS, Mode
 
 UNFORECAST = {
     "plugin": "what a plugin brings is known to its author alone",
+    "head": "what drafting over the link leaves of a head's acceptance is not forecast",
 }
 """Kinds of drafters that can be configured, but not weighed against the others -> why."""
 _OF_DRAFTS = ("model", "draft_model", "cascade")

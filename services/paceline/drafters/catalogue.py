@@ -7,10 +7,11 @@ One list, from which docs/methods.md is written, which ``tests/lossless/test_met
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from paceline.config.options import REMOTE_METHODS
 from paceline.types import Mode
 
 
@@ -39,14 +40,14 @@ class Method:
     when: str
     """The texts and services that it is for."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options beside the checkpoint, by the keys of the configuration."""
+    """Options beside the checkpoint, by the keys of the configuration: of a head in the pool its method."""
     mode: Mode = Mode.OVERLAPPED
     """The mode of the requests."""
 
     @property
     def needs_model(self) -> bool:
         """True if it reads a checkpoint that is not the target's own."""
-        return bool(self.reads) and self.kind != "mtp"
+        return bool(self.reads) and "mtp" not in (self.kind, self.options.get("method"))
 
     def configuration(self, target: str, model: str | None = None) -> dict[str, Any]:
         """The configuration of a service with this drafter alone, as ``ServiceConfig.parse`` takes it.
@@ -61,10 +62,12 @@ class Method:
             engine["heads"] = [{"method": self.kind, **({} if model is None else {"model": model}), **self.options}]
         elif self.place is Place.POOL:
             draft = {"kind": self.kind}
-            if model is not None:
+            if model is not None and self.kind != "head":
                 draft["model_loading_config"] = {"model_id": model}
             if self.options:
                 draft["engine_kwargs"] = dict(self.options)
+            if model is not None and self.kind == "head":
+                draft["engine_kwargs"]["model"] = model
             if self.kind == "cascade":  # its first drafter is the model
                 first = draft.pop("model_loading_config")["model_id"]
                 draft["engine_kwargs"]["drafters"] = [{"model": first}, *self.options["drafters"]]
@@ -76,7 +79,7 @@ class Method:
 
 _TOKENS: Mapping[str, Any] = {"num_speculative_tokens": 4}
 
-METHODS: tuple[Method, ...] = (
+_PLACED: tuple[Method, ...] = (
     Method(
         "draft model, overlapped",
         Place.POOL,
@@ -290,7 +293,24 @@ METHODS: tuple[Method, ...] = (
         _TOKENS,
     ),
 )
-"""All of them, in the order of the table."""
+"""Those that need no hidden states, or are in the target that has them."""
+
+METHODS: tuple[Method, ...] = (
+    *_PLACED,
+    *(
+        replace(
+            method,
+            name=f"{method.name}, in the pool",
+            place=Place.POOL,
+            kind="head",
+            when="targets whose devices have no room for it, or no time",
+            options={"method": method.kind},
+        )
+        for method in _PLACED
+        if method.kind in REMOTE_METHODS
+    ),
+)
+"""All of them, in the order of the table. Heads of the pool read the states that the target sends."""
 
 
 def method_named(name: str) -> Method:

@@ -78,6 +78,7 @@ __all__ = [
     "Leaf",
     "Rider",
     "Stateless",
+    "StatesDrafter",
 ]
 
 FATAL = (torch.AcceleratorError, RanksLostError)
@@ -250,6 +251,35 @@ class Head(Drafter, Protocol):
             DrafterSessionError: this session ends on the head, the others are fed again without it.
             Exception: any other error switches the head off.
         """
+        ...
+
+
+class StatesDrafter(Drafter, Protocol):
+    """A head outside the target replica. The states of committed positions are sent to it, fused already
+    (``HeadModule.fuse``), behind the commits that they belong to: they may come late, or never.
+
+    It is ``ready`` once the states before the anchor of its opening have come, but for those that are lost. Of tokens
+    behind the last state it has only states of its own making, as of nodes that nobody has decided on, until better
+    ones come; a state that never comes leaves a hole in the context, which it does not look at.
+    """
+
+    width: int
+    """Numbers of one state."""
+
+    def feed(self, session_id: str, position: int, states: Tensor) -> int:
+        """Takes the states ``[n, width]`` of positions [position, position + n).
+
+        Returns:
+            Positions before these whose states are lost; -1: these are late, repeated or ahead of the commit that
+            they belong to, and were dropped.
+
+        Raises:
+            DrafterSessionError: states of another width.
+        """
+        ...
+
+    def awaits(self, session_id: str) -> bool:
+        """True if states of committed positions are still to come."""
         ...
 
 

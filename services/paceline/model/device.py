@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.config import ModelOptions
+from paceline.config import HeadDraftOptions, ModelOptions
 from paceline.errors import ConfigError
 
 _TOOL_S = 10.0
@@ -29,7 +29,7 @@ class Placement(NamedTuple):
         return str(self.dtype).removeprefix("torch.")
 
 
-def resolve(options: ModelOptions, device: torch.device | None = None) -> Placement:
+def resolve(options: ModelOptions | HeadDraftOptions, device: torch.device | None = None) -> Placement:
     """The placement that the options ask for. ``device``: a rank's own, which is chosen already.
 
     Raises:

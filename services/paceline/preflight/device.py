@@ -12,7 +12,7 @@ import torch
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.size import ModelSize, gib
-from paceline.config import DraftSetup, ModelOptions, TargetSetup
+from paceline.config import DraftSetup, HeadDraftOptions, ModelOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.model.compiled import linear
 from paceline.model.device import Placement, resolve
@@ -20,6 +20,7 @@ from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import agreed
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
+from paceline.preflight.heads import remote_size
 from paceline.preflight.host_memory import available_bytes
 
 _COPIES = 5
@@ -68,6 +69,19 @@ def require_draft(
     room = _room(placement, group)
     if (size := _size(checkpoint, options, placement)) is not None:
         _report(check_draft(setup, size, checkpoint.max_model_len, room))
+
+
+def require_head(setup: DraftSetup, target: Checkpoint, placement: Placement) -> None:
+    """Refuses a head in the draft pool that is certain not to fit its device, with the numbers and the nearest setting
+    that does. Raises ConfigError."""
+    assert isinstance(setup.options, HeadDraftOptions)
+    try:
+        size = target.size(placement.dtype_name, None)
+    except ConfigError:
+        return  # loading reports it
+    if size is not None:
+        room = _room(placement, None)
+        _report(check_draft(setup, remote_size(setup.options, size), target.max_model_len, room))
 
 
 def begins_eagerly(options: ModelOptions, checkpoint: Checkpoint, placement: Placement) -> bool:

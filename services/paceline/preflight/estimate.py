@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.checkpoint.size import ModelSize
-from paceline.config import DraftOptions, DraftSetup, ModelOptions, SuffixOptions, TargetSetup
+from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, SuffixOptions, TargetSetup
 from paceline.core import native
 from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
@@ -191,17 +191,19 @@ def draft_estimate(
     on_gpu: bool = False,
     tensor_parallel_size: int | None = None,
 ) -> MemoryEstimate:
-    """Estimates the memory of one rank of a draft model for contexts of up to ``max_len`` tokens."""
-    _, options = setup.model
-    num_ranks = tensor_parallel_size or options.tensor_parallel_size
+    """Estimates the memory of one rank of a draft model, or of a head, for contexts of up to ``max_len`` tokens."""
+    options = setup.options
+    assert isinstance(options, DraftOptions | HeadDraftOptions)
+    model = options if isinstance(options, DraftOptions) else None
+    num_ranks = tensor_parallel_size or (1 if model is None else model.tensor_parallel_size)
     size = size.of_rank(num_ranks)
     num_pages = draft_pages(setup, max_len)
     longest = draft_session_pages(options, max_len)
     typical = draft_session_pages(options, min(max_len, DEFAULT_SESSION_TOKENS))
     return MemoryEstimate(
-        process_bytes=ENGINE_PROCESS_BYTES + _vocabulary_bytes(options, size),
+        process_bytes=ENGINE_PROCESS_BYTES + (0 if model is None else _vocabulary_bytes(model, size)),
         weights_bytes=size.weights_bytes,
-        packed_bytes=_packed_bytes(options, size, on_gpu),
+        packed_bytes=0 if model is None else _packed_bytes(model, size, on_gpu),
         kv_bytes=size.kv_bytes(num_pages),
         least_kv_bytes=size.kv_bytes(num_pages),
         tree_bytes=_draft_tree_bytes(setup),
@@ -212,7 +214,7 @@ def draft_estimate(
             min(longest, num_pages),
             num_logits=options.tree_step_tokens or MEASURED_LEAVES,
             num_copies=1,
-            gathers=_gathers(options, on_gpu),
+            gathers=model is None or _gathers(model, on_gpu),
         ),
         num_pages=num_pages,
         max_len=max_len,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paceline.checkpoint.size import ModelSize, gib
-from paceline.config import DraftSetup, TargetOptions, TargetSetup
+from paceline.config import DraftSetup, HeadDraftOptions, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import CODE_BYTES, PROCESS_BYTES, MemoryEstimate, draft_estimate, target_estimate
 from paceline.preflight.findings import Finding, Severity
@@ -175,4 +175,5 @@ def _smaller_draft(fit: _Fit, setup: DraftSetup, size: ModelSize) -> Finding:
         return fit.finding(f"{engine}.max_sessions", sessions, f"{fitting}")
     if fitting := fit.largest("tree_budget", 1, budget, num_sessions=1):
         return fit.finding(f"{engine}.tree_budget", budget, f"{fitting} and max_sessions to at most 1")
-    return fit.too_large(f"{_DRAFT}.model_loading_config", size, num_sessions=1, tree_budget=1)
+    model = "engine_kwargs.model" if isinstance(setup.options, HeadDraftOptions) else "model_loading_config"
+    return fit.too_large(f"{_DRAFT}.{model}", size, num_sessions=1, tree_budget=1)

@@ -7,13 +7,14 @@ has a KV cache of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.size import ModelSize, count_weights, size_of
-from paceline.config import DraftOptions, DraftSetup, HeadOptions, ModelOptions, TargetSetup
+from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, HeadOptions, ModelOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, draft_estimate
 
@@ -55,7 +56,53 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
             total.page_values + one.page_values,
             total.host_bytes + one.host_bytes,
         )
-    return total
+    if setup.link is None:
+        return total
+    width, fuse = _link_size(setup.link, target)
+    return replace(total, weights_bytes=total.weights_bytes + fuse, kv_values=total.kv_values + width)
+
+
+def remote_size(options: HeadDraftOptions, target: ModelSize) -> ModelSize:
+    """The size of a head in the draft pool, with the target's embedding and LM head, as if it were a model.
+
+    Raises:
+        ConfigError: its checkpoint cannot be read, or is not on this machine.
+    """
+    tables = 2 * target.vocab_size * target.hidden_size
+    if options.head.source is None:  # MTP, one layer of the target or more
+        own, numbers = target, max(0, target.num_parameters - tables) // max(1, target.num_layers)
+    else:
+        own, numbers = _own_size(options.head, target), count_weights(_folder(options.head)).numbers
+    kv_values = (own.kv_values or 0) // max(1, own.num_layers)
+    kv_values *= 1 if options.method == "mtp" else own.num_layers
+    return replace(
+        target,
+        num_parameters=numbers + tables,
+        kv_values=kv_values,
+        num_layers=1 if options.method == "mtp" else own.num_layers,
+        hidden_size=own.hidden_size,
+        intermediate_size=own.intermediate_size,
+        saved_bytes=0,
+    )
+
+
+def _link_size(options: HeadDraftOptions, target: ModelSize) -> tuple[int, int]:
+    """Numbers of one fused state, which a target keeps per token, and bytes of the weights that make it."""
+    if options.method in ("mtp", "eagle"):
+        return target.hidden_size, 0
+    head, own = options.head, _own_size(options.head, target)
+    config = read_json(_folder(head), "config.json")
+    num_states = len(head.boundaries or ()) or _STATES.get(head.method) or _num_states(head, config, own)
+    return own.hidden_size, num_states * target.hidden_size * own.hidden_size * target.item_bytes
+
+
+def _own_size(head: HeadOptions, target: ModelSize) -> ModelSize:
+    """The size of a head's layers by its configuration; of MTP modules, as of a layer, the target's."""
+    folder = _folder(head)
+    if head.method == "mtp":
+        return target
+    config = read_json(folder, "config.json")
+    return size_of(config.get("transformer_layer_config") or config, 0, target.item_bytes)
 
 
 def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: int, on_gpu: bool) -> HeadsSize:
@@ -90,8 +137,7 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
         return HeadsSize(weights)
     if head.method == "mtp":
         return HeadsSize(weights + tables, kv_values, page_values)
-    config = read_json(folder, "config.json")
-    own = size_of(config.get("transformer_layer_config") or config, 0, target.item_bytes)
+    config, own = read_json(folder, "config.json"), _own_size(head, target)
     if head.method not in _STATES:
         page_values = _num_states(head, config, own) * target.hidden_size
     return HeadsSize(weights + tables, own.kv_values or 0, page_values)

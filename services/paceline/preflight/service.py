@@ -23,6 +23,8 @@ from paceline.config import (
     CascadeDraftConfig,
     DraftOptions,
     DraftSetup,
+    HeadDraftConfig,
+    HeadDraftOptions,
     ModelDraftConfig,
     ModelLoadingConfig,
     ModelOptions,
@@ -45,7 +47,7 @@ from paceline.preflight.estimate import (
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.gpus import num_gpus, torch_has_gpus
-from paceline.preflight.heads import heads_size, known_heads_size
+from paceline.preflight.heads import heads_size, known_heads_size, remote_size
 from paceline.preflight.host_memory import available_bytes, session_pages
 from paceline.preflight.hub import why_not_fetched
 from paceline.preflight.ports import check_ports
@@ -150,6 +152,7 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
     if target is not None:
         findings += _check_lengths(target_setup.options, target.limit)
         findings += _check_heads(target_setup, target)
+        findings += _check_link(target_setup, target)
         if draft is not None:
             assert draft_setup is not None
             max_len, (_, options) = target.max_len(target_setup.options.max_model_len), draft_setup.model
@@ -319,6 +322,24 @@ def _check_heads(setup: TargetSetup, target: _Model) -> list[Finding]:
     return findings
 
 
+def _check_link(setup: TargetSetup, target: _Model) -> list[Finding]:
+    """Checks that the head in the draft pool is on this machine."""
+    try:
+        if setup.link is not None:
+            remote_size(setup.link, target.size)
+    except ConfigError as error:
+        return [Finding.error(f"{_DRAFT}.engine_kwargs.model", f"is unfit: {error}")]
+    return []
+
+
+def _remote_size(options: HeadDraftOptions, target: _Model) -> ModelSize | None:
+    """The size of a head in the draft pool; None: its checkpoint cannot be read, as ``_check_link`` says."""
+    try:
+        return remote_size(options, target.size)
+    except ConfigError:
+        return None
+
+
 def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftOptions) -> list[Finding]:
     findings = []
     key = f"{_DRAFT}.model_loading_config"
@@ -371,6 +392,12 @@ def _draft_pools(
         return
     if isinstance(part, CascadeDraftConfig):
         yield _cascade_pool(part, setup, target, parts)
+    elif isinstance(part, HeadDraftConfig):
+        on_gpu, size = _on_gpu(part), None if target is None else _remote_size(part.engine_kwargs, target)
+        estimate = None
+        if target is not None and size is not None:
+            estimate = draft_estimate(setup, size, target.max_len(setup.max_model_len), on_gpu=on_gpu)
+        yield Pool(_DRAFT, str(part.engine_kwargs.head), part.deployment_config.first_replicas, on_gpu, estimate)
     elif not isinstance(part, ModelDraftConfig):
         yield Pool(_DRAFT, None, part.deployment_config.first_replicas, False, modelless_estimate(setup))
     else:
@@ -425,6 +452,9 @@ def _check_memory(
         _, options = draft_setup.model
         room = Room(left // options.tensor_parallel_size)
         findings += check_draft(draft_setup, draft.size, min(target.limit, draft.limit), room)
+    if draft_setup is not None and isinstance(draft_setup.options, HeadDraftOptions) and _DRAFT in on_cpu:
+        size = _remote_size(draft_setup.options, target)
+        findings += [] if size is None else check_draft(draft_setup, size, target.limit, Room(left))
     return findings or _check_sum(target_setup.options.kv_fraction, pools, left)
 
 
@@ -464,7 +494,7 @@ def _fitting_fraction(kv_fraction: float | None, pools: Sequence[Pool], left: in
     return int(1000 * share) / 1000 if room >= estimate.least_kv_bytes else 0.0
 
 
-def _on_gpu(config: TargetConfig | ModelDraftConfig) -> bool:
+def _on_gpu(config: TargetConfig | ModelDraftConfig | HeadDraftConfig) -> bool:
     """True if a replica may put its model into the memory of a GPU, which cannot be seen from here."""
     options = config.deployment_options()
     reserved = options["ray_actor_options"].get("num_gpus") or any(
@@ -478,7 +508,7 @@ def _check_gpus(config: ServiceConfig) -> list[Finding]:
     parts = [(_TARGET, config.target_config), (_DRAFT, config.draft_config)]
     findings, reserved = [], {}
     for pool, part in parts:
-        if not isinstance(part, TargetConfig | ModelDraftConfig):
+        if not isinstance(part, TargetConfig | ModelDraftConfig | HeadDraftConfig):
             continue
         device, options = part.engine_kwargs.device, part.deployment_options()
         bundles = options.get("placement_group_bundles") or [{"GPU": options["ray_actor_options"].get("num_gpus")}]

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from grpc import aio
 
-from paceline.messages import Echo, FromDraft, FromTarget, ToDraft, ToTarget
+from paceline.messages import Echo, FromDraft, FromTarget, States, ToDraft, ToTarget
 from paceline.router.pool import Member
 from paceline.router.relay import Relay
 from paceline.router.session import Session
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
+_MOST_STATES_BYTES = 64 << 20
+"""States that wait to be written; more are dropped."""
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -86,6 +88,8 @@ class Link(Generic[Sent, Received]):
         self.status: ReplicaStatus | None = None
         """The replica's latest status."""
         self.num_malformed = 0
+        self.num_states_dropped = 0
+        """Messages with states that came too fast for the stream."""
         self.relay = Relay()
         """This router's sessions on the replica. Owned by the router."""
         self.draft_wanted = True
@@ -93,6 +97,7 @@ class Link(Generic[Sent, Received]):
         self._on_messages, self._on_change, self._on_latency = on_messages, on_change, on_latency
         self._silence_s, self._token, self._certificates = silence_s, token, certificates
         self._outbox: list[Sent | Echo] = []
+        self._states_bytes = 0  # of the states in the outbox
         self._wake = asyncio.Event()
         self._seen_at = 0.0  # when the latest batch came
         self._echo_ns = 0  # when the echo that is on its way was sent; 0: none is
@@ -111,9 +116,18 @@ class Link(Generic[Sent, Received]):
             self._task.cancel()
 
     def send(self, messages: Sequence[Sent | Echo]) -> None:
-        """Queues messages for the next batch. While the link is down they are dropped: sessions are re-opened."""
+        """Queues messages for the next batch. While the link is down they are dropped: sessions are re-opened. States
+        are also dropped, and counted, while many wait: a draft can do without, and tokens must not wait for them."""
         if self.up and messages:
-            self._queue(messages)
+            self._queue([message for message in messages if not isinstance(message, States) or self._holds(message)])
+
+    def _holds(self, states: States) -> bool:
+        """Takes states into account that are to be queued; False: there is no room, and they are dropped."""
+        if self._states_bytes + len(states.packed) > _MOST_STATES_BYTES:
+            self.num_states_dropped += 1
+            return False
+        self._states_bytes += len(states.packed)
+        return True
 
     @property
     def sessions(self) -> dict[str, Session]:
@@ -221,7 +235,7 @@ class Link(Generic[Sent, Received]):
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                batch, self._outbox = self._outbox, []
+                batch, self._outbox, self._states_bytes = self._outbox, [], 0
                 if batch:
                     await call.write(self.kind.encode(batch))
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -259,6 +273,7 @@ class Link(Generic[Sent, Received]):
     def _down(self, reason: str) -> None:
         self.up, self.reason = False, reason
         self._outbox.clear()
+        self._states_bytes = 0
         self._echo_ns = 0
         log.warning("%s %s is down: %s", self.kind.name, self.member.replica_id, reason)
         self._on_change(self)

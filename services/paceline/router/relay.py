@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.messages import Commit, FromDraft, FromTarget, SpeculationWanted, ToDraft, ToTarget
+from paceline.messages import Commit, FromDraft, FromTarget, SpeculationWanted, States, ToDraft, ToTarget
 from paceline.router.session import Session
 
 
@@ -102,5 +102,6 @@ def _append(to_draft: list[ToDraft], message: ToDraft, last: dict[str, int]) -> 
         if isinstance(before, Commit) and before.epoch == message.epoch:
             to_draft[at] = Commit(session_id, before.epoch, before.context_len, before.token_ids, message.in_flight)
             return
-    last[session_id] = len(to_draft)
+    if not isinstance(message, States):
+        last[session_id] = len(to_draft)
     to_draft.append(message)

@@ -38,6 +38,7 @@ from paceline.messages import (
     Outcome,
     SessionFailed,
     SpeculationWanted,
+    States,
     ToDraft,
     ToTarget,
 )
@@ -252,6 +253,8 @@ class Session:
         actions = Actions([], [], [])
         if self._target_done:
             self.relay_stats.ended += 1
+        elif isinstance(event, States):
+            self._on_states(event, actions)
         elif event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
         elif isinstance(event, Outcome | InFlight):
@@ -300,6 +303,13 @@ class Session:
         self._undigested.append(outcome)
         if self._tracer is not None:
             self._tracer.on_outcome()
+
+    def _on_states(self, event: States, actions: Actions) -> None:
+        """Relays states to the draft that they were meant for."""
+        if event.epoch == self._draft_epoch and self.draft_available:
+            actions.to_draft.append(event)
+        else:
+            self.relay_stats.stale += 1
 
     def _on_tree_lost(self, actions: Actions) -> None:
         if not (self.draft_available and self._relayed):  # the tree of a draft that the session has left

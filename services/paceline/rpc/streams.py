@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from paceline.messages import (
+    STATE_BYTES,
     CloseSession,
     Commit,
     DraftState,
@@ -43,6 +44,7 @@ from paceline.messages import (
     SessionFailed,
     SparseDistribution,
     SpeculationWanted,
+    States,
     ToDraft,
     ToTarget,
     TreeLost,
@@ -195,6 +197,13 @@ def _read_commit(proto: draft_pb2.Commit) -> Commit | None:
     return Commit(session_id, proto.epoch, proto.context_len, tuple(proto.token_ids[:]), tuple(proto.in_flight[:]))
 
 
+def _read_states(proto: types_pb2.States) -> States | None:
+    width, packed = proto.width, proto.packed
+    if not proto.session_id or not width or not packed or len(packed) % (STATE_BYTES * width):
+        return None
+    return States(proto.session_id, proto.epoch, proto.position, width, packed)
+
+
 def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
     proto.session_id, proto.epoch, proto.seed = message.session_id, message.epoch, message.seed
     proto.token_ids.extend(message.token_ids)
@@ -275,6 +284,7 @@ _OPEN = _Form("open_session", _write_open, _read_open)
 _CLOSE = _flat("close_session", CloseSession)
 _FAILED = _Form("session_failed", _write_failed, _read_failed)
 _ECHO = _flat("echo", Echo)
+_STATES = _Form("states", _flat("states", States).write, _read_states)
 
 _TO_TARGET = {
     OpenSession: _OPEN,
@@ -287,6 +297,7 @@ _TO_TARGET = {
 _FROM_TARGET = {
     Outcome: _Form("outcome", _write_outcome, _read_outcome),
     InFlight: _Form("in_flight", _write_in_flight, _read_in_flight),
+    States: _STATES,
     TreeLost: _flat("tree_lost", TreeLost),
     SpeculationWanted: _flat("speculation_wanted", SpeculationWanted),
     SessionFailed: _FAILED,
@@ -296,6 +307,7 @@ _TO_DRAFT = {
     OpenSession: _OPEN,
     CloseSession: _CLOSE,
     Commit: _Form("commit", _write_commit, _read_commit),
+    States: _STATES,
     Echo: _ECHO,
 }
 _FROM_DRAFT = {

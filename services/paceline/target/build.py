@@ -28,8 +28,9 @@ from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
-from paceline.target.mount import bind_heads, features_of, load_heads, open_heads, probe_of
-from paceline.types import Rendezvous
+from paceline.target.link import StatesLink
+from paceline.target.mount import bind_heads, features_of, load_heads, load_link, open_heads, open_link, probe_of
+from paceline.types import PAGE_SIZE, Rendezvous
 
 log = logging.getLogger(__name__)
 stages = logging.getLogger("paceline.startup")
@@ -48,14 +49,14 @@ def build_target_engine(
     """
     with ranked(setup.source, setup.options, rendezvous) as group:
         checkpoint = _checkpoint(setup)
-        model, runner, max_len, heads = _runner(setup, checkpoint, group)
-        return _engine(setup, checkpoint, emit, model, runner, max_len, heads)
+        model, runner, max_len, heads, link = _runner(setup, checkpoint, group)
+        return _engine(setup, checkpoint, emit, model, runner, max_len, heads, link)
 
 
 def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Follower:
     """Builds another rank of a target. Raises as ``build_target_engine``."""
     with ranked(setup.source, setup.options, rendezvous) as group:
-        _, runner, _, _ = _runner(setup, _checkpoint(setup), group)
+        _, runner, *_ = _runner(setup, _checkpoint(setup), group)
         return Follower(runner)
 
 
@@ -65,22 +66,25 @@ def _checkpoint(setup: TargetSetup) -> Checkpoint:
 
 def _runner(
     setup: TargetSetup, checkpoint: Checkpoint, group: Collectives | None
-) -> tuple[LoadedModel, ModelRunner, int, list[MountedHead]]:
-    """The model, a runner with all of its KV pages, the longest context, and of the first rank the heads."""
+) -> tuple[LoadedModel, ModelRunner, int, list[MountedHead], StatesLink | None]:
+    """The model, a runner with all of its KV pages, the longest context, and of the first rank the heads and the link
+    to a head in the draft pool."""
     options = setup.options
     torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
     placement = resolve(options, None if group is None else group.device)
-    opened = open_heads(setup, checkpoint)
+    opened, linked = open_heads(setup, checkpoint), open_link(setup, checkpoint)
     require_target(setup, checkpoint, placement, group)
     probe = probe_of(opened, checkpoint)
     later = begins_eagerly(options, checkpoint, placement)
-    model = load_model(checkpoint, options, group, placement, features_of(opened), probe, later=later)
+    model = load_model(checkpoint, options, group, placement, features_of(opened, linked), probe, later=later)
     max_len = options.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
             f"max_model_len is {max_len}: the target {setup.source!r} was made for at most {model.max_len}"
         )
-    heads = load_heads(setup, opened, checkpoint, model, probe) if group is None or group.rank == 0 else []
+    leads = group is None or group.rank == 0
+    heads = load_heads(setup, opened, checkpoint, model, probe) if leads else []
+    link = load_link(linked, model) if linked is not None and leads else None
     if options.kv_fraction is None:
         num_pages = target_pages(options, max_len)
     else:
@@ -89,11 +93,15 @@ def _runner(
         estimate = target_estimate(setup, model.size, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
         free = left_bytes(model.device, group) - estimate.reserved_bytes
         page_bytes = model.size.page_bytes + sum(head.page_bytes(model) for head in opened)
+        page_bytes += 0 if linked is None else PAGE_SIZE * linked.state_size * model.dtype.itemsize
         num_pages = fraction_pages(options.kv_fraction, max_len, page_bytes, free)
         log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
     runner = model.runner(num_pages)
     bind_heads(heads, runner.cache)
-    return model, runner, max_len, heads
+    if link is not None:
+        assert runner.features is not None
+        link.bind(runner.cache, runner.features)
+    return model, runner, max_len, heads, link
 
 
 def _engine(
@@ -104,6 +112,7 @@ def _engine(
     runner: ModelRunner,
     max_len: int,
     heads: Sequence[MountedHead],
+    link: StatesLink | None,
 ) -> TargetEngine:
     options = setup.options
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
@@ -130,6 +139,7 @@ def _engine(
         trees=options.tree_verification == "auto",
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
         heads=heads,
+        link=link,
         grammars=_grammars(checkpoint, model),
         compilation=compilation,
     )

@@ -39,6 +39,7 @@ from paceline.target.control.waiting import WaitPolicy
 from paceline.target.heads.driver import Heads
 from paceline.target.heads.feeding import Computed
 from paceline.target.heads.mounted import MountedHead
+from paceline.target.link import StatesLink
 from paceline.target.lookup import new_shares
 from paceline.target.runners import Forwarded, Runners
 from paceline.target.scheduler import Scheduled, Scheduler
@@ -75,6 +76,7 @@ class TargetEngine:
         trees: bool = True,
         batch_invariant: BatchInvariant = "untested",
         heads: Sequence[MountedHead] = (),
+        link: StatesLink | None = None,
         grammars: Grammars | None = None,
         compilation: Compilation | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -91,6 +93,7 @@ class TargetEngine:
             batch_invariant: whether the model gave the same bits however its tokens were batched.
             heads: what proposes tokens where a session's draft has none, with ``trees`` beside it too; the first that
                 is ready is asked.
+            link: sends hidden states to drafts that read them; None: they read none.
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
             compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
             clock: seconds.
@@ -110,6 +113,7 @@ class TargetEngine:
             clock=clock,
             states=runner.features,
         )
+        self.link = link
         self._meter = StepMeter(clock, self.allocation, self.wait_policy, self.gate)
         self.stats, self.step_sizes = self._meter.stats, self._meter.sizes
         self._emit = emit
@@ -184,18 +188,20 @@ class TargetEngine:
         parts = self.runners.in_order(self._scheduler.schedule(started))
         if not parts:
             self._meter.idle(waiting=bool(self._scheduler.running))
-            return False
+            return self._send_states()
         self._announce(parts)
         self._meter.begin(parts, started, self.heads.take_s())
-        forwarded = self.runners.forward(parts, wants_states=bool(self.heads) and self.heads.wants_states(len(parts)))
+        wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states(len(parts)))
+        forwarded = self.runners.forward(parts, wants_states=wants_states)
         verdicts = self._verify(parts, forwarded)
         step = self._meter.decided(parts)
         self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
         self._send(self._commit(step, verdicts))
         if forwarded.guessed is not None:
             self._learn_guesses(step, forwarded.guessed)
-        if self.heads:
-            self._feed_heads(step, forwarded.states)
+        if self.heads or self.link is not None:
+            self._use_states(step, forwarded.states)
+            self._send_states()
         self._adapt(step)
         self._meter.end(step)
         return True
@@ -322,6 +328,8 @@ class TargetEngine:
     def _close(self, session: TargetSession) -> None:
         del self._sessions[session.session_id]
         self.heads.close(session)
+        if self.link is not None:
+            self.link.close(session)
         self._scheduler.remove(session)
         self.gate.forget(session, self._clock(), len(self._sessions))
 
@@ -468,8 +476,17 @@ class TargetEngine:
                 self.heads.learn(part.session, likeliest[start:stop])
             start = stop
 
-    def _feed_heads(self, step: MeasuredStep, states: Tensor | None) -> None:
-        """Feeds the heads with what the step has computed of the sessions that go on."""
+    def _send_states(self) -> bool:
+        """Sends states that drafts lack, as many as one step may; False: they lack none."""
+        if self.link is None:
+            return False
+        messages = self.link.take(self._sessions.values())
+        self.stats.states_sent, self.stats.states_bytes = self.link.num_sent, self.link.num_bytes
+        self._send(messages)
+        return bool(messages)
+
+    def _use_states(self, step: MeasuredStep, states: Tensor | None) -> None:
+        """Feeds the heads with what the step has computed of the sessions that go on, and keeps it for drafts."""
         computed, row, logits_row = [], 0, 0
         for part in step.parts:
             session, verifies = part.session, part.verifies
@@ -480,8 +497,11 @@ class TargetEngine:
             logits_row += part.num_drafted + 1 if verifies else 0
         if states is not None and any(part.tables for part in step.parts):
             states = self._accepted_first(step, states)
-        self.heads.feed(computed, states, len(step.parts))
-        self.heads.book(len(step.verifying))
+        if self.link is not None and states is not None:
+            self.link.keep(computed, states)
+        if self.heads:
+            self.heads.feed(computed, states, len(step.parts))
+            self.heads.book(len(step.verifying))
 
     def _accepted_first(self, step: MeasuredStep, states: Tensor) -> Tensor:
         """The states of a step with those of accepted tokens right behind their context, as those of chains are."""

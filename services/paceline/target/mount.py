@@ -13,7 +13,7 @@ from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
-from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head
+from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head, remote_plan
 from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.lookahead import LookaheadHead
@@ -30,6 +30,7 @@ from paceline.preflight.heads import TREE_BUDGET, draft_setup_of
 from paceline.preflight.host_memory import draft_pages
 from paceline.target.heads.asking import MOST_LEAVES
 from paceline.target.heads.mounted import MountedHead, union
+from paceline.target.link import StatesLink
 from paceline.types import PAGE_SIZE, pages_for
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,25 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
     return opened
 
 
-def features_of(opened: Sequence[OpenedHead]) -> Features | None:
-    """The states of the target that its heads read, all together; None: none."""
-    return union(head.features for head in opened)
+def open_link(setup: TargetSetup, target: Checkpoint) -> HeadPlan | None:
+    """Examines the checkpoint of the head in the draft pool, without reading a weight; None: there is none.
+
+    Raises:
+        ConfigError: it cannot be read, or does not fit the target.
+    """
+    return None if setup.link is None else remote_plan(setup.link, target)
+
+
+def features_of(opened: Sequence[OpenedHead], linked: HeadPlan | None = None) -> Features | None:
+    """The states of the target that its heads read, all together, and one in the draft pool; None: none."""
+    return union([*(head.features for head in opened), None if linked is None else linked.features])
+
+
+def load_link(linked: HeadPlan, model: LoadedModel) -> StatesLink:
+    """What sends a target's states to its drafts; ``StatesLink.bind`` follows."""
+    fuse = linked.load_fuse(model.dtype, model.device)
+    log.info("target: states for the draft's %s head have %d numbers", linked.method, linked.state_size)
+    return StatesLink(fuse, linked.features, linked.state_size)
 
 
 def probe_of(opened: Sequence[OpenedHead], target: Checkpoint) -> HeadProbe | None:

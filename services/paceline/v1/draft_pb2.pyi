@@ -49,6 +49,7 @@ class DraftCommand(_message.Message):
     CLOSE_SESSION_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open_session(self) -> _types_pb2.OpenSession: ...
     @_builtins.property
@@ -57,6 +58,8 @@ class DraftCommand(_message.Message):
     def commit(self) -> Global___Commit: ...
     @_builtins.property
     def echo(self) -> _types_pb2.Echo: ...
+    @_builtins.property
+    def states(self) -> _types_pb2.States: ...
     def __init__(
         self,
         *,
@@ -64,12 +67,13 @@ class DraftCommand(_message.Message):
         close_session: _types_pb2.CloseSession | None = ...,
         commit: Global___Commit | None = ...,
         echo: _types_pb2.Echo | None = ...,
+        states: _types_pb2.States | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "echo", b"echo", "open_session", b"open_session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "echo", b"echo", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "echo", b"echo", "open_session", b"open_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "echo", b"echo", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "commit", "echo"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "commit", "echo", "states"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

@@ -154,6 +154,7 @@ class TargetEvent(_message.Message):
     SESSION_FAILED_FIELD_NUMBER: _builtins.int
     SPECULATION_WANTED_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcome(self) -> Global___Outcome: ...
     @_builtins.property
@@ -166,6 +167,8 @@ class TargetEvent(_message.Message):
     def speculation_wanted(self) -> Global___SpeculationWanted: ...
     @_builtins.property
     def echo(self) -> _types_pb2.Echo: ...
+    @_builtins.property
+    def states(self) -> _types_pb2.States: ...
     def __init__(
         self,
         *,
@@ -175,12 +178,13 @@ class TargetEvent(_message.Message):
         session_failed: _types_pb2.SessionFailed | None = ...,
         speculation_wanted: Global___SpeculationWanted | None = ...,
         echo: _types_pb2.Echo | None = ...,
+        states: _types_pb2.States | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo", "states"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -843,6 +843,45 @@ class SparseDistribution(_message.Message):
 Global___SparseDistribution: _TypeAlias = SparseDistribution  # noqa: Y015
 
 @_typing.final
+class States(_message.Message):
+    """Hidden states of committed tokens, for a head in the draft pool: from the target, behind the outcome, and through the
+    router to the draft. One that is lost costs acceptance only.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    epoch: _builtins.int
+    """The epoch under which the session was opened on the draft."""
+    position: _builtins.int
+    """Of the first state; the others follow without a gap."""
+    width: _builtins.int
+    """Numbers of one state."""
+    packed: _builtins.bytes
+    """The states one behind the other, bfloat16, little-endian."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        position: _builtins.int = ...,
+        width: _builtins.int = ...,
+        packed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "packed", b"packed", "position", b"position", "session_id", b"session_id", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___States: _TypeAlias = States  # noqa: Y015
+
+@_typing.final
 class Nodes(_message.Message):
     """New nodes of a session's speculation tree, parents before children, in columns: entry i of each column belongs to the
     i-th node. Columns have equal lengths, except for those that say that they may be empty.

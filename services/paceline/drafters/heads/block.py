@@ -195,6 +195,7 @@ class BlockHead(HeadModule):
     """
 
     parallel = True
+    fusing = ("fc", "hidden_norm")
 
     def __init__(
         self,

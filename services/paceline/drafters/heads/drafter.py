@@ -72,6 +72,7 @@ class HeadDrafter:
         vocab_size: int,
         max_leaves: int = 64,
         num_candidates: int = TOP_M,
+        fused: bool = False,
     ) -> None:
         """Takes a loaded module.
 
@@ -82,7 +83,9 @@ class HeadDrafter:
             vocab_size: of the target.
             max_leaves: the most leaves of one ``expand``.
             num_candidates: of each leaf.
+            fused: the states that it is fed with are fused already (``HeadModule.fuse``).
         """
+        self._fused = fused
         self.module = module.eval().requires_grad_(False)
         self.kind, self.features, self.max_leaves = kind, features, max_leaves
         self.layers, self.conditional = module.layers_kv, module.conditional
@@ -139,7 +142,8 @@ class HeadDrafter:
             parts.append(Part(start, len(tokens), positions, each.pages, 1, num_rows, each.holes, write=True))
         made: list[Tensor] = []
         with torch.inference_mode():
-            states = self.module.fuse(torch.cat([each.states[part_of] for each in fed]))[None]
+            given = torch.cat([each.states[part_of] for each in fed])
+            states = (given if self._fused else self.module.fuse(given))[None]
             ids = torch.tensor([tokens], device=states.device)
             at = _positions(parts, states.device)
             for variant in range(self.module.num_variants if self.layers else 1):
@@ -187,10 +191,17 @@ class HeadDrafter:
                 states = torch.stack([self._state(leaf) for leaf in chosen])
                 last = torch.tensor([self._tokens(leaf)[-1] for leaf in chosen], device=states.device)
                 logits = self.module.to_target_ids(self.module.predict(states, last, variant), self._vocab_size)
-                rows = [Row(self._sessions[leaf.session_id].sampler, leaf.path) for leaf in chosen]
+                rows = [self._row(leaf) for leaf in chosen]
                 ids, scores = draft_candidates(logits, rows, self._top_m)
                 token_ids[indices, : ids.shape[1]], log_q[indices, : ids.shape[1]] = ids.cpu(), scores.cpu()
         return Candidates(token_ids, log_q)
+
+    def continue_to(self, leaves: Sequence[Leaf]) -> None:
+        """Computes the states of nodes whose parents have theirs, without candidates; not of a head of ``parallel``
+        or unconditional depths, which needs none."""
+        if self.conditional and not self.module.parallel:
+            with torch.inference_mode():
+                self._step(leaves)
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Moves the anchor on; of nodes that are not ``kept`` nothing stays."""
@@ -224,6 +235,11 @@ class HeadDrafter:
             return self._sessions[session_id]
         except KeyError:
             raise DrafterSessionError(session_id, "not open in this head") from None
+
+    def _row(self, leaf: Leaf) -> Row:
+        """How the token after a leaf is chosen. What the sampler knows of the path already is context to it."""
+        session = self._sessions[leaf.session_id]
+        return Row(session.sampler, leaf.path[session.sampler.num_tokens - session.num_tokens :])
 
     def _variant(self, depth: int) -> int:
         """The weights of a depth."""

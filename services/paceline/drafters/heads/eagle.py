@@ -92,6 +92,8 @@ class Eagle3Form:
 class Eagle3(HeadModule):
     """EAGLE-3; the state dict has the published keys, with ``layers.0.`` for the ``midlayer.`` of the first files."""
 
+    fusing = ("input_norm", "fc_norm", "fc")
+
     def __init__(
         self,
         config: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
+from paceline.config import HeadDraftOptions
 from paceline.drafters.heads.block_formats import SINGLE
 from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
 from paceline.drafters.heads.formats import READ, mtp_modules
@@ -67,6 +69,7 @@ class HeadPlan:
         lm_head: Function | None = None,
         max_leaves: int = 64,
         num_candidates: int = TOP_M,
+        fused: bool = False,
     ) -> HeadDrafter:
         """Reads the weights. Once only: the module becomes the head's own.
 
@@ -77,6 +80,7 @@ class HeadPlan:
             lm_head: the target's LM head, [..., hidden] -> [..., vocabulary]; None likewise.
             max_leaves: the most leaves of one ``expand``.
             num_candidates: of each leaf.
+            fused: its states will come from ``load_fuse`` of another process.
 
         Raises:
             ConfigError: a draft vocabulary is not within the target's.
@@ -93,6 +97,7 @@ class HeadPlan:
             vocab_size=self._facts.vocab_size,
             max_leaves=max_leaves,
             num_candidates=num_candidates,
+            fused=fused,
         )
 
     def load_module(self, dtype: torch.dtype, device: torch.device) -> HeadModule:
@@ -107,16 +112,36 @@ class HeadPlan:
         state = {name: tensors[published] for name, published in head.names.items()}
         for name, experts in head.experts.items():
             state[name] = torch.stack([torch.cat([tensors[part] for part in parts]) for parts in experts])
-        state = {
-            name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).to(device).clone()
-            for name, tensor in state.items()
-        }
-        module.load_state_dict(state, strict=False, assign=True)
+        _assign(module, state, dtype, device)
         assert not any(tensor.is_meta for tensor in module.state_dict().values()), "a tensor was not loaded"
         if module.target_ids is not None:
             self._require_vocabulary(module.target_ids)
         module.materialize(device)
         return module
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a state once it is fused."""
+        return self._form.module.state_size
+
+    def load_fuse(self, dtype: torch.dtype, device: torch.device) -> Function:
+        """Reads the weights that turn the states of its boundaries, side by side, into ``[..., state_size]``: what a
+        target needs of a head that runs elsewhere. Once only, and not beside ``load``."""
+        module, names = self._form.module, self._fusing()
+        tensors = self._files.read(list(names.values()))
+        _assign(module, {name: tensors[published] for name, published in names.items()}, dtype, device)
+        fuse = module.eval().requires_grad_(False).fuse
+
+        def fused(states: Tensor) -> Tensor:
+            with torch.inference_mode():
+                return fuse(states)
+
+        return fused
+
+    def _fusing(self) -> dict[str, str]:
+        """Published names of the weights of ``fuse``, by their own."""
+        parts = self._form.module.fusing
+        return {name: published for name, published in self._form.names.items() if name.split(".")[0] in parts}
 
     def _require_vocabulary(self, target_ids: Tensor) -> None:
         size, ids = self._facts.vocab_size, target_ids.tolist()
@@ -165,6 +190,22 @@ def open_head(
     count = sum(parameter.numel() for parameter in head.module.parameters())
     features = Features(head.boundaries, every_position=bool(head.module.layers_kv))
     return HeadPlan(method, features, head.module.layers_kv, count, what, files, head, facts)
+
+
+def remote_plan(options: HeadDraftOptions, target: Checkpoint) -> HeadPlan:
+    """``open_head`` of a head in the draft pool, which its targets and its drafts examine alike. Raises ConfigError."""
+    head = options.head
+    boundaries = None if head.boundaries is None else tuple(head.boundaries)
+    return open_head(head.method, head.source, target, num_tokens=head.num_speculative_tokens, boundaries=boundaries)
+
+
+def _assign(module: torch.nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    """Gives a module without weights some of them."""
+    own = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).to(device).clone()
+        for name, tensor in state.items()
+    }
+    module.load_state_dict(own, strict=False, assign=True)
 
 
 def mtp_layers(checkpoint: Checkpoint) -> int:

@@ -83,6 +83,8 @@ class HeadModule(nn.Module, ABC):
     """True: it drafts from the target's own states of the drafted tokens (``unroll`` of ``ExitAdapter``)."""
     num_variants: int = 1
     """Depths that have weights and context of their own (MTP modules); deeper ones use the last of them."""
+    fusing: tuple[str, ...] = ()
+    """Submodules that ``fuse`` needs."""
     target_ids: Tensor | None = None
     """[draft vocabulary] int64: the target's id of each logit; None: they are the same."""
 

@@ -77,6 +77,10 @@ class TargetStats:
     """Tokens of lookahead that rode beside those of sessions."""
     head_s: float = 0.0
     """Seconds that heads were asked for, before the forwards that verify their tokens."""
+    states_sent: int = 0
+    """Positions whose hidden states were sent to drafts."""
+    states_bytes: int = 0
+    """Bytes of these states."""
     drafts_paused: int = 0
     """Times that drafting was paused for a session."""
     drafts_resumed: int = 0

@@ -57,7 +57,7 @@ class Feeding:
         if mounted.every_position:
             for each in computed:
                 followed = mounted.sessions[each.session.session_id] if each.session.session_id in served else None
-                for page, rows in _full_pages(each):
+                for page, rows in full_pages(each):
                     if followed is None or any(_overlap(hole, rows) for hole in followed.holes):
                         mounted.pages.discard(page)
                     else:
@@ -134,11 +134,11 @@ class Feeding:
             self._page_states = states.new_zeros(self._num_pages, states.shape[1])
         for each in computed:
             first = each.start // PAGE_SIZE
-            for index, (page, _) in enumerate(_full_pages(each), first):
+            for index, (page, _) in enumerate(full_pages(each), first):
                 self._page_states[page] = states[each.row + (index + 1) * PAGE_SIZE - 1 - each.start]
 
 
-def _full_pages(computed: Computed) -> list[tuple[int, range]]:
+def full_pages(computed: Computed) -> list[tuple[int, range]]:
     """The pages that a step has filled up for a session, and the rows of its context on each."""
     session = computed.session
     indices = range(computed.start // PAGE_SIZE, session.num_computed // PAGE_SIZE)

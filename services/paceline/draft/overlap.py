@@ -1,0 +1,81 @@
+"""Drafting ahead of outcomes by a head whose states are late then: whether it pays, from measured rounds.
+
+Between an outcome and its states a head draws on states of its own making, so a proposal that was made ahead is worth
+less: of the tokens accepted per proposal it keeps a share R. Made after the outcome it costs the time of its K depths,
+t_d each, beside a verification of T_v. So drafting ahead pays if ``R > 1 / (1 + K t_d / T_v)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.statistics import Ewma
+
+_LEAST_ROUNDS = 64
+"""Rounds of either kind before they are compared."""
+_TRIAL_EVERY = 8
+"""One in so many sessions is of the other kind, so that the comparison stays true."""
+
+
+@dataclass(slots=True)
+class Overlap:
+    """Compares rounds of sessions that are drafted ahead with rounds of those that are not."""
+
+    forced: bool | None = None
+    """The choice, where there is none."""
+    accepted: dict[bool, Ewma] = field(default_factory=lambda: {ahead: Ewma(0.02) for ahead in (True, False)})
+    """Draft tokens accepted of a proposal, by whether it was made ahead."""
+    rounds: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    depth_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    """t_d: seconds of one depth of a proposal."""
+    num_proposed: Ewma = field(default_factory=lambda: Ewma(0.05))
+    """K: tokens of a proposal."""
+    verify_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    """T_v: seconds from a proposal's announcement to its outcome."""
+    num_sessions: int = 0
+
+    def begin(self) -> bool:
+        """The kind of a new session: True if it is to be drafted ahead."""
+        if self.forced is not None:
+            return self.forced
+        number, self.num_sessions = self.num_sessions, self.num_sessions + 1
+        if min(self.rounds.values()) < _LEAST_ROUNDS:
+            return number % 2 == 1
+        return self.pays != (number % _TRIAL_EVERY == 0)
+
+    def observe(self, *, ahead: bool, num_proposed: int, num_accepted: int, verify_s: float) -> None:
+        """Takes the outcome of a proposal of the draft."""
+        self.rounds[ahead] += 1
+        self.accepted[ahead].add(float(num_accepted))
+        self.num_proposed.add(float(num_proposed))
+        self.verify_s.add(verify_s)
+
+    @property
+    def kept(self) -> float | None:
+        """R: the share of the accepted tokens that is left to proposals made ahead; None: not known yet."""
+        if min(self.rounds.values()) < _LEAST_ROUNDS or not (fresh := self.accepted[False].get(0.0)):
+            return None
+        return self.accepted[True].get(0.0) / fresh
+
+    @property
+    def needed(self) -> float:
+        """The share above which drafting ahead pays."""
+        verify_s = self.verify_s.get(0.0)
+        drafting_s = self.num_proposed.get(0.0) * self.depth_s.get(0.0)
+        return 1 / (1 + drafting_s / verify_s) if verify_s > 0 else 1.0
+
+    @property
+    def pays(self) -> bool:
+        """True if sessions are drafted ahead, but for those that measure the other kind."""
+        return self.kept is not None and self.kept > self.needed
+
+    def __str__(self) -> str:
+        """A clause for the status."""
+        if self.forced is not None:
+            return f"drafting {'ahead of' if self.forced else 'after'} outcomes, as configured"
+        if self.kept is None:
+            seen = ", ".join(f"{self.rounds[ahead]} {how}" for ahead, how in ((True, "ahead"), (False, "after")))
+            return f"drafting ahead of outcomes is being measured ({seen} of {_LEAST_ROUNDS} rounds each)"
+        choice = "drafting ahead of outcomes" if self.pays else "drafting after outcomes"
+        kept = f"made ahead, proposals keep {self.kept:.0%} of their accepted tokens"
+        return f"{choice}: {kept}, and more than {self.needed:.0%} pays"

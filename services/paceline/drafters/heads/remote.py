@@ -1,0 +1,255 @@
+"""A head in the draft pool: ``HeadDrafter`` on KV pages of its own, fed over the stream from the target.
+
+Its anchor is the last token whose state has come; what was committed behind it is, to the head, a path of nodes that
+happen to be decided::
+
+    position      0 .. num_fed-1   num_fed     num_fed+1 ..     num_tokens-1
+    state         of the target    -           the head's own   -               those of the target are on their way
+    token         cached           its anchor  the lag          the anchor
+                                               └── a path below its anchor, on which the leaves of the tree continue
+
+So a late state costs what one more recursion costs, and nothing else. When states come, the rows of their positions
+are computed from them, and what was made of guesses is dropped; nodes below the new anchor stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.processors import SamplerState
+from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf
+from paceline.errors import ResourceExhaustedError
+from paceline.model.kv_cache import KVCache
+from paceline.types import PAGE_SIZE, pages_for
+
+MOST_LAG = 16
+"""Committed tokens without the target's states that a session is drafted for; the states of more are waited for."""
+_MOST_HOLES = 4
+"""Holes of a session that are known apart; the first two become one, with what is between them."""
+
+
+@dataclass(slots=True)
+class _Session:
+    tokens: list[int]
+    """The whole context."""
+    node_ids: list[int]
+    """Of each token behind the context that it was opened with; 0 for that."""
+    num_opened: int
+    num_fed: int = 0
+    """Positions below it have rows of the target's states, or are holes."""
+    coming: list[tuple[int, Tensor]] = field(default_factory=list)
+    """States that have come and are not computed yet, in order, by their first position."""
+    pages: list[int] = field(default_factory=list)
+    holes: tuple[range, ...] = ()
+    live: set[int] = field(default_factory=set)
+    """Expanded nodes that the head may have states of."""
+
+    @property
+    def num_known(self) -> int:
+        """Positions below it have come, or never will."""
+        if not self.coming:
+            return self.num_fed
+        position, states = self.coming[-1]
+        return position + len(states)
+
+    @property
+    def ready(self) -> bool:
+        return self.num_fed >= max(1, self.num_opened - 1)
+
+    def lag(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Nodes and tokens that were committed behind the head's anchor."""
+        first = self.num_fed + 1
+        return tuple(self.node_ids[first:]), tuple(self.tokens[first:])
+
+
+class RemoteHead:
+    """Implements ``paceline.drafters.protocol.StatesDrafter`` for every head whose features want every position."""
+
+    tokens_per_leaf = 1
+    conditional = True
+
+    def __init__(self, head: HeadDrafter, cache: KVCache, *, width: int, max_prefill_tokens: int, max_len: int) -> None:
+        """Takes a head that was loaded with ``fused``.
+
+        Args:
+            head: on this machine.
+            cache: pages with the layers of the head, and no others.
+            width: numbers of one state.
+            max_prefill_tokens: positions that one ``prefill`` computes.
+            max_len: tokens of the longest context.
+        """
+        assert head.features.every_position
+        self.kind, self.max_leaves, self.width = head.kind, head.max_leaves, width
+        self._head, self._cache = head, cache
+        self._max_prefill_tokens, self._max_len = max_prefill_tokens, max_len
+        self._sessions: dict[str, _Session] = {}
+        head.bind(cache, 0)
+
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
+        """Begins a session; refuses a context that the whole cache cannot hold."""
+        self._require_room(len(token_ids))
+        self._sessions[session_id] = _Session([*token_ids], [0] * len(token_ids), len(token_ids))
+        self._head.open(session_id, token_ids[:1], sampler, salt)
+
+    def feed(self, session_id: str, position: int, states: Tensor) -> int:
+        """Keeps states until they are computed, which ``prefill`` and ``expand`` do."""
+        session = self._session(session_id)
+        if states.ndim != 2 or states.shape[1] != self.width or not len(states):
+            raise DrafterSessionError(session_id, f"states are {list(states.shape)}: [positions, {self.width}] is read")
+        stop, known = position + len(states), session.num_known
+        if not known < stop < len(session.tokens):
+            return -1
+        own = self._cache.keys[0]
+        session.coming.append((max(position, known), states[max(0, known - position) :].to(own.device, own.dtype)))
+        return max(0, position - known)
+
+    def awaits(self, session_id: str) -> bool:
+        """True if states of committed positions are still to come."""
+        session = self._session(session_id)
+        return session.num_known < len(session.tokens) - 1
+
+    def prefill(self) -> bool:
+        """Computes states of sessions that are not ready; those without room for them wait."""
+        waiting = {name: s for name, s in self._sessions.items() if s.coming and not s.ready}
+        return self._compute(waiting, self._max_prefill_tokens)
+
+    def ready(self, session_id: str) -> bool:
+        """True once the states before the first anchor are computed."""
+        return self._session(session_id).ready
+
+    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
+        """Candidates of the leaves, by the states that have come; none where these are too far behind."""
+        named = {leaf.session_id: self._session(leaf.session_id) for leaf in leaves}
+        self._compute({name: s for name, s in named.items() if s.coming and s.ready})
+        for name, session in named.items():
+            if session.ready and session.coming:
+                raise DrafterSessionError(name, "no KV page is free for its states")
+        own, usable = [], []
+        for index, leaf in enumerate(leaves):
+            ids, tokens = named[leaf.session_id].lag()
+            if len(tokens) <= MOST_LAG:
+                usable.append(index)
+                own.append(Leaf(leaf.session_id, leaf.node_id, (*ids, *leaf.path_ids), (*tokens, *leaf.path)))
+        self._catch_up(own)
+        for leaf in own:
+            named[leaf.session_id].live.add(leaf.node_id)
+        made = self._head.expand(own) if own else None
+        if made is not None and len(own) == len(leaves):
+            return made
+        width = 1 if made is None else made.token_ids.shape[1]
+        token_ids = torch.zeros(len(leaves), width, dtype=torch.long)
+        log_q = torch.full((len(leaves), width), float("-inf"))
+        if made is not None:
+            token_ids[usable], log_q[usable] = made.token_ids, made.log_q
+        return Candidates(token_ids, log_q)
+
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
+        """Extends the context; the states of its tokens are still to come."""
+        session = self._session(session_id)
+        session.tokens += token_ids
+        session.node_ids += node_ids
+        session.live &= {*kept, *session.lag()[0]}
+        self._require_room(len(session.tokens))
+
+    def close(self, session_id: str) -> None:
+        """Frees the session's pages."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            self._head.close(session_id)
+            self._cache.release(session.pages)
+
+    def check_integrity(self) -> None:
+        """Asserts that every page is free or a session's, and that states are in order."""
+        self._cache.check_integrity([session.pages for session in self._sessions.values()])
+        self._head.check_integrity()
+        for session in self._sessions.values():
+            assert len(session.node_ids) == len(session.tokens)
+            assert session.num_known < len(session.tokens)
+            at = session.num_fed
+            for position, states in session.coming:
+                assert position >= at, "states overlap"
+                at = position + len(states)
+
+    def shutdown(self) -> None:
+        """Does nothing: there are no resources outside this process."""
+
+    def _session(self, session_id: str) -> _Session:
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise DrafterSessionError(session_id, "not open in this drafter") from None
+
+    def _require_room(self, num_tokens: int) -> None:
+        room = min(self._cache.num_pages * PAGE_SIZE, self._max_len)
+        if num_tokens > room:
+            raise ResourceExhaustedError(f"the context has {num_tokens} tokens: the draft's cache holds {room}")
+
+    def _compute(self, sessions: dict[str, _Session], budget: int = 1 << 60) -> bool:
+        """Computes states that have come, at most ``budget`` positions; False if there were none, or no room."""
+        fed: list[Fed] = []
+        for name, session in sessions.items():
+            taken = self._next(session, budget)
+            if taken is None:
+                continue
+            position, states = taken
+            stop = position + len(states)
+            try:
+                session.pages += self._cache.allocate(max(0, pages_for(stop + 1) - len(session.pages)))
+            except ResourceExhaustedError:
+                session.coming.insert(0, (position, states))
+                continue
+            budget -= len(states)
+            if position > session.num_fed:
+                self._miss(session, range(session.num_fed + 1, position + 1))
+            count = stop - session.num_fed
+            decided = session.node_ids[session.num_fed + 1 : stop + 1]
+            session.live.difference_update(decided)
+            self._head.advance(name, session.tokens[session.num_fed + 1 : stop + 1], decided, [*session.live])
+            assert count == len(decided)
+            session.num_fed = stop
+            tokens = tuple(session.tokens[position + 1 : stop + 1])
+            fed.append(Fed(name, position, tokens, states, session.pages, session.holes))
+        self._head.feed(fed)
+        return bool(fed)
+
+    def _next(self, session: _Session, budget: int) -> tuple[int, Tensor] | None:
+        """Takes the next states that lie side by side, at most ``budget``; None: nothing."""
+        if budget <= 0 or not session.coming:
+            return None
+        first = stop = session.coming[0][0]
+        parts: list[Tensor] = []
+        while session.coming and session.coming[0][0] == stop and stop - first < budget:
+            position, states = session.coming.pop(0)
+            room = budget - (stop - first)
+            if len(states) > room:
+                session.coming.insert(0, (position + room, states[room:]))
+                states = states[:room]
+            parts.append(states)
+            stop += len(states)
+        return first, torch.cat(parts)
+
+    def _miss(self, session: _Session, rows: range) -> None:
+        session.holes = (*session.holes, rows)
+        if len(session.holes) > _MOST_HOLES:
+            first, second, *others = session.holes
+            session.holes = (range(first.start, second.stop), *others)
+
+    def _catch_up(self, leaves: Sequence[Leaf]) -> None:
+        """Makes states of the nodes above the leaves that have none: of committed tokens that were not predicted."""
+        missing: dict[tuple[str, int], Leaf] = {}
+        for leaf in leaves:
+            live = self._sessions[leaf.session_id].live
+            for depth, node in enumerate(leaf.path_ids[:-1]):
+                if node not in live:
+                    path = Leaf(leaf.session_id, node, leaf.path_ids[: depth + 1], leaf.path[: depth + 1])
+                    missing[leaf.session_id, node] = path
+        for depth in sorted({len(leaf.path) for leaf in missing.values()}):
+            level = [leaf for leaf in missing.values() if len(leaf.path) == depth]
+            self._head.continue_to(level)
+            for leaf in level:
+                self._sessions[leaf.session_id].live.add(leaf.node_id)
