@@ -18,12 +18,12 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
-from paceline.config import LocalConfig, ServiceConfig
+from paceline.config import HeadDraftOptions, LocalConfig, ServiceConfig
 from paceline.drafters.catalogue import METHODS, Method, Place
 from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 from paceline.local import LocalPipeline
@@ -56,8 +56,8 @@ class Run:
 
 def model_of(method: Method, folder: Path, pard_steps: int) -> str | None:
     """The checkpoint that a method reads, of the package or made in ``folder``; None: none is needed, or there."""
-    if method.kind in HEAD_DIRS:
-        return f"paceline/embedded-{method.kind}"
+    if (kind := method.options.get("method", method.kind)) in HEAD_DIRS:
+        return f"paceline/embedded-{kind}"
     if method.options.get("vocabulary") == "shared":
         return other_vocabulary(folder / "other", NUM_SHARED)
     if isinstance(tokens_at_once := method.options.get("parallel_tokens"), int):
@@ -79,7 +79,8 @@ def measured(folder: Path, names: Sequence[str], pard_steps: int) -> Iterator[tu
 
 
 def local_config(method: Method, model: str | None, k: int) -> LocalConfig:
-    """The configuration of the page for one process, every token asked for and verified."""
+    """The configuration of the page for one process, every token asked for and verified. In overlapped mode a head in the
+    pool drafts ahead of outcomes."""
     config = ServiceConfig.parse(method.configuration("paceline/embedded-target", model))
     setup, draft_setup = config.target_setup(), config.draft_setup()
     heads = [{**head.model_dump(exclude_unset=True), "num_speculative_tokens": k} for head in setup.options.heads]
@@ -87,7 +88,18 @@ def local_config(method: Method, model: str | None, k: int) -> LocalConfig:
     draft = draft_setup and draft_setup.options
     if draft_setup is not None and draft_setup.source is not None:
         draft = draft_setup.options.model_dump(exclude_unset=True) | MODEL | {"path": draft_setup.source}
+    if isinstance(draft, HeadDraftOptions):
+        draft = draft.model_copy(update={"dtype": MODEL["dtype"], "device": MODEL["device"], "ahead": True})
     return LocalConfig(target=target, draft=draft, worker="thread")
+
+
+def in_modes(method: Method, model: str | None) -> Iterator[tuple[Method, str | None]]:
+    """A head in the pool in both modes: its states have come in sequential mode, and are late in the other."""
+    if method.kind == "head":
+        for mode in (Mode.SEQUENTIAL, Mode.OVERLAPPED):
+            yield replace(method, name=f"{method.name}, {mode.value}", mode=mode), model
+    else:
+        yield method, model
 
 
 def timed(
@@ -156,7 +168,7 @@ def main() -> None:
         methods = list(measured(Path(folder), args.method, args.pard_steps))
         for temperature in (0.0, 1.0):
             found = [Run("plain", 0, 1, 1, times_plain=1.0)]
-            for method, model in methods:
+            for method, model in [each for entry in methods for each in in_modes(*entry)]:
                 chain = method.place is Place.POOL and method.mode is Mode.SEQUENTIAL and method.kind == "model"
                 for k in CHAINS if chain else (args.draft_tokens,):
                     found.append(runs(method, model, prompts, k, args.max_tokens, temperature))

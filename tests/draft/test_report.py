@@ -11,12 +11,20 @@ import pytest
 from tests.draft.fakes import open_session
 from tests.support.vocabularies import other_vocabulary
 
-from paceline.config import CascadeOptions, DraftOptions, DraftSetup, NgramOptions, SuffixOptions, TargetSetup
+from paceline.config import (
+    CascadeOptions,
+    DraftOptions,
+    DraftSetup,
+    HeadDraftOptions,
+    NgramOptions,
+    SuffixOptions,
+    TargetSetup,
+)
 from paceline.draft.build import build_draft_engine
 from paceline.draft.engine import DraftEngine
 from paceline.draft.report import explain
-from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.messages import Commit, Nodes
+from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from paceline.messages import Commit, Nodes, SessionFailed, States
 from paceline.runtime.server import describer
 
 MODEL = {"dtype": "float32", "device": "cpu", "compile": False}
@@ -66,6 +74,25 @@ def test_a_draft_model_says_what_is_special_about_it(tmp_path: Path) -> None:
     config = json.loads((pard / "config.json").read_text()) | {"pard_token": 4095}
     (pard / "config.json").write_text(json.dumps(config))
     assert built(DraftOptions(**ALONE, parallel_tokens=3), pard)[0].description == "PARD draft model, 3 tokens at once"
+
+
+def test_a_head_says_whether_it_drafts_ahead_and_what_has_come() -> None:
+    options = HeadDraftOptions(method="mtp", model=str(HEAD_DIRS["mtp"]), dtype="float32", device="cpu")
+    engine, sent = built(options)
+    measured = "drafting ahead of outcomes is being measured (0 ahead, 0 after of 64 rounds each)"
+    assert explain(engine) == (
+        f"mtp {HEAD_DIRS['mtp']} by the target's states; {measured}; no states have come from a target"
+    )
+    engine.receive([open_session("s", text=[1, 2, 3, 4])])
+    engine.receive([States("s", 0, 1, 384, bytes(2 * 2 * 384)), States("s", 0, 0, 384, bytes(2 * 384))])
+    expected = "2 states have come, 768 bytes each, 1 were lost, 1 messages with states came late or twice"
+    assert expected in explain(engine)
+    assert (engine.stats.states, engine.stats.states_missing, engine.stats.states_dropped) == (2, 1, 1)
+    engine.receive([States("s", 0, 3, 2, bytes(4))])
+    engine.step()
+    assert engine.num_sessions == 0
+    (failed,) = [message for message in sent if isinstance(message, SessionFailed)]
+    assert "states are [1, 2]: [positions, 384] is read" in failed.message
 
 
 def test_the_figures_are_those_of_the_counters() -> None:

@@ -21,6 +21,7 @@ from paceline.config import (
     DraftModel,
     DraftOptions,
     DraftSetup,
+    HeadDraftOptions,
     LocalConfig,
     NgramOptions,
     TargetModel,
@@ -28,7 +29,8 @@ from paceline.config import (
     TargetSetup,
 )
 from paceline.core import native
-from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.draft.build import build_draft_engine
+from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 from paceline.preflight.estimate import (
     ENGINE_PROCESS_BYTES,
     PROCESS_BYTES,
@@ -37,6 +39,7 @@ from paceline.preflight.estimate import (
     modelless_estimate,
     target_estimate,
 )
+from paceline.preflight.heads import heads_size, remote_size
 from paceline.preflight.host_memory import draft_pages, session_pages, target_pages
 
 MIB = 1 << 20
@@ -152,6 +155,37 @@ def test_the_pages_are_those_of_the_cache(tmp_path, family):
     assert facts.num_layers == len(loaded.layers)
     assert facts.hidden_size == 64
     assert facts.intermediate_size == {"gpt2": 256}.get(family, 96)
+
+
+def head_options(**options):
+    """The embedded EAGLE-3 head in the draft pool."""
+    return HeadDraftOptions(method="eagle3", model=str(HEAD_DIRS["eagle3"]), dtype="float32", device="cpu", **options)
+
+
+def test_what_a_head_in_the_pool_takes_is_that_of_its_files_and_of_the_tables_that_it_borrows():
+    size = Checkpoint.open(str(TARGET_DIR)).size("float32")
+    setup = replace(target(), source=str(TARGET_DIR), link=head_options())
+    draft_setup = DraftSetup.for_target(setup, None, setup.link)
+    drafter = build_draft_engine(draft_setup, lambda _: None)._drafter
+    module, cache = drafter._head.module, drafter._cache
+    own = sum(p.nbytes for p in module.parameters()) + sum(b.nbytes for b in module.buffers())
+    tables = 2 * size.vocab_size * size.hidden_size * 4
+    estimate = draft_estimate(draft_setup, remote_size(setup.link, size), 1024)
+    assert own <= estimate.weights_bytes <= 1.02 * (own + tables) + MIB
+    assert estimate.kv_bytes == sum(pool.nbytes for pool in (*cache.keys, *cache.values))
+    assert estimate.packed_bytes == 0
+
+
+def test_a_target_counts_the_states_that_it_keeps_for_a_head_in_the_pool():
+    size = Checkpoint.open(str(TARGET_DIR)).size("float32")
+    setup = replace(target(), source=str(TARGET_DIR), link=head_options())
+    heads = heads_size(setup, size, 1024)
+    assert heads.kv_values == size.hidden_size, "one vector a token"
+    assert heads.weights_bytes == 3 * size.hidden_size**2 * 4, "fc over three boundaries"
+    assert heads.page_values == 0
+    more = target_estimate(setup, size, 1024, heads=heads)
+    less = target_estimate(target(), size, 1024)
+    assert more.kv_bytes - less.kv_bytes == (more.num_pages + 1) * 64 * size.hidden_size * 4
 
 
 # -- against a process ------------------------------------------------------------------------------------------

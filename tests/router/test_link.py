@@ -6,6 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from paceline.messages import Commit, States
+from paceline.router import link as link_module
 from paceline.router.delay import DelayedLink
 from paceline.router.link import DRAFT, DraftLink, Link
 from paceline.router.pool import Member
@@ -40,6 +44,29 @@ def test_delays_of_batches_overlap_and_keep_their_order() -> None:
         return time.monotonic() - started
 
     assert DELAY_S <= asyncio.run(test()) < BATCHES * DELAY_S
+
+
+def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are not: the mutant that drops commits as well loses one here."""
+    monkeypatch.setattr(link_module, "_MOST_STATES_BYTES", 20)
+    dropped: list[str] = []
+
+    async def test() -> list[Any]:
+        link = Link(
+            Member("draft-0", "127.0.0.1:1"), DRAFT, on_messages=lambda _, messages: None,
+            on_change=lambda _: None, on_dropped=dropped.append, silence_s=5.0,
+        )  # fmt: skip
+        link.up = True
+        for i in range(4):
+            link.send([Commit("s", 1, i, (5,)), States("s", 1, i, 4, bytes(8))])
+        first, link._outbox, link._states_bytes = link._outbox, [], 0
+        link.send([States("s", 1, 4, 4, bytes(8))])
+        return [*first, *link._outbox]
+
+    sent = asyncio.run(test())
+    assert [m.context_len for m in sent if isinstance(m, Commit)] == [0, 1, 2, 3]
+    assert [m.position for m in sent if isinstance(m, States)] == [0, 1, 4]
+    assert dropped == ["states", "states"]
 
 
 def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:

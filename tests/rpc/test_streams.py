@@ -50,6 +50,7 @@ from paceline.messages import (
     SessionFailed,
     SparseDistribution,
     SpeculationWanted,
+    States,
     ToDraft,
     ToTarget,
     TreeLost,
@@ -115,6 +116,13 @@ failures = st.builds(SessionFailed, ids, uint64, st.text(max_size=20))
 in_flights = st.builds(InFlight, ids, uint64, uint31, tokens)
 commits = st.builds(Commit, ids, uint64, uint31, tokens, tokens)
 echoes = st.builds(Echo, uint64)
+states = st.builds(
+    lambda name, epoch, at, rows: States(name, epoch, at, 3, b"".join(rows)),
+    ids,
+    uint64,
+    uint31,
+    st.lists(st.binary(min_size=6, max_size=6), min_size=1, max_size=4),
+)
 to_target = st.lists(opens() | closes | draft_states | trees | echoes, max_size=6)
 from_target = st.lists(
     outcomes()
@@ -122,10 +130,11 @@ from_target = st.lists(
     | st.builds(TreeLost, ids, uint64)
     | st.builds(SpeculationWanted, ids, uint64, st.booleans())
     | failures
+    | states
     | echoes,
     max_size=6,
 )
-to_draft = st.lists(opens() | closes | commits | echoes, max_size=6)
+to_draft = st.lists(opens() | closes | commits | states | echoes, max_size=6)
 from_draft = st.lists(trees | failures | echoes, max_size=6)
 
 
@@ -195,6 +204,16 @@ def test_relayed_nodes_outlive_their_batch():
     (relayed,), _, _ = wire.decode_from_draft(batch)
     batch.Clear()
     assert wire.decode_to_target(wire.encode_to_target([relayed, tree])) == ([tree, tree], 0)
+
+
+@pytest.mark.parametrize("change", [{"width": 0}, {"packed": b""}, {"packed": b"12345"}, {"session_id": ""}])
+def test_states_that_are_no_whole_rows_are_dropped(change):
+    right = types_pb2.States(session_id="s", epoch=1, position=4, width=3, packed=b"123456")
+    batch = target_pb2.FromTarget(events=[target_pb2.TargetEvent(states=right)])
+    assert wire.decode_from_target(sent(batch)) == ([States("s", 1, 4, 3, b"123456")], None, 0)
+    for name, value in change.items():
+        setattr(batch.events[0].states, name, value)
+    assert wire.decode_from_target(sent(batch)) == ([], None, 1)
 
 
 def test_empty_columns_are_not_sent():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.draft.engine import DraftEngine
+    from paceline.draft.engine import DraftEngine, DraftStats
 
 
 def explain(engine: DraftEngine) -> str:
@@ -15,8 +15,24 @@ def explain(engine: DraftEngine) -> str:
     decision came.
     """
     stats, parts = engine.stats, [engine.description or "a drafter"]
+    if engine.overlap is not None:
+        parts.append(str(engine.overlap))
+        parts.append(_states(stats))
     if stats.forwards:
         parts.append(f"{stats.nodes_published / stats.forwards:.3g} nodes a forward")
     if decided := stats.nodes_used + stats.nodes_missed:
         parts.append(f"{stats.nodes_used / decided:.0%} of {decided} decided tokens were among its nodes")
     return "; ".join(parts)
+
+
+def _states(stats: DraftStats) -> str:
+    """What has come of the target's states."""
+    if not stats.states:
+        return "no states have come from a target"
+    text = f"{stats.states} states have come, {stats.states_bytes / stats.states:.0f} bytes each"
+    lost = [
+        (stats.states_missing, "were lost"),
+        (stats.states_dropped, "messages with states came late or twice"),
+        (stats.states_late, "tokens were drafted behind before their states had come"),
+    ]
+    return ", ".join([text, *(f"{count} {what}" for count, what in lost if count)])

@@ -194,7 +194,12 @@ SESSIONS = gauge(
     "Sessions that wait for admission, run on a target, or wait for another after theirs failed (`homeless`).",
     "state",
 )
-DROPPED = counter("paceline_messages_dropped_total", "messages", "Stale or malformed messages, by kind.", "kind")
+DROPPED = counter(
+    "paceline_messages_dropped_total",
+    "messages",
+    "Stale or malformed messages, and states that a stream was too slow for, by kind.",
+    "kind",
+)
 MOVED = counter("paceline_sessions_moved_total", "sessions", "Sessions continued on another target.", "reason")
 REOPENED = counter("paceline_sessions_reopened_total", "sessions", "Sessions re-opened on a draft.", "reason")
 DRAFTS_UP = gauge(

@@ -79,6 +79,8 @@ for _engine, _field, _unit, _help in (
     ("target", "head_rows_used", "tokens", "Accepted tokens of these proposals."),
     ("target", "head_holes", "sessions", "Times that a head, once paused, went on with a session that had run on."),
     ("target", "guesses", "tokens", "Tokens of lookahead that rode beside those of sessions, and bind nothing."),
+    ("target", "states_sent", "tokens", "Tokens whose hidden states were sent to drafts, again included."),
+    ("target", "states_bytes", "bytes", "Bytes of these states."),
     ("target", "trials", "trials", "Of drafting, or of plain decoding, against what a target had chosen."),
     ("target", "drafts_resumed", "sessions", "Times that drafting was resumed for a session."),
     ("draft", "nodes_published", "nodes", "Nodes shipped by drafts."),
@@ -96,6 +98,11 @@ for _engine, _field, _unit, _help in (
     ("draft", "tree_steps", "steps", "Tree steps of drafts."),
     ("draft", "forwards", "steps", "Forwards of tree steps, retries included."),
     ("draft", "leaves", "nodes", "Nodes expanded."),
+    ("draft", "states", "tokens", "Tokens whose hidden states have come to drafts."),
+    ("draft", "states_bytes", "bytes", "Bytes of these states."),
+    ("draft", "states_missing", "tokens", "Tokens whose states were lost: those behind them came."),
+    ("draft", "states_dropped", "messages", "Messages with states that came late, twice or early."),
+    ("draft", "states_late", "nodes", "Last tokens of contexts that were expanded before their states had come."),
     ("draft", "messages", "messages", "Messages of drafts, one per session and step at most."),
 ):
     ENGINE_COUNTERS[_engine, _field] = counter(f"paceline_{_engine}_{_field}_total", _unit, _help)

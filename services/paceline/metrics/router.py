@@ -64,7 +64,7 @@ _FROM_THE_START = {
     MOVED: ("failover", "drain"),
     REOPENED: ("opened",),
     REJECTED: ("queue_full",),
-    DROPPED: ("relay", "unknown"),
+    DROPPED: ("relay", "unknown", "states"),
     FAILED: tuple(
         error.__name__
         for error in (

@@ -71,6 +71,7 @@ class Link(Generic[Sent, Received]):
         on_messages: Callable[[Link[Sent, Received], Sequence[Received]], None],
         on_change: Callable[[Link[Sent, Received]], None],
         on_latency: Callable[[float], None] | None = None,
+        on_dropped: Callable[[str], None] | None = None,
         silence_s: float,
         token: str = "",
         certificates: Certificates | None = None,
@@ -78,7 +79,8 @@ class Link(Generic[Sent, Received]):
         """``on_change`` is called when the link comes up, goes down or has a new status.
 
         ``silence_s`` is the time after which a silent replica counts as down. ``on_latency`` takes the round trip in
-        seconds, which is measured with heartbeats, one at a time.
+        seconds, which is measured with heartbeats, one at a time. ``on_dropped`` is told the kind of each message that
+        the stream is too slow for.
         """
         self.member = member
         self.kind = kind
@@ -88,13 +90,12 @@ class Link(Generic[Sent, Received]):
         self.status: ReplicaStatus | None = None
         """The replica's latest status."""
         self.num_malformed = 0
-        self.num_states_dropped = 0
-        """Messages with states that came too fast for the stream."""
         self.relay = Relay()
         """This router's sessions on the replica. Owned by the router."""
         self.draft_wanted = True
         """Latest preference of a target's controller, with which new sessions open. Owned by the router."""
-        self._on_messages, self._on_change, self._on_latency = on_messages, on_change, on_latency
+        self._on_messages, self._on_change = on_messages, on_change
+        self._on_latency, self._on_dropped = on_latency, on_dropped
         self._silence_s, self._token, self._certificates = silence_s, token, certificates
         self._outbox: list[Sent | Echo] = []
         self._states_bytes = 0  # of the states in the outbox
@@ -124,7 +125,8 @@ class Link(Generic[Sent, Received]):
     def _holds(self, states: States) -> bool:
         """Takes states into account that are to be queued; False: there is no room, and they are dropped."""
         if self._states_bytes + len(states.packed) > _MOST_STATES_BYTES:
-            self.num_states_dropped += 1
+            if self._on_dropped is not None:
+                self._on_dropped("states")
             return False
         self._states_bytes += len(states.packed)
         return True

@@ -102,6 +102,7 @@ class Router:
             "on_messages": self._on_draft,
             "on_change": self._on_draft_change,
             "on_latency": self._metrics.draft_link,
+            "on_dropped": self._metrics.dropped,
             "silence_s": self._config.draft_timeout_s,
             "token": self._token,
             "certificates": self._certificates,

@@ -81,7 +81,8 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
                 boundaries=boundaries,
             )
         opened.append(OpenedHead(options, plan))
-    if not any(options.method == "mtp" for options in setup.options.heads) and (count := mtp_layers(target)):
+    methods = {options.method for options in (*setup.options.heads, setup.link) if options is not None}
+    if "mtp" not in methods and (count := mtp_layers(target)):
         log.info("the target %r comes with %d MTP modules, which draft if heads has {method: mtp}", target.path, count)
     return opened
 

@@ -9,7 +9,8 @@ happen to be decided::
                                                └── a path below its anchor, on which the leaves of the tree continue
 
 So a late state costs what one more recursion costs, and nothing else. When states come, the rows of their positions
-are computed from them, and what was made of guesses is dropped; nodes below the new anchor stay as they are.
+are computed from them, and what was made of guesses for committed tokens is dropped; nodes that nobody has decided on
+stay as they are.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class RemoteHead:
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Candidates of the leaves, by the states that have come; none where these are too far behind."""
         named = {leaf.session_id: self._session(leaf.session_id) for leaf in leaves}
-        self._compute({name: s for name, s in named.items() if s.coming and s.ready})
+        while self._compute({name: s for name, s in named.items() if s.coming and s.ready}):
+            pass
         for name, session in named.items():
             if session.ready and session.coming:
                 raise DrafterSessionError(name, "no KV page is free for its states")
@@ -206,11 +208,10 @@ class RemoteHead:
             budget -= len(states)
             if position > session.num_fed:
                 self._miss(session, range(session.num_fed + 1, position + 1))
+            lag, _ = session.lag()
             count = stop - session.num_fed
-            decided = session.node_ids[session.num_fed + 1 : stop + 1]
-            session.live.difference_update(decided)
-            self._head.advance(name, session.tokens[session.num_fed + 1 : stop + 1], decided, [*session.live])
-            assert count == len(decided)
+            session.live.difference_update(lag)  # of those behind the new states, better ones can be made
+            self._head.advance(name, session.tokens[session.num_fed + 1 : stop + 1], lag[:count], [*session.live])
             session.num_fed = stop
             tokens = tuple(session.tokens[position + 1 : stop + 1])
             fed.append(Fed(name, position, tokens, states, session.pages, session.holes))

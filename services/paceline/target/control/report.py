@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.messages import STATE_BYTES
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.load_trials import Standing
 
@@ -44,11 +45,11 @@ def explain(engine: TargetEngine) -> str:
     allocation, gate = engine.allocation, engine.gate
     if not allocation.adaptive:
         fixed = "fixed: every session has as many draft tokens as its request allows (adaptive is false)"
-        return "; ".join([fixed, *(m.report(max(engine.stats.rounds, 1)) for m in engine.heads.mounted)])
+        return "; ".join([fixed, *_inside(engine)])
     num_sessions = engine.num_running
     if num_sessions == 0:
         idle = f"no session is running; {gate.trials.num_trials} trials of drafting or of plain decoding so far"
-        return "; ".join([idle, *(m.report(max(engine.stats.rounds, 1)) for m in engine.heads.mounted)])
+        return "; ".join([idle, *_inside(engine)])
     parts = [_standing(gate.trials.standing(num_sessions), num_sessions)]
     lengths = allocation.lengths.shares()
     if lengths:
@@ -70,8 +71,17 @@ def explain(engine: TargetEngine) -> str:
             f"{stats.lookup_rounds / max(stats.rounds, 1):.0%} of rounds had a proposal from their own text, "
             f"{stats.lookup_rows_used / max(stats.lookup_rows, 1):.0%} of it accepted"
         )
-    parts += [mounted.report(max(engine.stats.rounds, 1)) for mounted in engine.heads.mounted]
-    return "; ".join(parts)
+    return "; ".join([*parts, *_inside(engine)])
+
+
+def _inside(engine: TargetEngine) -> list[str]:
+    """Clauses about its heads, and about the states that it sends to one in the draft pool."""
+    parts = [mounted.report(max(engine.stats.rounds, 1)) for mounted in engine.heads.mounted]
+    if (link := engine.link) is not None:
+        sent = f"{link.num_sent} states of {STATE_BYTES * link.width} bytes were sent to drafts"
+        tokens = engine.stats.tokens_emitted
+        parts.append(sent + (f", {link.num_bytes / tokens:.0f} bytes for each token emitted" if tokens else ""))
+    return parts
 
 
 def _standing(standing: Standing, num_sessions: int) -> str:
