@@ -16,6 +16,7 @@ from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.errors import ConfigError
+from paceline.model.local_config import BUILDING
 
 _NUM_NAMED = 3
 COMMON_KEYS = {
@@ -188,6 +189,6 @@ def later(x: Tensor) -> Tensor:
 
 def meta_model(checkpoint: Checkpoint) -> Any:
     """The target's model without weights."""
-    with torch.device("meta"):
+    with BUILDING, torch.device("meta"):  # the other engine's model may be built in this process, too
         config = AutoConfig.from_pretrained(checkpoint.location, trust_remote_code=checkpoint.trust_remote_code)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code)
