@@ -79,8 +79,8 @@ def measured(folder: Path, names: Sequence[str], pard_steps: int) -> Iterator[tu
 
 
 def local_config(method: Method, model: str | None, k: int) -> LocalConfig:
-    """The configuration of the page for one process, every token asked for and verified. In overlapped mode a head in the
-    pool drafts ahead of outcomes."""
+    """The configuration of the page for one process, every token asked for and verified. In overlapped mode a head in
+    the pool drafts ahead of outcomes."""
     config = ServiceConfig.parse(method.configuration("paceline/embedded-target", model))
     setup, draft_setup = config.target_setup(), config.draft_setup()
     heads = [{**head.model_dump(exclude_unset=True), "num_speculative_tokens": k} for head in setup.options.heads]
