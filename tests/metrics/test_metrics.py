@@ -204,7 +204,7 @@ class TestRouter:
         router.draft_reopened("lost")
         router.draft_link(0.0002)
         samples = registry.samples()
-        assert samples[catalogue.DROPPED.name] == {("malformed",): 3, ("relay",): 0, ("unknown",): 0}
+        assert samples[catalogue.DROPPED.name] == {("malformed",): 3, ("relay",): 0, ("unknown",): 0, ("states",): 0}
         assert samples[catalogue.MOVED.name] == {("failover",): 1, ("drain",): 0}
         assert samples[catalogue.REOPENED.name] == {("lost",): 1, ("opened",): 0}
         assert samples[catalogue.DRAFT_LINK.name][()][:4] == (0.0002, 0, 1, 1)
