@@ -321,7 +321,7 @@ def test_with_a_head(checkpoints, threaded, beside_a_draft):
             sampling = sampled(temperature=temperature)
             expected = run(threaded, prompt(10, 20), sampling, Mode.PLAIN)
             generation = pipeline.submit(prompt(10, 20), sampling, Speculation())
-            headed = [c.round.num_accepted for c in generation if c.round is not None and c.round.head]
+            headed = [c.round.head_accepted for c in generation if c.round is not None]
             result = generation.result
             assert result.token_ids == expected.token_ids
             assert result.speculation.head_accepted == sum(headed)

@@ -131,8 +131,8 @@ def test_only_rows_of_real_tokens_or_of_those_with_logits() -> None:
     of_some = prepare(random_model("llama"), compile=False, features=last).runner(4)
     a, b = prompt(1, 3), prompt(2, 2)
     steps = [chunk(a, 0, 3, [0], num_logits=1), chunk(b, 0, 2, [1], num_logits=2)]
-    assert len(of_all.plan(steps).tokens) > 5
-    assert len(of_all.plan(steps).logits_index) > 3
+    assert len(of_all.plan(steps).arrays.tokens) > 5
+    assert len(of_all.plan(steps).arrays.logits_index) > 3
     logits, states = of_all.forward_with_states(steps)
     assert (logits.shape[0], *states.shape) == (3, 5, 2 * 64)
     some = of_some.forward_with_states(steps)[1]
