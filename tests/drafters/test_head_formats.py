@@ -75,7 +75,7 @@ class Loaded:
         """Candidates of the anchor and of the nodes below it through sessions and pages, fed in chunks."""
         head, pages = self.head, [2, 0]
         head.bind(KVCache(head.layers, 3, dtype, CPU), 0)
-        sampler = SamplerState(SamplingParams(), 1, self.tokens[:LENGTH], vocab_size=VOCAB)
+        sampler = SamplerState(SamplingParams(temperature=1.0), 1, self.tokens[:LENGTH], vocab_size=VOCAB)
         head.open("s", self.tokens[:LENGTH], sampler)
         start, random_ = 0, random.Random(2)
         while start < LENGTH - 1:

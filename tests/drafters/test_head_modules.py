@@ -100,3 +100,9 @@ def test_only_conditional_heads_see_the_tokens_that_they_have_drafted(kind: str)
     after = unrolled(head, states, tokens)
     torch.testing.assert_close(before[0], after[0])
     assert torch.allclose(before[1], after[1]) != head.conditional
+
+
+def test_a_medusa_head_has_the_logits_of_all_depths_at_once() -> None:
+    head, width = heads()["medusa"]
+    states = torch.randn(2, 5, width)
+    assert torch.equal(head(states), torch.stack([head.logits(states, depth) for depth in range(DEPTHS)]))

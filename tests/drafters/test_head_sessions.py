@@ -52,7 +52,7 @@ class Twin:
         self.states[name] = torch.randn(length + room, self.width, generator=self.generator)
         self.pages[name] = self.random.sample([p for p in range(24) if all(p not in q for q in self.pages.values())], 3)
         self.fed[name] = 0
-        sampler = SamplerState(SamplingParams(), 1, self.texts[name][:length], vocab_size=VOCAB)
+        sampler = SamplerState(SamplingParams(temperature=1.0), 1, self.texts[name][:length], vocab_size=VOCAB)
         self.head.open(name, self.texts[name][:length], sampler)
 
     def part(self, name: str, count: int) -> Fed:

@@ -173,6 +173,11 @@ def _picked(logits: Tensor, rows: Sequence[Row], wanted: int) -> tuple[Tensor, T
     )
 
 
+GREEDY_CANDIDATES = 48
+"""Candidates where every row is of temperature 0, whose children q alone orders: no configuration publishes more of
+them than 32."""
+
+
 def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
     """Candidates for the next token of a draft, in each row the m most likely ones; an approximation of ``process``.
 
@@ -183,12 +188,14 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
 
     Args:
         logits: [rows, vocab] of any float dtype, not modified.
-        m: candidates per row; the vocabulary size bounds it.
+        m: candidates per row; the vocabulary size bounds it, and ``GREEDY_CANDIDATES`` where no row samples.
 
     Returns:
         token_ids [rows, at most m] int64 and log_q float32, sorted by log_q descending; cut candidates are -inf.
     """
     noisy = [i for i, row in enumerate(rows) if row.state.num_ranked and row.state.picks_at_once]
+    if all(row.state.greedy for row in rows):
+        m = min(m, GREEDY_CANDIDATES)
     if not noisy or not native.usable(logits, torch.float32, torch.bfloat16):
         return _likeliest(logits, rows, m)
     if len(noisy) == len(rows):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import draft_candidates
+from paceline.core.sampling import GREEDY_CANDIDATES, draft_candidates
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
@@ -26,9 +26,6 @@ from paceline.model.kv_cache import page_hash, root_hash
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
-
-_GREEDY_TOP_M = 48
-"""Candidates at temperature 0: no configuration publishes more children than 32."""
 
 
 class ModelDrafter:
@@ -234,7 +231,7 @@ class ModelDrafter:
         """Candidates per node: few are enough where no session samples, as q alone orders the children then."""
         greedy = all(self._sessions[session_id].sampler.greedy for session_id in session_ids)
         vocabulary = self._runner if self._translation is None else self._translation
-        return min(_GREEDY_TOP_M if greedy else self._top_m, self._top_m, vocabulary.vocab_size)
+        return min(GREEDY_CANDIDATES if greedy else self._top_m, self._top_m, vocabulary.vocab_size)
 
     def _candidates(self, leaves: Sequence[Leaf], tails: Sequence[Tail], m: int) -> Candidates:
         """No candidates for anything yet."""

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
 from paceline.config import HeadOptions, LookaheadOptions, SuffixMatching, TargetSetup
@@ -140,8 +142,9 @@ def load_heads(
         elif head.plan is None:
             mounted = _draft_model(setup, head.options, target, Placement(model.device, model.dtype))
         elif isinstance(head.plan, ExitPlan):
-            whole = model.step.model if isinstance(model.step, Step) else None
-            exit_ = head.plan.load(model.dtype, model.device, target=whole, max_leaves=setup.options.max_sessions)
+            exit_ = head.plan.load(
+                model.dtype, model.device, target=_lasting(model), max_leaves=setup.options.max_sessions
+            )
             mounted = MountedHead(str(head.options), exit_, num_tokens=head.options.num_speculative_tokens)
         else:
             drafter = _load(setup, head.plan, model)
@@ -170,10 +173,15 @@ def _lookahead(setup: TargetSetup, options: HeadOptions) -> MountedHead:
 def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> HeadDrafter:
     """A head that reads states. It borrows the target's tables where those are whole modules of this process."""
     embed = lm_head = None
-    if isinstance(model.step, Step) and model.share is None and model.quantization is None:
-        embed, lm_head = model.step.model.get_input_embeddings(), model.step.model.get_output_embeddings()
+    if (lasting := _lasting(model)) is not None and model.share is None and model.quantization is None:
+        embed, lm_head = lasting.get_input_embeddings(), lasting.get_output_embeddings()
     max_leaves = MOST_LEAVES * setup.options.max_sessions
     return plan.load(model.dtype, model.device, embed=embed, lm_head=lm_head, max_leaves=max_leaves)
+
+
+def _lasting(model: LoadedModel) -> PreTrainedModel | None:
+    """The module of an eager target, whose weights others can share; None: it is compiled, or about to be."""
+    return model.step.model if isinstance(model.step, Step) and model.load_compiled is None else None
 
 
 def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, placement: Placement) -> MountedHead:

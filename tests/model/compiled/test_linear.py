@@ -23,7 +23,7 @@ from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import artifact_key
-from paceline.model.compiled.linear import linear, pack, replace_linears
+from paceline.model.compiled.linear import PackedLinear, linear, pack, pack_layers, replace_linears
 from paceline.model.loading import prepare
 from paceline.model.selftest import check_invariance
 
@@ -282,6 +282,44 @@ class Layer(nn.Module):
 
 
 @needed
+class Small(nn.Module):
+    """Layers of two dtypes, one of them in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(7, 40, dtype=torch.bfloat16)
+        self.both = nn.ModuleList([nn.Linear(40, 40, bias=False, dtype=torch.bfloat16)] * 2)
+        self.wide = nn.Linear(40, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, *self.both):
+            x = layer(x)
+        return x if x.dtype == torch.bfloat16 else self.wide(x)
+
+
+@needed
+@torch.inference_mode()
+def test_layers_outside_of_compiled_steps_are_packed_once_each() -> None:
+    module, x = Small().requires_grad_(False), values(4, 2, 3, 7)
+    before = module(x)
+    assert pack_layers(module) is module
+    assert isinstance(module.first, PackedLinear)
+    assert isinstance(module.both[0], PackedLinear)
+    assert module.both[0] is module.both[1]
+    assert type(module.wide) is nn.Linear
+    torch.testing.assert_close(module(x), before, rtol=0.02, atol=0.02)
+    alone = pack_layers(nn.Linear(7, 40, dtype=torch.bfloat16))
+    assert isinstance(alone, PackedLinear)
+
+
+def test_without_the_products_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "usable", lambda: False)
+    module = Small()
+    pack_layers(module)
+    assert type(module.first) is nn.Linear
+
+
 def test_products_by_parameters_are_replaced_and_those_of_one_input_joined() -> None:
     model, x = Layer(torch.bfloat16), values(1, 6, 48)
     exported = torch.export.export(model, (x,))

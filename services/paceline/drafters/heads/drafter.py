@@ -4,7 +4,8 @@ What the target computed is fed in one call: its rows go through ``step`` at dep
 session's own pages (row P + 1 for the state of P), and the last state of each session is kept for its anchor. Nodes
 below the anchor go through deeper steps; what these make is kept by the session and dropped when the target has
 decided otherwise. What the target decides is fed and computed again from its own states. A head that drafts all depths
-in one pass does so when its anchor is asked for; deeper nodes are rows of that pass.
+in one pass, as does one whose depths do not depend on tokens, does so when its anchor is asked for; deeper nodes are
+rows of that pass.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class _Session:
     states: list[Tensor] = field(default_factory=list)
     """[state_size] behind the last fed token, by variant of the module."""
     ahead: Tensor | None = None
-    """[max_depth, state_size] of a head that drafts all depths in one pass; None: not computed since the last feed."""
+    """What one pass has made for all depths: states [max_depth, state_size] of a ``parallel`` head, logits [max_depth,
+    draft vocabulary] of another unconditional one; None: not computed since the last feed, or of no such head."""
     nodes: dict[int, Tensor] = field(default_factory=dict)
     """[state_size] behind each expanded node below the anchor."""
     branches: dict[int, Branches] = field(default_factory=dict)
@@ -183,14 +185,14 @@ class HeadDrafter:
                 usable = self._trusted(leaves, usable)
             elif self.conditional:
                 self._step([leaves[i] for i in usable if leaves[i].path])
+            else:
+                self._predict_all({leaves[i].session_id for i in usable})
             groups: dict[int, list[int]] = {}
             for index in usable:
                 groups.setdefault(self._variant(len(leaves[index].path)), []).append(index)
             for variant, indices in groups.items():
                 chosen = [leaves[i] for i in indices]
-                states = torch.stack([self._state(leaf) for leaf in chosen])
-                last = torch.tensor([self._tokens(leaf)[-1] for leaf in chosen], device=states.device)
-                logits = self.module.to_target_ids(self.module.predict(states, last, variant), self._vocab_size)
+                logits = self.module.to_target_ids(self._logits(chosen, variant), self._vocab_size)
                 rows = [self._row(leaf) for leaf in chosen]
                 ids, scores = draft_candidates(logits, rows, self._top_m)
                 token_ids[indices, : ids.shape[1]], log_q[indices, : ids.shape[1]] = ids.cpu(), scores.cpu()
@@ -246,11 +248,19 @@ class HeadDrafter:
         return min(depth, self.module.num_variants - 1)
 
     def _state(self, leaf: Leaf) -> Tensor:
-        """[state_size] from which the leaf's logits come."""
+        """[state_size] from which the leaf's logits come; of a head of ``_predict_all`` the logits."""
         session = self._sessions[leaf.session_id]
         if session.ahead is not None:
             return session.ahead[len(leaf.path)]
-        return session.nodes[leaf.node_id] if leaf.path and self.conditional else session.states[0]
+        return session.nodes[leaf.node_id] if leaf.path else session.states[0]
+
+    def _logits(self, leaves: Sequence[Leaf], variant: int) -> Tensor:
+        """[num_leaves, draft vocabulary] of leaves of one variant."""
+        states = torch.stack([self._state(leaf) for leaf in leaves])
+        if not (self.conditional or self.module.parallel):
+            return states
+        last = torch.tensor([self._tokens(leaf)[-1] for leaf in leaves], device=states.device)
+        return self.module.predict(states, last, variant)
 
     def _step(self, leaves: Sequence[Leaf]) -> None:
         """Computes the rows of nodes below anchors, one call per variant of the module."""
@@ -292,6 +302,15 @@ class HeadDrafter:
         if len(leaf.path) > 1:
             return session.nodes[leaf.path_ids[-2]]
         return session.states[0]
+
+    def _predict_all(self, session_ids: set[str]) -> None:
+        """The logits of all depths of sessions in one pass (Medusa)."""
+        sessions = [s for name in sorted(session_ids) if (s := self._sessions[name]).ahead is None]
+        if not sessions:
+            return
+        made = self.module(torch.stack([session.states[0] for session in sessions]))
+        for session, ahead in zip(sessions, made.unbind(1), strict=True):
+            session.ahead = ahead
 
     def _look_ahead(self, session_ids: set[str]) -> None:
         """All depths of sessions in one pass over rows that the head fills in by itself (P-EAGLE)."""

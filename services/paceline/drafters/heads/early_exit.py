@@ -37,6 +37,7 @@ from paceline.drafters.heads.paged import Branches, Paged, Part
 from paceline.drafters.heads.reading import TargetFacts, meta_model
 from paceline.drafters.protocol import OUT, Candidates, DrafterSessionError, Features, Fed, Leaf
 from paceline.errors import ConfigError
+from paceline.model.compiled.linear import pack_layers
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.loading import load_pretrained
 from paceline.model.states import find_layers
@@ -222,7 +223,7 @@ class ExitPlan:
         if target is None:
             config = truncated(meta_model(self._target).config, self.boundary)
             model = load_pretrained(self._target, dtype, device, first_layers=config)
-            attend_with_ours(model)
+            pack_layers(attend_with_ours(model))
         else:
             model = _first_layers(target, self.boundary)
         if self.adapter is not None:

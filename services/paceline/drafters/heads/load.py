@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
@@ -20,6 +20,7 @@ from paceline.drafters.heads.formats import READ, mtp_modules
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model
 from paceline.errors import ConfigError
+from paceline.model.compiled.linear import pack_layers
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import LayerSpec
 
@@ -88,8 +89,9 @@ class HeadPlan:
         module = self.load_module(dtype, device)
         if (module.borrows_embedding and embed is None) or (module.borrows_lm_head and lm_head is None):
             own_embed, own_lm_head = target_tables(self._facts.checkpoint, dtype, device)
-            embed, lm_head = embed or own_embed, lm_head or own_lm_head
+            embed, lm_head = embed or own_embed, lm_head or pack_layers(own_lm_head)
         module.borrow(embed, lm_head)
+        pack_layers(module)
         return HeadDrafter(
             module,
             kind=self.method,
@@ -130,6 +132,7 @@ class HeadPlan:
         module, names = self._form.module, self._fusing()
         tensors = self._files.read(list(names.values()))
         _assign(module, {name: tensors[published] for name, published in names.items()}, dtype, device)
+        pack_layers(module)
         fuse = module.eval().requires_grad_(False).fuse
 
         def fused(states: Tensor) -> Tensor:
@@ -254,7 +257,7 @@ def _require_boundaries(what: str, boundaries: tuple[int, ...], facts: TargetFac
             )
 
 
-def target_tables(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[Function, Function]:
+def target_tables(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
     """The embedding and the LM head of a target, read from its files: for a head whose target is compiled or sharded.
 
     Raises:

@@ -87,7 +87,14 @@ class Medusa(HeadModule):
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """Those of head ``depth``."""
-        out: Tensor = self.get_submodule(str(depth))(state)
+        return self._finish(self.get_submodule(str(depth))(state))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Logits ``[num_heads, ..., vocabulary]`` of all heads; an LM head that they share multiplies once."""
+        return self._finish(torch.stack([self.get_submodule(str(depth))(states) for depth in range(self.num_variants)]))
+
+    def _finish(self, out: Tensor) -> Tensor:
+        """Logits of what heads have made, which are logits already where each has an LM head of its own."""
         if self._shared:
             return self.lm_head(out)  # type: ignore[no-any-return]
         return out if self._lm_head is None else self._lm_head(out)
@@ -96,7 +103,3 @@ class Medusa(HeadModule):
     def target_ids(self) -> Tensor | None:  # type: ignore[override]
         """[draft vocabulary] ids of the target (vLLM's ``token_map``); None: the vocabulary is whole."""
         return self._buffers.get("token_map")
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Logits ``[num_heads, ..., vocabulary]`` of all heads."""
-        return torch.stack([self.logits(states, depth) for depth in range(self.num_variants)])

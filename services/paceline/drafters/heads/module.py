@@ -72,7 +72,8 @@ class HeadModule(nn.Module, ABC):
     max_depth: int | None = None
     """Tokens that it can draft in a row; None: any number, since it recycles its own state."""
     conditional: bool = True
-    """False: its logits of a depth do not depend on the tokens of the path."""
+    """False: its logits of a depth do not depend on the tokens of the path. Unless it is ``parallel``, its ``forward``
+    makes those of all depths at once: states ``[..., state_size]`` -> ``[max_depth, ..., draft vocabulary]``."""
     parallel: bool = False
     """True: rows behind the anchor need neither its state nor tokens: all depths are one pass, ``ahead``."""
     ahead_rows: int = 0

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
@@ -91,6 +91,43 @@ def pack(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     whole = F.pad(weight, (0, inputs % 2, 0, -outputs % BLOCK))
     return whole.view(-1, BLOCK, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+class PackedLinear(nn.Module):
+    """An ``nn.Linear`` in bfloat16 on the CPU, by packed weights: for layers that run outside of compiled steps."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        """Packs the weights of ``layer``. ``usable()`` comes first."""
+        super().__init__()
+        self._outputs = len(layer.weight)
+        self.register_buffer("packed", pack(layer.weight.detach()), persistent=False)
+        bias = None if layer.bias is None else layer.bias.detach().float()
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K] -> [..., N]``."""
+        return linear(x, self.packed, self.bias, self._outputs)
+
+
+def pack_layers(module: nn.Module) -> nn.Module:
+    """A module with each linear layer of it in bfloat16 on the CPU packed, itself if it is one; as it is where the
+    products are not usable. A layer with several places stays one."""
+    if not usable():
+        return module
+    made: dict[nn.Module, PackedLinear] = {}
+    places = list(module.named_modules(remove_duplicate=False))
+    for path, layer in places:
+        if type(layer) is not nn.Linear or layer.weight.dtype != torch.bfloat16 or layer.weight.device.type != "cpu":
+            continue
+        packed = made[layer] = made.get(layer) or PackedLinear(layer)
+        if not path:
+            return packed
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent), name, packed)
+    return module
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
