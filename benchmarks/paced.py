@@ -56,13 +56,19 @@ class PacedRunner:
         return getattr(self._runner, name)
 
     def forward(self, steps: Sequence[Any]) -> Any:
+        return self._paced(self._runner.forward, steps)
+
+    def forward_with_states(self, steps: Sequence[Any]) -> Any:
+        return self._paced(self._runner.forward_with_states, steps)
+
+    def _paced(self, forward: Callable[[Sequence[Any]], Any], steps: Sequence[Any]) -> Any:
         started = time.perf_counter()
-        logits = self._runner.forward(steps)
+        made = forward(steps)
         num_tokens = sum(len(step.token_ids) for step in steps)
         left_s = self._pace.step_s + (num_tokens - 1) * self._pace.row_s - (time.perf_counter() - started)
         if left_s > 0:
             time.sleep(left_s)
-        return logits
+        return made
 
 
 @dataclass(frozen=True)
