@@ -12,11 +12,14 @@ lasts `--draft-step` units beside it, a call of the head `--head-step` units bef
     head, path      the same, one path of the head and the tokens beside it
     backup          both; the head is asked where the draft has nothing
     merged          both; the head is also asked beside the draft's tokens, where that is expected to pay
+
+Misses are steps for which the draft had nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.messages import Outcome
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.router.session import Session
 from paceline.target.engine import TargetEngine
@@ -128,23 +132,47 @@ def measure(
     engine, texts, num_tokens, units = simulation._target, [], 0, 0.0
     engine.calibrate()
     speculation, before = SpeculationParams(max_draft_tokens=options.draft_tokens), counts(engine)
+    on_misses: list[int] = []
     with limited(way):
         for index, prompt in enumerate(prompts):
             sampling = SamplingParams(
                 max_tokens=options.max_tokens, temperature=temperature, seed=index, ignore_eos=True
             )
             session = Session(f"s{index}", prompt.token_ids, sampling, speculation, decode=lambda _: "")
-            tokens, first, took = simulation.run(session, draft_available=way.draft)
+            with seen(session) as outcomes:
+                tokens, first, took = simulation.run(session, draft_available=way.draft)
             texts.append(tokens)
             if index + 1 == options.warm_up:
                 before = counts(engine)
             if index >= options.warm_up:
                 num_tokens, units = num_tokens + len(tokens) - first, units + took
+                on_misses += [len(each.token_ids) for each in outcomes[1:] if not of_draft(each)]
     rounds, rows, calls, *used = (now - then for now, then in zip(counts(engine), before, strict=True))
     steps = rounds - len(prompts) + options.warm_up
     shares = (f"{each / steps:.2f}" for each in used)
     figures = f"{num_tokens / units:.3f}", f"{num_tokens / steps:.3f}", f"{rows / steps:.1f}"
-    return texts, (way.name, *figures, *shares, f"{calls / steps:.2f}")
+    missed = f"{len(on_misses) / steps:.2f}", f"{statistics.mean(on_misses):.2f}" if on_misses else "-"
+    return texts, (way.name, *figures, *shares, *missed, f"{calls / steps:.2f}")
+
+
+@contextmanager
+def seen(session: Session) -> Iterator[list[Outcome]]:
+    """The outcomes that a session gets meanwhile."""
+    outcomes: list[Outcome] = []
+    on_target = session.on_target
+
+    def noted(event: Any) -> Any:
+        if isinstance(event, Outcome):
+            outcomes.append(event)
+        return on_target(event)
+
+    with mock.patch.object(session, "on_target", noted):
+        yield outcomes
+
+
+def of_draft(outcome: Outcome) -> int:
+    """Tokens of the draft that were verified."""
+    return outcome.round.num_drafted - outcome.round.head_drafted - outcome.round.lookup_drafted
 
 
 def counts(engine: TargetEngine) -> tuple[int, ...]:
@@ -193,6 +221,8 @@ def main() -> None:
             "of the draft",
             "of the head",
             "looked up",
+            "misses",
+            "tokens on them",
             "head calls/step",
         )
         rows: list[tuple[str, ...]] = [(f"temperature {temperature:g}", *columns)]
