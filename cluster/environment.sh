@@ -45,3 +45,11 @@ export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2}
 # -- models and what is compiled of them --------------------------------------------------------------------------------
 export HF_HOME=${HF_HOME:-$HOME/paceline/huggingface}
 export PACELINE_CACHE=${PACELINE_CACHE:-$HOME/paceline/cache}
+
+# -- `ray stop`, and the end of a HAProxy whose keeper was killed: it would hold the ports of the next one ----------------
+stop_ray() {
+  ray stop "$@"
+  stopped=$?
+  pkill -KILL -u "$(id -u)" -f '/haproxy-serve/[^ ]*haproxy[.]cfg'
+  return $stopped
+}

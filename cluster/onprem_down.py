@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-STOP = ". ~/paceline/environment.sh; ray stop --grace-period 10"
+STOP = ". ~/paceline/environment.sh; stop_ray --grace-period 10"
 FORGET = "; rm -rf ~/paceline/gcs"
 _SSH = ["ssh", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
 _TIMEOUT = ["-o", "ConnectTimeout=10"]

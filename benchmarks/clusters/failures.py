@@ -63,6 +63,7 @@ FAILURES = [
     *("draft-change", "target-change", "target-upgrade"),
 ]
 WHOLE = {"router": 1, "draft": 1, "target": 2}
+AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
 PROCESSES = {"raylet": "raylet", "gcs": "gcs_server"}
 """Names of the processes that a failure kills."""
 BEFORE_S, OFF_S, AFTER_S, RECOVERY_S, DOWN_S = 6.0, 12.0, 6.0, 240.0, 120.0
@@ -212,7 +213,7 @@ def disturb(machines: Machines, seen: Seen, failure: str, name: str, config: Pat
         )
     if what in PROCESSES:
         machines.run(name, f"pkill -KILL -x {PROCESSES[what]}")
-        # Ray's dashboard spins until its GCS is back: on a head of its own that is no core of anybody else's
+        # Ray's dashboard spins until its GCS is back: on a head of its own that takes no core from the others
         machines.run(name, "pgrep -f ^ray-dashboard | xargs -r renice -n 19 -p", check=False)
     else:
         machines.host("cut" if what == "cable" else "kill", name)
@@ -314,6 +315,18 @@ def summary(rows: list[list[str]]) -> list[list[str]]:
 
 
 @contextlib.contextmanager
+def priorities() -> Iterator[None]:
+    """Niceness counts between the machines: with the kernel's groups of sessions each has as much of a core as another,
+    and one process of the head that spins has half of that of the router."""
+    before = AUTOGROUPS.read_text() if AUTOGROUPS.exists() else None
+    with contextlib.ExitStack() as stack:
+        if before is not None:
+            AUTOGROUPS.write_text("0")
+            stack.callback(AUTOGROUPS.write_text, before)
+        yield
+
+
+@contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """A signal ends it as an exception does, so that the machines are taken down."""
 
@@ -394,7 +407,7 @@ def main() -> int:
     if unknown := set(args.failures) - set(FAILURES):
         parser.error(f"unknown failure {sorted(unknown)[0]!r}: one of {', '.join(FAILURES)}")
     rows, left = [HEAD], {}
-    with ended_by_signals(), Machines(ADDRESSES) as machines:
+    with ended_by_signals(), priorities(), Machines(ADDRESSES) as machines:
         for name, pool in POOL.items():
             machines.setenv(name, PACELINE_POOL=pool)
         for name, core in CORE.items():

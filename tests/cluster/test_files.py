@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,9 @@ def test_ray_takes_the_cluster(name):
     head = config["head_start_ray_commands"]
     assert any("ray start --head" in command and "--autoscaling-config" in command for command in head)
     for command in head + config["worker_start_ray_commands"]:
-        assert command.index(". ~/paceline/environment.sh") < command.index("ray st")
+        first = re.search(r"ray start|stop_ray", command)
+        assert first is not None
+        assert command.index(". ~/paceline/environment.sh") < first.start()
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -249,11 +252,32 @@ def test_a_lost_node_is_noticed_soon_but_not_by_a_head_that_stands_still_for_som
     assert [theirs[f"RAY_health_check_{name}"] for name in names] == values.split()
 
 
+def test_a_haproxy_that_nobody_keeps_ends_with_ray(tmp_path):
+    """Those of a service on this machine, which are not in Serve's own folder, stay."""
+    running = {}
+    for folder in ("haproxy-serve/5ec1", "paceline-1"):
+        config = tmp_path / folder / "haproxy.cfg"
+        running[folder] = subprocess.Popen(
+            ["bash", "-c", "read -r line", "haproxy", "-f", str(config)], stdin=subprocess.PIPE
+        )
+    (tmp_path / "ray").write_text("#!/bin/sh\necho $1; exit 3\n")
+    (tmp_path / "ray").chmod(0o755)
+    own = f'PATH={tmp_path}:$PATH; pkill() {{ command pkill -P {os.getpid()} "$@"; }}'  # of this test's alone
+    try:
+        assert shell(f". {CLUSTER / 'environment.sh'}; {own}; stop_ray; echo $?").split() == ["stop", "3"]
+        assert running["haproxy-serve/5ec1"].wait(10) == -signal.SIGKILL
+        assert running["paceline-1"].poll() is None
+    finally:
+        for process in running.values():
+            process.kill()
+            process.communicate()
+
+
 def test_every_machine_is_stopped():
     config = read("onprem.yaml")
     wanted = commands(config)
     assert list(wanted) == [config["provider"]["head_ip"], *config["provider"]["worker_ips"]]
-    assert all(config["auth"]["ssh_user"] in command[-2] and "ray stop" in command[-1] for command in wanted.values())
+    assert all(config["auth"]["ssh_user"] in command[-2] and "stop_ray" in command[-1] for command in wanted.values())
     assert ["gcs" in command[-1] for command in wanted.values()] == [True, False, False, False, False]
 
 
@@ -275,7 +299,7 @@ def node(tmp_path):
 @pytest.fixture
 def worker(node, tmp_path):
     """Runs the start command of a worker there: with the ``ray`` and ``pgrep`` of a node that says what it is asked."""
-    for name, body in (("ray", 'echo ray "$@"'), ("pgrep", 'exit "${RAYLET:-1}"')):
+    for name, body in (("ray", 'echo ray "$@"'), ("pgrep", 'exit "${RAYLET:-1}"'), ("pkill", "exit 1")):
         program = node / "paceline" / "venv" / "bin" / name
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
