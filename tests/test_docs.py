@@ -496,7 +496,7 @@ BROKEN = {
     missing_names: "`paceline.estimate`, `paceline.config.NoConfig`\n"
     "```python\nfrom paceline.types import Nothing\n```",
     bad_commands: "```\n.venv/bin/paceline generate --no-such-flag x | tail -2\nmake nothing\n"
-    "python benchmarks/nowhere.py\npython benchmarks/soak.py --hours 2\npaceline plan\n```\n`paceline serv`",
+    "python benchmarks/nowhere.py\npython benchmarks/soak.py --hours 2\npaceline bench report\n```\n`paceline serv`",
     bad_configurations: "```yaml\ntarget_config: {engine_kwarg: {}}\n```\n`router_config.timeout_s`",
     bad_python: "```python\nfor x in:\n    pass\n```",
     missing_tests: "`tests/test_docs.py::test_nothing` and `tests/nowhere.py::test_a_page_is_true_of_the_tree`",

@@ -11,7 +11,7 @@ from paceline.checkpoint.files import embedded_paths
 from paceline.cli.flags import add_quiet_flag
 from paceline.errors import ConfigError
 from paceline.types import Acceptance
-from paceline_bench import flags
+from paceline_bench import cores, flags
 from paceline_bench.drafting import Drafting
 from paceline_bench.endpoint import EndpointSettings
 from paceline_bench.local import LocalBench, differs
@@ -84,6 +84,7 @@ def run_local(args: argparse.Namespace) -> int:
         raise ConfigError(f"--prompts is {prompts}: it must be a multiple of --sessions ({args.sessions})")
     acceptance = Acceptance(args.acceptance)
     of_model = {"--draft": args.draft, "--grow-draft": args.grow_draft, "--tree-step-tokens": args.tree_step_tokens}
+    of_model["--cpu-threads"] = ",".join(map(str, args.cpu_threads)) or None
     drafting.check(modes, of_model)
     draft = (args.draft or str(embedded_paths()[1])) if drafting.has_model else ""
     given = _settings(
@@ -98,9 +99,12 @@ def run_local(args: argparse.Namespace) -> int:
     )
     settings = with_grown_models(given)
     labels = model_labels(settings)
+    if settings.cpu_threads:
+        cores.configs(settings)  # refuses before a run of many minutes
     floor = measure_floor(settings.target, settings.draft, settings.dtype)
     with LocalBench(settings) as bench:
-        records, timelines = bench.run(), bench.timelines
+        records, timelines, prompts = bench.run(), bench.timelines, bench.prompts()
+    shared = cores.measure(settings, prompts) if settings.cpu_threads else []
     title = (
         f"{len({r.prompt for r in records})} prompts x {settings.repeats}, {settings.max_tokens} tokens each, "
         f"{settings.sessions} at once; {settings.acceptance.value} acceptance, {settings.growth} growth, "
@@ -108,9 +112,12 @@ def run_local(args: argparse.Namespace) -> int:
         f"drafter {settings.drafter}" + "".join(f", head {head}" for head in settings.heads)
     )
     print(local_text(labels, settings.dtype, records, title, floor))
+    if shared:
+        print(f"\n{cores.text(shared)}")
     if args.json is not None:
         named = asdict(given) | {role: label.path for role, label in labels.items()}
-        documents.write(args.json, documents.of_local(named, labels, records, floor=floor, timelines=timelines))
+        document = documents.of_local(named, labels, records, floor=floor, timelines=timelines)
+        documents.write(args.json, document | {"cores": [cores.as_json(record) for record in shared]})
     return int(differs(records))
 
 

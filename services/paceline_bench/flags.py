@@ -44,6 +44,8 @@ def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several
     group.add_argument("--acceptance", choices=[a.value for a in Acceptance], default=Acceptance.COUPLED.value)
     group.add_argument("--growth", choices=["best_first", "uniform", "geometric"], default="best_first")
     group.add_argument("--tree-step-tokens", type=positive(1024), metavar="N")
+    help_ = "also measure targets whose products so many cores share, and 1, for paceline plan --cpu-cores"
+    group.add_argument("--cpu-threads", type=several(threads), default=(), metavar="N,...", help=help_)
     group = _add_load_flags(parser, "default 8, or all of --prompts-file")
     group.add_argument("--sessions", type=positive(1024), default=1, metavar="N", help="prompts at once")
 
@@ -216,6 +218,11 @@ def natural(text: str) -> int:
 def k(text: str) -> int:
     """A number of draft tokens."""
     return _integer(text, 1, MAX_DRAFT_TOKENS)
+
+
+def threads(text: str) -> int:
+    """A number of threads that share something."""
+    return _integer(text, 2, 64)
 
 
 def temperature(text: str) -> float:

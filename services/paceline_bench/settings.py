@@ -69,6 +69,8 @@ class LocalSettings(RunSettings):
     growth: str = "best_first"
     tree_step_tokens: int | None = None
     worker: Literal["process", "thread"] = "process"
+    cpu_threads: tuple[int, ...] = ()
+    """Threads by which the products of further targets are shared, beside one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 from paceline.config import DraftSetup, TargetSetup
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine
+from paceline.target.control.allocation import load_class
 from paceline.types import Rendezvous
 
 _RECORD = struct.Struct("<ddd")
@@ -89,19 +90,22 @@ class TimedEngine(_Watched):
 
 
 class CountedEngine(_Watched):
-    """A target engine that writes its counters to a file when it is idle, so never at the cost of a request."""
+    """A target engine of which something is written to a file when it is idle, so never at the cost of a request."""
 
-    def __init__(self, engine: Any, path: Path) -> None:
+    def __init__(
+        self, engine: Any, path: Path, describe: Callable[[Any], dict[str, Any]] = lambda engine: asdict(engine.stats)
+    ) -> None:
+        """``describe``: what is written, as plain data; by default its counters."""
         super().__init__(engine)
-        self._path, self._written = path, -1
+        self._path, self._describe, self._written = path, describe, -1
 
     def step(self) -> bool:
-        """Steps the engine and writes its counters when it has run out of sessions."""
+        """Steps the engine and writes when it has run out of sessions."""
         worked: bool = self._engine.step()
         if not worked and not self._engine.num_sessions and self._engine.stats.steps != self._written:
             self._written = self._engine.stats.steps
             temporary = self._path.with_suffix(".new")
-            temporary.write_text(json.dumps(asdict(self._engine.stats)), encoding="utf-8")
+            temporary.write_text(json.dumps(self._describe(self._engine)), encoding="utf-8")
             temporary.rename(self._path)
         return worked
 
@@ -121,7 +125,7 @@ class WatchedFactory:
     path: Path
     """File that the watch writes to."""
     watch: Callable[[Any, Path], Engine[Any]]
-    """One of ``timed_target``, ``timed_draft`` and ``CountedEngine``."""
+    """One of ``timed_target``, ``timed_draft``, ``learning_target`` and ``CountedEngine``."""
     rendezvous: Rendezvous | None = None
 
     def __call__(self, emit: Emit[Any]) -> Engine[Any]:
@@ -144,3 +148,22 @@ def timed_target(engine: Any, path: Path) -> Engine[Any]:
 def timed_draft(engine: Any, path: Path) -> Engine[Any]:
     """Records the tree steps of a draft engine, not its prefill."""
     return TimedEngine(engine, lambda: (engine.stats.tree_steps, engine.stats.leaves), path)
+
+
+_SIZES = (*range(1, 17), 24, 32, 48, 64)
+_LEAVES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def learning_target(engine: Any, path: Path) -> Engine[Any]:
+    """Writes what the controllers of a target with a head have learned: ``target_s``, (tokens, seconds) of its steps,
+    and ``draft_s``, (leaves, seconds) of the head's depths, as far as there were any of about as many."""
+
+    def describe(engine: Any) -> dict[str, Any]:
+        cost, gate = engine.allocation.cost, engine.heads.mounted[0].gate
+        seen = {at for at, _ in gate.level_s}
+        return {
+            "target_s": [(size, cost.seconds(size)) for size in _SIZES],
+            "draft_s": [(n, gate.depth_s(n, first=True)) for n in _LEAVES if load_class(n) in seen],
+        }
+
+    return CountedEngine(engine, path, describe)

@@ -54,6 +54,9 @@ from paceline_bench.report.text import local_text
         (["--json", "/nonexistent/out.json"], "--json"),
         (["--grow-target", "1K"], "1000"),
         (["--target", "/nonexistent", "--grow-target", "20M"], "/nonexistent"),
+        (["--cpu-threads", "1"], "2 to 64"),
+        (["--cpu-threads", "2", "--no-compile"], "cpu_threads is 2 beside compile false"),
+        (["--cpu-threads", "2,4", "--dtype", "float32"], "cpu_threads is 2 beside dtype 'float32'"),
         (["--unknown"], "--unknown"),
     ],
 )
@@ -81,6 +84,7 @@ def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys
         (["--drafter", "none", "--modes", "plain,sequential"], "--modes holds sequential beside --drafter none"),
         (["--drafter", "ngram", "--baselines", "assisted"], "--baselines holds assisted beside --drafter ngram"),
         (["--drafter", "none", "--draft", "x"], "--draft x is given with --drafter none, which has no draft model"),
+        (["--drafter", "ngram", "--cpu-threads", "2,3"], "--cpu-threads 2,3 is given with --drafter ngram"),
         (["--drafter", "ngram", "--tree-step-tokens", "4"], "--tree-step-tokens 4 is given with --drafter ngram"),
     ],
 )

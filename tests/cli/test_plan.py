@@ -112,7 +112,7 @@ def test_a_limit_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
         ({"--acceptance": "nan"}, "'nan': a number at least 0 and below 1 is needed"),
         ({"--target-step-ms": "0"}, "argument --target-step-ms: '0': a number above 0 is needed"),
         ({"--sessions": "0"}, "argument --sessions: '0': a whole number from 1 to 1000000 is needed"),
-        ({"--slo-itl-ms": None}, "the following arguments are required: --slo-itl-ms"),
+        ({"--cpu-cores": "0"}, "argument --cpu-cores: '0': a whole number from 1 to 1024 is needed"),
     ],
 )
 def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +129,10 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
             {"--acceptance": None, "--draft-step-ms": None},
             "--draft-step-ms and --acceptance are needed, or --from FILE",
         ),
+        ({"--slo-itl-ms": None}, "--slo-itl-ms is needed, or --cpu-cores"),
+        ({"--draft": "a/c"}, "--draft a/c is given without --cpu-cores"),
+        ({"--cpu-cores": "2", "--target-devices": "2"}, "--target-devices 2 is given beside --cpu-cores 2"),
+        ({"--cpu-cores": "2", "--sessions": None, "--requests-per-s": "1"}, "--requests-per-s 1 is given beside"),
         ({"--sessions": None}, "one of --sessions and --requests-per-s is needed, and not both"),
         ({"--requests-per-s": "1"}, "one of --sessions and --requests-per-s is needed, and not both"),
         ({"--from": "nothing.json"}, "nothing.json cannot be read as JSON"),
@@ -265,3 +269,55 @@ def test_requests_that_do_not_add_up(
 ) -> None:
     assert plan(changes) == EXIT_USAGE
     assert message in capsys.readouterr().err
+
+
+CORES: list[dict[str, Any]] = [
+    {"cpu_threads": threads, "target_s": [[1, step], [9, 1.4 * step]], "draft_s": [[1, depth]], "gap_s": 0.0005}
+    for threads, step, depth in ((1, 0.0175, 0.0016), (2, 0.0135, 0.0014))
+]
+
+
+def run_of_cores(folder: Path) -> str:
+    """A run of ``paceline bench local --cpu-threads 2``."""
+    data = json.loads((RESULTS / "local-light.json").read_text(encoding="utf-8"))
+    path = folder / "run.json"
+    path.write_text(json.dumps(data | {"cores": CORES}), encoding="utf-8")
+    return str(path)
+
+
+def test_the_layouts_of_cores_end_with_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--from", run_of_cores(tmp_path), "--sessions", "1", "--cpu-cores"]
+    models = ["--target", "a/b", "--draft", "a/c"]
+    assert main([*given, "2", *models]) == 0
+    out = capsys.readouterr().out
+    assert "not forecast" not in out
+    assert "# co-located, 1 target of 2 cores, of a service (--config); each request: --draft-tokens" in out
+    config = ServiceConfig.parse(yaml_of(out.replace("# co-located", "# of a service", 1)))
+    options = config.target_config.engine_kwargs
+    assert options.cpu_threads == 2
+    assert [(head.method, head.model) for head in options.heads] == [("draft_model", "a/c")]
+    assert config.draft_config is None
+    assert main([*given, "2", *models, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"] == found["layouts"][0]["name"] == "co-located, 1 target of 2 cores"
+    assert ServiceConfig.parse(found["config"]) == config
+    assert len(found["layouts"]) == 5
+    rates = [layout["predicted"]["tokens_per_s"] for layout in found["layouts"]]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_threads_that_were_not_measured_are_named_with_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["plan", "--sessions", "1", "--cpu-cores"]
+    assert main([*given, "4", "--from", run_of_cores(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "not forecast: overlapped, 1 target of 3 cores and 1 draft; plain, 1 target of 4 cores; co-located" in out
+    assert "paceline bench local --cpu-threads 3,4 --json FILE does it" in out
+    assert main([*given, "2", "--from", str(RESULTS / "local-light.json")]) == 0
+    assert "not forecast: plain, 1 target of 2 cores; co-located, 1 target of 2 cores" in capsys.readouterr().out
+    times = ("--target-step-ms", "14", "--draft-step-ms", "1.4", "--acceptance", "0.8")
+    assert main([*given, "2", *times, "--slo-itl-ms", "1"]) == 1
+    assert "No layout keeps 1 ms." in capsys.readouterr().out
+    assert main(["plan", "--sessions", "9", "--cpu-cores", "2", *times, "--max-sessions", "2"]) == 1
+    assert "No layout holds 9 sessions, at most 2 on a target." in capsys.readouterr().out

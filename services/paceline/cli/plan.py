@@ -8,16 +8,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
-from paceline.cli.plan_report import HIT_K, about_head, as_json, report, same_devices
+from paceline.cli.plan_report import (
+    HIT_K,
+    about_head,
+    as_json,
+    layouts_as_json,
+    layouts_report,
+    report,
+    same_devices,
+)
 from paceline.cli.table import working
+from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from paceline.errors import ConfigError
 from paceline.plan import measured
 from paceline.plan.closed_form import Requests, System
 from paceline.plan.devices import Devices, HeadTimes, Way, ways
+from paceline.plan.layouts import CoreTimes, best, configuration, layouts
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.search import (
     MOST_FAN_OUT,
@@ -41,6 +51,12 @@ _BANDWIDTH_GB_S = 3350
 _DEVICE_COST = 2.5
 _OUTPUT_TOKENS = 256
 _HEAD_TOKENS = 4
+_TARGET_DEVICES, _DRAFT_DEVICES = 4, 1
+_NOT_OF_CORES = (
+    *("requests_per_s", "head_step_ms", "head_row_ms", "head_acceptance", "head_tokens"),
+    *("target_devices", "draft_devices", "target_cost_per_hour", "draft_cost_per_hour"),
+)
+"""Flags that the layouts of CPU cores have no part in."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +148,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="standard deviation over mean of both lengths, gamma-distributed (default 0)",
     )
-    group.add_argument("--slo-itl-ms", type=_number(0, open_low=True), required=True, metavar="MS", help="the limit")
+    group.add_argument(
+        "--slo-itl-ms", type=_number(0, open_low=True), metavar="MS", help="the limit; needed without --cpu-cores"
+    )
     group.add_argument(
         "--slo-ttft-ms", type=_number(0, open_low=True), metavar="MS", help="of the time to a request's first tokens"
     )
@@ -169,12 +187,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="nodes per session (default 256)",
     )
-    group.add_argument("--target-devices", type=_count, default=4, metavar="N", help="of a target (default 4)")
-    group.add_argument("--draft-devices", type=_count, default=1, metavar="N", help="of a draft (default 1)")
+    help_ = f"of a target (default {_TARGET_DEVICES})"
+    group.add_argument("--target-devices", type=_count, metavar="N", help=help_)
+    group.add_argument("--draft-devices", type=_count, metavar="N", help=f"of a draft (default {_DRAFT_DEVICES})")
     group.add_argument(
         "--target-cost-per-hour", type=_number(0), metavar="C", help="default 2.50 for each of its devices"
     )
     group.add_argument("--draft-cost-per-hour", type=_number(0), metavar="C", help="default 2.50 for each")
+    group = parser.add_argument_group("layouts of CPU cores, in the place of a fleet")
+    help_ = "compare replicas, a co-located draft and one apart on so many cores, by the threads that were measured"
+    group.add_argument("--cpu-cores", type=_count_to(1024), metavar="N", help=help_)
+    help_ = "target of the configuration that is printed (default: the embedded one)"
+    group.add_argument("--target", metavar="ID_OR_PATH", help=help_)
+    group.add_argument("--draft", metavar="ID_OR_PATH", help="its draft (default: the embedded one)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the simulation (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_plan)
@@ -214,9 +239,11 @@ def _count_to(most: int) -> Callable[[str], int]:
 _count = _count_to(1_000_000)
 
 
-def system_of(args: argparse.Namespace) -> System:
-    """The flags, and for what they leave open the file. Raises ConfigError."""
-    known = _from_file(args.source, args.at_temperature) if args.source else None
+def system_of(args: argparse.Namespace) -> tuple[System, Mapping[int, CoreTimes]]:
+    """The flags, and for what they leave open the file; and its times of targets that several cores share. Raises
+    ConfigError."""
+    found = _from_file(args.source, args.at_temperature) if args.source else None
+    known = None if found is None else found.system
     if known is None:
         missing = [
             flag
@@ -236,7 +263,7 @@ def system_of(args: argparse.Namespace) -> System:
         outcomes = Outcomes.of_hit_rate(outcomes.acceptance, args.hit_rate, HIT_K, args.fan_out)
     kv_s = 1024 / 1e9 / (args.bandwidth_gb_s or _BANDWIDTH_GB_S)
     link_s = args.link_ms / 1e3 if args.link_ms is not None else known.link_s if known else 0.0002
-    return System(
+    system = System(
         target,
         draft,
         outcomes,
@@ -250,6 +277,7 @@ def system_of(args: argparse.Namespace) -> System:
         draft_kv_s=(args.draft_kv_kib or 0.0) * kv_s,
         sharing=args.sharing,
     )
+    return system, {} if found is None else found.cores
 
 
 def head_of(args: argparse.Namespace) -> HeadTimes | None:
@@ -277,11 +305,11 @@ def _steps(step_ms: float | None, row_ms: float | None, known: StepTable | None,
     return known
 
 
-def _from_file(path: Path, temperature: float | None) -> System:
+def _from_file(path: Path, temperature: float | None) -> measured.Measurements:
     found = measured.read(path)
     for of_temperature in found:
         if temperature is None or of_temperature.temperature == temperature:
-            return of_temperature.system
+            return of_temperature
     there = ", ".join(f"{m.temperature:g}" for m in found)
     raise ConfigError(f"--at-temperature {temperature:g} is not in {path}, which has {there}")
 
@@ -295,8 +323,10 @@ def wish_of(args: argparse.Namespace) -> Wish:
             f"--max-sessions {args.max_sessions} is above --max-step-tokens {args.max_step_tokens}: "
             "a step has at least a token of each session"
         )
+    if args.slo_itl_ms is None and args.cpu_cores is None:
+        raise ConfigError("--slo-itl-ms is needed, or --cpu-cores")
     requests, sessions = requests_of(args), args.sessions
-    limit_s, ttft_limit_s = args.slo_itl_ms / 1e3, math.inf
+    limit_s, ttft_limit_s = math.inf if args.slo_itl_ms is None else args.slo_itl_ms / 1e3, math.inf
     if args.slo_ttft_ms is not None:
         ttft_limit_s = args.slo_ttft_ms / 1e3
     if requests is not None and requests.per_s is not None:
@@ -338,8 +368,11 @@ def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Runs ``paceline plan``."""
-    system, wish, head = system_of(args), wish_of(args), head_of(args)
-    devices = Devices(args.target_devices, args.draft_devices)
+    _check_cores(args)
+    (system, cores), wish, head = system_of(args), wish_of(args), head_of(args)
+    if args.cpu_cores is not None:
+        return _plan_cores(args, system, wish, cores)
+    devices = Devices(args.target_devices or _TARGET_DEVICES, args.draft_devices or _DRAFT_DEVICES)
     prices = prices_of(args, devices)
     same: list[Way] = []
     with working("simulating fleets"):
@@ -359,3 +392,32 @@ def run_plan(args: argparse.Namespace) -> int:
         if head is not None:
             print("\n".join(("", *about_head(system, head, same))))
     return EXIT_DONE if plain or overlapped else EXIT_FAILED
+
+
+def _check_cores(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags of fleets beside ``--cpu-cores``, and for its own without it."""
+    if args.cpu_cores is None:
+        for name in ("target", "draft"):
+            if getattr(args, name) is not None:
+                raise ConfigError(
+                    f"--{name} {getattr(args, name)} is given without --cpu-cores: only its configuration names models"
+                )
+        return
+    for name in _NOT_OF_CORES:
+        if (value := getattr(args, name)) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value:g} is given beside --cpu-cores {args.cpu_cores}, whose layouts are "
+                "of --sessions, a target and a draft model, without prices: leave one of them out"
+            )
+
+
+def _plan_cores(args: argparse.Namespace, system: System, wish: Wish, cores: Mapping[int, CoreTimes]) -> int:
+    """Prints the layouts of the cores and the configuration of the best one."""
+    found = layouts(system, wish, args.cpu_cores, cores)
+    chosen = best(wish, found)
+    tree = chosen and configuration(system, chosen, args.target or EMBEDDED_TARGET, args.draft or EMBEDDED_DRAFT)
+    if args.json:
+        print(json.dumps(layouts_as_json(system, wish, args.cpu_cores, found, chosen, tree), indent=2))
+    else:
+        print("\n".join(layouts_report(system, wish, args.cpu_cores, found, chosen, tree)))
+    return EXIT_FAILED if chosen is None else EXIT_DONE

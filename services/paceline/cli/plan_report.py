@@ -14,6 +14,7 @@ import yaml
 from paceline.cli.table import table
 from paceline.plan.closed_form import System
 from paceline.plan.devices import Devices, HeadTimes, Way
+from paceline.plan.layouts import Drafting, Layout
 from paceline.plan.search import Fleet, Objective, Prices, Wish, pays, settings_of
 
 HIT_K = 4
@@ -59,7 +60,8 @@ def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
 
 def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, overlapped: Fleet | None) -> Iterator[str]:
     """The lines that are printed."""
-    yield from _assumptions(system, wish, prices)
+    yield from _assumptions(system, wish)
+    yield f"a target costs {prices.target:g} an hour, a draft {prices.draft:g}"
     yield ""
     rows: list[tuple[str, ...]] = [_HEADER]
     rows += [_row("plain", plain)] if plain else []
@@ -68,9 +70,7 @@ def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, over
         yield from table(rows, sys.stdout)
         yield from _slices(plain, overlapped)
         yield ""
-    limit = f"{wish.limit_s * 1e3:g} ms"
-    if wish.ttft_limit_s < math.inf:
-        limit += f" and {wish.ttft_limit_s * 1e3:g} ms to the first tokens"
+    limit = _limit(wish)
     if plain is None:
         yield f"Plain decoding does not keep {limit}, with however many targets."
     if overlapped is None:
@@ -107,6 +107,86 @@ def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, over
         functools.reduce(lambda part, folder: part.setdefault(folder, {}), folders, tree)[name] = value
     yield f"# of a service (--config); each request: --draft-tokens {overlapped.predicted.k}"
     yield from yaml.safe_dump(tree, sort_keys=False).splitlines()
+
+
+def _limit(wish: Wish) -> str:
+    limits = [(wish.limit_s, ""), (wish.ttft_limit_s, " to the first tokens")]
+    return " and ".join(f"{seconds * 1e3:g} ms{what}" for seconds, what in limits if seconds < math.inf)
+
+
+def layouts_as_json(
+    system: System,
+    wish: Wish,
+    cores: int,
+    found: Sequence[Layout],
+    chosen: Layout | None,
+    tree: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The object that ``--json`` prints of ``--cpu-cores``."""
+    finite: dict[str, Any] = _finite(
+        {
+            "assumptions": _without_none(asdict(system)),
+            "wish": asdict(wish),
+            "cores": cores,
+            "layouts": [{"name": layout.name, **asdict(layout)} for layout in found],
+            "best": chosen and chosen.name,
+            "config": tree,
+        }
+    )
+    return finite
+
+
+def layouts_report(
+    system: System,
+    wish: Wish,
+    cores: int,
+    found: Sequence[Layout],
+    chosen: Layout | None,
+    tree: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    """The lines that are printed of ``--cpu-cores``."""
+    yield from _assumptions(system, wish)
+    yield ""
+    forecast = [(layout, layout.predicted) for layout in found if layout.predicted is not None]
+    base = next((p for layout, p in forecast if (layout.drafting, layout.threads) == (Drafting.PLAIN, 1)), None)
+    rows: list[tuple[str, ...]] = [(f"layout of {_number_of(cores, 'core')}", *_LAYOUT_HEADER)]
+    rows += [
+        (
+            layout.name,
+            str(predicted.k or "-"),
+            f"{predicted.tokens_per_round:.2f}",
+            f"{predicted.itl_s * 1e3:.3g}",
+            f"{predicted.tokens_per_s:,.1f}",
+            "-" if base is None else f"{predicted.tokens_per_s / base.tokens_per_s:.2f}",
+        )
+        for layout, predicted in forecast
+    ]
+    yield from table(rows, sys.stdout)
+    unknown = [layout for layout in found if layout.predicted is None]
+    if unknown:
+        threads = ",".join(map(str, sorted({layout.threads for layout in unknown})))
+        yield ""
+        yield f"not forecast: {'; '.join(layout.name for layout in unknown)}"
+        yield (
+            f"No step of so many threads was measured: paceline bench local --cpu-threads {threads} --json FILE does "
+            "it on such a machine, and --from FILE reads it."
+        )
+    if chosen is None or tree is None:
+        yield ""
+        yield (
+            f"No layout keeps {_limit(wish)}."
+            if rows[1:]
+            else (f"No layout holds {_number_of(wish.sessions, 'session')}, at most {wish.max_sessions} on a target.")
+        )
+        return
+    assert chosen.predicted is not None
+    yield ""
+    tokens = f"; each request: --draft-tokens {chosen.predicted.k}" if chosen.predicted.k else ""
+    yield f"# {chosen.name}, of a service (--config){tokens}"
+    yield from yaml.safe_dump(tree, sort_keys=False).splitlines()
+
+
+_LAYOUT_HEADER = ("K", "tok/round", "ms/token", "tokens/s", "x plain, 1 core")
 
 
 def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:
@@ -175,7 +255,7 @@ def _number_of(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _assumptions(system: System, wish: Wish, prices: Prices) -> Iterator[str]:
+def _assumptions(system: System, wish: Wish) -> Iterator[str]:
     for name, steps, unit in (("target", system.target, "token"), ("draft", system.draft, "node")):
         first, further = steps.seconds(1), steps.seconds(65) - steps.seconds(1)
         yield f"{name} step: {first * 1e3:.4g} ms, and {further / 64 * 1e3:.3g} ms for each further {unit}"
@@ -192,7 +272,7 @@ def _assumptions(system: System, wish: Wish, prices: Prices) -> Iterator[str]:
         load = f"{load}, of" if requests.per_s is None else f"{requests.per_s:g} requests/s of"
         load += f" {requests.prompt_tokens} + {requests.output_tokens} tokens"
         load += f" (spread {requests.spread:g})" if requests.spread else ""
-    limit = f"{what} at most {wish.limit_s * 1e3:g} ms"
+    limit = f"{what} at most {wish.limit_s * 1e3:g} ms" if wish.limit_s < math.inf else "no limit"
     if wish.ttft_limit_s < math.inf:
         kind = "mean" if wish.objective is Objective.MEAN else "99th percentile of the"
         limit += f", {kind} time to first tokens at most {wish.ttft_limit_s * 1e3:g} ms"
@@ -200,7 +280,6 @@ def _assumptions(system: System, wish: Wish, prices: Prices) -> Iterator[str]:
     if system.target_kv_s or system.draft_kv_s:
         target_us, draft_us = system.target_kv_s * 1e9, system.draft_kv_s * 1e9
         yield f"1,000 tokens of context add {target_us:.3g} us to a target's step and {draft_us:.3g} us to a draft's"
-    yield f"a target costs {prices.target:g} an hour, a draft {prices.draft:g}"
 
 
 _HEADER = (

@@ -7,16 +7,14 @@ decoding by targets on all devices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.plan.closed_form import Load, Prediction, System, colocated, overlapped, plain
+from paceline.plan.layouts import divisions
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
 
-_MOST_SPLITS = 12
-"""Numbers of drafts that are looked at."""
 _AS_GOOD = 0.999
 """Draft lengths K within this share of the best count as equal, and the least of them is taken."""
 
@@ -37,8 +35,8 @@ class Site:
 
     @property
     def targets(self) -> int:
-        """Targets that all devices hold."""
-        return self.devices // self.target_devices
+        """Targets that all devices hold, no more than there are sessions."""
+        return min(self.devices // self.target_devices, self.sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +110,8 @@ def _loads(site: Site, candidate: Candidate) -> Iterator[Load]:
     if not candidate.apart or candidate.devices == 0:
         yield Load(site.sessions, site.targets, int(candidate.apart))
         return
-    most = (site.devices - site.target_devices) // candidate.devices
-    growth = max(1.0, most ** (1 / _MOST_SPLITS))
-    numbers = {math.ceil(growth**i) for i in range(_MOST_SPLITS + 1)} | set(range(1, min(most, _MOST_SPLITS) + 1))
-    for drafts in sorted(n for n in numbers if n <= most):
-        yield Load(site.sessions, (site.devices - drafts * candidate.devices) // site.target_devices, drafts)
+    for targets, drafts in divisions(site.devices, site.target_devices, candidate.devices):
+        yield Load(site.sessions, min(targets, site.sessions), drafts)
 
 
 def _predict(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction:

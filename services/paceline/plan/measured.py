@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.plan.closed_form import Load, Prediction, System, predict
+from paceline.plan.layouts import CoreTimes
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.results import Result
 from paceline.plan.simulate import simulate
@@ -43,6 +44,8 @@ class Measurements:
     temperature: float
     system: System
     rows: tuple[Row, ...]
+    cores: Mapping[int, CoreTimes] = field(default_factory=dict)
+    """By the cores that share a target's products; empty: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,16 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
         fan_out=_FAN_OUT,
         draft_width=max(widths),
     )
-    return Measurements(temperature, system, tuple(_row(s, sessions) for s in summaries))
+    cores = {int(one["cpu_threads"]): core_times(one) for one in data.get("cores", ())}
+    return Measurements(temperature, system, tuple(_row(s, sessions) for s in summaries), cores)
+
+
+def core_times(one: Mapping[str, Any]) -> CoreTimes:
+    """One entry of ``cores`` in such a file."""
+    target, draft = (
+        tuple((int(size), float(seconds)) for size, seconds in one[key]) for key in ("target_s", "draft_s")
+    )
+    return CoreTimes(StepTable(target), StepTable(draft), float(one["gap_s"]))
 
 
 def read_service(path: Path, like: System) -> list[Measurements]:

@@ -261,7 +261,7 @@ def _candidates(system: System, wish: Wish, prices: Prices) -> Iterator[tuple[fl
             best = math.inf
             for drafts in _numbers_of_drafts(wish.sessions):
                 load, predicted = _overlapped(system, wish, targets, drafts=drafts, k=k)
-                if predicted.mode is Mode.OVERLAPPED and _keeps(wish, load, predicted):
+                if predicted.mode is Mode.OVERLAPPED and keeps(wish, load, predicted):
                     cost = prices.per_million(load, _used(wish, predicted.tokens_per_s))
                     yield cost, load, predicted
                     if cost > _TOO_EXPENSIVE * best:
@@ -309,7 +309,8 @@ def _used(wish: Wish, tokens_per_s: float) -> float:
     return wish.requests.per_s * wish.requests.output_tokens
 
 
-def _keeps(wish: Wish, load: Load, predicted: Prediction) -> bool:
+def keeps(wish: Wish, load: Load, predicted: Prediction) -> bool:
+    """True if a fleet is expected to keep the limits, with no more sessions on a target than it holds."""
     return (
         expected(predicted, wish.objective) <= wish.limit_s
         and predicted.ttft_s <= wish.ttft_limit_s
@@ -320,11 +321,11 @@ def _keeps(wish: Wish, load: Load, predicted: Prediction) -> bool:
 def _least_targets(wish: Wish, at: Callable[[int], tuple[Load, Prediction]]) -> int | None:
     """The fewest that keep the limit, by bisection; None if one for each session does not."""
     low, high = 0, wish.sessions
-    if not _keeps(wish, *at(high)):
+    if not keeps(wish, *at(high)):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        if _keeps(wish, *at(middle)):
+        if keeps(wish, *at(middle)):
             high = middle
         else:
             low = middle

@@ -1,0 +1,161 @@
+"""Layouts of the same CPU cores for one pair of models, in closed form (``closed_form.py``).
+
+    plain         targets alone
+    co-located    every target drafts for itself, by a head of method ``draft_model``, and verifies, in turn
+    overlapped    each draft has a core of its own, the targets have the others
+
+A target has one core, or several that share its products (``cpu_threads``). What several bring is never assumed: a
+layout whose number of threads was not measured is listed without a forecast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from paceline.plan.closed_form import Load, Prediction, System, best_k, plain
+from paceline.plan.search import MOST_DRAFT_SESSIONS, Wish, keeps
+from paceline.plan.times import StepTable
+from paceline.types import Mode
+
+MOST_TOKENS = 8
+"""The longest proposals that are looked at."""
+_MOST_THREADS = 64
+_MOST_SPLITS = 12
+"""Numbers of drafts that are looked at."""
+
+
+class Drafting(StrEnum):
+    """Where drafts run."""
+
+    PLAIN = "plain"
+    COLOCATED = "co-located"
+    OVERLAPPED = "overlapped"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTimes:
+    """Times of a target whose products so many cores share, measured by ``paceline bench local --cpu-threads``."""
+
+    target: StepTable
+    """Seconds of its step by tokens."""
+    draft: StepTable
+    """Seconds of a depth of a draft model in its process, whose products the same cores share, by leaves."""
+    gap_s: float
+    """Between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to use the cores, at its best K."""
+
+    drafting: Drafting
+    threads: int
+    """Cores of a target."""
+    load: Load
+    predicted: Prediction | None
+    """None: no step of so many threads was measured."""
+
+    @property
+    def name(self) -> str:
+        """Such as ``co-located, 1 target of 2 cores``."""
+        targets, drafts = self.load.targets, self.load.drafts
+        name = f"{self.drafting}, {targets} {'target' if targets == 1 else 'targets'} of {self.threads} "
+        name += "core" if self.threads == 1 else "cores"
+        return name + (f" and {drafts} {'draft' if drafts == 1 else 'drafts'}" if drafts else "")
+
+
+def divisions(devices: int, target_devices: int, draft_devices: int) -> Iterator[tuple[int, int]]:
+    """(targets, drafts): ways to divide devices of which each target and each draft takes so many, at least one each.
+
+    Of many numbers of drafts about a dozen are looked at.
+    """
+    most = (devices - target_devices) // draft_devices
+    growth = max(1.0, most ** (1 / _MOST_SPLITS)) if most > 0 else 1.0
+    numbers = {math.ceil(growth**i) for i in range(_MOST_SPLITS + 1)} | set(range(1, min(most, _MOST_SPLITS) + 1))
+    for drafts in sorted(n for n in numbers if n <= most):
+        yield (devices - drafts * draft_devices) // target_devices, drafts
+
+
+def layouts(system: System, wish: Wish, cores: int, measured: Mapping[int, CoreTimes]) -> list[Layout]:
+    """All layouts that hold the sessions: those that were measured, the most tokens per second first, then the others.
+
+    Args:
+        system: of the target on one core and the draft on another.
+        wish: the load; its limits are for ``best``.
+        cores: of all replicas together.
+        measured: by threads of a target; without an entry for one, ``system`` stands for it.
+    """
+    found = list(_all(system, wish, cores, measured))
+    return sorted(found, key=lambda layout: -(layout.predicted.tokens_per_s if layout.predicted else 0.0))
+
+
+def best(wish: Wish, ranked: list[Layout]) -> Layout | None:
+    """The first that keeps the limits; None if there is none."""
+    return next((one for one in ranked if one.predicted and keeps(wish, one.load, one.predicted)), None)
+
+
+def _all(system: System, wish: Wish, cores: int, measured: Mapping[int, CoreTimes]) -> Iterator[Layout]:
+    for threads in range(1, min(cores, _MOST_THREADS) + 1):
+        times = measured.get(threads)
+        if times is None and threads == 1:
+            times = CoreTimes(system.target, system.draft, system.gap_s)
+        for drafting in Drafting:
+            loads = list(_loads(wish, drafting, cores, threads))
+            if times is None:  # those that leave no core idle
+                whole = (load for load in loads if load.targets * threads + load.drafts == cores and load.drafts <= 1)
+                yield from (Layout(drafting, threads, load, None) for load in whole)
+                continue
+            of_it = [Layout(drafting, threads, load, _predict(system, times, drafting, load)) for load in loads]
+            if of_it:
+                yield max(of_it, key=lambda layout: layout.predicted.tokens_per_s if layout.predicted else 0.0)
+
+
+def _loads(wish: Wish, drafting: Drafting, cores: int, threads: int) -> Iterator[Load]:
+    """Targets that no session needs are left out."""
+    divided = divisions(cores, threads, 1) if drafting is Drafting.OVERLAPPED else [(cores // threads, 0)]
+    for targets, drafts in divided:
+        load = wish.load(wish.sessions, min(targets, wish.sessions), min(drafts, wish.sessions))
+        if load.batch <= wish.max_sessions:
+            yield load
+
+
+def _predict(system: System, times: CoreTimes, drafting: Drafting, load: Load) -> Prediction:
+    system = replace(system, target=times.target, gap_s=times.gap_s)
+    if drafting is Drafting.PLAIN:
+        return plain(system, load)
+    if drafting is Drafting.OVERLAPPED:
+        return best_k(system, load, Mode.OVERLAPPED, MOST_TOKENS)
+    inside = replace(system, draft=times.draft, colocated=True)
+    return best_k(inside, load, Mode.SEQUENTIAL, MOST_TOKENS)
+
+
+def configuration(system: System, layout: Layout, target: str, draft: str) -> dict[str, Any]:
+    """The service's configuration for a layout, as ``ServiceConfig.parse`` takes it. Models are names or paths."""
+    load = layout.load
+    engine: dict[str, Any] = {"max_sessions": math.ceil(load.batch), "max_step_tokens": system.max_step_tokens}
+    if layout.threads > 1:
+        engine["cpu_threads"] = layout.threads
+    if layout.drafting is Drafting.COLOCATED:
+        assert layout.predicted is not None
+        engine["heads"] = [{"method": "draft_model", "model": draft, "num_speculative_tokens": layout.predicted.k}]
+    tree: dict[str, Any] = {
+        "target_config": {
+            "model_loading_config": {"model_id": target},
+            "engine_kwargs": engine,
+            "deployment_config": {"num_replicas": load.targets},
+        },
+        "draft_config": None,
+    }
+    if load.drafts:
+        sessions = min(math.ceil(load.sessions / load.drafts), MOST_DRAFT_SESSIONS)
+        growing = {"max_sessions": sessions, "tree_budget": system.tree_budget, "fan_out": system.fan_out}
+        tree["draft_config"] = {
+            "model_loading_config": {"model_id": draft},
+            "engine_kwargs": growing,
+            "deployment_config": {"num_replicas": load.drafts},
+        }
+    return tree
