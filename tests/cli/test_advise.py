@@ -19,6 +19,7 @@ from paceline.drafters.catalogue import method_named
 from paceline.errors import ConfigError
 
 STEP = ["--target-step-ms", "10"]
+RUN = Path(__file__).parents[2] / "benchmarks" / "results" / "local-light.json"
 
 
 def advised(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -55,6 +56,38 @@ def test_every_configuration_that_it_prints_is_taken_and_fits_the_devices(capsys
         assert 2 * forecast["targets"] + model_drafts <= 6
         for head in target.engine_kwargs.heads:
             assert head.num_speculative_tokens == forecast["predicted"]["k"]
+
+
+def test_a_run_of_threads_gives_times_acceptance_and_cpu_threads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cores = [
+        {"cpu_threads": threads, "target_s": [[1, step], [9, 1.4 * step]], "draft_s": [[1, depth]], "gap_s": 0.0005}
+        for threads, step, depth in ((1, 0.0175, 0.0016), (2, 0.0115, 0.0014))
+    ]
+    data = json.loads(RUN.read_text(encoding="utf-8"))
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(data | {"cores": cores}), encoding="utf-8")
+    arguments = ("--from", str(run), "--devices", "2", "--draft", "paceline/embedded-draft")
+    found = advised(capsys, *arguments)
+    assert found["acceptance"]["draft model, co-located"] == {
+        "value": pytest.approx(0.774, abs=1e-3),
+        "source": f"measured, {run} at temperature 0",
+    }
+    assert found["acceptance"]["Medusa"]["source"].startswith("assumed")
+    for forecast in found["forecasts"]:
+        cores_of_targets = forecast["targets"] * forecast["target_devices"]
+        model_drafts = forecast["drafts"] if forecast["name"].startswith(("draft model, o", "cascade")) else 0
+        assert cores_of_targets + model_drafts <= 2
+        config = ServiceConfig.parse(advised(capsys, *arguments, "--method", forecast["name"])["configuration"])
+        options = config.target_config.engine_kwargs
+        assert (options.cpu_threads, options.tensor_parallel_size) == (forecast["target_devices"], 1)
+    of = {forecast["name"]: forecast for forecast in found["forecasts"]}
+    assert of["plain"]["target_devices"] == of["draft model, co-located"]["target_devices"] == 2
+    assert of["draft model, overlapped"]["target_devices"] == 1
+    assert of["plain"]["predicted"]["tokens_per_s"] == pytest.approx(1 / 0.012)
+    colder = advised(capsys, *arguments, "--temperature", "1")["acceptance"]["draft model, overlapped"]["value"]
+    assert colder == pytest.approx(0.563, abs=1e-3)
 
 
 def test_the_text_ends_with_the_configuration_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,10 +127,14 @@ def test_what_does_not_fit_is_named_with_the_reason(
         (["--devices", "2", "--target-devices", "4"], "--devices is 2 while --target-devices is 4: no target fits"),
         (["--devices", "0"], "argument --devices: '0': a whole number from 1 to 100000 is needed"),
         (["--bandwidth-gb-s", "nan"], "argument --bandwidth-gb-s: 'nan': a number above 0 is needed"),
-        (["--temperature", "1"], "--temperature is 1.0 without --measure: only that runs the models"),
+        (["--temperature", "1"], "--temperature is 1 without --measure: only that runs the models"),
         (["--measure", "--temperature", "9"], "--temperature is 9: it must be from 0 to 2"),
         (["--measure", "--prompts-file", "/nowhere"], "--prompts-file is '/nowhere': it cannot be read"),
         ([*STEP, "--bandwidth-gb-s", "900"], "--target-step-ms is 10 while --bandwidth-gb-s is 900: give one"),
+        (["--from", str(RUN), *STEP], "--target-step-ms is 10 beside --from"),
+        (["--from", str(RUN), "--devices", "2", "--target-devices", "2"], "--target-devices is 2 beside --from"),
+        (["--from", str(RUN), "--temperature", "0.5"], "--temperature 0.5 is not in"),
+        (["--from", "/nowhere"], "/nowhere cannot be read as JSON"),
         (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it is at hand"),
         (["--method", "magic"], "--method is 'magic': possible on these devices are "),
         (["--head", "magic=/x"], "--head magic=/x: method is 'magic': it must be "),

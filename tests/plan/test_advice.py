@@ -74,6 +74,36 @@ def test_a_heavy_draft_belongs_on_a_device_of_its_own_and_a_light_one_beside_its
         assert (ratio > 1.05) == apart_wins
 
 
+@pytest.mark.parametrize(("gain", "cores"), [(1.001, 1), (1.4, 2)])
+def test_cores_share_a_target_where_that_was_measured_to_bring_more(gain: float, cores: int) -> None:
+    """Two sessions: two targets of a core each, or one target of two cores that steps for both."""
+    where = replace(site(2, sessions=2), shared={2: TARGET.times(1 / gain), 4: TARGET.times(0.01)})
+    found = {f.name: f for f in forecasts(where, [draft(0.8), draft(0.8, apart=True)])}
+    for name in ("plain", "inside"):
+        assert found[name].target_devices == cores
+        assert found[name].targets * cores == 2
+    assert (found["apart"].target_devices, found["apart"].targets, found["apart"].drafts) == (1, 1, 1)
+
+
+def test_the_forward_of_a_drafter_inside_is_that_of_the_cores_that_share_it() -> None:
+    """One session, so that a second target would have nothing to do."""
+    where = replace(site(2, sessions=1), shared={2: TARGET.times(0.8)})
+    alone, shared = (draft(0.8, share=0.2, **more) for more in ({}, {"shared": {2: TARGET.times(0.1)}}))
+    found = {name: best(where, each) for name, each in (("alone", alone), ("shared", shared))}
+    assert {f.target_devices for f in found.values()} == {2}
+    for name, share in (("alone", 0.2), ("shared", 0.1)):
+        p = found[name].predicted
+        assert p.round_s == pytest.approx(p.k * share * TARGET.seconds(1) + 0.8 * TARGET.seconds(1 + p.k))
+
+
+def test_a_target_that_no_session_needs_is_left_out() -> None:
+    found = best(site(8, sessions=3), draft(0.8))
+    assert found.targets == 3
+    assert found.predicted.round_s == pytest.approx(
+        found.predicted.k * 0.1 * TARGET.seconds(1) + TARGET.seconds(1 + found.predicted.k)
+    )
+
+
 def test_a_drafter_that_needs_a_device_is_left_out_where_there_is_none() -> None:
     assert [f.name for f in forecasts(site(4, 4), [draft(apart=True)])] == ["plain"]
     lookup = Candidate("n-grams", 0.5, StepTable.affine(1e-4, 1e-5), apart=True)

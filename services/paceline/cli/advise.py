@@ -23,6 +23,7 @@ from paceline.config import CascadeOptions, LookaheadOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.plan.advice import Candidate, Forecast, Site, forecasts
 from paceline.plan.assumed import TEXTS, assumed
+from paceline.plan.measured import Measurements, read_one
 from paceline.plan.times import StepTable
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ _BANDWIDTH_GB_S = 3350.0
 _LOOKUP = StepTable.affine(1e-4, 1e-5)
 """Seconds of a step of a drafter without weights, by its places: Python dictionaries."""
 _MOST_TOKENS = 8
+_OF_RUNS = ("model", "draft_model")
+"""Kinds of drafters that ``paceline bench local`` measures without flags of its own: a draft model, in either place."""
 _EMBEDDED_HEADS = ("mtp", "eagle3", "medusa")
 
 
@@ -65,13 +68,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="measured step of one token, from which the bandwidth follows (default: weights over bandwidth)",
     )
+    group.add_argument(
+        "--from",
+        type=Path,
+        dest="source",
+        metavar="FILE",
+        help="JSON of paceline bench local with this target and draft: times, by --cpu-threads too, and acceptance",
+    )
     group.add_argument("--text", choices=TEXTS, default="chat", help="what is written, for assumed acceptance")
     group = parser.add_argument_group("measurement")
     group.add_argument(
         "--measure", action="store_true", help="load the models and count how many draft tokens are accepted"
     )
     group.add_argument("--prompts-file", type=Path, metavar="FILE", help="prompts of --measure, one a line")
-    group.add_argument("--temperature", type=float, metavar="T", help="of --measure (default 0)")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="of --measure (default 0), or which of --from (default: its first)",
+    )
     parser.add_argument("--method", metavar="NAME", help="print the configuration of this one, not of the best")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_advise)
@@ -119,11 +134,13 @@ def run_advise(args: argparse.Namespace) -> int:
         raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
     found = methods_at_hand(checkpoint, draft and resolve(draft), heads)
     found = [_if_served(each, target, args.target_devices) for each in found]
-    site, bytes_per_s = _site(args, size.weights_bytes)
+    run = None if args.source is None else read_one(args.source, args.temperature, "--temperature")
+    site, bytes_per_s = _site(args, size.weights_bytes, run)
     with working("measuring"):
-        found, acceptances = _weighed(args, target, found)
+        found, acceptances = _weighed(args, target, found, run)
     possible = [each for each in found if not each.refusal]
-    ranked = forecasts(site, [_candidate(args, each, acceptances[each.method.name], bytes_per_s) for each in possible])
+    candidates = [_candidate(args, each, acceptances[each.method.name], bytes_per_s, run) for each in possible]
+    ranked = forecasts(site, candidates)
     chosen = _chosen(args.method, ranked, found)
     tree = configuration(site, target, chosen, {each.method.name: each for each in possible})
     if args.json:
@@ -154,9 +171,19 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--devices is {args.devices} while --target-devices is {args.target_devices}: no target fits"
         )
-    for flag, value in (("--prompts-file", args.prompts_file), ("--temperature", args.temperature)):
-        if value is not None and not args.measure:
-            raise ConfigError(f"{flag} is {value} without --measure: only that runs the models")
+    if args.prompts_file is not None and not args.measure:
+        raise ConfigError(f"--prompts-file is {args.prompts_file} without --measure: only that runs the models")
+    if args.temperature is not None and not args.measure and args.source is None:
+        raise ConfigError(f"--temperature is {args.temperature:g} without --measure: only that runs the models")
+    if args.source is not None:
+        for flag, value in (("--target-step-ms", args.target_step_ms), ("--bandwidth-gb-s", args.bandwidth_gb_s)):
+            if value is not None:
+                raise ConfigError(f"{flag} is {value:g} beside --from {args.source}, which has the times: give one")
+        if args.target_devices > 1:
+            raise ConfigError(
+                f"--target-devices is {args.target_devices} beside --from {args.source}: a run of one machine knows "
+                "targets of one device, or of CPU cores that share its products"
+            )
     if args.target_step_ms is not None and args.bandwidth_gb_s is not None:
         raise ConfigError(
             f"--target-step-ms is {args.target_step_ms:g} while --bandwidth-gb-s is {args.bandwidth_gb_s:g}: give one"
@@ -167,8 +194,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature is {args.temperature:g}: it must be from 0 to 2")
 
 
-def _site(args: argparse.Namespace, weights_bytes: int) -> tuple[Site, float]:
+def _site(args: argparse.Namespace, weights_bytes: int, run: Measurements | None) -> tuple[Site, float]:
     """The checkpoints at hand, and the bytes of weights that a device reads in a second."""
+    if run is not None:
+        periods = {cores: times.period for cores, times in run.cores.items()}
+        target = periods.pop(1, run.system.target)
+        site = Site(target, args.devices, 1, args.sessions, run.system.link_s, shared=periods)
+        return site, weights_bytes / target.seconds(1)
     bytes_per_s, share = (args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9, weights_bytes / args.target_devices
     if args.target_step_ms is not None:
         bytes_per_s = share / (args.target_step_ms / 1e3)
@@ -181,7 +213,9 @@ def _steps(weights_bytes: float, bytes_per_s: float) -> StepTable:
     return StepTable.affine(step_s, step_s / _RIDGE)
 
 
-def _candidate(args: argparse.Namespace, each: AtHand, acceptance: Acceptance, bytes_per_s: float) -> Candidate:
+def _candidate(
+    args: argparse.Namespace, each: AtHand, acceptance: Acceptance, bytes_per_s: float, run: Measurements | None
+) -> Candidate:
     """The device in numbers: a forward reads its weights once, on one device."""
     from paceline.drafters.catalogue import Place
 
@@ -189,6 +223,9 @@ def _candidate(args: argparse.Namespace, each: AtHand, acceptance: Acceptance, b
     step = _steps(each.forward_bytes, bytes_per_s) if each.forward_bytes else _LOOKUP
     devices, most = int(apart and each.forward_bytes > 0), min(_MOST_TOKENS, each.most_tokens)
     found = Candidate(each.method.name, acceptance.value, step, apart, devices, each.one_pass, most)
+    if run is not None and each.method.kind in _OF_RUNS:
+        shared = {cores: times.draft for cores, times in run.cores.items()}
+        return replace(found, step=run.system.draft, shared=shared)
     if each.method.kind == "lookahead":
         return replace(found, riding_rows=_riding_rows(each))
     if each.method.kind != "cascade":
@@ -207,22 +244,25 @@ def _riding_rows(each: AtHand) -> int:
 
 
 def _weighed(
-    args: argparse.Namespace, target: str, found: Sequence[AtHand]
+    args: argparse.Namespace, target: str, found: Sequence[AtHand], run: Measurements | None
 ) -> tuple[list[AtHand], dict[str, Acceptance]]:
     """The methods, refused too where measuring them refuses, and the acceptance of those that are possible."""
     examined, acceptances = [], {}
     for each in found:
         if not each.refusal:
             try:
-                acceptances[each.method.name] = _acceptance(args, target, each)
+                acceptances[each.method.name] = _acceptance(args, target, each, run)
             except ConfigError as error:
                 each = replace(each, refusal=" ".join(str(error).split()))
         examined.append(each)
     return examined, acceptances
 
 
-def _acceptance(args: argparse.Namespace, target: str, each: AtHand) -> Acceptance:
+def _acceptance(args: argparse.Namespace, target: str, each: AtHand, run: Measurements | None) -> Acceptance:
     if not args.measure:
+        if run is not None and each.method.kind in _OF_RUNS:
+            source = f"measured, {args.source} at temperature {run.temperature:g}"
+            return Acceptance(run.system.outcomes.acceptance, source)
         return Acceptance(*assumed(each.method.kind, args.text))
     from paceline.cli.measure import acceptance_of
 
@@ -267,7 +307,9 @@ def configuration(site: Site, target: str, chosen: Forecast, found: dict[str, At
         tree = method.configuration(target, each.model)
     rows = per_target * (1 + k + (0 if each is None else _riding_rows(each)))
     engine = tree["target_config"].setdefault("engine_kwargs", {})
-    engine |= {"max_sessions": min(1024, per_target), "tensor_parallel_size": site.target_devices}
+    engine |= {"max_sessions": min(1024, per_target)}
+    key = "cpu_threads" if chosen.target_devices in site.shared else "tensor_parallel_size"
+    engine[key] = chosen.target_devices
     if rows > 256:
         engine["max_step_tokens"] = min(65536, rows)
     tree["target_config"]["deployment_config"] = {"num_replicas": chosen.targets}
@@ -305,7 +347,7 @@ def report(
         f"a target's step of one token takes {site.target.seconds(1) * 1e3:.3g} ms"
     )
     yield ""
-    header = ("", "where", "targets", "drafts", "K", "acceptance", "tok/round", "ms/token", "tokens/s", "x plain")
+    header = ("", "where", "targets", "of", "drafts", "K", "acceptance", "tok/round", "ms/token", "tokens/s", "x plain")
     places = {each.method.name: each.method.place.value for each in found}
     yield from table([header, *(_row(forecast, places, acceptances) for forecast in ranked)], sys.stdout)
     yield ""
@@ -328,6 +370,7 @@ def _row(forecast: Forecast, places: dict[str, str], acceptances: dict[str, Acce
         forecast.name,
         places.get(forecast.name, "-"),
         str(forecast.targets),
+        str(forecast.target_devices),
         str(forecast.drafts or "-"),
         str(predicted.k or "-"),
         "-" if acceptance is None else f"{acceptance.value:.2f}",

@@ -242,7 +242,7 @@ _count = _count_to(1_000_000)
 def system_of(args: argparse.Namespace) -> tuple[System, Mapping[int, CoreTimes]]:
     """The flags, and for what they leave open the file; and its times of targets that several cores share. Raises
     ConfigError."""
-    found = _from_file(args.source, args.at_temperature) if args.source else None
+    found = measured.read_one(args.source, args.at_temperature, "--at-temperature") if args.source else None
     known = None if found is None else found.system
     if known is None:
         missing = [
@@ -303,15 +303,6 @@ def _steps(step_ms: float | None, row_ms: float | None, known: StepTable | None,
     if row_ms is not None:
         raise ConfigError(f"{flag}-row-ms {row_ms:g} is given without {flag}-step-ms: --from has a table of both")
     return known
-
-
-def _from_file(path: Path, temperature: float | None) -> measured.Measurements:
-    found = measured.read(path)
-    for of_temperature in found:
-        if temperature is None or of_temperature.temperature == temperature:
-            return of_temperature
-    there = ", ".join(f"{m.temperature:g}" for m in found)
-    raise ConfigError(f"--at-temperature {temperature:g} is not in {path}, which has {there}")
 
 
 def wish_of(args: argparse.Namespace) -> Wish:

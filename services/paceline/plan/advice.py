@@ -2,13 +2,13 @@
 
 A drafter inside the target is drafted with and verified in turn, on the target's own devices; one in the draft pool
 runs while the target verifies, on devices that could have been targets. So every forecast is held against plain
-decoding by targets on all devices.
+decoding by targets on all devices. CPU cores may also share the products of a target, by as many as were measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from paceline.plan.closed_form import Load, Prediction, System, colocated, overlapped, plain
 from paceline.plan.layouts import divisions
@@ -32,11 +32,20 @@ class Site:
     """Number of sessions at once, on all targets together."""
     link_s: float = 0.0002
     """One way between target and draft."""
+    shared: Mapping[int, StepTable] = field(default_factory=dict)
+    """``target`` by the cores that share a target's products (``cpu_threads``), where that was measured."""
 
     @property
     def targets(self) -> int:
         """Targets that all devices hold, no more than there are sessions."""
         return min(self.devices // self.target_devices, self.sessions)
+
+    def widths(self) -> Iterator[Site]:
+        """This site, and with targets of every number of cores that was measured and fits."""
+        yield self
+        for cores, target in self.shared.items():
+            if cores <= self.devices:
+                yield replace(self, target=target, target_devices=cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,8 @@ class Candidate:
     cascade)."""
     riding_rows: int = 0
     """Rows of each session that ride in each step of the target (lookahead)."""
+    shared: Mapping[int, StepTable] = field(default_factory=dict)
+    """``step`` of a drafter inside a target whose products so many cores share; as ``step`` where it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,8 @@ class Forecast:
 
     name: str
     targets: int
+    target_devices: int
+    """Devices of one target."""
     drafts: int
     predicted: Prediction
     times_plain: float
@@ -83,19 +96,21 @@ def forecasts(site: Site, candidates: Sequence[Candidate]) -> list[Forecast]:
 
     Candidates whose replicas need a device where the targets leave none are missing.
     """
-    found = [(name, load, p) for name, load, p in _all(site, candidates)]
-    base = next(p.tokens_per_s for name, _, p in found if name == "plain")
-    ranked = sorted(found, key=lambda each: -each[2].tokens_per_s)
-    return [Forecast(name, load.targets, load.drafts, p, p.tokens_per_s / base) for name, load, p in ranked]
+    found = [one for width in site.widths() for one in _all(width, candidates)]
+    best: dict[str, Forecast] = {}
+    base = max(p.tokens_per_s for name, *_, p in found if name == "plain")
+    for name, devices, load, p in found:
+        forecast = Forecast(name, load.targets, devices, load.drafts, p, p.tokens_per_s / base)
+        best[name] = max(best.get(name, forecast), forecast, key=lambda each: each.times_plain)
+    return sorted(best.values(), key=lambda each: -each.times_plain)
 
 
-def _all(site: Site, candidates: Sequence[Candidate]) -> Iterator[tuple[str, Load, Prediction]]:
+def _all(site: Site, candidates: Sequence[Candidate]) -> Iterator[tuple[str, int, Load, Prediction]]:
     load = Load(site.sessions, site.targets)
-    yield "plain", load, plain(_system(site, None), load)
+    yield "plain", site.target_devices, load, plain(_system(site, None), load)
     for candidate in candidates:
-        options = list(_options(site, candidate))
-        if options:
-            yield (candidate.name, *max(options, key=lambda each: each[1].tokens_per_s))
+        for load, predicted in _options(site, candidate):
+            yield candidate.name, site.target_devices, load, predicted
 
 
 def _options(site: Site, candidate: Candidate) -> Iterator[tuple[Load, Prediction]]:
@@ -125,6 +140,8 @@ def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
     if candidate is None:
         return System(site.target, site.target, Outcomes.derived(0.0), max_step_tokens=max(256, tokens))
     acceptance, step = candidate.acceptance, candidate.step
+    if not candidate.apart:
+        step = candidate.shared.get(site.target_devices, step)
     own = k if candidate.further is None else min(candidate.further[0], k)
     forwards = 1.0 if candidate.one_pass else float(own)
     if candidate.guesses is not None:

@@ -47,6 +47,11 @@ class CoreTimes:
     gap_s: float
     """Between two steps."""
 
+    @property
+    def period(self) -> StepTable:
+        """Seconds from one step to the next, by tokens."""
+        return StepTable(tuple((tokens, seconds + self.gap_s) for tokens, seconds in self.target.points))
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -81,6 +81,17 @@ def read(path: Path) -> list[Measurements]:
         raise ConfigError(f"{path} is not what paceline bench local --json writes: {error!r}") from error
 
 
+def read_one(path: Path, temperature: float | None, flag: str) -> Measurements:
+    """The measurements of a temperature, by default the first of a file. Raises ConfigError as ``read``, and, naming
+    ``flag``, if the file has none."""
+    found = read(path)
+    for of_temperature in found:
+        if temperature is None or of_temperature.temperature == temperature:
+            return of_temperature
+    there = ", ".join(f"{m.temperature:g}" for m in found)
+    raise ConfigError(f"{flag} {temperature:g} is not in {path}, which has {there}")
+
+
 def _load(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
