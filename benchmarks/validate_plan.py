@@ -5,6 +5,8 @@ lock step are taken from the run; tokens per second and per round, the hit rate 
 compared with it. So what is tested is the model of a round, not what goes into it. "possible" is the simulation with
 as many hits as measured: how much of it overlapped decoding reaches is the last column.
 
+A FILE of `--cpu-threads` is also compared with the rows of targets whose products several cores share.
+
 --service tests several sessions at once, and harder: of that run only the steps of plain decoding at each load are
 used, and the drafts and statistics are those of FILE.
 """
@@ -55,6 +57,7 @@ def main() -> None:
     print_errors(of_runs)
     for path, measurements in runs:
         print_reached(path, measurements, of_runs)
+        print_cores(path, measurements)
     if options.service:
         print()
         service = read_service(options.service, runs[0][1].system)
@@ -89,6 +92,18 @@ def print_reached(path: Path, measurements: Measurements, everything: list[Compa
             f"{path.name}, temperature {measurements.temperature:g}: {best.row.name} reaches {best.reached:.1%} of "
             "what is possible"
         )
+
+
+def print_cores(path: Path, measurements: Measurements) -> None:
+    """Prints the rows of ``--cpu-threads`` with their forecasts, of the same run."""
+    rows = [("", "cores of the target", "K", "tokens/s", "closed form", "error")]
+    for core_row in measurements.core_rows:
+        rate, forecast = core_row.tokens_per_s, core_row.predicted(measurements).tokens_per_s
+        numbers = (f"{rate:.1f}", f"{forecast:.1f}", f"{forecast / rate - 1:+.1%}")
+        rows.append((core_row.drafting.value, str(core_row.cores), str(core_row.k or "-"), *numbers))
+    if rows[1:]:
+        print(f"{path.name}, temperature {measurements.temperature:g}, by the cores that share a target's products:")
+        print("\n".join(table(rows)))
 
 
 def inputs(measurements: Measurements) -> str:

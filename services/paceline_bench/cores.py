@@ -26,6 +26,7 @@ from paceline.config import HeadOptions, LocalConfig, TargetModel
 from paceline.errors import ConfigError
 from paceline.errors.refusals import explain
 from paceline.local import LocalPipeline
+from paceline.plan.layouts import Drafting
 from paceline.preflight.device import why_not_shared
 from paceline.types import Mode, SamplingParams
 from paceline_bench.jobs import Job, Reply, run_jobs, speculation
@@ -35,7 +36,7 @@ from paceline_bench.steps import WatchedFactory, learning_target
 
 _K = 4
 _WARM_UP_TOKENS = 24
-_WAYS = {"plain": (Mode.PLAIN, 0), "co-located": (Mode.OVERLAPPED, _K)}
+_WAYS = {Drafting.PLAIN: (Mode.PLAIN, 0), Drafting.COLOCATED: (Mode.OVERLAPPED, _K)}
 """Mode and K of the requests."""
 
 
@@ -44,7 +45,7 @@ class CoresRecord:
     """What was measured of a target with so many threads."""
 
     cpu_threads: int
-    tokens_per_s: Mapping[str, Mapping[float, float]]
+    tokens_per_s: Mapping[Drafting, Mapping[float, float]]
     """Of plain and of co-located decoding, by temperature."""
     target_s: Sequence[tuple[int, float]]
     """(tokens, seconds) of a step."""
@@ -126,16 +127,16 @@ class _Spent:
     """Decoded tokens and the seconds they took, by way and temperature."""
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[float, tuple[int, float]]] = {way: {} for way in _WAYS}
+        self._found: dict[Drafting, dict[float, tuple[int, float]]] = {way: {} for way in _WAYS}
 
-    def add(self, way: str, temperature: float, replies: Sequence[Reply]) -> None:
+    def add(self, way: Drafting, temperature: float, replies: Sequence[Reply]) -> None:
         """Takes the replies of a unit."""
         tokens, seconds = self._found[way].get(temperature, (0, 0.0))
         tokens += sum(len(reply.token_ids) - 1 for reply in replies)
         begin, end = min(r.prefill_s for r in replies), max(r.prefill_s + r.decode_s for r in replies)
         self._found[way][temperature] = tokens, seconds + end - begin
 
-    def rates(self) -> dict[str, dict[float, float]]:
+    def rates(self) -> dict[Drafting, dict[float, float]]:
         """Tokens per second."""
         return {way: {at: n / seconds for at, (n, seconds) in of.items()} for way, of in self._found.items()}
 
@@ -143,7 +144,7 @@ class _Spent:
 def _record(threads: int, spent: _Spent, file: Path, sessions: int) -> CoresRecord:
     learned, rates = json.loads(file.read_text(encoding="utf-8")), spent.rates()
     step_s = dict(map(tuple, learned["target_s"]))[1]
-    gap_s = max(0.0, mean(1.0 / rate for rate in rates["plain"].values()) - step_s) if sessions == 1 else 0.0
+    gap_s = max(0.0, mean(1.0 / rate for rate in rates[Drafting.PLAIN].values()) - step_s) if sessions == 1 else 0.0
     return CoresRecord(threads, rates, learned["target_s"], learned["draft_s"], gap_s)
 
 
@@ -160,7 +161,7 @@ def text(records: Sequence[CoresRecord]) -> str:
                 *(f"{record.tokens_per_s[way][temperature]:.1f}" for way in _WAYS),
                 *(f"{1e3 * seconds:.2f} ms" for seconds in (steps[1], steps[1 + _K], depth_s)),
             )
-            for temperature in record.tokens_per_s["plain"]
+            for temperature in record.tokens_per_s[Drafting.PLAIN]
         ]
     return "\n".join(["tokens/s by the cores that share a target's products:", *table(rows)])
 
@@ -168,8 +169,8 @@ def text(records: Sequence[CoresRecord]) -> str:
 def as_json(record: CoresRecord) -> dict[str, Any]:
     """What ``paceline plan --from`` reads."""
     rates = [
-        {"temperature": at, "plain": rate, "co-located": record.tokens_per_s["co-located"][at], "k": _K}
-        for at, rate in record.tokens_per_s["plain"].items()
+        {"temperature": at, "k": _K} | {way.value: record.tokens_per_s[way][at] for way in _WAYS}
+        for at in record.tokens_per_s[Drafting.PLAIN]
     ]
     return {
         "cpu_threads": record.cpu_threads,

@@ -7,6 +7,7 @@ import pytest
 from paceline.checkpoint.files import embedded_paths
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.errors import ConfigError
+from paceline.plan.layouts import Drafting
 from paceline.plan.measured import core_times
 from paceline_bench import cores
 from paceline_bench.prompts import held_out_prompts
@@ -21,7 +22,7 @@ def test_what_is_measured_on_one_core_is_what_the_plan_reads() -> None:
     prompts = held_out_prompts(load_tokenizer(TARGET), 2)
     (record,) = cores.measure(LocalSettings(TARGET, DRAFT, **run), prompts)
     assert record.cpu_threads == 1
-    assert all(rates[0.0] > 0 for rates in (record.tokens_per_s["plain"], record.tokens_per_s["co-located"]))
+    assert all(record.tokens_per_s[way][0.0] > 0 for way in (Drafting.PLAIN, Drafting.COLOCATED))
     times = core_times(cores.as_json(record))
     assert times.draft.seconds(1) > 0
     assert 0 < times.target.seconds(1) <= times.target.seconds(5) <= times.target.seconds(64)

@@ -62,7 +62,13 @@ def test_a_run_of_threads_gives_times_acceptance_and_cpu_threads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cores = [
-        {"cpu_threads": threads, "target_s": [[1, step], [9, 1.4 * step]], "draft_s": [[1, depth]], "gap_s": 0.0005}
+        {
+            "cpu_threads": threads,
+            "target_s": [[1, step], [9, 1.4 * step]],
+            "draft_s": [[1, depth]],
+            "gap_s": 0.0005,
+            "tokens_per_s": [],
+        }
         for threads, step, depth in ((1, 0.0175, 0.0016), (2, 0.0115, 0.0014))
     ]
     data = json.loads(RUN.read_text(encoding="utf-8"))
@@ -79,13 +85,19 @@ def test_a_run_of_threads_gives_times_acceptance_and_cpu_threads(
         cores_of_targets = forecast["targets"] * forecast["target_devices"]
         model_drafts = forecast["drafts"] if forecast["name"].startswith(("draft model, o", "cascade")) else 0
         assert cores_of_targets + model_drafts <= 2
-        config = ServiceConfig.parse(advised(capsys, *arguments, "--method", forecast["name"])["configuration"])
-        options = config.target_config.engine_kwargs
-        assert (options.cpu_threads, options.tensor_parallel_size) == (forecast["target_devices"], 1)
     of = {forecast["name"]: forecast for forecast in found["forecasts"]}
     assert of["plain"]["target_devices"] == of["draft model, co-located"]["target_devices"] == 2
     assert of["draft model, overlapped"]["target_devices"] == 1
+    for name, threads in (("plain", 2), ("draft model, co-located", 2), ("draft model, overlapped", 1)):
+        config = ServiceConfig.parse(advised(capsys, *arguments, "--method", name)["configuration"])
+        options = config.target_config.engine_kwargs
+        assert (options.cpu_threads, options.tensor_parallel_size) == (threads, 1)
     assert of["plain"]["predicted"]["tokens_per_s"] == pytest.approx(1 / 0.012)
+    assert main(["advise", *arguments]) == 0
+    assert "cpu_threads: 2" in (printed := capsys.readouterr().out)
+    assert "not forecast: targets" not in printed
+    assert main(["advise", "--from", str(RUN), "--devices", "2"]) == 0
+    assert "not forecast: targets of 2 cores. No step of so many threads was measured" in capsys.readouterr().out
     colder = advised(capsys, *arguments, "--temperature", "1")["acceptance"]["draft model, overlapped"]["value"]
     assert colder == pytest.approx(0.563, abs=1e-3)
 

@@ -271,8 +271,15 @@ def test_requests_that_do_not_add_up(
     assert message in capsys.readouterr().err
 
 
+RATES = [{"temperature": at, "k": 4, "plain": 55.0 - at, "co-located": 120.0 - 30 * at} for at in (0, 1)]
 CORES: list[dict[str, Any]] = [
-    {"cpu_threads": threads, "target_s": [[1, step], [9, 1.4 * step]], "draft_s": [[1, depth]], "gap_s": 0.0005}
+    {
+        "cpu_threads": threads,
+        "target_s": [[1, step], [9, 1.4 * step]],
+        "draft_s": [[1, depth]],
+        "gap_s": 0.0005,
+        "tokens_per_s": RATES,
+    }
     for threads, step, depth in ((1, 0.0175, 0.0016), (2, 0.0135, 0.0014))
 ]
 
@@ -321,3 +328,19 @@ def test_threads_that_were_not_measured_are_named_with_the_command(
     assert "No layout keeps 1 ms." in capsys.readouterr().out
     assert main(["plan", "--sessions", "9", "--cpu-cores", "2", *times, "--max-sessions", "2"]) == 1
     assert "No layout holds 9 sessions, at most 2 on a target." in capsys.readouterr().out
+
+
+def test_rows_of_shared_targets_are_compared_with_their_forecast(tmp_path: Path) -> None:
+    for run in read(Path(run_of_cores(tmp_path))):
+        assert [(row.drafting.value, row.cores, row.k) for row in run.core_rows] == [
+            ("plain", 1, 0),
+            ("co-located", 1, 4),
+            ("plain", 2, 0),
+            ("co-located", 2, 4),
+        ]
+        plainly, inside = run.core_rows[2:]
+        assert (plainly.tokens_per_s, inside.tokens_per_s) == (55 - run.temperature, 120 - 30 * run.temperature)
+        assert plainly.predicted(run).tokens_per_s == pytest.approx(1 / (0.0135 + 0.0005))
+        tokens = sum(run.system.outcomes.acceptance**i for i in range(5))
+        round_s = 4 * 0.0014 + 0.0135 * 1.2 + 0.0005
+        assert inside.predicted(run).tokens_per_s == pytest.approx(tokens / round_s)

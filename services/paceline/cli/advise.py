@@ -18,6 +18,7 @@ import yaml
 
 from paceline.cli.exit import EXIT_DONE
 from paceline.cli.flags import heads_of
+from paceline.cli.plan_report import how_to_measure
 from paceline.cli.table import table, working
 from paceline.config import CascadeOptions, LookaheadOptions, ServiceConfig
 from paceline.errors import ConfigError
@@ -147,6 +148,8 @@ def run_advise(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(site, ranked, acceptances, found, tree), indent=2))
     else:
         print("\n".join(report(site, ranked, acceptances, found)))
+        if run is not None and site.devices > 1 and site.devices not in site.shared:
+            print(f"not forecast: targets of {site.devices} cores. {how_to_measure([site.devices])}")
         print(f"\n# {chosen.name}, of a service (--config); each request: --draft-tokens {chosen.predicted.k}")
         print(yaml.safe_dump(tree, sort_keys=False), end="")
     return EXIT_DONE

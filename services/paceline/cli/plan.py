@@ -406,7 +406,8 @@ def _plan_cores(args: argparse.Namespace, system: System, wish: Wish, cores: Map
     """Prints the layouts of the cores and the configuration of the best one."""
     found = layouts(system, wish, args.cpu_cores, cores)
     chosen = best(wish, found)
-    tree = chosen and configuration(system, chosen, args.target or EMBEDDED_TARGET, args.draft or EMBEDDED_DRAFT)
+    models = (args.target or EMBEDDED_TARGET, args.draft or EMBEDDED_DRAFT)
+    tree = None if chosen is None else configuration(system, chosen, *models)
     if args.json:
         print(json.dumps(layouts_as_json(system, wish, args.cpu_cores, found, chosen, tree), indent=2))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -164,19 +164,15 @@ def layouts_report(
     yield from table(rows, sys.stdout)
     unknown = [layout for layout in found if layout.predicted is None]
     if unknown:
-        threads = ",".join(map(str, sorted({layout.threads for layout in unknown})))
         yield ""
         yield f"not forecast: {'; '.join(layout.name for layout in unknown)}"
-        yield (
-            f"No step of so many threads was measured: paceline bench local --cpu-threads {threads} --json FILE does "
-            "it on such a machine, and --from FILE reads it."
-        )
+        yield how_to_measure({layout.threads for layout in unknown})
     if chosen is None or tree is None:
         yield ""
         yield (
             f"No layout keeps {_limit(wish)}."
             if rows[1:]
-            else (f"No layout holds {_number_of(wish.sessions, 'session')}, at most {wish.max_sessions} on a target.")
+            else f"No layout holds {_number_of(wish.sessions, 'session')}, at most {wish.max_sessions} on a target."
         )
         return
     assert chosen.predicted is not None
@@ -184,6 +180,15 @@ def layouts_report(
     tokens = f"; each request: --draft-tokens {chosen.predicted.k}" if chosen.predicted.k else ""
     yield f"# {chosen.name}, of a service (--config){tokens}"
     yield from yaml.safe_dump(tree, sort_keys=False).splitlines()
+
+
+def how_to_measure(threads: Iterable[int]) -> str:
+    """The sentence about numbers of threads that were not measured."""
+    listed = ",".join(map(str, sorted(threads)))
+    return (
+        f"No step of so many threads was measured: paceline bench local --cpu-threads {listed} --json FILE does it on "
+        "such a machine, and --from FILE reads it."
+    )
 
 
 _LAYOUT_HEADER = ("K", "tok/round", "ms/token", "tokens/s", "x plain, 1 core")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from paceline.plan.closed_form import Load, Prediction, System, best_k, plain
+from paceline.plan.closed_form import Load, Prediction, System, best_k
 from paceline.plan.search import MOST_DRAFT_SESSIONS, Wish, keeps
 from paceline.plan.times import StepTable
 from paceline.types import Mode
@@ -129,13 +129,16 @@ def _loads(wish: Wish, drafting: Drafting, cores: int, threads: int) -> Iterator
 
 
 def _predict(system: System, times: CoreTimes, drafting: Drafting, load: Load) -> Prediction:
+    system, mode = system_on(system, times, drafting)
+    return best_k(system, load, mode, MOST_TOKENS)
+
+
+def system_on(system: System, times: CoreTimes, drafting: Drafting) -> tuple[System, Mode]:
+    """The system of a layout with such targets, and the mode in which it decodes."""
     system = replace(system, target=times.target, gap_s=times.gap_s)
-    if drafting is Drafting.PLAIN:
-        return plain(system, load)
-    if drafting is Drafting.OVERLAPPED:
-        return best_k(system, load, Mode.OVERLAPPED, MOST_TOKENS)
-    inside = replace(system, draft=times.draft, colocated=True)
-    return best_k(inside, load, Mode.SEQUENTIAL, MOST_TOKENS)
+    if drafting is Drafting.COLOCATED:
+        return replace(system, draft=times.draft, colocated=True), Mode.SEQUENTIAL
+    return system, Mode.OVERLAPPED if drafting is Drafting.OVERLAPPED else Mode.PLAIN
 
 
 def configuration(system: System, layout: Layout, target: str, draft: str) -> dict[str, Any]:

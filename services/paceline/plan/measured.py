@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.plan.closed_form import Load, Prediction, System, predict
-from paceline.plan.layouts import CoreTimes
+from paceline.plan.layouts import CoreTimes, Drafting, system_on
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.results import Result
 from paceline.plan.simulate import simulate
@@ -38,6 +38,22 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreRow:
+    """Measured decoding of a target whose products some cores share."""
+
+    drafting: Drafting
+    cores: int
+    k: int
+    sessions: int
+    tokens_per_s: float
+
+    def predicted(self, measured: Measurements) -> Prediction:
+        """The closed form with the times of the same run."""
+        system, mode = system_on(measured.system, measured.cores[self.cores], self.drafting)
+        return predict(system, Load(self.sessions, 1), mode, self.k)
+
+
+@dataclass(frozen=True, slots=True)
 class Measurements:
     """One temperature of a run."""
 
@@ -46,6 +62,8 @@ class Measurements:
     rows: tuple[Row, ...]
     cores: Mapping[int, CoreTimes] = field(default_factory=dict)
     """By the cores that share a target's products; empty: not measured."""
+    core_rows: tuple[CoreRow, ...] = ()
+    """Their tokens per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +160,10 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
         fan_out=_FAN_OUT,
         draft_width=max(widths),
     )
-    cores = {int(one["cpu_threads"]): core_times(one) for one in data.get("cores", ())}
-    return Measurements(temperature, system, tuple(_row(s, sessions) for s in summaries), cores)
+    rows, shared = tuple(_row(s, sessions) for s in summaries), data.get("cores", ())
+    cores = {int(one["cpu_threads"]): core_times(one) for one in shared}
+    core_rows = tuple(row for one in shared for row in _core_rows(one, temperature, sessions))
+    return Measurements(temperature, system, rows, cores, core_rows)
 
 
 def core_times(one: Mapping[str, Any]) -> CoreTimes:
@@ -152,6 +172,13 @@ def core_times(one: Mapping[str, Any]) -> CoreTimes:
         tuple((int(size), float(seconds)) for size, seconds in one[key]) for key in ("target_s", "draft_s")
     )
     return CoreTimes(StepTable(target), StepTable(draft), float(one["gap_s"]))
+
+
+def _core_rows(one: Mapping[str, Any], temperature: float, sessions: int) -> Iterator[CoreRow]:
+    for rates in one["tokens_per_s"]:
+        if rates["temperature"] == temperature:
+            for drafting, k in ((Drafting.PLAIN, 0), (Drafting.COLOCATED, int(rates["k"]))):
+                yield CoreRow(drafting, int(one["cpu_threads"]), k, sessions, float(rates[drafting.value]))
 
 
 def read_service(path: Path, like: System) -> list[Measurements]:
