@@ -309,6 +309,8 @@ def test_the_layouts_of_cores_end_with_a_configuration(tmp_path: Path, capsys: p
     assert found["best"] == found["layouts"][0]["name"] == "co-located, 1 target of 2 cores"
     assert ServiceConfig.parse(found["config"]) == config
     assert len(found["layouts"]) == 5
+    assert main([*given, "2", "--target-step-ms", "14"]) == EXIT_USAGE
+    assert "--target-step-ms 14 is given beside --from" in capsys.readouterr().err
     rates = [layout["predicted"]["tokens_per_s"] for layout in found["layouts"]]
     assert rates == sorted(rates, reverse=True)
 

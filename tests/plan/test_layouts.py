@@ -60,6 +60,7 @@ def test_every_layout_fits_the_cores_and_its_configuration_is_taken(measured: Ma
             assert options.tensor_parallel_size == 1
             assert config.target_config.deployment_config.num_replicas == load.targets
             assert options.max_sessions * load.targets >= sessions
+            assert options.max_step_tokens >= options.max_sessions * (1 + layout.predicted.k)
             assert [head.method for head in options.heads] == (
                 ["draft_model"] if layout.drafting is Drafting.COLOCATED else []
             )

@@ -403,7 +403,14 @@ def _check_cores(args: argparse.Namespace) -> None:
 
 
 def _plan_cores(args: argparse.Namespace, system: System, wish: Wish, cores: Mapping[int, CoreTimes]) -> int:
-    """Prints the layouts of the cores and the configuration of the best one."""
+    """Prints the layouts of the cores and the configuration of the best one. Raises ConfigError for times that are
+    given twice."""
+    for flag, value in (("--target-step-ms", args.target_step_ms), ("--draft-step-ms", args.draft_step_ms)):
+        if cores and value is not None:
+            raise ConfigError(
+                f"{flag} {value:g} is given beside --from {args.source}, which has the times by threads: leave one of "
+                "them out"
+            )
     found = layouts(system, wish, args.cpu_cores, cores)
     chosen = best(wish, found)
     models = (args.target or EMBEDDED_TARGET, args.draft or EMBEDDED_DRAFT)

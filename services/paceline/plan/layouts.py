@@ -142,14 +142,17 @@ def system_on(system: System, times: CoreTimes, drafting: Drafting) -> tuple[Sys
 
 
 def configuration(system: System, layout: Layout, target: str, draft: str) -> dict[str, Any]:
-    """The service's configuration for a layout, as ``ServiceConfig.parse`` takes it. Models are names or paths."""
-    load = layout.load
-    engine: dict[str, Any] = {"max_sessions": math.ceil(load.batch), "max_step_tokens": system.max_step_tokens}
+    """The service's configuration for a layout with a forecast, as ``ServiceConfig.parse`` takes it. Models are names
+    or paths."""
+    assert layout.predicted is not None
+    load, k = layout.load, layout.predicted.k
+    sessions = math.ceil(load.batch)
+    engine: dict[str, Any] = {"max_sessions": sessions}
+    engine["max_step_tokens"] = max(system.max_step_tokens, sessions * (1 + k))
     if layout.threads > 1:
         engine["cpu_threads"] = layout.threads
     if layout.drafting is Drafting.COLOCATED:
-        assert layout.predicted is not None
-        engine["heads"] = [{"method": "draft_model", "model": draft, "num_speculative_tokens": layout.predicted.k}]
+        engine["heads"] = [{"method": "draft_model", "model": draft, "num_speculative_tokens": k}]
     tree: dict[str, Any] = {
         "target_config": {
             "model_loading_config": {"model_id": target},
@@ -159,8 +162,8 @@ def configuration(system: System, layout: Layout, target: str, draft: str) -> di
         "draft_config": None,
     }
     if load.drafts:
-        sessions = min(math.ceil(load.sessions / load.drafts), MOST_DRAFT_SESSIONS)
-        growing = {"max_sessions": sessions, "tree_budget": system.tree_budget, "fan_out": system.fan_out}
+        of_draft = min(math.ceil(load.sessions / load.drafts), MOST_DRAFT_SESSIONS)
+        growing = {"max_sessions": of_draft, "tree_budget": system.tree_budget, "fan_out": system.fan_out}
         tree["draft_config"] = {
             "model_loading_config": {"model_id": draft},
             "engine_kwargs": growing,
