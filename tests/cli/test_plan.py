@@ -278,7 +278,7 @@ CORES: list[dict[str, Any]] = [
         "target_s": [[1, step], [9, 1.4 * step]],
         "draft_s": [[1, depth]],
         "gap_s": 0.0005,
-        "tokens_per_s": RATES,
+        "tokens_per_s": [rates | {"co-located": threads * rates["co-located"]} for rates in RATES],
     }
     for threads, step, depth in ((1, 0.0175, 0.0016), (2, 0.0135, 0.0014))
 ]
@@ -311,8 +311,18 @@ def test_the_layouts_of_cores_end_with_a_configuration(tmp_path: Path, capsys: p
     assert len(found["layouts"]) == 5
     assert main([*given, "2", "--target-step-ms", "14"]) == EXIT_USAGE
     assert "--target-step-ms 14 is given beside --from" in capsys.readouterr().err
-    rates = [layout["predicted"]["tokens_per_s"] for layout in found["layouts"]]
+    assert [layout["measured"] for layout in found["layouts"]] == [
+        240.0,
+        pytest.approx(151.6, abs=0.1),
+        120.0,
+        55.0,
+        55.0,
+    ]
+    assert main([*given, "2", "--json", "--acceptance", "0.7"]) == 0
+    other = json.loads(capsys.readouterr().out)["layouts"]
+    rates = [layout["predicted"]["tokens_per_s"] for layout in other]
     assert rates == sorted(rates, reverse=True)
+    assert all(layout["measured"] is None for layout in other)
 
 
 def test_threads_that_were_not_measured_are_named_with_the_command(
@@ -341,7 +351,7 @@ def test_rows_of_shared_targets_are_compared_with_their_forecast(tmp_path: Path)
             ("co-located", 2, 4),
         ]
         plainly, inside = run.core_rows[2:]
-        assert (plainly.tokens_per_s, inside.tokens_per_s) == (55 - run.temperature, 120 - 30 * run.temperature)
+        assert (plainly.tokens_per_s, inside.tokens_per_s) == (55 - run.temperature, 240 - 60 * run.temperature)
         assert plainly.predicted(run).tokens_per_s == pytest.approx(1 / (0.0135 + 0.0005))
         tokens = sum(run.system.outcomes.acceptance**i for i in range(5))
         round_s = 4 * 0.0014 + 0.0135 * 1.2 + 0.0005

@@ -13,7 +13,7 @@ import pytest
 from paceline.config import ServiceConfig
 from paceline.plan import layouts as module
 from paceline.plan.closed_form import Load, Requests, System, colocated, overlapped, plain
-from paceline.plan.layouts import CoreTimes, Drafting, Layout, best, configuration, divisions, layouts
+from paceline.plan.layouts import CoreTimes, Drafting, Layout, Run, best, configuration, divisions, layouts
 from paceline.plan.measured import Measurements, read
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.search import Wish
@@ -45,7 +45,7 @@ def tokens_per_s(layout: Layout) -> float:
 @pytest.mark.parametrize("measured", [{}, {2: times(1.3)}, MEASURED])
 def test_every_layout_fits_the_cores_and_its_configuration_is_taken(measured: Mapping[int, CoreTimes]) -> None:
     for cores, sessions in itertools.product((1, 2, 3, 4, 7, 8), (1, 3, 40)):
-        found = layouts(PAIR, Wish(sessions, math.inf), cores, measured)
+        found = layouts(PAIR, Wish(sessions, math.inf), cores, Run(measured))
         assert found
         for layout in found:
             load = layout.load
@@ -81,7 +81,7 @@ def test_no_layout_that_was_measured_is_better() -> None:
                 targets = min((cores - drafts) // threads, sessions)
                 tried += [overlapped(system, Load(sessions, targets, drafts), k).tokens_per_s for k in range(1, 9)]
         wish = Wish(sessions, math.inf)
-        chosen = best(wish, layouts(PAIR, wish, cores, MEASURED))
+        chosen = best(wish, layouts(PAIR, wish, cores, Run(MEASURED)))
         assert chosen is not None
         assert tokens_per_s(chosen) == pytest.approx(max(tried), rel=2e-3)
 
@@ -91,7 +91,7 @@ def test_threads_that_bring_nothing_are_not_recommended(monkeypatch: pytest.Monk
     useless, wish = {2: times(1.001)}, Wish(2, math.inf)
 
     def threads() -> int:
-        chosen = best(wish, layouts(PAIR, wish, 2, useless))
+        chosen = best(wish, layouts(PAIR, wish, 2, Run(useless)))
         assert chosen is not None
         return chosen.threads
 
@@ -103,7 +103,7 @@ def test_threads_that_bring_nothing_are_not_recommended(monkeypatch: pytest.Monk
 
 
 def test_what_was_not_measured_is_listed_last_and_never_chosen() -> None:
-    found = layouts(PAIR, Wish(1, math.inf), 5, {2: times(1.3)})
+    found = layouts(PAIR, Wish(1, math.inf), 5, Run({2: times(1.3)}))
     assert [layout.name for layout in found if layout.predicted is None] == [
         "overlapped, 1 target of 4 cores and 1 draft",
         "plain, 1 target of 5 cores",
@@ -115,13 +115,28 @@ def test_what_was_not_measured_is_listed_last_and_never_chosen() -> None:
 
 def test_limits_and_the_sessions_of_a_target_are_kept() -> None:
     wish = Wish(8, math.inf, max_sessions=3, requests=Requests(64, 100))
-    found = named(layouts(PAIR, wish, 4, MEASURED))
+    found = named(layouts(PAIR, wish, 4, Run(MEASURED)))
     assert all(layout.load.batch <= 3 for layout in found.values())
     assert {layout.threads for layout in found.values()} == {1}
     fastest = best(wish, list(found.values()))
     assert fastest is not None
     assert fastest.predicted is not None
     assert best(replace(wish, limit_s=0.9 * fastest.predicted.itl_s), [fastest]) is None
+
+
+def test_a_run_in_every_layout_at_this_load_decides() -> None:
+    """A layout can be faster than its forecast; a run that lacks one of the layouts is shown and no more."""
+    wish, cores = Wish(1, math.inf), {1: times(1.0), 2: times(1.3)}
+    forecast = layouts(PAIR, wish, 2, Run(cores))
+    slowest_first = {(layout.drafting, layout.threads): 10.0 + at for at, layout in enumerate(forecast)}
+    run = Run(cores, 1, slowest_first)
+    assert [layout.name for layout in layouts(PAIR, wish, 2, run)] == [layout.name for layout in forecast[::-1]]
+    assert [layout.measured for layout in layouts(PAIR, wish, 2, run)] == [14.0, 13.0, 12.0, 11.0, 10.0]
+    partly = replace(run, tokens_per_s=dict(list(slowest_first.items())[1:]))
+    assert [layout.name for layout in layouts(PAIR, wish, 2, partly)] == [layout.name for layout in forecast]
+    assert layouts(PAIR, wish, 2, partly)[1].measured == 11.0
+    for other in (Wish(2, math.inf), Wish(1, math.inf, requests=Requests(64, 100))):
+        assert all(layout.measured is None for layout in layouts(PAIR, other, 2, run))
 
 
 @pytest.mark.parametrize(("devices", "target", "draft"), [(9, 2, 1), (200, 3, 2), (3, 3, 1), (1, 2, 1)])
@@ -157,7 +172,7 @@ def as_recorded(run: Measurements, rates: Mapping[str, float]) -> list[Layout]:
         run.system, target=target, draft=draft, link_s=run.system.link_s * slower, gap_s=run.system.gap_s * slower
     )
     shared = target.times(rates["plain, 1 core"] / rates["plain, 2 threads"])
-    return layouts(pair, Wish(1, math.inf), 2, {2: CoreTimes(shared, draft, pair.gap_s)})
+    return layouts(pair, Wish(1, math.inf), 2, Run({2: CoreTimes(shared, draft, pair.gap_s)}))
 
 
 NAMES = {

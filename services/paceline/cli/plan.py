@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
@@ -27,7 +28,7 @@ from paceline.errors import ConfigError
 from paceline.plan import measured
 from paceline.plan.closed_form import Requests, System
 from paceline.plan.devices import Devices, HeadTimes, Way, ways
-from paceline.plan.layouts import CoreTimes, best, configuration, layouts
+from paceline.plan.layouts import Run, best, configuration, layouts
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.search import (
     MOST_FAN_OUT,
@@ -57,6 +58,8 @@ _NOT_OF_CORES = (
     *("target_devices", "draft_devices", "target_cost_per_hour", "draft_cost_per_hour"),
 )
 """Flags that the layouts of CPU cores have no part in."""
+_OTHER_THAN_MEASURED = ("target_step_ms", "draft_step_ms", "link_ms", "acceptance", "hit_rate")
+"""Flags with which the tokens per second of a run are those of something else."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -239,9 +242,8 @@ def _count_to(most: int) -> Callable[[str], int]:
 _count = _count_to(1_000_000)
 
 
-def system_of(args: argparse.Namespace) -> tuple[System, Mapping[int, CoreTimes]]:
-    """The flags, and for what they leave open the file; and its times of targets that several cores share. Raises
-    ConfigError."""
+def system_of(args: argparse.Namespace) -> tuple[System, Run]:
+    """The flags, and for what they leave open the file; and what that has of layouts. Raises ConfigError."""
     found = measured.read_one(args.source, args.at_temperature, "--at-temperature") if args.source else None
     known = None if found is None else found.system
     if known is None:
@@ -277,7 +279,7 @@ def system_of(args: argparse.Namespace) -> tuple[System, Mapping[int, CoreTimes]
         draft_kv_s=(args.draft_kv_kib or 0.0) * kv_s,
         sharing=args.sharing,
     )
-    return system, {} if found is None else found.cores
+    return system, Run() if found is None else found.run
 
 
 def head_of(args: argparse.Namespace) -> HeadTimes | None:
@@ -360,9 +362,9 @@ def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
 def run_plan(args: argparse.Namespace) -> int:
     """Runs ``paceline plan``."""
     _check_cores(args)
-    (system, cores), wish, head = system_of(args), wish_of(args), head_of(args)
+    (system, run), wish, head = system_of(args), wish_of(args), head_of(args)
     if args.cpu_cores is not None:
-        return _plan_cores(args, system, wish, cores)
+        return _plan_cores(args, system, wish, run)
     devices = Devices(args.target_devices or _TARGET_DEVICES, args.draft_devices or _DRAFT_DEVICES)
     prices = prices_of(args, devices)
     same: list[Way] = []
@@ -402,16 +404,18 @@ def _check_cores(args: argparse.Namespace) -> None:
             )
 
 
-def _plan_cores(args: argparse.Namespace, system: System, wish: Wish, cores: Mapping[int, CoreTimes]) -> int:
+def _plan_cores(args: argparse.Namespace, system: System, wish: Wish, run: Run) -> int:
     """Prints the layouts of the cores and the configuration of the best one. Raises ConfigError for times that are
     given twice."""
     for flag, value in (("--target-step-ms", args.target_step_ms), ("--draft-step-ms", args.draft_step_ms)):
-        if cores and value is not None:
+        if run.cores and value is not None:
             raise ConfigError(
                 f"{flag} {value:g} is given beside --from {args.source}, which has the times by threads: leave one of "
                 "them out"
             )
-    found = layouts(system, wish, args.cpu_cores, cores)
+    if any(getattr(args, name) is not None for name in _OTHER_THAN_MEASURED):
+        run = replace(run, tokens_per_s={})
+    found = layouts(system, wish, args.cpu_cores, run)
     chosen = best(wish, found)
     models = (args.target or EMBEDDED_TARGET, args.draft or EMBEDDED_DRAFT)
     tree = None if chosen is None else configuration(system, chosen, *models)

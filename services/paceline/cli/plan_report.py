@@ -157,6 +157,7 @@ def layouts_report(
             f"{predicted.tokens_per_round:.2f}",
             f"{predicted.itl_s * 1e3:.3g}",
             f"{predicted.tokens_per_s:,.1f}",
+            "-" if layout.measured is None else f"{layout.measured:,.1f}",
             "-" if base is None else f"{predicted.tokens_per_s / base.tokens_per_s:.2f}",
         )
         for layout, predicted in forecast
@@ -191,7 +192,7 @@ def how_to_measure(threads: Iterable[int]) -> str:
     )
 
 
-_LAYOUT_HEADER = ("K", "tok/round", "ms/token", "tokens/s", "x plain, 1 core")
+_LAYOUT_HEADER = ("K", "tok/round", "ms/token", "tokens/s", "measured", "x plain, 1 core")
 
 
 def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:

@@ -5,14 +5,15 @@
     overlapped    each draft has a core of its own, the targets have the others
 
 A target has one core, or several that share its products (``cpu_threads``). What several bring is never assumed: a
-layout whose number of threads was not measured is listed without a forecast.
+layout whose number of threads was not measured is listed without a forecast. Where a run has decoded in every layout
+that is forecast, at the same load, its rates decide, and not the forecasts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -54,6 +55,18 @@ class CoreTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """What was measured on one machine with one target; by default nothing."""
+
+    cores: Mapping[int, CoreTimes] = field(default_factory=dict)
+    """By threads of the target."""
+    sessions: int = 0
+    """At once."""
+    tokens_per_s: Mapping[tuple[Drafting, int], float] = field(default_factory=dict)
+    """Of all sessions, without prefill, by threads of the target."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """One way to use the cores, at its best K."""
 
@@ -63,6 +76,8 @@ class Layout:
     load: Load
     predicted: Prediction | None
     """None: no step of so many threads was measured."""
+    measured: float | None = None
+    """Tokens per second that a run at this load had in this layout, at K of its own; None: there was none."""
 
     @property
     def name(self) -> str:
@@ -85,17 +100,24 @@ def divisions(devices: int, target_devices: int, draft_devices: int) -> Iterator
         yield (devices - drafts * draft_devices) // target_devices, drafts
 
 
-def layouts(system: System, wish: Wish, cores: int, measured: Mapping[int, CoreTimes]) -> list[Layout]:
-    """All layouts that hold the sessions: those that were measured, the most tokens per second first, then the others.
+def layouts(system: System, wish: Wish, cores: int, run: Run) -> list[Layout]:
+    """All layouts that hold the sessions: those with a forecast, the most tokens per second first, then the others.
 
     Args:
         system: of the target on one core and the draft on another.
         wish: the load; its limits are for ``best``.
         cores: of all replicas together.
-        measured: by threads of a target; without an entry for one, ``system`` stands for it.
+        run: without times of one thread in it, ``system`` stands for them.
     """
-    found = list(_all(system, wish, cores, measured))
-    return sorted(found, key=lambda layout: -(layout.predicted.tokens_per_s if layout.predicted else 0.0))
+    found = list(_all(system, wish, cores, run))
+    decides = all(layout.measured for layout in found if layout.predicted)
+
+    def tokens_per_s(layout: Layout) -> float:
+        if layout.predicted is None:
+            return 0.0
+        return layout.measured if decides and layout.measured else layout.predicted.tokens_per_s
+
+    return sorted(found, key=tokens_per_s, reverse=True)
 
 
 def best(wish: Wish, ranked: list[Layout]) -> Layout | None:
@@ -103,9 +125,9 @@ def best(wish: Wish, ranked: list[Layout]) -> Layout | None:
     return next((one for one in ranked if one.predicted and keeps(wish, one.load, one.predicted)), None)
 
 
-def _all(system: System, wish: Wish, cores: int, measured: Mapping[int, CoreTimes]) -> Iterator[Layout]:
+def _all(system: System, wish: Wish, cores: int, run: Run) -> Iterator[Layout]:
     for threads in range(1, min(cores, _MOST_THREADS) + 1):
-        times = measured.get(threads)
+        times = run.cores.get(threads)
         if times is None and threads == 1:
             times = CoreTimes(system.target, system.draft, system.gap_s)
         for drafting in Drafting:
@@ -113,10 +135,12 @@ def _all(system: System, wish: Wish, cores: int, measured: Mapping[int, CoreTime
             if times is None:  # those that leave no core idle
                 whole = (load for load in loads if load.targets * threads + load.drafts == cores and load.drafts <= 1)
                 yield from (Layout(drafting, threads, load, None) for load in whole)
-                continue
-            of_it = [Layout(drafting, threads, load, _predict(system, times, drafting, load)) for load in loads]
-            if of_it:
-                yield max(of_it, key=lambda layout: layout.predicted.tokens_per_s if layout.predicted else 0.0)
+            elif loads:
+                predicted = [(_predict(system, times, drafting, load), load) for load in loads]
+                most, load = max(predicted, key=lambda each: each[0].tokens_per_s)
+                same = load == Load(run.sessions, 1, int(drafting is Drafting.OVERLAPPED))
+                measured = run.tokens_per_s.get((drafting, threads)) if same else None
+                yield Layout(drafting, threads, load, most, measured)
 
 
 def _loads(wish: Wish, drafting: Drafting, cores: int, threads: int) -> Iterator[Load]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.plan.closed_form import Load, Prediction, System, predict
-from paceline.plan.layouts import CoreTimes, Drafting, system_on
+from paceline.plan.layouts import CoreTimes, Drafting, Run, system_on
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.results import Result
 from paceline.plan.simulate import simulate
@@ -64,6 +64,14 @@ class Measurements:
     """By the cores that share a target's products; empty: not measured."""
     core_rows: tuple[CoreRow, ...] = ()
     """Their tokens per second."""
+
+    @property
+    def run(self) -> Run:
+        """What layouts of cores are chosen by."""
+        rates = {(row.drafting, row.cores): row.tokens_per_s for row in self.core_rows}
+        if together := [row.tokens_per_s for row in self.rows if row.mode is Mode.OVERLAPPED]:
+            rates[Drafting.OVERLAPPED, 1] = max(together)
+        return Run(self.cores, self.rows[0].sessions, rates)
 
 
 @dataclass(frozen=True, slots=True)
