@@ -117,7 +117,9 @@ def run_local(args: argparse.Namespace) -> int:
     if args.json is not None:
         named = asdict(given) | {role: label.path for role, label in labels.items()}
         document = documents.of_local(named, labels, records, floor=floor, timelines=timelines)
-        documents.write(args.json, document | {"cores": [cores.as_json(record) for record in shared]})
+        if shared:
+            document["cores"] = [cores.as_json(record) for record in shared]
+        documents.write(args.json, document)
     return int(differs(records))
 
 
