@@ -50,14 +50,28 @@ class Clock:
 
 
 class DraftClock:
-    """Clock of the draft engine: at its second reading, the end of a step, the step's duration has passed."""
+    """Clock of the draft engine, which reads it within a step too: after the forward the step's duration has passed."""
 
     def __init__(self, clock: Clock, step_s: float) -> None:
-        self._clock, self._step_s, self._readings = clock, step_s, 0
+        self._clock, self._step_s, self._passed_s = clock, step_s, 0.0
 
     def __call__(self) -> float:
-        self._readings += 1
-        return self._clock.now_s + (self._step_s if self._readings % 2 == 0 else 0.0)
+        return self._clock.now_s + self._passed_s
+
+    def begin(self) -> None:
+        """A step begins at the time of the common clock."""
+        self._passed_s = 0.0
+
+    def timed(self, drafter: Any) -> Any:
+        """``drafter``, whose expansions take a step."""
+        expand = drafter.expand
+
+        def expanded(leaves: Any) -> Any:
+            self._passed_s = self._step_s
+            return expand(leaves)
+
+        drafter.expand = expanded
+        return drafter
 
 
 @dataclass
@@ -136,13 +150,14 @@ class Simulation:
             clock=self._clock,
         )
         drafter = ModelDrafter(draft.runner(64), max_leaves=max_leaves, max_prefill_tokens=256, top_m=256)
+        self._draft_clock = DraftClock(self._clock, self._draft_step_s)
         self._draft = DraftEngine(
-            drafter,
+            self._draft_clock.timed(drafter),
             self._nodes.extend,
             vocab_size=target.vocab_size,
             tree_budget=tree_budget,
             fan_out=fan_out,
-            clock=DraftClock(self._clock, self._draft_step_s),
+            clock=self._draft_clock,
         )
 
     def run(self, session: Session, *, draft_available: bool = True) -> tuple[list[int], int, float]:
@@ -183,6 +198,7 @@ class Simulation:
                             return tokens, first, (at_s - first_s) / UNIT_S
             else:
                 now_s = draft_s
+                self._draft_clock.begin()
                 self._draft.receive(to_draft.take(now_s))
                 before = self._draft.stats.tree_steps
                 worked = self._draft.step()
