@@ -421,6 +421,10 @@ FILES: dict[str, Callable[[], HeadFile]] = {
 """Every published format; each call draws the same weights."""
 
 
+ON_TARGET: dict[str, Callable[[], HeadFile]] = {"streams": lambda: streams(tiny_target(), LAYERS - 3)}
+"""Formats of heads that compute nothing without the target's layers, on those of ``tiny_target``."""
+
+
 def _without_layers(head: HeadFile) -> HeadFile:
     """A head that reads the layers of its format's default."""
     del head.config["dflash_config"]["target_layer_ids"]
@@ -435,7 +439,7 @@ def _in(head: HeadFile, file: str) -> HeadFile:
 def made(name: str) -> HeadFile:
     """The checkpoint of this name, with the same weights every time."""
     _GENERATOR.manual_seed(7)
-    return FILES[name]()
+    return (FILES | ON_TARGET)[name]()
 
 
 def write_exit(folder: Path, size: int, num_layers: int, boundary: int, *, inner: int = 24, scale: float = 1.0) -> Path:
@@ -453,6 +457,31 @@ def write_exit(folder: Path, size: int, num_layers: int, boundary: int, *, inner
     tensors = {"norm.weight": norm(size), "down_proj.weight": scale * normal(size, inner)}
     tensors |= {f"{name}_proj.weight": normal(inner, size) for name in ("gate", "up")}
     return HeadFile("early_exit", config, tensors, head_oracles.exit_states).write(folder)
+
+
+def streams(model: Any, boundary: int, *, num_streams: int = 4, rank: int = 3, scale: float = 1.0) -> HeadFile:
+    """Streams of a target, of random weights; ``scale``: of what they differ by from the target's own rows."""
+    _GENERATOR.manual_seed(boundary)
+    size, layers = model.config.hidden_size, model.model.layers
+    config = {
+        "architectures": ["StreamHead"],
+        "model_type": "stream_head",
+        "num_target_layers": len(layers),
+        "boundary": boundary,
+        "hidden_size": size,
+        "vocab_size": model.config.vocab_size,
+        "num_streams": num_streams,
+        "rank": rank,
+    }
+    shapes = {"anchor": (size, size)}
+    for index in range(boundary, len(layers)):
+        for name, linear in layers[index].named_modules():
+            if isinstance(linear, torch.nn.Linear):
+                shapes[f"layers.{index}.{name}"] = (linear.in_features, linear.out_features)
+    tensors = {"streams": scale * normal(num_streams, size) * size**0.5}
+    for name, (width, out) in shapes.items():
+        tensors |= {f"{name}.down.weight": normal(rank, width), f"{name}.up.weight": scale * normal(out, rank)}
+    return HeadFile("speculative_streaming", config, tensors, head_oracles.streams, boundaries=(boundary,))
 
 
 def write_target(folder: Path, kind: str = "llama") -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ vocabulary]`` after the anchor and after each drafted token. Nothing here is sha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,42 @@ def exit_states(w: Weights, states: Tensor, eps: float = 1e-6) -> Tensor:
     n = rms(states, w["norm.weight"], eps)
     gated = F.silu(n @ w["gate_proj.weight"].T) * (n @ w["up_proj.weight"].T)
     return states + gated @ w["down_proj.weight"].T
+
+
+def streams(w: Weights, model: Any, boundary: int, tokens: list[int]) -> Tensor:
+    """Logits ``[streams, vocabulary]`` behind a text whose last token is the anchor.
+
+    The streams are the last rows of one ordinary causal forward of the whole text by transformers. They are replaced at
+    the boundary, and what is added to linear layers is added to them alone.
+    """
+    num, layers = len(w["streams"]), model.model.layers
+    embedded = model.get_input_embeddings()(torch.tensor(tokens[-1:]))[0]
+    anchor = w["anchor.up.weight"] @ (w["anchor.down.weight"] @ embedded)
+
+    def enter(layer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states = args[0].clone()
+        states[0, -num:] = states[0, -num - 1] + anchor + w["streams"]
+        return (states, *args[1:])
+
+    def added(name: str) -> Callable[[Any, tuple[Tensor, ...], Tensor], Tensor]:
+        def hook(linear: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            more = args[0] @ w[f"{name}.down.weight"].T @ w[f"{name}.up.weight"].T
+            more[:, :-num] = 0
+            return output + more
+
+        return hook
+
+    hooks = [layers[boundary].register_forward_pre_hook(enter)]
+    for name in {key.rpartition(".")[0].rpartition(".")[0] for key in w if key.startswith("layers.")}:
+        _, index, path = name.split(".", 2)
+        hooks.append(layers[int(index)].get_submodule(path).register_forward_hook(added(name)))
+    try:
+        with torch.no_grad():
+            logits: Tensor = model(torch.tensor([[*tokens[:-1], *[0] * num]]), use_cache=False).logits[0, -num:]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return logits
 
 
 def rope(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.cli.flags import heads_of
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.drafters.heads import early_exit
-from paceline.drafters.heads.early_exit import EarlyExit, open_exit, truncated
+from paceline.drafters.heads.early_exit import EarlyExit, layers_below, open_exit, truncated
+from paceline.drafters.heads.lent import lend
 from paceline.drafters.heads.paged import Paged
 from paceline.drafters.protocol import Candidates, Leaf
 from paceline.errors import ConfigError
@@ -98,7 +100,7 @@ class Watched(EarlyExit):
 def pump_of(family: str, **options: Any) -> tuple[Pump, MountedHead, Watched]:
     loaded = target(family)
     assert isinstance(loaded.step, Step)
-    model = early_exit._first_layers(loaded.step.model, 1)
+    model = lend(partial(layers_below, 1), loaded.step.model)
     head = Watched(model, vocab_size=loaded.vocab_size, max_leaves=5)
     mounted = MountedHead("early_exit at 1", head, num_tokens=4)
     pump = Pump(loaded, None, heads=[mounted], **{"pages": 9, "late": 0.0, "adaptive": False} | options)

@@ -82,6 +82,7 @@ ROWS: dict[str, Row] = {
     "JetSpec": Row("synthetic:jetspec"),
     "early exit": Row(None, refused={Column.RANKS: {"tensor_parallel_size": 2}}),
     "early exit, trained": Row("made:exit", refused={Column.RANKS: {"tensor_parallel_size": 2}}),
+    "speculative streaming": Row("synthetic:streams", refused={Column.RANKS: {"tensor_parallel_size": 2}}),
     "lookahead": Row(None),
     "suffixes, in the target": Row(None),
     "draft model, co-located": _DRAFT,

@@ -81,7 +81,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="N",
-        help="eagle3, peagle, dflash, jetspec: layers whose input it reads; early_exit: the layers below it draft",
+        help="eagle3, peagle, dflash, jetspec: layers whose input it reads; early_exit: the layers below it draft; "
+        "speculative_streaming: those from it on",
     )
     group.add_argument(
         "--draft-vocab-size", type=int, metavar="N", help="eagle3, peagle: the most frequent tokens (default: all)"
@@ -92,7 +93,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--layers", type=int, default=2, metavar="N", help="dflash, jetspec: its layers (default 2)")
     group.add_argument(
-        "--anchors", type=int, default=64, metavar="N", help="dflash, jetspec: blocks of each row (default 64)"
+        "--anchors",
+        type=int,
+        default=64,
+        metavar="N",
+        help="dflash, jetspec, speculative_streaming: blocks of each row (default 64)",
+    )
+    group.add_argument(
+        "--rank", type=int, default=32, metavar="N", help="speculative_streaming: of its additions (default 32)"
     )
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=int, default=4000, metavar="N", help="updates (default 4000)")
@@ -140,6 +148,7 @@ def options_of(args: argparse.Namespace) -> TrainingOptions:
             inner_dim=args.inner_dim,
             num_layers=args.layers,
             num_anchors=args.anchors,
+            rank=args.rank,
         ),
         target=args.target,
         data=args.data,

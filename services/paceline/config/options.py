@@ -105,6 +105,7 @@ HeadMethod = Literal[
     "dspark",
     "jetspec",
     "early_exit",
+    "speculative_streaming",
     "lookahead",
     "suffix",
     "draft_model",
@@ -114,6 +115,8 @@ HeadMethod = Literal[
 _WITHOUT_WEIGHTS = ("lookahead", "suffix")
 """Methods without weights; the field of ``HeadOptions`` that has their options is of the same name."""
 _OF_LAYERS = ("eagle3", "peagle", "dflash", "dspark", "jetspec")
+_OF_TARGET_LAYERS = ("early_exit", "speculative_streaming")
+"""Methods that draft with layers of the target itself."""
 REMOTE_METHODS = ("mtp", "eagle", *_OF_LAYERS)
 """Methods that the states of each position suffice for, wherever they run."""
 
@@ -168,8 +171,9 @@ class HeadOptions(Strict):
 
     method: HeadMethod
     """``draft_model``: a smaller model with the target's tokenizer, in the target's process. ``early_exit``: the first
-    layers of the target itself. ``lookahead``: n-grams that the target makes up on rows that ride in its steps.
-    ``suffix``: what followed the longest end of the text before. The others read the target's hidden states."""
+    layers of the target itself. ``speculative_streaming``: its last layers, on rows with weights of their own.
+    ``lookahead``: n-grams that the target makes up on rows that ride in its steps. ``suffix``: what followed the
+    longest end of the text before. The others read the target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
     """Directory of the head's checkpoint, or an id that transformers resolves; of ``early_exit`` that of an exit head,
     which ``paceline train-head early_exit`` writes. None, for ``mtp``, ``early_exit``, ``lookahead`` and ``suffix``
@@ -188,7 +192,7 @@ class HeadOptions(Strict):
     probe: bool = True
     """Ask the head, when the target starts, for some text that the target writes. One that predicts hardly any of it is
     refused, and one that would predict more with another setting is warned of, with that setting. False: take it as it
-    is. A draft model, an early exit, lookahead and suffixes are not asked."""
+    is. A draft model, an early exit, streams, lookahead and suffixes are not asked."""
     probe_file: str | None = Field(default=None, min_length=1)
     """A text file from whose first four paragraphs the target goes on for this. None: sentences of our own."""
 
@@ -214,11 +218,11 @@ class HeadOptions(Strict):
         for method in _WITHOUT_WEIGHTS:
             if getattr(self, method) is not None and self.method != method:
                 raise Fault(method, f"is given beside method {self.method!r}: it is for method {method!r}")
-        if self.boundaries is not None and self.method not in (*_OF_LAYERS, "early_exit"):
+        choosing = (*_OF_LAYERS, "early_exit")
+        if self.boundaries is not None and self.method not in choosing:
             raise Fault(
                 "boundaries",
-                f"is {self.boundaries} beside method {self.method!r}: only {', '.join(_OF_LAYERS)} read "
-                "more than the last state",
+                f"is {self.boundaries} beside method {self.method!r}: only {', '.join(choosing)} have them to choose",
             )
         if self.probe_file is not None and not (self.probe and self.probed):
             why = "probe false" if self.probed else f"method {self.method!r}, which is not asked"
@@ -228,7 +232,7 @@ class HeadOptions(Strict):
     @property
     def probed(self) -> bool:
         """True if a head of this method can be asked about what its target writes."""
-        return self.method not in ("draft_model", "early_exit", *_WITHOUT_WEIGHTS)
+        return self.method not in ("draft_model", *_OF_TARGET_LAYERS, *_WITHOUT_WEIGHTS)
 
     def _check_exit(self) -> None:
         if self.boundaries is None and self.model is not None:
@@ -279,18 +283,19 @@ class TargetOptions(ModelOptions):
             needed = (head.lookahead or LookaheadOptions()).num_tokens + 1
             if head.method == "lookahead" and needed > self.max_step_tokens:
                 raise Fault("max_step_tokens", f"is {self.max_step_tokens}: method 'lookahead' needs {needed} at least")
-        if not any(head.method == "early_exit" for head in self.heads):
+        method = next((head.method for head in self.heads if head.method in _OF_TARGET_LAYERS), None)
+        if method is None:
             return self
         if self.tensor_parallel_size > 1:
             raise Fault(
                 "tensor_parallel_size",
-                f"is {self.tensor_parallel_size} beside a head of method 'early_exit', which needs whole layers: "
+                f"is {self.tensor_parallel_size} beside a head of method {method!r}, which needs whole layers: "
                 "1 is allowed",
             )
         if self.quantization is not None:
             raise Fault(
                 "quantization",
-                f"is {self.quantization!r} beside a head of method 'early_exit', whose layers are plain weights: "
+                f"is {self.quantization!r} beside a head of method {method!r}, whose layers are plain weights: "
                 "null is allowed",
             )
         return self

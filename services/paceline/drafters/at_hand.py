@@ -15,6 +15,7 @@ from paceline.config import HeadOptions, LookaheadOptions
 from paceline.drafters.catalogue import METHODS, Method, Place
 from paceline.drafters.heads.early_exit import open_exit
 from paceline.drafters.heads.load import mtp_layers, open_head
+from paceline.drafters.heads.streaming import open_streams
 from paceline.errors import ConfigError, PacelineError
 from paceline.types import MAX_DRAFT_TOKENS, Mode
 
@@ -90,6 +91,12 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
         own = 0 if plan.adapter is None else plan.adapter.num_parameters * size.item_bytes
         exits = replace(method, options={**method.options, "boundaries": [plan.boundary]})
         return AtHand(exits, source, forward_bytes=int(plan.boundary / size.num_layers * size.weights_bytes) + own)
+    if method.kind == "speculative_streaming":
+        assert source is not None
+        streams = open_streams(target, source)
+        own = streams.head.num_parameters * size.item_bytes
+        above = int((1 - streams.boundary / size.num_layers) * size.weights_bytes)
+        return AtHand(method, source, "", above + own, one_pass=True, most_tokens=streams.num_streams)
     if method.kind in _OF_DRAFTS:
         assert source is not None
         draft, vocabulary = Checkpoint.open(source), method.options.get("vocabulary", "same")

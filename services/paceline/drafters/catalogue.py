@@ -266,6 +266,15 @@ _PLACED: tuple[Method, ...] = (
         _TOKENS,
     ),
     Method(
+        "speculative streaming",
+        Place.TARGET,
+        "speculative_streaming",
+        "speculative streaming (2402.11131)",
+        "a head of `paceline train-head speculative_streaming`",
+        "targets of many layers, of which the last few draft with low-rank additions: all tokens come from one pass",
+        _TOKENS,
+    ),
+    Method(
         "lookahead",
         Place.TARGET,
         "lookahead",

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from paceline.checkpoint.files import Checkpoint
@@ -283,12 +283,12 @@ def load_pretrained(
     device: torch.device | None = None,
     quantization: Quantization | None = None,
     *,
-    first_layers: PretrainedConfig | None = None,
+    part: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """Loads a causal language model with transformers to ``device``, by default the CPU.
 
     Its weights may come quantized, or are quantized here. Warns of weights that the model has no use for, but where
-    ``first_layers`` is given: the configuration of a model of some of its layers, which alone are loaded.
+    ``part`` is given: the class of a model of some of its layers, which alone are loaded.
 
     Raises:
         ConfigError: with the reason in one sentence; also for parameters that no weight file holds, which
@@ -296,12 +296,10 @@ def load_pretrained(
     """
     device = device or torch.device("cpu")
     path, options = checkpoint.path, load_options(checkpoint, quantization, device)
-    if first_layers is not None:
-        options = {**options, "config": first_layers}
     model: PreTrainedModel
     try:
         with BUILDING, _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = (AutoModelForCausalLM if part is None else part).from_pretrained(
                 checkpoint.location,
                 dtype=dtype,
                 output_loading_info=True,
@@ -314,7 +312,7 @@ def load_pretrained(
         raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
     if missing := [name for name in model.state_dict() if name in info["missing_keys"]]:
         raise ConfigError(f"model {path!r} is not whole: no weight file holds {_named(missing)}")
-    if first_layers is None and (unexpected := sorted(info["unexpected_keys"])):
+    if part is None and (unexpected := sorted(info["unexpected_keys"])):
         log.warning("model %r: ignoring unexpected weights: %s", path, _named(unexpected))
     if quantization is not None:
         require_quantized(model, path, quantization)

@@ -39,6 +39,7 @@ ASSUMED: dict[str, dict[Text, tuple[float, str]]] = {
     },
     "dspark": {"chat": (0.87, "DSpark for Kimi-K3, K = 7: 5.2 tokens a step; of texts that are not named")},
     "jetspec": {"chat": (0.74, "as DFlash"), "code": (0.87, "as DFlash")},
+    "speculative_streaming": {"chat": (0.5, "as Medusa: all tokens of a round come from one pass")},
     "early_exit": {"chat": (0.62, "the embedded target, not trained for it, layer 6 of 8: 1.41 of 4 tokens accepted")},
 }
 """Assumed acceptance by kind of drafter and text; a kind of text that is missing counts as chat."""

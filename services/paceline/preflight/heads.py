@@ -118,15 +118,16 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
     tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # its own copy of embedding and LM head
     if head.method == "lookahead":
         return HeadsSize()
-    if head.method == "early_exit":
+    if head.method in ("early_exit", "speculative_streaming"):
         boundary, weights = (head.boundaries or [0])[0], 0
-        if head.source is not None:  # an exit head
+        if head.source is not None:
             folder = _folder(head)
             boundary = _trained_boundary(head, read_json(folder, "config.json"), target)
             weights = count_weights(folder).numbers * target.item_bytes
         compiled = not on_gpu if setup.options.compile == "auto" else setup.options.compile
-        below = max(0, target.weights_bytes - tables) * boundary // max(1, target.num_layers)
-        return HeadsSize(weights + (tables + below if compiled else 0))  # an eager target lends its layers
+        num_lent = boundary if head.method == "early_exit" else target.num_layers - boundary
+        lent = max(0, target.weights_bytes - tables) * num_lent // max(1, target.num_layers)
+        return HeadsSize(weights + (tables + lent if compiled else 0))  # an eager target lends its layers
     page_values = _STATES.get(head.method, 0) * target.hidden_size
     kv_values = (target.kv_values or 0) // max(1, target.num_layers)
     if head.source is None:  # MTP: its weights are among those of the target's files
@@ -144,13 +145,14 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
 
 
 def _trained_boundary(head: HeadOptions, config: Mapping[str, Any], target: ModelSize) -> int:
-    """The boundary of an exit head. Raises ConfigError if that, or its target, is another one than configured."""
-    boundary = config.get("boundary")
+    """The boundary of an exit head or of streams. Raises ConfigError if that, or its target, is another one than
+    configured."""
+    boundary, what = config.get("boundary"), "exit head" if head.method == "early_exit" else "head of streams"
     if not isinstance(boundary, int) or (head.boundaries is not None and head.boundaries != [boundary]):
-        raise ConfigError(f"boundaries is {head.boundaries}: the exit head {head.source!r} was trained at [{boundary}]")
+        raise ConfigError(f"boundaries is {head.boundaries}: the {what} {head.source!r} was trained at [{boundary}]")
     for key, wanted in (("num_target_layers", target.num_layers), ("hidden_size", target.hidden_size)):
         if config.get(key) != wanted:
-            raise ConfigError(f"{key} of the exit head {head.source!r} is {config.get(key)}: the target has {wanted}")
+            raise ConfigError(f"{key} of the {what} {head.source!r} is {config.get(key)}: the target has {wanted}")
     return boundary
 
 

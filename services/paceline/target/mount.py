@@ -18,6 +18,7 @@ from paceline.drafters.heads.early_exit import ExitPlan, open_exit
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head, remote_plan
 from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
+from paceline.drafters.heads.streaming import StreamsPlan, open_streams
 from paceline.drafters.lookahead import LookaheadHead
 from paceline.drafters.protocol import Features
 from paceline.model.compiled.background import Compilation, CompileJob
@@ -45,7 +46,7 @@ class OpenedHead:
     """A head of the configuration whose checkpoint fits the target."""
 
     options: HeadOptions
-    plan: HeadPlan | ExitPlan | None
+    plan: HeadPlan | ExitPlan | StreamsPlan | None
     """None: it reads no states (a draft model, lookahead, suffixes)."""
 
     @property
@@ -70,9 +71,11 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
     """
     opened = []
     for options in setup.options.heads:
-        plan: HeadPlan | ExitPlan | None = None
+        plan: HeadPlan | ExitPlan | StreamsPlan | None = None
         if options.method == "early_exit":
             plan = open_exit(target, options.boundaries[0] if options.boundaries else None, options.source)
+        elif options.method == "speculative_streaming":
+            plan = open_streams(target, str(options.source), options.num_speculative_tokens)
         elif options.method not in ("draft_model", "lookahead", "suffix"):
             boundaries = None if options.boundaries is None else tuple(options.boundaries)
             plan = open_head(
@@ -141,11 +144,10 @@ def load_heads(
             mounted = MountedHead(str(head.options), suffixes, num_tokens=head.options.num_speculative_tokens)
         elif head.plan is None:
             mounted = _draft_model(setup, head.options, target, Placement(model.device, model.dtype))
-        elif isinstance(head.plan, ExitPlan):
-            exit_ = head.plan.load(
-                model.dtype, model.device, target=_lasting(model), max_leaves=setup.options.max_sessions
-            )
-            mounted = MountedHead(str(head.options), exit_, num_tokens=head.options.num_speculative_tokens)
+        elif isinstance(head.plan, ExitPlan | StreamsPlan):
+            lender = _lasting(model)
+            own = head.plan.load(model.dtype, model.device, target=lender, max_leaves=setup.options.max_sessions)
+            mounted = MountedHead(str(head.options), own, num_tokens=head.options.num_speculative_tokens)
         else:
             drafter = _load(setup, head.plan, model)
             name, num_tokens = str(head.options), head.options.num_speculative_tokens

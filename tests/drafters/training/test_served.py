@@ -1,4 +1,4 @@
-"""A block head that was just trained, through the target's engine: it brings what the trainer's replay says."""
+"""A head of one pass that was just trained, through the target's engine: it brings what the trainer's replay says."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.support.models import letters_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,6 +22,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.drafters.heads.drafter import TOP_M
 from paceline.drafters.heads.load import open_head
+from paceline.drafters.heads.streaming import open_streams
 from paceline.drafters.training.features import states
 from paceline.drafters.training.options import HeadForm, Schedule, TrainingOptions
 from paceline.drafters.training.replay import Agreement, agreement
@@ -59,17 +61,23 @@ def letters(count: int, seed: int) -> list[str]:
     return ["".join(draw.choices(string.ascii_lowercase, k=40)) for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
-def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DFlash head of that target."""
+FORMS = {
+    "dflash": HeadForm("dflash", depths=DEPTHS, num_layers=1, num_anchors=16),
+    "speculative_streaming": HeadForm("speculative_streaming", depths=DEPTHS, boundaries=(1,), num_anchors=16, rank=32),
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def trained(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A head of that target; its folder has the name of its method."""
     folder = tmp_path_factory.mktemp("head")
     data = folder / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in letters(200, 0)), encoding="utf-8")
     options = TrainingOptions(
-        form=HeadForm("dflash", depths=DEPTHS, num_layers=1, num_anchors=16),
+        form=FORMS[request.param],
         target=str(target),
         data=[data],
-        out=folder / "head",
+        out=folder / request.param,
         schedule=Schedule(STEPS, batch_rows=4, learning_rate=4e-3),
         num_tokens=128 * 40,
         length=40,
@@ -81,12 +89,12 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     report = train_head(options, silent)
     assert report.figures[0].greedy.accepted_per_round(DEPTHS) > 1.0
-    return folder / "head"
+    return folder / request.param
 
 
 def written(target: Path, source: Path, temperature: float) -> list[list[list[int]]]:
     """The tokens of each outcome of each session."""
-    head = HeadOptions(method="dflash", model=str(source), num_speculative_tokens=DEPTHS, probe=False)
+    head = HeadOptions(method=source.name, model=str(source), num_speculative_tokens=DEPTHS, probe=False)
     values = {"dtype": "float32", "device": "cpu", "compile": False, "batch_invariant": "off", "adaptive": False}
     sent: list[Any] = []
     engine = build_target_engine(TargetSetup(str(target), TargetOptions(**values, heads=[head])), sent.extend)
@@ -107,7 +115,13 @@ def written(target: Path, source: Path, temperature: float) -> list[list[list[in
 def replayed(target: Path, source: Path, found: list[list[list[int]]], temperature: float) -> Agreement:
     """What the trainer says of these texts, with as many candidates as the engine has."""
     checkpoint = Checkpoint.open(str(target))
-    head = open_head("dflash", str(source), checkpoint, num_tokens=DEPTHS).load(torch.float32, torch.device("cpu"))
+    method, device = source.name, torch.device("cpu")
+    streams = method == "speculative_streaming"
+    head = (
+        open_streams(checkpoint, str(source), DEPTHS)
+        if streams
+        else open_head(method, str(source), checkpoint, num_tokens=DEPTHS)
+    ).load(torch.float32, device)
     model = load_pretrained(checkpoint, torch.float32).eval()
     prompts = [checkpoint.tokenizer.encode(text)[:PROMPT] for text in letters(NUM_TEXTS, 1)]
     texts = [[*ids, *itertools.chain(*parts)] for ids, parts in zip(prompts, found, strict=True)]
@@ -132,17 +146,22 @@ def replayed(target: Path, source: Path, found: list[list[list[int]]], temperatu
 
 
 @pytest.mark.parametrize("is_read_rightly", [True, False])
-def test_a_trained_block_head_brings_what_its_replay_says(
+def test_a_trained_head_brings_what_its_replay_says(
     is_read_rightly: bool, target: Path, trained: Path, tmp_path: Path
 ) -> None:
-    """Within two standard errors at temperatures 0 and 1; one whose rows are read from the anchor's on falls below
-    at 0."""
+    """Within two standard errors at temperatures 0 and 1; one whose rows are read from the anchor's on, or whose
+    streams are not told the anchor, falls below at 0."""
     source = trained
     if not is_read_rightly:
-        source = Path(shutil.copytree(trained, tmp_path / "head"))
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        config["dflash_config"]["sample_from_anchor"] = True
-        (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        source = Path(shutil.copytree(trained, tmp_path / trained.name))
+        if trained.name == "dflash":
+            config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+            config["dflash_config"]["sample_from_anchor"] = True
+            (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        else:
+            tensors = load_file(source / "model.safetensors")
+            tensors["anchor.up.weight"].zero_()
+            save_file(tensors, source / "model.safetensors")
     for temperature in (0.0, 1.0) if is_read_rightly else (0.0,):
         found = written(target, source, temperature)
         expected = replayed(target, trained, found, temperature)

@@ -22,6 +22,7 @@ from paceline.drafters.heads.early_exit import open_exit
 from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.load import open_head
 from paceline.drafters.heads.module import Unrolled
+from paceline.drafters.heads.streaming import open_streams
 from paceline.drafters.training.features import FeatureCache, Rows
 from paceline.drafters.training.kinds import TrainableHead
 from paceline.drafters.training.options import BLOCKS, KINDS, HeadForm, Schedule, TrainingOptions
@@ -31,7 +32,7 @@ from paceline.model.features import OUT
 from paceline.model.loading import load_pretrained
 
 DEPTHS, STEPS = 2, 6
-BOUNDARIES = {"eagle3": (0, 1), "peagle": (0, 1), "early_exit": (1,)}
+BOUNDARIES = {"eagle3": (0, 1), "peagle": (0, 1), "early_exit": (1,), "speculative_streaming": (1,)}
 
 
 class Stopped(Exception):
@@ -153,6 +154,8 @@ def loaded_report(options: TrainingOptions) -> Report:
     if plan.method == "early_exit":
         exits = open_exit(checkpoint, None, str(options.out)).load(torch.float32, torch.device("cpu"))
         module = Loaded(exits.model)
+    elif plan.method == "speculative_streaming":
+        module = open_streams(checkpoint, str(options.out)).load(torch.float32, model.device).module
     else:
         module = plan.load(torch.float32, torch.device("cpu")).module
     head = TrainableHead(options.form, module, plan.features.boundaries, model)
@@ -172,7 +175,7 @@ def test_bad_input_is_one_sentence(capsys, target: Path, data: Path, tmp_path: P
     out = ("--target", target, "--out", tmp_path / "out")
     assert refused(capsys, "medusae", *out) == (
         "KIND is 'medusae': it must be one of medusa, mlp_speculator, mtp, eagle, eagle3, peagle, dflash, jetspec, "
-        "early_exit"
+        "early_exit, speculative_streaming"
     )
     assert refused(capsys, "mtp", *out).startswith("--data is missing")
     assert "cannot be read" in refused(capsys, "mtp", *out, "--data", tmp_path / "nowhere")
@@ -182,11 +185,13 @@ def test_bad_input_is_one_sentence(capsys, target: Path, data: Path, tmp_path: P
     assert "must be from 0 to 1" in refused(capsys, "eagle3", *whole, "--boundaries", 0, 2, "--device", "cpu")
     assert "must be from 1 to 1" in refused(capsys, "dflash", *whole, "--boundaries", 0, "--device", "cpu")
     for boundaries in ((), ("--boundary", 1, 1)):
-        assert refused(capsys, "early_exit", *whole, *boundaries, "--device", "cpu") == (
-            "--boundary is missing: name one, the layers below it draft"
-        )
+        for kind, side in (("early_exit", "below"), ("speculative_streaming", "from")):
+            assert refused(capsys, kind, *whole, *boundaries, "--device", "cpu") == (
+                f"--boundary is missing: name one, the layers {side} it draft"
+            )
     assert "reads the last state alone" in refused(capsys, "mtp", *whole, "--boundary", 1, "--device", "cpu")
     assert "--layers is 0" in refused(capsys, "dflash", *whole, "--layers", 0)
+    assert "--rank is 0" in refused(capsys, "speculative_streaming", *whole, "--rank", 0)
     assert "--anchors is 0" in refused(capsys, "dflash", *whole, "--anchors", 0)
     assert "--inner-dim is for mlp_speculator and early_exit" in refused(capsys, "mtp", *whole, "--inner-dim", 9)
     assert "is for medusa" in refused(capsys, "mtp", *whole, "--own-lm-head")
@@ -221,12 +226,13 @@ def test_the_command_prints_its_report(capsys, target: Path, data: Path, tmp_pat
     assert figures["parameters"] == 2 * (64 * 64 + 64)
 
 
-def test_what_was_trained_is_better_than_what_was_not(options: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mlp_speculator", "speculative_streaming"])
+def test_what_was_trained_is_better_than_what_was_not(kind: str, options: Make, tmp_path: Path) -> None:
     losses: list[float] = []
 
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
         if note:
             losses.append(float(note.removeprefix("loss ")))
 
-    train_head(options("mlp_speculator", tmp_path, schedule=Schedule(60, 4, 1e-2)), progress)
+    train_head(options(kind, tmp_path, schedule=Schedule(60, 4, 1e-2)), progress)
     assert sum(losses[-5:]) < sum(losses[:5]) - 2.0

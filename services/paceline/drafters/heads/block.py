@@ -16,6 +16,7 @@ position its key and value are ``rope(k_norm(W_k c))`` and ``W_v c``, for every 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -187,14 +188,34 @@ class Confidence(nn.Module):
         return torch.sigmoid(self.proj(features).float()).squeeze(-1)
 
 
-class BlockHead(HeadModule):
+class Blockwise(HeadModule):
+    """A head whose rows of one pass are a block behind an anchor and see no other block: any of them can be trained."""
+
+    parallel = True
+
+    @abstractmethod
+    def blocks(self, states: Tensor, token_ids: Tensor, anchors: Tensor, depths: int) -> Iterator[Tensor]:
+        """Logits of the blocks behind some positions: of each depth ``[B, blocks, draft vocabulary]``.
+
+        Args:
+            states: [B, T, boundaries * hidden] of positions 0 .. T - 1.
+            token_ids: [B, at least T + depths].
+            anchors: [blocks] positions P below T: t[P+1] is the anchor of the block.
+            depths: at most ``max_depth``.
+        """
+
+    def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
+        """As ``HeadModule.unroll``: every position is the anchor of a block of its own."""
+        yield from self.blocks(states, token_ids, torch.arange(states.shape[1], device=states.device), depths)
+
+
+class BlockHead(Blockwise):
     """DFlash, DFlash 2, DSpark and JetSpec; the state dict has the published keys.
 
     Its state is the row after the last norm. The context of position P is kept for row P + 1 like that of other heads,
     and rotated by P, as the rows of the pass are rotated by their own positions.
     """
 
-    parallel = True
     fusing = ("fc", "hidden_norm")
 
     def __init__(
@@ -319,22 +340,11 @@ class BlockHead(HeadModule):
         out: Tensor = self.confidence_head(features)
         return out
 
-    def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
-        """As ``HeadModule.unroll``: every position is the anchor of a block of its own."""
-        yield from self.blocks(states, token_ids, torch.arange(states.shape[1], device=states.device), depths)
-
     def blocks(self, states: Tensor, token_ids: Tensor, anchors: Tensor, depths: int) -> Iterator[Tensor]:
-        """Logits of the blocks behind some positions: of each depth ``[B, blocks, draft vocabulary]``.
-
-        Args:
-            states: [B, T, boundaries * hidden] of positions 0 .. T - 1.
-            token_ids: [B, at least T + depths].
-            anchors: [blocks] positions P below T: t[P+1] is the anchor of the block, which sees states 0 .. P.
-            depths: at most ``max_depth``.
-        """
+        """See ``Blockwise``: a block sees the states 0 .. P."""
         batch, num_rows = states.shape[:2]
         positions = torch.arange(1, num_rows + 1, device=states.device)
-        attend = _Blocks(self.ahead_rows, self.bidirectional, anchors)
+        attend = Blocks(self.ahead_rows, self.bidirectional, anchors)
         context = self.step(token_ids[:, 1 : 1 + num_rows], self.fuse(states), positions.expand(batch, -1), attend, 0)
         rows = anchors[:, None] + 2 + torch.arange(self.ahead_rows, device=states.device)
         state = context[:, anchors].flatten(0, 1)
@@ -344,7 +354,7 @@ class BlockHead(HeadModule):
             yield self.predict(made[:, :, depth], token_ids[:, anchors + 1 + depth], depth)
 
 
-class _Blocks:
+class Blocks:
     """Attention of blocks behind some positions of a text: to the context up to each, and within the block."""
 
     def __init__(self, rows: int, bidirectional: frozenset[int], anchors: Tensor) -> None:

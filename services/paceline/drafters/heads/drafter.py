@@ -97,8 +97,9 @@ class HeadDrafter:
         self._first_layer = 0
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
-        """Keeps keys and values in ``cache.keys[first_layer:]``, one entry per layer of the head."""
-        self._cache, self._first_layer = cache, first_layer
+        """Keeps keys and values in ``cache.keys[first_layer:]``, one entry per layer of the head; one that is
+        ``on_target`` reads the target's own."""
+        self._cache, self._first_layer = cache, 0 if self.module.on_target else first_layer
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Takes any session; it is ready once it has been fed."""
@@ -313,16 +314,16 @@ class HeadDrafter:
             session.ahead = ahead
 
     def _look_ahead(self, session_ids: set[str]) -> None:
-        """All depths of sessions in one pass over rows that the head fills in by itself (P-EAGLE)."""
+        """All depths of sessions in one pass over rows that the head fills in by itself (P-EAGLE, streams)."""
         sessions = [s for name in sorted(session_ids) if (s := self._sessions[name]).ahead is None]
         if not sessions:
             return
         parts: list[Part] = []
         rows = self.module.ahead_rows
         for index, session in enumerate(sessions):
-            positions = [session.num_tokens + i for i in range(rows)]
-            start, num_tokens = index * rows, session.num_tokens
-            part = Part(start, start + rows, positions, session.pages, 1, num_tokens, session.holes)
+            first, num_rows = (0, session.num_tokens - 1) if self.module.on_target else (1, session.num_tokens)
+            start, positions = index * rows, [num_rows + i for i in range(rows)]
+            part = Part(start, start + rows, positions, session.pages, first, num_rows, session.holes)
             part.chain, part.bidirectional = True, self.module.bidirectional
             parts.append(part)
         states = torch.stack([session.states[0] for session in sessions])

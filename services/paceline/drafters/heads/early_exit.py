@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,16 +31,14 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.heads.drafter import TOP_M
-from paceline.drafters.heads.layers import attend_with_ours
+from paceline.drafters.heads.lent import Family, lent_or_read, require_lendable, subclass
 from paceline.drafters.heads.load import HeadPlan, open_head
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.paged import Branches, Paged, Part
-from paceline.drafters.heads.reading import TargetFacts, meta_model
+from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.protocol import OUT, Candidates, DrafterSessionError, Features, Fed, Leaf
 from paceline.errors import ConfigError
-from paceline.model.compiled.linear import pack_layers
 from paceline.model.kv_cache import KVCache, LayerSpec
-from paceline.model.loading import load_pretrained
 from paceline.model.states import find_layers
 
 _ANCHOR = -1
@@ -220,12 +219,7 @@ class ExitPlan:
         Raises:
             ConfigError: the target's files cannot be read.
         """
-        if target is None:
-            config = truncated(meta_model(self._target).config, self.boundary)
-            model = load_pretrained(self._target, dtype, device, first_layers=config)
-            pack_layers(attend_with_ours(model))
-        else:
-            model = _first_layers(target, self.boundary)
+        model = lent_or_read(partial(layers_below, self.boundary), target, self._target, dtype, device)
         if self.adapter is not None:
             _adapt(model, self.adapter.load_module(dtype, device), self._target.path)
         return EarlyExit(model, vocab_size=self._vocab_size, max_leaves=max_leaves)
@@ -253,19 +247,7 @@ def open_exit(target: Checkpoint, boundary: int | None, source: str | None = Non
             f"boundaries is [{boundary}] of method 'early_exit': the target {target.path!r} has {facts.num_layers} "
             f"layers, so 1 to {facts.num_layers - 1} are allowed"
         )
-    if target.quantization is not None:
-        raise ConfigError(
-            f"method is 'early_exit': the target {target.path!r} is quantized, and layers of plain weights only can "
-            "draft"
-        )
-    whole = meta_model(target)
-    try:
-        _run_once(_without_weights(whole, boundary), boundary)
-    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"method is 'early_exit': the target {target.path!r} is of a family whose first layers are no model by "
-            f"themselves ({type(whole).__name__}: {error})"
-        ) from error
+    require_lendable("early_exit", target, partial(layers_below, boundary), range(boundary))
     return ExitPlan(boundary, adapter, target, facts.vocab_size)
 
 
@@ -280,21 +262,13 @@ def truncated(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     return config
 
 
-def _without_weights(whole: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """The first layers of a model as one of its class, on device ``meta``."""
-    make: Any = type(whole)
-    with torch.device("meta"):
-        return attend_with_ours(make(truncated(whole.config, num_layers)).to(whole.dtype).eval())
+def layers_below(boundary: int, family: Family) -> Family:
+    """A ``Part`` of the first layers of a target."""
 
+    def init(self: Any, config: PretrainedConfig) -> None:
+        family.__init__(self, truncated(config, boundary))
 
-def _first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """The first layers of a loaded target, on its own weights."""
-    model, weights, buffers = _without_weights(target, num_layers), target.state_dict(), dict(target.named_buffers())
-    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
-    for name, _ in list(model.named_buffers()):  # angles and the like, which no checkpoint holds
-        path, _, own = name.rpartition(".")
-        setattr(model.get_submodule(path), own, buffers[name])
-    return model
+    return subclass(family, init)
 
 
 def _adapt(model: PreTrainedModel, adapter: HeadModule, name: str) -> None:
@@ -306,18 +280,3 @@ def _adapt(model: PreTrainedModel, adapter: HeadModule, name: str) -> None:
         return adapter(output) if isinstance(output, Tensor) else (adapter(output[0]), *output[1:])
 
     layers[-1].register_forward_hook(adapted)
-
-
-def _run_once(model: PreTrainedModel, num_layers: int) -> None:
-    """Runs a token through layers without weights. Raises ConfigError if their attention has parts that heads lack."""
-    seen: set[int] = set()
-
-    def record(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        seen.add(layer)
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-
-    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
-    with torch.no_grad():
-        model(input_ids=ids, position_ids=ids, use_cache=False, attend=record)
-    if seen != set(range(num_layers)):
-        raise ValueError(f"{len(seen)} of {num_layers} layers attend")

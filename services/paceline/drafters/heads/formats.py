@@ -10,6 +10,7 @@ Each method has one or more published formats:
 - ``peagle``: ``eagle3`` and ``mask_hidden``.
 - ``dflash``, ``dspark``, ``jetspec``: z-lab's, DeepSpec's and the speculators library's (``block_formats.py``).
 - ``early_exit``: ours, as ``paceline train-head`` writes it (``exit_adapter.py``).
+- ``speculative_streaming``: ours, too (``stream_head.py``).
 - ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen.
 """
 
@@ -39,6 +40,7 @@ from paceline.drafters.heads.reading import (
     meta_model,
     named,
 )
+from paceline.drafters.heads.stream_head import read_streams
 from paceline.errors import ConfigError
 from paceline.model.features import OUT
 
@@ -360,4 +362,5 @@ READ: dict[str, Callable[[Reading], HeadForm]] = {
     "dspark": read_block,
     "jetspec": read_block,
     "early_exit": read_exit,
+    "speculative_streaming": read_streams,
 }

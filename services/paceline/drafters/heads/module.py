@@ -80,6 +80,9 @@ class HeadModule(nn.Module, ABC):
     """Rows of that pass, at the anchor's position + 1 and on (``HeadModule.unroll``)."""
     bidirectional: frozenset[int] = frozenset()
     """Layers in which the rows of that pass also see those behind them."""
+    on_target: bool = False
+    """True: that pass goes through layers of the target and sees the target's own keys and values, by its layers; its
+    first row has the anchor's position, and its states are the logits."""
     exits: bool = False
     """True: it drafts from the target's own states of the drafted tokens (``unroll`` of ``ExitAdapter``)."""
     num_variants: int = 1

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.drafters.heads.eagle import PEagle
-from paceline.drafters.heads.exit_adapter import MODEL_TYPE
+from paceline.drafters.heads.exit_adapter import MODEL_TYPE as EXIT_TYPE
+from paceline.drafters.heads.stream_head import MODEL_TYPE as STREAMS_TYPE
 from paceline.drafters.training.kinds import TrainableHead, block_values, eagle_values, logits_form, mask_token
 
 
@@ -134,13 +135,30 @@ def _exit(head: TrainableHead, source: str) -> _Written:
     module: Any = head.module
     config = {
         "architectures": ["ExitHead"],
-        "model_type": MODEL_TYPE,
+        "model_type": EXIT_TYPE,
         "base_model_name_or_path": source,
         "num_target_layers": head.target.config.get_text_config().num_hidden_layers,
         "boundary": head.boundaries[0],
         "hidden_size": module.state_size,
         "inner_dim": module.gate_proj.out_features,
         "rms_norm_eps": module.norm.eps,
+    }
+    return config, module.state_dict(), "model"
+
+
+def _streams(head: TrainableHead, source: str) -> _Written:
+    """Our own format (``stream_head.py``)."""
+    module: Any = head.module
+    config = {
+        "architectures": ["StreamHead"],
+        "model_type": STREAMS_TYPE,
+        "base_model_name_or_path": source,
+        "num_target_layers": head.target.config.get_text_config().num_hidden_layers,
+        "boundary": head.boundaries[0],
+        "hidden_size": module.state_size,
+        "vocab_size": _sizes(head.target)[1],
+        "num_streams": module.num_streams,
+        "rank": module.rank,
     }
     return config, module.state_dict(), "model"
 
@@ -155,6 +173,7 @@ _WRITE = {
     "dflash": _block,
     "jetspec": _block,
     "early_exit": _exit,
+    "speculative_streaming": _streams,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from paceline.drafters.heads.block import BlockForm, BlockHead
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.layers import eagle_config
+from paceline.drafters.heads.lent import Continued, layers_from, lend
 from paceline.drafters.heads.medusa import Medusa
 from paceline.drafters.heads.mlp import MLPSpeculator
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.mtp import Mtp
+from paceline.drafters.heads.stream_head import StreamHead, linears_of
 from paceline.drafters.training.features import OUT, FeatureCache, Row, states
 from paceline.drafters.training.options import BLOCKS, HeadForm
 from paceline.errors import ConfigError
@@ -30,6 +33,8 @@ from paceline.errors import ConfigError
 _FIT_TOKENS = 16_384
 _MOST_BOUNDARIES = 5
 """States that a block head reads, as published ones do."""
+_OF_TARGET_LAYERS = {"early_exit": "below", "speculative_streaming": "from"}
+"""Kinds that draft with layers of the target -> on which side of the boundary these are."""
 _DECAY = 0.02
 """Ridge of the least squares, as a share of the mean square of a feature."""
 
@@ -65,9 +70,9 @@ def boundaries_of(form: HeadForm, num_layers: int) -> tuple[int, ...]:
         first, others = min(2, last), max(num_layers - 4, 0)
         default = {min(first + round(i * others / (_MOST_BOUNDARIES - 1)), last) for i in range(_MOST_BOUNDARIES)}
         least = 1  # its format names layers whose output is read
-    elif form.kind == "early_exit":
+    elif form.kind in _OF_TARGET_LAYERS:
         if len(form.boundaries) != 1:
-            raise ConfigError("--boundary is missing: name one, the layers below it draft")
+            raise ConfigError(f"--boundary is missing: name one, the layers {_OF_TARGET_LAYERS[form.kind]} it draft")
         default, least = set(), 1
     elif form.kind in ("eagle3", "peagle"):
         default = {min(2, last), num_layers // 2, max(num_layers - 3, 0)}
@@ -283,6 +288,15 @@ def _exit(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return ExitAdapter(size, form.inner_dim or size, eps, lambda state: teacher(norm(state.to(target.dtype))))
 
 
+def _streams(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+    """Streams that add nothing yet, on the target's own last layers."""
+    own = Continued(lend(partial(layers_from, fit.boundaries[0]), target))
+    size = target.get_output_embeddings().in_features
+    module = StreamHead(linears_of(own.layers, "the target"), size, form.depths, form.rank, form.depths)
+    module.run_on(own)
+    return module
+
+
 _MAKE: dict[str, Callable[[HeadForm, PreTrainedModel, _Fit], HeadModule]] = {
     "medusa": _medusa,
     "mlp_speculator": _mlp,
@@ -293,6 +307,7 @@ _MAKE: dict[str, Callable[[HeadForm, PreTrainedModel, _Fit], HeadModule]] = {
     "dflash": _block,
     "jetspec": _block,
     "early_exit": _exit,
+    "speculative_streaming": _streams,
 }
 
 

@@ -10,7 +10,18 @@ from typing import Literal, get_args
 
 from paceline.errors import ConfigError
 
-Kind = Literal["medusa", "mlp_speculator", "mtp", "eagle", "eagle3", "peagle", "dflash", "jetspec", "early_exit"]
+Kind = Literal[
+    "medusa",
+    "mlp_speculator",
+    "mtp",
+    "eagle",
+    "eagle3",
+    "peagle",
+    "dflash",
+    "jetspec",
+    "early_exit",
+    "speculative_streaming",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BLOCKS: tuple[Kind, ...] = ("dflash", "jetspec")
 """Kinds that draft a block of masks in one pass."""
@@ -25,11 +36,11 @@ class HeadForm:
 
     kind: Kind
     depths: int = 4
-    """Tokens that it learns to draft in a row; of Medusa, MLP, P-EAGLE and block heads the most that it can, of an exit
-    those of the report."""
+    """Tokens that it learns to draft in a row; of Medusa, MLP, P-EAGLE, block heads and streams the most that it can,
+    of an exit those of the report."""
     boundaries: tuple[int, ...] = ()
     """Boundaries of EAGLE-3 and P-EAGLE, (): 2, L // 2 and L - 3 of L layers; of block heads, (): up to five between 2
-    and L - 2; of an exit the one at which it leaves the target."""
+    and L - 2; of an exit the one at which it leaves the target, of streams the one at which they enter it."""
     draft_vocab_size: int | None = None
     """Vocabulary of EAGLE-3 and P-EAGLE: the most frequent tokens; None: all."""
     own_lm_head: bool = False
@@ -39,7 +50,9 @@ class HeadForm:
     num_layers: int = 2
     """Layers of a block head."""
     num_anchors: int = 64
-    """Blocks of a row that a block head is trained on in an update, behind random anchors."""
+    """Blocks of a row that a block head is trained on in an update, behind random anchors; streams alike."""
+    rank: int = 32
+    """Rank of the additions of streams to the target's linear layers, and of the anchor's map."""
 
     def check(self, vocab_size: int) -> None:
         """Raises ConfigError for options that the kind does not have, or that do not fit the target."""
@@ -108,6 +121,7 @@ class TrainingOptions:
             "--depths": self.form.depths,
             "--layers": self.form.num_layers,
             "--anchors": self.form.num_anchors,
+            "--rank": self.form.rank,
             "--steps": self.schedule.steps,
             "--batch-rows": self.schedule.batch_rows,
             "--tokens": self.num_tokens,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.drafters.heads.block import BlockHead
+from paceline.drafters.heads.block import Blockwise
 from paceline.drafters.training.features import OUT, FeatureCache
 from paceline.drafters.training.kinds import TrainableHead
 from paceline.drafters.training.options import BLOCKS, Schedule
@@ -149,7 +149,7 @@ class Trainer:
         depths = 1 if module.exits else self.head.form.depths  # all depths of an exit are one
         num_rows = token_ids.shape[1] - depths
         anchors = torch.arange(num_rows, device=self.device)
-        if isinstance(module, BlockHead):
+        if isinstance(module, Blockwise):
             anchors = self._anchors(num_rows)
             unrolled = module.blocks(own[:, :num_rows], token_ids, anchors, depths)
         else:

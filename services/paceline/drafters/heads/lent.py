@@ -1,0 +1,178 @@
+"""Some layers of the target as a model of their own, for drafters that compute with them.
+
+Such a model is of the target's class, so that what is around the layers (angles, final norm, LM head, caps) is the
+target's own, and its weights are the target's too, where that is a whole module of this process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.drafters.heads.layers import attend_with_ours
+from paceline.drafters.heads.module import Attend
+from paceline.drafters.heads.reading import meta_model
+from paceline.errors import ConfigError
+from paceline.model.loading import load_pretrained
+from paceline.model.states import find_layers
+
+Family = type[PreTrainedModel]
+Part = Callable[[Family], Family]
+"""From the class of a target to that of a model of some of its layers, whose tensors have the same names."""
+
+
+def without_weights(part: Part, whole: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model, on device ``meta``."""
+    make: Any = part(type(whole))
+    with torch.device("meta"):
+        return attend_with_ours(make(copy.deepcopy(whole.config)).to(whole.dtype).eval())
+
+
+def lend(part: Part, target: PreTrainedModel) -> PreTrainedModel:
+    """The part of a loaded target, on its own weights."""
+    model, weights, buffers = without_weights(part, target), target.state_dict(), dict(target.named_buffers())
+    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
+    for name, _ in list(model.named_buffers()):  # angles and the like, which no checkpoint holds
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, buffers[name])
+    return model
+
+
+def lent_or_read(
+    part: Part, target: PreTrainedModel | None, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The part of a target on its own weights; ``target`` None: these layers are read from its files once more.
+
+    Raises:
+        ConfigError: the files cannot be read.
+    """
+    if target is not None:
+        return lend(part, target)
+    return attend_with_ours(load_pretrained(checkpoint, dtype, device, part=part(type(meta_model(checkpoint)))))
+
+
+def require_lendable(method: str, target: Checkpoint, part: Part, layers: Collection[int]) -> None:
+    """Checks that some layers of a target can draft, without reading a weight.
+
+    Args:
+        method: of the head, for messages.
+        target: the target.
+        part: these layers.
+        layers: their indices among those that attend.
+
+    Raises:
+        ConfigError: the target is quantized, or the layers are no model by themselves, or their attention has parts
+            that heads lack.
+    """
+    if target.quantization is not None:
+        raise ConfigError(
+            f"method is {method!r}: the target {target.path!r} is quantized, and layers of plain weights only can draft"
+        )
+    whole = meta_model(target)
+    try:
+        _run_once(without_weights(part, whole), layers)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"method is {method!r}: the target {target.path!r} is of a family whose layers are no model by themselves "
+            f"({type(whole).__name__}: {error})"
+        ) from error
+
+
+def _run_once(model: PreTrainedModel, layers: Collection[int]) -> None:
+    """Runs a token through layers without weights. Raises ConfigError if their attention has parts that heads lack."""
+    seen: set[int] = set()
+
+    def record(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        seen.add(layer)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=ids, use_cache=False, attend=record)
+    if seen != {*layers}:
+        raise ValueError(f"{len(seen)} of {len(layers)} layers attend")
+
+
+def subclass(family: Family, init: Callable[[Any, Any], None]) -> Family:
+    """A class of a family that is made otherwise; transformers takes it for the family itself."""
+    return type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
+
+
+class _LeftOut(nn.Module):
+    """Stands for a layer that is left out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.attention_type = getattr(layer, "attention_type", None)  # which some decoders ask for
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What came in."""
+        return hidden_states
+
+
+def layers_from(boundary: int, family: Family) -> Family:
+    """A ``Part`` without the layers below a boundary.
+
+    The other layers keep their indices, and the first of them takes the argument ``entering`` of the model, where there
+    is one, as the states ``[B, T, hidden]`` at the boundary: those of the tokens count for nothing then.
+    """
+
+    def init(self: Any, config: Any) -> None:
+        family.__init__(self, config)
+        decoder, layers = find_layers(self, family.__name__)
+        (held,) = (part for part in decoder.children() if isinstance(part, nn.ModuleList) and part[0] is layers[0])
+        for index in range(boundary):
+            held[index] = _LeftOut(layers[index])
+        self.lent_layers = {index: layers[index] for index in range(boundary, len(layers))}
+        layers[boundary].register_forward_pre_hook(_enter, with_kwargs=True)
+
+    return subclass(family, init)
+
+
+def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    entering = kwargs.get("entering")
+    if entering is None:
+        return args, kwargs
+    return ((entering, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": entering})
+
+
+class Continued:
+    """Logits from the states at a boundary, by the target's own layers from there on."""
+
+    def __init__(self, model: Any) -> None:
+        """``model``: of a class that ``layers_from`` has made, with weights."""
+        self.model = model
+        self.layers: Mapping[int, nn.Module] = model.lent_layers
+
+    def __call__(self, states: Tensor, positions: Tensor, attend: Attend, *, every: bool = True) -> Tensor:
+        """Runs the layers.
+
+        Args:
+            states: [B, T, hidden] at the boundary.
+            positions: [B, T].
+            attend: how the rows see each other and the context, by the target's layers.
+            every: False: the logits of the last row alone.
+
+        Returns:
+            [B, T or 1, vocabulary].
+        """
+        logits: Tensor = self.model(
+            input_ids=torch.zeros_like(positions),
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=0 if every else 1,
+            attend=attend,
+            entering=states.to(self.model.dtype),
+        ).logits
+        return logits
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[..., hidden] as the target embeds tokens."""
+        out: Tensor = self.model.get_input_embeddings()(token_ids)
+        return out

@@ -1,0 +1,377 @@
+"""Speculative streaming: the streams say what rows of one whole forward would say, and change no text."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from tests.drafters.head_files import HeadFile, streams
+from tests.drafters.test_early_exit import NUM_COMPARED, requests_of
+from tests.support.models import FAMILIES, letters_tokenizer, random_model
+from tests.support.pump import Pump, assert_same, plain_reference
+from tests.support.rings import slow
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.cli.flags import heads_of
+from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.drafters.heads import drafter as head_drafter
+from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.heads.lent import Continued
+from paceline.drafters.heads.paged import Paged
+from paceline.drafters.heads.stream_head import StreamHead
+from paceline.drafters.heads.streaming import open_streams
+from paceline.drafters.protocol import Candidates, Fed, Leaf
+from paceline.errors import ConfigError
+from paceline.model.features import Features
+from paceline.model.loading import LoadedModel, prepare
+from paceline.model.step import Step
+from paceline.preflight.heads import heads_size
+from paceline.target.build import build_target_engine
+from paceline.target.heads.mounted import MountedHead
+from paceline.types import Acceptance, Result
+
+METHOD, BOUNDARY, STREAMS = "speculative_streaming", 1, 4
+
+
+def made(family: str) -> PreTrainedModel:
+    """A target whose last two layers the streams go through."""
+    config = FAMILIES[family]()
+    config.num_hidden_layers = 3
+    if hasattr(config, "layer_types"):
+        config.layer_types = (config.layer_types * 2)[:3]
+    return random_model(config)
+
+
+whole = functools.cache(made)
+"""The target as transformers runs it."""
+
+
+@functools.cache
+def target(family: str, boundary: int = BOUNDARY) -> LoadedModel:
+    return prepare(made(family), compile=False, features=Features((boundary,), every_position=False))
+
+
+@functools.cache
+def head_file(family: str) -> HeadFile:
+    return streams(whole(family), BOUNDARY)
+
+
+@functools.cache
+def plain(family: str, temperature: float) -> dict[str, Result]:
+    return plain_reference(target(family), requests_of(temperature))
+
+
+Asked = list[tuple[list[int], int, Tensor, Tensor]]
+"""The context without the drafted tokens, the depth, candidates and their log probabilities."""
+
+
+def written(family: str, folder: Path) -> tuple[Checkpoint, str]:
+    """A target and its streams on disk."""
+    path = folder / "target"
+    whole(family).save_pretrained(path)
+    letters_tokenizer().save_pretrained(path)
+    return Checkpoint.open(str(path)), str(head_file(family).write(folder / "streams"))
+
+
+def pump_of(family: str, folder: Path, *, boundary: int = BOUNDARY, **options: Any) -> tuple[Pump, MountedHead, Asked]:
+    """An engine with streams, and what they are asked and answer. The target's pages must be as they were."""
+    checkpoint, source = written(family, folder)
+    loaded = target(family, boundary)
+    assert isinstance(loaded.step, Step)
+    plan = open_streams(checkpoint, source, STREAMS)
+    head = plan.load(loaded.dtype, loaded.device, target=loaded.step.model, max_leaves=5)
+    head.features = Features((boundary,), every_position=False)
+    mounted = MountedHead("streams", head, num_tokens=STREAMS)
+    pump = Pump(loaded, None, heads=[mounted], **{"pages": 12, "late": 0.0, "adaptive": False} | options)
+    cache, asked, expand = pump.target.runner.cache, [], head.expand
+    head.bind(cache, cache.add_layers(head.layers))
+
+    def watched(leaves: Sequence[Leaf]) -> Candidates:
+        before = [pool.clone() for pool in (*cache.keys, *cache.values)]
+        answer = expand(leaves)
+        for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
+            assert torch.equal(old, new), "the target's pages are read only"
+        for i, leaf in enumerate(leaves):
+            tokens = [*pump.target._sessions[leaf.session_id].tokens]
+            asked.append((tokens, len(leaf.path), answer.token_ids[i], answer.log_q[i]))
+        return answer
+
+    head.expand = watched  # type: ignore[method-assign]
+    return pump, mounted, asked
+
+
+def difference(family: str, asked: Asked) -> float:
+    """The largest difference of log probabilities from those of the oracle, over answers of every depth."""
+    file, worst = head_file(family), 0.0
+    for tokens, depth, ids, log_q in asked[:: max(1, len(asked) // NUM_COMPARED)]:
+        said = file.oracle(file.tensors, whole(family), BOUNDARY, tokens)[depth].log_softmax(-1)
+        some = log_q.isfinite()
+        worst = max(worst, float((said[ids[some]] - log_q[some]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", *slow(["qwen3", "mistral", "phi3", "qwen3_moe"])])
+def test_they_say_what_rows_of_a_whole_forward_say_and_no_text_changes(family: str, tmp_path: Path) -> None:
+    """Prompts in chunks, a shared prefix, preemption, sliding windows, all depths."""
+    pump, mounted, asked = pump_of(family, tmp_path, pages=9)
+    assert_same(pump.run(requests_of(1.0)), plain(family, 1.0))
+    assert not mounted.failure
+    assert pump.target.stats.preemptions > 0
+    assert pump.target.stats.cached_tokens > 0
+    assert {depth for _, depth, _, _ in asked} == {*range(STREAMS)}
+    assert mounted.stats.rows > 100
+    assert difference(family, asked) < 1e-4
+    assert pump.target.runner.cache.num_used == 0
+    assert isinstance(mounted.head, HeadDrafter)
+    assert not mounted.head._sessions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_greedy_and_adaptive_texts_are_plains(temperature: float, tmp_path: Path) -> None:
+    pump, mounted, _ = pump_of("llama", tmp_path, adaptive=True, pages=40)
+    assert_same(pump.run(requests_of(temperature)), plain("llama", temperature))
+    assert mounted.stats.rows > 0
+
+
+def test_under_the_rejection_rule_its_tokens_are_drawn_and_some_are_accepted(tmp_path: Path) -> None:
+    pump, mounted, _ = pump_of("llama", tmp_path)
+    results = pump.run(requests_of(1.0, Acceptance.REJECTION))
+    assert all(len(result.token_ids) == 20 for result in results.values())
+    assert 0 < mounted.stats.rows_used < mounted.stats.rows
+    assert not mounted.failure
+
+
+# -- mutants: the text stays plain's, but what is proposed is not what the oracle says ---------------------------------
+
+
+def _one_position_late(patch: pytest.MonkeyPatch) -> None:
+    run = Continued.__call__
+    patch.setattr(Continued, "__call__", lambda self, states, positions, *rest: run(self, states, positions + 1, *rest))
+
+
+def _stale_states(patch: pytest.MonkeyPatch) -> None:
+    """Those of the first step of a session stay."""
+    feed = HeadDrafter.feed
+
+    def mutant(self: HeadDrafter, fed: Sequence[Fed]) -> None:
+        before = {each.session_id: self._sessions[each.session_id].states for each in fed}
+        feed(self, fed)
+        for name, states in before.items():
+            self._sessions[name].states = states or self._sessions[name].states
+
+    patch.setattr(HeadDrafter, "feed", mutant)
+
+
+def _kept_logits(patch: pytest.MonkeyPatch) -> None:
+    """Those of the last round are answered once more."""
+    feed = HeadDrafter.feed
+
+    def mutant(self: HeadDrafter, fed: Sequence[Fed]) -> None:
+        before = {each.session_id: self._sessions[each.session_id].ahead for each in fed}
+        feed(self, fed)
+        for name, ahead in before.items():
+            self._sessions[name].ahead = ahead
+
+    patch.setattr(HeadDrafter, "feed", mutant)
+
+
+def _in_reverse(patch: pytest.MonkeyPatch) -> None:
+    ahead = StreamHead.ahead
+    patch.setattr(StreamHead, "ahead", lambda self, *arguments: ahead(self, *arguments).flip(1))
+
+
+def _of_the_anchor_alone(patch: pytest.MonkeyPatch) -> None:
+    """Streams do not see those before them."""
+    _paged(patch, lambda part: setattr(part, "chain", False))
+
+
+def _without_the_first_row(patch: pytest.MonkeyPatch) -> None:
+    """Row 0, which other heads do not have."""
+    _paged(patch, lambda part: setattr(part, "first_row", 1))
+
+
+def _without_the_last_row(patch: pytest.MonkeyPatch) -> None:
+    _paged(patch, lambda part: setattr(part, "num_rows", part.num_rows - 1))
+
+
+def _paged(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    class Mutant(Paged):
+        def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
+            for part in parts:
+                if not part.write:
+                    change(part)
+            super().__init__(cache, first_layer, parts)
+
+    patch.setattr(head_drafter, "Paged", Mutant)
+
+
+def _pages_of_the_layer_below(patch: pytest.MonkeyPatch) -> None:
+    bind = HeadDrafter.bind
+
+    def mutant(self: HeadDrafter, cache: Any, first_layer: int) -> None:
+        bind(self, cache, first_layer)
+        self._first_layer = -1
+
+    patch.setattr(HeadDrafter, "bind", mutant)
+
+
+def _without_additions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamHead, "_added", lambda self, addition, linear, args, output: output)
+
+
+def _without_the_anchor(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Continued, "embed", lambda self, token_ids: torch.zeros(len(token_ids), 64))
+
+
+MUTANTS = [
+    _one_position_late,
+    _stale_states,
+    _kept_logits,
+    _in_reverse,
+    _of_the_anchor_alone,
+    _without_the_first_row,
+    _without_the_last_row,
+    _pages_of_the_layer_below,
+    _without_additions,
+    _without_the_anchor,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
+def test_wrong_streams_are_noticed(mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    pump, _, asked = pump_of("llama", tmp_path)
+    requests = {name: request for name, request in requests_of(1.0).items() if len(request.prompt) < 66}
+    expected = {name: result for name, result in plain("llama", 1.0).items() if name in requests}
+    assert_same(pump.run(requests), expected)
+    assert difference("llama", asked) > 1e-2
+
+
+def test_states_of_another_boundary_are_noticed(tmp_path: Path) -> None:
+    pump, _, asked = pump_of("llama", tmp_path, boundary=0)
+    assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
+    assert difference("llama", asked) > 1e-2
+
+
+# -- files and options -------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_target_cannot_lend_its_layers(tmp_path: Path) -> None:
+    """They are read from the files once more, and say the same; ``paceline check`` counts them."""
+    checkpoint, source = written("llama", tmp_path)
+    size = checkpoint.size("float32", None)
+    assert size is not None
+    cpu = torch.device("cpu")
+    lent, read = (
+        open_streams(checkpoint, source, STREAMS).load(torch.float32, cpu, target=lender).module
+        for lender in (whole("llama"), None)
+    )
+    models = []
+    for module in (lent, read):
+        assert isinstance(module, StreamHead)
+        assert module._target is not None
+        models.append(module._target.model)
+    own, theirs = (model.state_dict() for model in models)
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], theirs[name]) for name in own)
+    assert not any("layers.0." in name for name in own)
+    assert {p.data_ptr() for p in models[0].parameters()} <= {p.data_ptr() for p in whole("llama").parameters()}
+    added = 4 * sum(tensor.numel() for tensor in head_file("llama").tensors.values())
+    head = HeadOptions(method=METHOD, model=source)
+    eager, compiled = (
+        heads_size(TargetSetup(checkpoint.path, TargetOptions(heads=[head], compile=compile)), size, 256).weights_bytes
+        for compile in (False, True)
+    )
+    assert eager == added
+    held = 4 * sum(p.numel() for p in models[1].parameters())
+    assert 0.99 * held <= compiled - added <= 1.01 * held
+
+
+def test_streams_are_served_from_their_folder(tmp_path: Path) -> None:
+    checkpoint, source = written("llama", tmp_path)
+    (head,) = heads_of([f"{METHOD}={source},3"])
+    assert head == HeadOptions(method=METHOD, model=source, num_speculative_tokens=3)
+    options = TargetOptions(dtype="float32", device="cpu", compile=False, heads=[head])
+    (mounted,) = build_target_engine(TargetSetup(checkpoint.path, options), lambda messages: None).heads.mounted
+    assert isinstance(mounted.head, HeadDrafter)
+    assert mounted.head.module.ahead_rows == 3
+    assert mounted.head.features == Features((BOUNDARY,), every_position=False)
+    assert not mounted.head.layers
+
+
+def test_streams_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    checkpoint, source = written("llama", tmp_path)
+    folder, config, tensors = Path(source), head_file("llama").config, head_file("llama").tensors
+
+    def refused(said: str, num_tokens: int = STREAMS) -> None:
+        with pytest.raises(ConfigError, match=said):
+            open_streams(checkpoint, source, num_tokens)
+
+    refused(r"^num_speculative_tokens is 5 of method 'speculative_streaming': .* has 4 streams, so 1 to 4 are", 5)
+    for key, value, said in (
+        ("boundary", 3, r"boundary is 3 in config.json .* has 3 layers, so 1 to 2 are allowed"),
+        ("boundary", 0, r"boundary is 0 in config.json .* 1 to 2 are allowed"),
+        ("boundary", "1", "boundary is '1' in config.json"),
+        ("boundary", 2, "holds 'layers.1.* more, which its format does not have"),
+        ("boundary", None, "lacks 'boundary'"),
+        ("hidden_size", 9, "hidden_size is 9 in .* has 64"),
+        ("vocab_size", 9, "vocab_size is 9 in .* has 300"),
+        ("num_target_layers", 7, "num_target_layers is 7 in .* has 3"),
+        ("rank", 0, "rank is 0 in config.json .* at least 1"),
+        ("rank", 4, r"'.*(down|up).weight' of .* it must be"),
+        ("num_streams", 0, "num_streams is 0 in config.json .* at least 1"),
+        ("num_streams", 5, r"'streams' of .* is \[4, 64\]: .* it must be \[5, 64\]"),
+        ("model_type", "medusa", "model_type is 'medusa' in .*'stream_head' is allowed"),
+        ("alpha", 2, "config.json of .* has 'alpha': what is not known here"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
+        refused(said)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for changed, said in (
+        (tensors | {"bias": torch.zeros(1)}, "holds 'bias', which its format does not have"),
+        ({"streams": tensors["streams"]}, "is not whole: no weight file holds 'anchor.down.weight'"),
+    ):
+        save_file(changed, folder / "model.safetensors")
+        refused(said)
+    with pytest.raises(ConfigError, match="is not on this machine"):
+        open_streams(checkpoint, "nobody/nothing", STREAMS)
+    head_file("llama").write(folder)
+    with pytest.raises(ConfigError, match="is quantized, and layers of plain weights only can draft"):
+        open_streams(replace(checkpoint, quantization={"quant_method": "fp8"}), source, STREAMS)
+
+
+def test_a_target_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    random_model("gpt2").save_pretrained(tmp_path / "target")
+    letters_tokenizer().save_pretrained(tmp_path / "target")
+    config = head_file("llama").config | {"num_target_layers": 2}
+    source = replace(head_file("llama"), config=config).write(tmp_path / "streams")
+    with pytest.raises(ConfigError, match=r"^layer 1 of the target .* \(GPT2Block\) has no linear layer to add"):
+        open_streams(Checkpoint.open(str(tmp_path / "target")), str(source), STREAMS)
+
+
+def test_bad_options_are_refused_by_name() -> None:
+    for fields, said in (
+        ({}, "model is null: method 'speculative_streaming' needs the directory or id"),
+        ({"model": "x", "boundaries": [1]}, r"boundaries is \[1\] beside method 'speculative_streaming'"),
+        ({"model": "x", "probe_file": "x"}, "which is not asked"),
+        ({"model": "x", "num_speculative_tokens": 0}, "greater than or equal to 1"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            HeadOptions(method=METHOD, **fields)
+    head = HeadOptions(method=METHOD, model="x")
+    for more, said in (
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 beside a head of method 'speculative_streaming'"),
+        ({"quantization": "int8"}, "quantization is 'int8' beside"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            TargetOptions(heads=[head], **more)
