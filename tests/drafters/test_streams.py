@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from paceline.checkpoint.files import Checkpoint
 from paceline.cli.flags import heads_of
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.drafters.at_hand import methods_at_hand
 from paceline.drafters.heads import drafter as head_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.lent import Continued
@@ -307,6 +308,20 @@ def test_streams_are_served_from_their_folder(tmp_path: Path) -> None:
     assert mounted.head.module.ahead_rows == 3
     assert mounted.head.features == Features((BOUNDARY,), every_position=False)
     assert not mounted.head.layers
+
+
+def test_advice_knows_what_a_pass_reads(tmp_path: Path) -> None:
+    checkpoint, source = written("llama", tmp_path)
+    head, size = HeadOptions(method=METHOD, model=source), checkpoint.size()
+    assert size is not None
+    given, missing = (
+        next(found for found in methods_at_hand(checkpoint, None, heads) if found.method.kind == METHOD)
+        for heads in ([head], [])
+    )
+    own = size.item_bytes * sum(tensor.numel() for tensor in head_file("llama").tensors.values())
+    assert (given.refusal, given.one_pass, given.most_tokens) == ("", True, STREAMS)
+    assert given.forward_bytes - own == int(2 / 3 * size.weights_bytes)
+    assert missing.refusal.endswith("--head speculative_streaming=DIRECTORY")
 
 
 def test_streams_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Path) -> None:

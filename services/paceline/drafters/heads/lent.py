@@ -76,7 +76,7 @@ def require_lendable(method: str, target: Checkpoint, part: Part, layers: Collec
         )
     whole = meta_model(target)
     try:
-        _run_once(without_weights(part, whole), layers)
+        _run_once(without_weights(part, whole).bfloat16(), layers)  # experts have no other products without weights
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"method is {method!r}: the target {target.path!r} is of a family whose layers are no model by themselves "
