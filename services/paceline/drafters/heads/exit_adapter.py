@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
-from paceline.drafters.heads.reading import HeadForm, Reading, matched_tensors, named
+from paceline.drafters.heads.reading import HeadForm, Reading, matched_tensors
 from paceline.errors import ConfigError
 
 MODEL_TYPE = "exit_head"
@@ -77,12 +77,8 @@ class ExitAdapter(HeadModule):
 
 def read_exit(reading: Reading) -> HeadForm:
     """An exit head. Raises ConfigError as ``open_head`` does."""
-    reading.require_config(KEYS)
+    reading.require_form(MODEL_TYPE, KEYS)
     config, what = reading.config, reading.what
-    if config.get("model_type") != MODEL_TYPE:
-        raise ConfigError(f"model_type is {config.get('model_type')!r} in {what}: {MODEL_TYPE!r} is allowed")
-    if missing := [key for key in KEYS if config.get(key) is None]:
-        raise ConfigError(f"config.json of {what} lacks {named(missing)}")
     boundary, inner = reading.integer("boundary") or 0, reading.integer("inner_dim") or 0
     reading.require_equal("num_target_layers", reading.integer("num_target_layers"), reading.facts.num_layers)
     reading.require_equal("hidden_size", reading.integer("hidden_size"), reading.facts.hidden_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,17 @@ class Reading:
                 f"config.json of {self.what} has {named(unknown)}: what is not known here could change what the head "
                 "computes"
             )
+
+    def require_form(self, model_type: str, keys: Collection[str]) -> None:
+        """Raises ConfigError unless config.json is of this model type and has all of these keys, and no others but
+        harmless ones: a format of ours."""
+        self.require_config(keys)
+        if self.config.get("model_type") != model_type:
+            raise ConfigError(
+                f"model_type is {self.config.get('model_type')!r} in {self.what}: {model_type!r} is allowed"
+            )
+        if missing := [key for key in keys if self.config.get(key) is None]:
+            raise ConfigError(f"config.json of {self.what} lacks {named(missing)}")
 
     def integer(self, *names: str) -> int | None:
         """The whole number under the first of these keys that is there."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from paceline.drafters.heads.block import Blocks, Blockwise
 from paceline.drafters.heads.lent import Continued
 from paceline.drafters.heads.module import Attend, Unrolled
-from paceline.drafters.heads.reading import HeadForm, Reading, matched_tensors, meta_model, named
+from paceline.drafters.heads.reading import HeadForm, Reading, matched_tensors, meta_model
 from paceline.errors import ConfigError
 from paceline.model.states import find_layers
 
@@ -165,12 +165,8 @@ def linears_of(layers: Mapping[int, nn.Module], name: str) -> dict[str, nn.Linea
 
 def read_streams(reading: Reading) -> HeadForm:
     """A head of streams. Raises ConfigError as ``open_head`` does."""
-    reading.require_config(KEYS)
-    config, what, facts = reading.config, reading.what, reading.facts
-    if config.get("model_type") != MODEL_TYPE:
-        raise ConfigError(f"model_type is {config.get('model_type')!r} in {what}: {MODEL_TYPE!r} is allowed")
-    if missing := [key for key in KEYS if config.get(key) is None]:
-        raise ConfigError(f"config.json of {what} lacks {named(missing)}")
+    reading.require_form(MODEL_TYPE, KEYS)
+    what, facts = reading.what, reading.facts
     sizes = {key: reading.integer(key) or 0 for key in KEYS}
     for key, wanted in (
         ("num_target_layers", facts.num_layers),
