@@ -11,10 +11,10 @@ t[P+1] the anchor, stream j = 0, 1, .. is a row at position P + 1 + j::
 All tokens come from one pass, and nothing of them is kept. Two things are not the paper's:
 
 - Its streams ride in the verification pass itself, so that they cost rows of that and no pass of their own. Here they
-  run behind it and read the pages that it has left: (L - b) / L of the target's weights are read once more for each
-  round. How many rows a pass has may decide how each of them is rounded, and a row of other weights must not reach
-  any of them: beside the target's own rows, streams could change the bits of the text. Behind them they cannot, in any
-  family, compiled or eager.
+  run behind it and read the pages that it has left: (L - b) / L of the target's layers and its LM head are read once
+  more for each round. How many rows a pass has may decide how each of them is rounded, and a row of other weights must
+  not reach any of them: beside the target's own rows, streams could change the bits of the text. Behind them they
+  cannot, in any family, compiled or eager.
 - Its streams do not know the anchor, which the same pass has yet to decide on; here it is known, and goes in by a
   low-rank map of its embedding.
 
