@@ -8,7 +8,8 @@ One session of a compiled target, steps of all ways in turn:
                        K are verified
 
 The head's share is what it took (fed and asked) over a plain step; the verified rows are not part of it. Medians of the
-thread's own time over all steps after the first ones.
+thread's own time over all steps after the first ones. Each text must be that of plain decoding by the same target: one
+that returns states is compiled by itself, and rounds otherwise than one that does not.
 
     python benchmarks/head_cost.py [--target-size 150M] [--heads medusa mtp eagle3] [--json FILE]
 """
@@ -32,7 +33,7 @@ from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.embedded import TARGET_DIR
 from paceline.router.session import Session
 from paceline.target.build import build_target_engine
-from paceline.types import SamplingParams, SpeculationParams
+from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline_bench.grow import parse_size
 from paceline_bench.machine import environment
 from paceline_bench.models import grown
@@ -77,8 +78,8 @@ def ways(path: str, heads: Sequence[str], k: int) -> list[Way]:
     return made
 
 
-def run(way: Way, session: Session, num_steps: int, warm_up: int) -> list[int]:
-    """Takes the times of a session's steps; returns its tokens."""
+def run(way: Way, session: Session, num_steps: int, warm_up: int, *, kept: bool) -> list[int]:
+    """Takes the times of a session's steps, if they are ``kept``; returns its tokens."""
     engine, (mounted,) = way.engine, way.engine.heads.mounted or (None,)
     engine.receive(session.open(draft_available=False).to_target)
     tokens: list[int] = []
@@ -97,7 +98,7 @@ def run(way: Way, session: Session, num_steps: int, warm_up: int) -> list[int]:
         counted = engine.stats.rounds, engine.stats.head_rows_used
         if index == warm_up:
             before = counted
-        if index >= warm_up:
+        if index >= warm_up and kept:
             way.step_s.append(took - of_head)
             way.head_s.append(of_head)
     rounds, used = (now - then for now, then in zip(counted, before, strict=True))
@@ -125,15 +126,17 @@ def main() -> None:
     prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), options.rounds)
     found = ways(path, options.heads, options.draft_tokens)
     for number, prompt in enumerate(prompts):
-        texts = []
         for way in found:
             sampling = SamplingParams(max_tokens=600, temperature=options.temperature, seed=number, ignore_eos=True)
-            speculation = SpeculationParams(max_draft_tokens=options.draft_tokens)
-            session = Session(f"{way.name}{number}", prompt.token_ids, sampling, speculation, decode=lambda _: "")
-            texts.append(run(way, session, options.steps, 10))
-        for tokens in texts:
-            both = min(len(tokens), len(texts[0]))
-            assert tokens[:both] == texts[0][:both], "another text than plain decoding's"
+            texts = []
+            for mode in (Mode.PLAIN, Mode.OVERLAPPED) if way.engine.heads.mounted else (Mode.PLAIN,):
+                timed = mode is Mode.OVERLAPPED or way.name == PLAIN
+                speculation = SpeculationParams(max_draft_tokens=options.draft_tokens, mode=mode)
+                name = f"{way.name} {number} {mode}"
+                session = Session(name, prompt.token_ids, sampling, speculation, decode=lambda _: "")
+                texts.append(run(way, session, options.steps, 10, kept=timed))
+            both = min(map(len, texts))
+            assert texts[-1][:both] == texts[0][:both], f"{way.name}: another text than plain decoding's"
     plain_s = statistics.median(found[0].step_s)
     rows = [("way", "step ms", "of plain", "head ms", "of a plain step", "accepted")]
     records = []

@@ -28,8 +28,9 @@ from paceline.drafters.at_hand import methods_at_hand
 from paceline.drafters.heads import drafter as head_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.lent import Continued
+from paceline.drafters.heads.module import Unrolled
 from paceline.drafters.heads.paged import Paged
-from paceline.drafters.heads.stream_head import StreamHead
+from paceline.drafters.heads.stream_head import LowRank, StreamHead
 from paceline.drafters.heads.streaming import open_streams
 from paceline.drafters.protocol import Candidates, Fed, Leaf
 from paceline.errors import ConfigError
@@ -296,6 +297,24 @@ def test_a_compiled_target_cannot_lend_its_layers(tmp_path: Path) -> None:
     assert eager == added
     held = 4 * sum(p.numel() for p in models[1].parameters())
     assert 0.99 * held <= compiled - added <= 1.01 * held
+
+
+@torch.inference_mode()
+def test_layers_that_were_read_in_bfloat16_have_the_additions_too(tmp_path: Path) -> None:
+    """Their products are packed where this machine has native ones."""
+    checkpoint, source = written("llama", tmp_path)
+    lender = made("llama").bfloat16()
+    state = torch.randn(1, lender.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits = []
+    for given in (lender, None):
+        head = open_streams(checkpoint, source, STREAMS).load(torch.bfloat16, torch.device("cpu"), target=given)
+        logits.append(head.module.ahead(torch.tensor([7]), state, torch.arange(STREAMS)[None], Unrolled()))
+    torch.testing.assert_close(logits[1], logits[0], rtol=0.05, atol=0.05)
+    bare = open_streams(checkpoint, source, STREAMS).load(torch.bfloat16, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LowRank, "forward", lambda self, x: x.new_zeros(()))
+        without = bare.module.ahead(torch.tensor([7]), state, torch.arange(STREAMS)[None], Unrolled())
+    assert not torch.allclose(without, logits[0], rtol=0.05, atol=0.05)
 
 
 def test_streams_are_served_from_their_folder(tmp_path: Path) -> None:

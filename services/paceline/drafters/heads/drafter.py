@@ -178,8 +178,6 @@ class HeadDrafter:
             for index, leaf in enumerate(leaves)
             if self._session(leaf.session_id).ready and (most is None or len(leaf.path) < most)
         ]
-        token_ids = torch.zeros(len(leaves), self._top_m, dtype=torch.long)
-        log_q = torch.full((len(leaves), self._top_m), float("-inf"))
         with torch.inference_mode():
             if self.module.parallel:
                 self._look_ahead({leaves[i].session_id for i in usable})
@@ -191,13 +189,20 @@ class HeadDrafter:
             groups: dict[int, list[int]] = {}
             for index in usable:
                 groups.setdefault(self._variant(len(leaves[index].path)), []).append(index)
-            for variant, indices in groups.items():
-                chosen = [leaves[i] for i in indices]
-                logits = self.module.to_target_ids(self._logits(chosen, variant), self._vocab_size)
-                rows = [self._row(leaf) for leaf in chosen]
-                ids, scores = draft_candidates(logits, rows, self._top_m)
-                token_ids[indices, : ids.shape[1]], log_q[indices, : ids.shape[1]] = ids.cpu(), scores.cpu()
+            made = [(indices, *self._candidates([leaves[i] for i in indices], v)) for v, indices in groups.items()]
+        if len(made) == 1 and len(usable) == len(leaves):
+            return Candidates(*made[0][1:])
+        token_ids = torch.zeros(len(leaves), self._top_m, dtype=torch.long)
+        log_q = torch.full((len(leaves), self._top_m), float("-inf"))
+        for indices, ids, scores in made:
+            token_ids[indices, : ids.shape[1]], log_q[indices, : ids.shape[1]] = ids, scores
         return Candidates(token_ids, log_q)
+
+    def _candidates(self, leaves: Sequence[Leaf], variant: int) -> tuple[Tensor, Tensor]:
+        """Ids and log q of leaves of one variant, on the host."""
+        logits = self.module.to_target_ids(self._logits(leaves, variant), self._vocab_size)
+        ids, scores = draft_candidates(logits, [self._row(leaf) for leaf in leaves], self._top_m)
+        return ids.cpu(), scores.cpu()
 
     def continue_to(self, leaves: Sequence[Leaf]) -> None:
         """Computes the states of nodes whose parents have theirs, without candidates; not of a head of ``parallel``

@@ -19,6 +19,7 @@ from paceline.drafters.heads.layers import attend_with_ours
 from paceline.drafters.heads.module import Attend
 from paceline.drafters.heads.reading import meta_model
 from paceline.errors import ConfigError
+from paceline.model.compiled.linear import pack_layers
 from paceline.model.loading import load_pretrained
 from paceline.model.states import find_layers
 
@@ -54,7 +55,9 @@ def lent_or_read(
     """
     if target is not None:
         return lend(part, target)
-    return attend_with_ours(load_pretrained(checkpoint, dtype, device, part=part(type(meta_model(checkpoint)))))
+    model = load_pretrained(checkpoint, dtype, device, part=part(type(meta_model(checkpoint))))
+    pack_layers(attend_with_ours(model))
+    return model
 
 
 def require_lendable(method: str, target: Checkpoint, part: Part, layers: Collection[int]) -> None:

@@ -54,7 +54,7 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., out], in the type of its own weights."""
-        out: Tensor = self.up(self.down(x.to(self.down.weight.dtype)))
+        out: Tensor = self.up(self.down(x.to(next(self.parameters(), x).dtype)))
         return out
 
 
@@ -93,8 +93,11 @@ class StreamHead(Blockwise):
 
     def run_on(self, target: Continued) -> None:
         """Takes the target's layers, which are the streams' own from now on."""
-        for name, linear in linears_of(target.layers, "the target").items():
-            linear.register_forward_hook(partial(self._added, self.layers.get_submodule(name)))
+        for name, addition in self.layers.named_modules():
+            if isinstance(addition, LowRank):
+                layer, _, path = name.partition(".")
+                linear = target.layers[int(layer)].get_submodule(path)
+                linear.register_forward_hook(partial(self._added, addition))
         self._target = target
 
     def _added(self, addition: nn.Module, linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
