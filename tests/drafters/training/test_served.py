@@ -63,7 +63,7 @@ def letters(count: int, seed: int) -> list[str]:
 
 FORMS = {
     "dflash": HeadForm("dflash", depths=DEPTHS, num_layers=1, num_anchors=16),
-    "speculative_streaming": HeadForm("speculative_streaming", depths=DEPTHS, boundaries=(1,), num_anchors=16, rank=32),
+    "speculative_streaming": HeadForm("speculative_streaming", depths=DEPTHS, boundaries=(1,), num_anchors=16, rank=16),
 }
 
 

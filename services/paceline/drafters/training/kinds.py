@@ -119,10 +119,15 @@ class _Fit:
         """[width]: the mean of what the head reads."""
         return torch.cat([row.states[: row.num_tokens] for row in self._rows()]).float().mean(0)
 
-    def to_boundary(self, features: Callable[[Tensor, Tensor], Tensor], boundary: int) -> Tensor:
+    def to_boundary(
+        self, features: Callable[[Tensor, Tensor], Tensor], boundary: int, *, less_own: bool = False
+    ) -> Tensor:
         """The linear map ``[hidden, width]`` from features to the state of the next position at a boundary.
 
-        ``features``: (tokens at P + 1 [n, length], states of P [n, length, .]) -> [n, length, width].
+        Args:
+            features: (tokens at P + 1 [n, length], states of P [n, length, .]) -> [n, length, width].
+            boundary: of the state.
+            less_own: what that state has more than the one of P is fitted, which the head reads.
         """
         rows, device = self._rows(), self.target.device
         token_ids = torch.stack([row.token_ids for row in rows])
@@ -132,6 +137,8 @@ class _Fit:
         inside = torch.arange(1, token_ids.shape[1]) < ends[:, None]
         x = features(token_ids[:, 1:].to(device), own)[inside.to(device)].double()
         y = wanted[inside].to(device).double()
+        if less_own:
+            y = y - own[inside.to(device)].double()
         gram = x.T @ x
         gram += _DECAY * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=device)
         found: Tensor = torch.linalg.solve(gram, x.T @ y).T.float()
@@ -289,10 +296,16 @@ def _exit(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
 
 
 def _streams(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
-    """Streams that add nothing yet, on the target's own last layers."""
+    """Streams that add nothing to the target's last layers yet, and of the anchor what its next state has of it."""
     own = Continued(lend(partial(layers_from, fit.boundaries[0]), target))
     size = target.get_output_embeddings().in_features
     module = StreamHead(linears_of(own.layers, "the target"), size, form.depths, form.rank, form.depths)
+    u, scale, v = torch.linalg.svd(
+        fit.to_boundary(lambda ids, _: own.embed(ids).float(), fit.boundaries[0], less_own=True)
+    )
+    root = scale[: form.rank].sqrt()
+    module.anchor.up.weight[:, : len(root)] = u[:, : form.rank] * root
+    module.anchor.down.weight[: len(root)] = v[: form.rank] * root[:, None]
     module.run_on(own)
     return module
 
