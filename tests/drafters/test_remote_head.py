@@ -68,7 +68,7 @@ class Session:
         self.remote = RemoteHead(head, cache, width=module.state_size, max_prefill_tokens=20, max_len=600)
         self.text = text_of(module, width)
         self.length = length
-        self.sampler = SamplerState(SamplingParams(), 1, self.text.tokens[:length], vocab_size=VOCAB)
+        self.sampler = SamplerState(SamplingParams(temperature=1.0), 1, self.text.tokens[:length], vocab_size=VOCAB)
         self.remote.open("s", self.text.tokens[:length], self.sampler)
         self.next_node = 1
 
@@ -106,7 +106,7 @@ def test_fed_with_the_same_states_it_says_what_it_says_in_the_target(kind: str) 
     head, cache, *_ = drafter_of(kind, fused=False)
     head.bind(cache, 0)
     text, pages = session.text, cache.allocate(3)
-    sampler = SamplerState(SamplingParams(), 1, text.tokens[:LONG], vocab_size=VOCAB)
+    sampler = SamplerState(SamplingParams(temperature=1.0), 1, text.tokens[:LONG], vocab_size=VOCAB)
     head.open("s", text.tokens[:LONG], sampler)
     length, start, next_node = LONG, 0, 1
     for count in (0, 1, 3, 2, 1):
