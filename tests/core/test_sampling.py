@@ -12,6 +12,7 @@ from paceline.core.deferred import DeferredChecks
 from paceline.core.noise import Stream, gumbel, gumbel_at, seed_bits
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import (
+    GREEDY_CANDIDATES,
     best_coupled,
     best_recovered,
     draft_candidates,
@@ -472,7 +473,7 @@ def test_sessions_that_share_noise_and_others_have_their_own_candidates_in_one_b
     for i in range(12):
         alone_ids, alone_log_q = draft_candidates(logits[i : i + 1], rows[i : i + 1], 64)
         width = alone_ids.shape[1]
-        assert width == (4 if i % 4 == 0 else 64)
+        assert width == (4, 64, GREEDY_CANDIDATES, 64)[i % 4]
         assert torch.equal(token_ids[i, :width], alone_ids[0])
         assert torch.equal(log_q[i, :width], alone_log_q[0])
         assert (log_q[i, width:] == -INF).all()

@@ -174,8 +174,8 @@ def _picked(logits: Tensor, rows: Sequence[Row], wanted: int) -> tuple[Tensor, T
 
 
 GREEDY_CANDIDATES = 48
-"""Candidates where every row is of temperature 0, whose children q alone orders: no configuration publishes more of
-them than 32."""
+"""Candidates of a row of temperature 0, whose children q alone orders: no configuration publishes more of them than
+32."""
 
 
 def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
 
     Args:
         logits: [rows, vocab] of any float dtype, not modified.
-        m: candidates per row; the vocabulary size bounds it, and ``GREEDY_CANDIDATES`` where no row samples.
+        m: candidates per row; the vocabulary size bounds it, and ``GREEDY_CANDIDATES`` those of a row of temperature 0.
 
     Returns:
         token_ids [rows, at most m] int64 and log_q float32, sorted by log_q descending; cut candidates are -inf.
@@ -230,6 +230,8 @@ def _likeliest(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Ten
         x = top.float()
     x = x - x[:, :1]
     states = [row.state for row in rows]
+    if m > GREEDY_CANDIDATES and any(state.greedy for state in states):
+        x[[i for i, state in enumerate(states) if state.greedy], GREEDY_CANDIDATES:] = -math.inf
     if any(state.temperature != 1 for state in states):
         x.div_(column([state.temperature for state in states], x))
     if any(state.top_k < m for state in states):

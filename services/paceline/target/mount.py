@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedModel
+from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
@@ -181,7 +180,7 @@ def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> HeadDrafter
     return plan.load(model.dtype, model.device, embed=embed, lm_head=lm_head, max_leaves=max_leaves)
 
 
-def _lasting(model: LoadedModel) -> PreTrainedModel | None:
+def _lasting(model: LoadedModel) -> Any:
     """The module of an eager target, whose weights others can share; None: it is compiled, or about to be."""
     return model.step.model if isinstance(model.step, Step) and model.load_compiled is None else None
 
