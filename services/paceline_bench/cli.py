@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +18,11 @@ from paceline_bench.endpoint import EndpointSettings
 from paceline_bench.local import LocalBench, differs
 from paceline_bench.machine import measure_floor
 from paceline_bench.models import ModelLabel, model_labels, with_grown_models
+from paceline_bench.peer_worker import DTYPES as PEER_DTYPES
 from paceline_bench.records import differing
 from paceline_bench.report import documents
 from paceline_bench.report.text import local_text, service_text
-from paceline_bench.settings import PARTS, LocalSettings, RunSettings, ServeSettings, SweepSettings
+from paceline_bench.settings import PARTS, LocalSettings, Peer, RunSettings, ServeSettings, SweepSettings
 from paceline_bench.tasks import GROUPS
 
 _ONE_BASELINES = ("transformers", "assisted", "lookup")
@@ -96,6 +98,7 @@ def run_local(args: argparse.Namespace) -> int:
         acceptance=acceptance,
         draft=draft,
         heads=drafting.heads,
+        peers=_peers(args),
     )
     settings = with_grown_models(given)
     labels = model_labels(settings)
@@ -103,8 +106,8 @@ def run_local(args: argparse.Namespace) -> int:
         cores.configs(settings)  # refuses before a run of many minutes
     floor = measure_floor(settings.target, settings.draft, settings.dtype)
     with LocalBench(settings) as bench:
-        records, timelines, prompts = bench.run(), bench.timelines, bench.prompts()
-    shared = cores.measure(settings, prompts) if settings.cpu_threads else []
+        records, timelines = bench.run(), bench.timelines
+    shared = cores.records(settings, records, bench.shared) if bench.shared else []
     title = (
         f"{len({r.prompt for r in records})} prompts x {settings.repeats}, {settings.max_tokens} tokens each, "
         f"{settings.sessions} at once; {settings.acceptance.value} acceptance, {settings.growth} growth, "
@@ -116,11 +119,28 @@ def run_local(args: argparse.Namespace) -> int:
         print(f"\n{cores.text(shared)}")
     if args.json is not None:
         named = asdict(given) | {role: label.path for role, label in labels.items()}
+        named["peers"] = [peer.engine for peer in given.peers]
         document = documents.of_local(named, labels, records, floor=floor, timelines=timelines)
         if shared:
             document["cores"] = [cores.as_json(record) for record in shared]
         documents.write(args.json, document)
     return int(differs(records))
+
+
+def _peers(args: argparse.Namespace) -> tuple[Peer, ...]:
+    """The other engines, of which each is given once, with models and numbers that they read."""
+    given: list[Peer] = args.peers
+    for peer in given:
+        named = f"--peer {peer.engine}={peer.python}"
+        if [other.engine for other in given].count(peer.engine) > 1:
+            raise ConfigError(f"{named}: {peer.engine} is given twice")
+        if shutil.which(peer.python) is None:
+            raise ConfigError(f"{named}: the Python of the environment that has {peer.engine} is needed")
+        if args.dtype not in PEER_DTYPES:
+            raise ConfigError(f"{named} beside --dtype {args.dtype}: use {_or(PEER_DTYPES)}")
+        if not (Path(args.target).expanduser() / "config.json").is_file():
+            raise ConfigError(f"{named} beside --target {args.target!r}: a directory with a checkpoint is needed")
+    return tuple(given)
 
 
 def run_serve(args: argparse.Namespace) -> int:

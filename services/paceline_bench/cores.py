@@ -1,11 +1,11 @@
-"""A target whose products several cores share, with the draft model in its process: ``--cpu-threads``.
+"""Targets whose products several cores share, with the draft model in their process: ``--cpu-threads``.
 
     1 core      target and draft     plain, co-located
     N cores     the same             plain, co-located
 
-The pipelines stand side by side and take turns unit by unit; one that is not asked sleeps. What ``paceline plan`` takes
-of each is what its controllers have learned when it ends: the steps of the target by tokens, and the depths of the
-draft, whose weights the target's push out of the caches here as they will there.
+The pipelines stand side by side, and one that is not asked sleeps. What ``paceline plan`` takes of each is what its
+controllers have learned when it ends: the steps of the target by tokens, and the depths of the draft, whose weights the
+target's push out of the caches here as they will there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ValidationError
 
@@ -28,16 +28,16 @@ from paceline.errors.refusals import explain
 from paceline.local import LocalPipeline
 from paceline.plan.layouts import Drafting
 from paceline.preflight.device import why_not_shared
-from paceline.types import Mode, SamplingParams
-from paceline_bench.jobs import Job, Reply, run_jobs, speculation
-from paceline_bench.prompts import Prompt
+from paceline.types import Mode, SpeculationParams
+from paceline_bench.jobs import Job, Reply, run_jobs
+from paceline_bench.records import RequestRecord
+from paceline_bench.report.summaries import summarize
 from paceline_bench.settings import LocalSettings
 from paceline_bench.steps import WatchedFactory, learning_target
 
 _K = 4
-_WARM_UP_TOKENS = 24
-_WAYS = {Drafting.PLAIN: (Mode.PLAIN, 0), Drafting.COLOCATED: (Mode.OVERLAPPED, _K)}
-"""Mode and K of the requests."""
+WAYS = {Drafting.PLAIN: (Mode.PLAIN, 0), Drafting.COLOCATED: (Mode.OVERLAPPED, _K)}
+"""What is measured of each, and the mode and K of its requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def configs(settings: LocalSettings) -> dict[int, LocalConfig]:
     """
     found = {}
     head = {"method": "draft_model", "model": settings.draft, "num_speculative_tokens": _K}
-    for threads in (1, *settings.cpu_threads):
+    for threads in settings.thread_counts or (1,):
         try:
             target = TargetModel(
                 path=settings.target,
@@ -81,71 +81,59 @@ def configs(settings: LocalSettings) -> dict[int, LocalConfig]:
     return found
 
 
-def measure(settings: LocalSettings, prompts: Sequence[Prompt]) -> list[CoresRecord]:
-    """Runs the prompts through every pipeline, plain and co-located.
+def name_of(what: str, threads: int) -> str:
+    """Name of a method that so many threads share."""
+    return f"{what}, {threads} thread" + "s" * (threads > 1)
 
-    Raises:
-        ConfigError: as ``configs``.
-        EngineError: an engine failed.
-    """
-    known = configs(settings)
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        files = {threads: Path(folder) / str(threads) for threads in known}
-        spent = {threads: _Spent() for threads in known}
+
+class SharedTargets:
+    """The pipelines of a run. A context manager."""
+
+    def __init__(self, settings: LocalSettings) -> None:
+        """Raises ConfigError: as ``configs``."""
+        self._configs = configs(settings)
+        self.learned: dict[int, dict[str, Any]] = {}
+        """What the controllers of each target know, by its threads; filled in when the pipelines have ended."""
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            pipelines = {}
-            for threads, config in known.items():
-                factory = WatchedFactory(config.target_setup(), files[threads], learning_target)
-                pipelines[threads] = stack.enter_context(LocalPipeline(config, target_factory=factory))
-            for unit, temperature, chosen in _units(settings, prompts):
-                for threads, pipeline in pipelines.items():
-                    for way, (mode, k) in _WAYS.items():
-                        params = speculation(mode, k, settings.acceptance, settings.growth)
-                        limit = _WARM_UP_TOKENS if unit < 0 else settings.max_tokens
-                        jobs = [_job(prompt, temperature, limit, settings.seed + i) for i, prompt in enumerate(chosen)]
-                        replies = run_jobs(pipeline, jobs, params)
-                        if unit >= 0:
-                            spent[threads].add(way, temperature, replies)
-        return [_record(threads, spent[threads], files[threads], settings.sessions) for threads in known]
+            self._files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+            stack.callback(self._learn)
+            self._pipelines = {}
+            for threads, config in self._configs.items():
+                factory = WatchedFactory(config.target_setup(), self._files / str(threads), learning_target)
+                self._pipelines[threads] = stack.enter_context(LocalPipeline(config, target_factory=factory))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self, threads: int, jobs: Sequence[Job], params: SpeculationParams) -> list[Reply]:
+        """Runs all jobs concurrently. Raises as ``run_jobs``."""
+        return run_jobs(self._pipelines[threads], jobs, params)
+
+    def _learn(self) -> None:
+        for file in self._files.iterdir():
+            self.learned[int(file.name)] = json.loads(file.read_text(encoding="utf-8"))
 
 
-def _units(settings: LocalSettings, prompts: Sequence[Prompt]) -> Iterator[tuple[int, float, Sequence[Prompt]]]:
-    """(number, temperature, prompts) of what is run at once; number -1 warms up."""
-    units = [prompts[at : at + settings.sessions] for at in range(0, len(prompts), settings.sessions)]
-    yield -1, 0.0, units[0]
-    for _ in range(settings.repeats):
-        for number, unit in enumerate(units):
-            for temperature in settings.temperatures:
-                yield number, temperature, unit
+def records(settings: LocalSettings, measured: Sequence[RequestRecord], shared: SharedTargets) -> list[CoresRecord]:
+    """What was measured of each target of a run that has ended."""
+    return [_record(settings, measured, threads, learned) for threads, learned in sorted(shared.learned.items())]
 
 
-def _job(prompt: Prompt, temperature: float, limit: int, seed: int) -> Job:
-    return Job(prompt, SamplingParams(max_tokens=limit, temperature=temperature, ignore_eos=True, seed=seed))
-
-
-class _Spent:
-    """Decoded tokens and the seconds they took, by way and temperature."""
-
-    def __init__(self) -> None:
-        self._found: dict[Drafting, dict[float, tuple[int, float]]] = {way: {} for way in _WAYS}
-
-    def add(self, way: Drafting, temperature: float, replies: Sequence[Reply]) -> None:
-        """Takes the replies of a unit."""
-        tokens, seconds = self._found[way].get(temperature, (0, 0.0))
-        tokens += sum(len(reply.token_ids) - 1 for reply in replies)
-        begin, end = min(r.prefill_s for r in replies), max(r.prefill_s + r.decode_s for r in replies)
-        self._found[way][temperature] = tokens, seconds + end - begin
-
-    def rates(self) -> dict[Drafting, dict[float, float]]:
-        """Tokens per second."""
-        return {way: {at: n / seconds for at, (n, seconds) in of.items()} for way, of in self._found.items()}
-
-
-def _record(threads: int, spent: _Spent, file: Path, sessions: int) -> CoresRecord:
-    learned, rates = json.loads(file.read_text(encoding="utf-8")), spent.rates()
-    step_s = dict(map(tuple, learned["target_s"]))[1]
-    gap_s = max(0.0, mean(1.0 / rate for rate in rates[Drafting.PLAIN].values()) - step_s) if sessions == 1 else 0.0
-    return CoresRecord(threads, rates, learned["target_s"], learned["draft_s"], gap_s)
+def _record(
+    settings: LocalSettings, measured: Sequence[RequestRecord], threads: int, learned: Mapping[str, Any]
+) -> CoresRecord:
+    names = {name_of(way.value, threads): way for way in WAYS}
+    found: dict[Drafting, dict[float, float]] = {way: {} for way in WAYS}
+    for summary in summarize([record for record in measured if record.mode in names]):
+        found[names[summary.mode]][summary.temperature] = summary.decode_tokens_per_s
+    step_s, plain = dict(map(tuple, learned["target_s"]))[1], found[Drafting.PLAIN].values()
+    gap_s = max(0.0, mean(1.0 / rate for rate in plain) - step_s) if settings.sessions == 1 else 0.0
+    return CoresRecord(threads, found, learned["target_s"], learned["draft_s"], gap_s)
 
 
 def text(records: Sequence[CoresRecord]) -> str:
@@ -158,7 +146,7 @@ def text(records: Sequence[CoresRecord]) -> str:
             (
                 str(record.cpu_threads),
                 f"{temperature:g}",
-                *(f"{record.tokens_per_s[way][temperature]:.1f}" for way in _WAYS),
+                *(f"{record.tokens_per_s[way][temperature]:.1f}" for way in WAYS),
                 *(f"{1e3 * seconds:.2f} ms" for seconds in (steps[1], steps[1 + _K], depth_s)),
             )
             for temperature in record.tokens_per_s[Drafting.PLAIN]
@@ -169,7 +157,7 @@ def text(records: Sequence[CoresRecord]) -> str:
 def as_json(record: CoresRecord) -> dict[str, Any]:
     """What ``paceline plan --from`` reads."""
     rates = [
-        {"temperature": at, "k": _K} | {way.value: record.tokens_per_s[way][at] for way in _WAYS}
+        {"temperature": at, "k": _K} | {way.value: record.tokens_per_s[way][at] for way in WAYS}
         for at in record.tokens_per_s[Drafting.PLAIN]
     ]
     return {

@@ -18,7 +18,8 @@ from paceline_bench.endpoint import APIS
 from paceline_bench.latency import LIMITED
 from paceline_bench.local import BASELINES
 from paceline_bench.models import FIFTH
-from paceline_bench.settings import PARTS
+from paceline_bench.peer_worker import ENGINES
+from paceline_bench.settings import PARTS, Peer
 from paceline_bench.tasks import GROUPS
 
 _T = TypeVar("_T")
@@ -46,6 +47,10 @@ def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several
     group.add_argument("--tree-step-tokens", type=positive(1024), metavar="N")
     help_ = "also measure targets whose products so many cores share, and 1, for paceline plan --cpu-cores"
     group.add_argument("--cpu-threads", type=several(threads), default=(), metavar="N,...", help=help_)
+    help_ = f"also measure {' or '.join(ENGINES)}, by the Python of the environment that has it (repeatable)"
+    group.add_argument(
+        "--peer", dest="peers", action="append", type=peer, default=[], metavar="ENGINE=PYTHON", help=help_
+    )
     group = _add_load_flags(parser, "default 8, or all of --prompts-file")
     group.add_argument("--sessions", type=positive(1024), default=1, metavar="N", help="prompts at once")
 
@@ -192,6 +197,17 @@ def baselines(text: str) -> tuple[str, ...]:
             allowed = f"{', '.join(BASELINES)}, or none or all alone"
             raise argparse.ArgumentTypeError(f"unknown baseline {name!r}: use {allowed}")
     return names
+
+
+def peer(text: str) -> Peer:
+    """An engine and the Python of its environment."""
+    engine, _, python = text.partition("=")
+    if engine not in ENGINES or not python:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is given, {' or '.join(ENGINES)} with the Python of the environment that has it is needed, such "
+            f"as {ENGINES[0]}=/opt/{ENGINES[0]}/bin/python"
+        )
+    return Peer(engine, python)
 
 
 def _integer(text: str, least: int, most: int | None) -> int:

@@ -2,7 +2,9 @@
 
     pair of engines     core 0: target, core 1: draft       plain, sequential, overlapped
     two replicas        a core each (``replicas.py``)        replicated, colocated
+    shared targets      1 core, N cores (``cores.py``)       plain and co-located by so many threads
     transformers        core 0 (``baselines.py``)            transformers, assisted, lookup, continuous
+    other engines       1 core, N cores (``peers.py``)       plain and with the draft
 
 One pair of engines serves all modes, since the mode is a property of the request. Methods take turns prompt by
 prompt, in an order that rotates, so that a machine that drifts does so for all of them alike.
@@ -22,16 +24,18 @@ from typing import Any, Self
 from paceline.config import LocalConfig, TargetModel
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
+from paceline.plan.layouts import Drafting
 from paceline.runtime.workers import available_cores
 from paceline.types import Acceptance, Mode, SamplingParams
-from paceline_bench import baselines, replicas
+from paceline_bench import baselines, cores, replicas
 from paceline_bench.baselines import GenerateProcess, GenerateRequest
-from paceline_bench.drafting import Drafting
+from paceline_bench.drafting import Drafting as Flags
 from paceline_bench.jobs import Job, Reply, run_jobs, speculation
+from paceline_bench.peers import PeerProcess, Start, Unit, start_of
 from paceline_bench.prompts import Prompt, choose
-from paceline_bench.records import RequestRecord
+from paceline_bench.records import TRANSFORMERS, RequestRecord
 from paceline_bench.replicas import Replicas
-from paceline_bench.settings import LocalSettings
+from paceline_bench.settings import LocalSettings, Peer
 from paceline_bench.steps import StepRecord, WatchedFactory, read_steps, timed_draft, timed_target
 
 _WARM_UP_TOKENS = 24
@@ -47,8 +51,19 @@ class Method:
 
     name: str
     mode: str
-    """Name of a ``Mode``, or one of ``BASELINES``."""
+    """Name of a ``Mode``, or one of ``BASELINES``; of other engines and of shared targets the method without its K."""
     draft_tokens: int = 0
+    cores: int = 1
+    """Number of cores that it is given."""
+    shared: Drafting | None = None
+    """What it is of a target whose products ``cores`` threads share."""
+    peer: Peer | None = None
+    """The engine, if it is neither ours nor transformers."""
+
+    @property
+    def engine(self) -> str:
+        """Its name; empty if it is ours."""
+        return self.peer.engine if self.peer else TRANSFORMERS if self.mode in baselines.MODES else ""
 
 
 def methods(settings: LocalSettings) -> list[Method]:
@@ -59,17 +74,29 @@ def methods(settings: LocalSettings) -> list[Method]:
             listed.append(Method("plain", mode.value))
         else:
             ks = settings.draft_tokens if mode is Mode.OVERLAPPED else settings.sequential_draft_tokens
-            listed += [Method(f"{mode.value} K={k}", mode.value, k) for k in ks]
+            listed += [Method(f"{mode.value} K={k}", mode.value, k, devices(mode)) for k in ks]
     for name in settings.baselines:
         if name == "colocated":
-            listed += [Method(f"{name} K={k}", name, k) for k in settings.sequential_draft_tokens]
+            listed += [Method(f"{name} K={k}", name, k, devices(name)) for k in settings.sequential_draft_tokens]
         else:
-            listed.append(Method(baselines.NAMES.get(name, name), name))
+            listed.append(Method(baselines.NAMES.get(name, name), name, 0, devices(name)))
+    for threads in settings.thread_counts:
+        for way, (_, k) in cores.WAYS.items():
+            named = cores.name_of(way.value, threads)
+            listed.append(Method(_with_k(named, k), named, k, threads, shared=way))
+    for peer in settings.peers:
+        for threads in settings.peer_cores:
+            named, ks = cores.name_of(peer.engine, threads), settings.sequential_draft_tokens if settings.draft else ()
+            listed += [Method(_with_k(named, k), named, k, threads, peer=peer) for k in (0, *ks)]
     return listed
 
 
+def _with_k(mode: str, draft_tokens: int) -> str:
+    return f"{mode} K={draft_tokens}" if draft_tokens else mode
+
+
 def devices(mode: str) -> int:
-    """Number of cores that a method of this mode is given."""
+    """Number of cores that a ``Mode`` or one of ``BASELINES`` is given."""
     return 1 if mode == Mode.PLAIN.value or mode in baselines.MODES else replicas.NUM_REPLICAS
 
 
@@ -82,6 +109,9 @@ class LocalBench:
         self.records: list[RequestRecord] = []
         self.timelines: list[dict[str, Any]] = []
         """First request of each of our methods: its rounds, and steps as (start, seconds, width) since it began."""
+        self.shared: cores.SharedTargets | None = None
+        """Targets whose products several cores share, if any are measured."""
+        self._peers: dict[Start, PeerProcess] = {}
         self._max_sessions = max_sessions or settings.sessions
         self._stack = contextlib.ExitStack()
 
@@ -90,7 +120,7 @@ class LocalBench:
             settings = self.settings
             steps = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
             self._target_log, self._draft_log = steps / "target", steps / "draft"
-            drafting = Drafting(settings.drafter, settings.heads)
+            drafting = Flags(settings.drafter, settings.heads)
             run: dict[str, Any] = {"dtype": settings.dtype, "compile": settings.compile}
             target = TargetModel(path=settings.target, max_sessions=self._max_sessions, **run)
             config = LocalConfig(
@@ -113,10 +143,14 @@ class LocalBench:
             if any(mode in replicas.MODES for mode in settings.baselines):
                 self._replicas = stack.enter_context(Replicas(config.model_copy(update={"target": target})))
             if any(mode in baselines.MODES for mode in settings.baselines):
-                cores = available_cores()
+                available = available_cores()
                 draft = settings.draft if "assisted" in settings.baselines else None
-                core = cores[0] if len(cores) >= 2 else None
+                core = available[0] if len(available) >= 2 else None
                 self._generate = stack.enter_context(GenerateProcess(settings.target, draft, settings.dtype, core))
+            if settings.cpu_threads:
+                self.shared = stack.enter_context(cores.SharedTargets(settings))
+            for start, peer in {self._start(m, m.peer): m.peer for m in methods(settings) if m.peer}.items():
+                self._peers[start] = stack.enter_context(PeerProcess(peer.python, start))
             self._stack = stack.pop_all()
         return self
 
@@ -169,10 +203,27 @@ class LocalBench:
         self, method: Method, prompts: Sequence[Prompt], temperature: float, unit: int, repeat: int, max_tokens: int
     ) -> list[RequestRecord]:
         own = method.mode in _MODES
-        run = self._run_transformers if method.mode in baselines.MODES else self._run_pipelines
+        run = self._run_pipelines
+        if method.mode in baselines.MODES:
+            run = self._run_transformers
+        elif method.peer is not None:
+            run = self._run_peer
         limits = [max_tokens if repeat < 0 else p.max_tokens or max_tokens for p in prompts]
         blank = RequestRecord(
-            method.name, method.mode, method.draft_tokens, temperature, unit, repeat, "", 0, (), 0.0, 0.0, ()
+            method.name,
+            method.mode,
+            method.draft_tokens,
+            temperature,
+            unit,
+            repeat,
+            "",
+            0,
+            (),
+            0.0,
+            0.0,
+            (),
+            cores=method.cores,
+            engine=method.engine,
         )
         started = time.perf_counter()
         replies = run(method, prompts, limits, temperature, unit)
@@ -196,13 +247,19 @@ class LocalBench:
     def _run_pipelines(
         self, method: Method, prompts: Sequence[Prompt], limits: Sequence[int], temperature: float, unit: int
     ) -> list[Reply]:
-        mode = replicas.MODES.get(method.mode) or Mode(method.mode)
+        if method.shared is not None:
+            mode = cores.WAYS[method.shared][0]
+        else:
+            mode = replicas.MODES.get(method.mode) or Mode(method.mode)
         params = speculation(mode, method.draft_tokens, self.settings.acceptance, self.settings.growth)
         first_seed = self._seed(unit * len(prompts))
         jobs = [
             Job(prompt, SamplingParams(max_tokens=limit, temperature=temperature, ignore_eos=True, seed=first_seed + i))
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
+        if method.shared is not None:
+            assert self.shared is not None, "entered for them"
+            return self.shared.run(method.cores, jobs, params)
         if method.mode in replicas.MODES:
             return self._replicas.run(jobs, params)
         return run_jobs(self._pipeline, jobs, params)
@@ -213,6 +270,20 @@ class LocalBench:
         token_ids = tuple(p.token_ids for p in prompts)
         request = GenerateRequest(method.mode, token_ids, tuple(limits), temperature, self._seed(unit))
         return self._generate.generate(request)
+
+    def _run_peer(
+        self, method: Method, prompts: Sequence[Prompt], limits: Sequence[int], temperature: float, unit: int
+    ) -> list[Reply]:
+        assert method.peer is not None, "only for such methods"
+        token_ids = tuple(p.token_ids for p in prompts)
+        asked = Unit(token_ids, tuple(limits), temperature, self._seed(unit * len(prompts)), method.draft_tokens)
+        return self._peers[self._start(method, method.peer)].generate(asked)
+
+    def _start(self, method: Method, peer: Peer) -> Start:
+        """The process that serves a method of an engine."""
+        settings, where = self.settings, available_cores()[: method.cores]
+        models = settings.target, settings.draft
+        return start_of(peer, models, method.draft_tokens, where, settings.dtype, self._max_sessions)
 
     def _seed(self, number: int) -> int:
         return self.settings.seed * 100_003 + number
@@ -246,15 +317,11 @@ def _with_identity(records: Sequence[RequestRecord], settings: LocalSettings) ->
     """Compares each request with plain decoding where the same tokens are claimed: greedy, or coupled."""
     plain = {(r.temperature, r.unit, r.prompt): r.token_ids for r in records if r.mode == "plain"}
     for record in records:
-        claimed = record.temperature == 0 or (_is_ours(record) and settings.acceptance is Acceptance.COUPLED)
+        claimed = record.temperature == 0 or (not record.engine and settings.acceptance is Acceptance.COUPLED)
         theirs = plain.get((record.temperature, record.unit, record.prompt))
         yield replace(record, identical=record.token_ids == theirs if claimed and theirs is not None else None)
 
 
-def _is_ours(record: RequestRecord) -> bool:
-    return record.mode in _MODES or record.mode in replicas.MODES
-
-
 def differs(records: Sequence[RequestRecord]) -> bool:
     """True if any text of ours differs that is claimed to be plain decoding's."""
-    return any(record.identical is False for record in records if _is_ours(record))
+    return any(record.identical is False for record in records if not record.engine)

@@ -13,6 +13,8 @@ from typing import Any, Self
 from paceline.types import Mode
 
 LOCAL, SERVICE, ENDPOINT = "local", "service", "endpoint"
+TRANSFORMERS = "transformers"
+"""Name of the engine whose modes are all baselines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class RequestRecord:
     """Seconds from the start of the unit to the submission."""
     num_counted: int | None = None
     """Number of emitted tokens, as counted by a server that does not send their ids."""
+    cores: int = 0
+    """Number of cores of the method; 0 where that is not recorded."""
+    engine: str = ""
+    """The engine, if it is not ours, where that is recorded."""
 
     @property
     def num_tokens(self) -> int:

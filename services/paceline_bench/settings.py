@@ -53,6 +53,14 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """Another engine, and the Python of the environment that it is installed in."""
+
+    engine: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
 class LocalSettings(RunSettings):
     """One run of ``paceline bench local``."""
 
@@ -71,6 +79,21 @@ class LocalSettings(RunSettings):
     worker: Literal["process", "thread"] = "process"
     cpu_threads: tuple[int, ...] = ()
     """Threads by which the products of further targets are shared, beside one."""
+    peers: tuple[Peer, ...] = ()
+    """Other engines that are measured beside ours."""
+
+    @property
+    def thread_counts(self) -> tuple[int, ...]:
+        """Numbers of threads that targets are measured with; empty without ``cpu_threads``."""
+        return (1, *self.cpu_threads) if self.cpu_threads else ()
+
+    @property
+    def peer_cores(self) -> tuple[int, ...]:
+        """Numbers of cores that other engines are measured on: one, those of a target and its draft, and as many as
+        share a target's products, as far as there are so many."""
+        from paceline.runtime.workers import available_cores  # torch is for the kinds that run a model
+
+        return tuple(n for n in sorted({1, 2, *self.cpu_threads}) if n <= max(1, len(available_cores())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.checkpoint.files import embedded_paths
-from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.main import main
+from paceline.config import LocalConfig
 from paceline.errors import ConfigError
 from paceline.plan.layouts import Drafting
 from paceline.plan.measured import core_times
 from paceline_bench import cores
-from paceline_bench.prompts import held_out_prompts
+from paceline_bench.local import LocalBench
+from paceline_bench.report.summaries import summarize
 from paceline_bench.settings import LocalSettings
 
 TARGET, DRAFT = map(str, embedded_paths())
 
 
 @pytest.mark.slow
-def test_what_is_measured_on_one_core_is_what_the_plan_reads() -> None:
+def test_what_is_measured_on_one_core_is_what_the_plan_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real run of the target that one thread serves."""
+    monkeypatch.setattr(LocalSettings, "thread_counts", (1,))
     run = {"dtype": "float32", "compile": False, "worker": "thread", "max_tokens": 24, "temperatures": (0.0,)}
-    prompts = held_out_prompts(load_tokenizer(TARGET), 2)
-    (record,) = cores.measure(LocalSettings(TARGET, DRAFT, **run), prompts)
+    settings = LocalSettings(TARGET, DRAFT, **run, modes=(), baselines=(), num_prompts=2, cpu_threads=(2,))
+    with LocalBench(settings) as bench:
+        measured = bench.run()
+    assert bench.shared is not None
+    (record,) = cores.records(settings, measured, bench.shared)
     assert record.cpu_threads == 1
-    assert all(record.tokens_per_s[way][0.0] > 0 for way in (Drafting.PLAIN, Drafting.COLOCATED))
+    rates = {s.method: s.decode_tokens_per_s for s in summarize(measured)}
+    assert rates == {
+        "plain, 1 thread": record.tokens_per_s[Drafting.PLAIN][0.0],
+        "co-located, 1 thread K=4": record.tokens_per_s[Drafting.COLOCATED][0.0],
+    }
+    assert all(rate > 0 for rate in rates.values())
+    assert any(r.drafted for r in measured[-1].rounds)
     times = core_times(cores.as_json(record))
     assert times.draft.seconds(1) > 0
     assert 0 < times.target.seconds(1) <= times.target.seconds(5) <= times.target.seconds(64)
@@ -43,24 +56,24 @@ def test_more_threads_than_cores_are_refused_before_the_run() -> None:
 def test_the_threads_of_a_run_are_printed_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real run in which the targets of one core and of two are made up."""
-    asked = []
+    """A real run in which the target of two threads is another one of one."""
+    alone = cores.configs
 
-    def measure(settings: LocalSettings, prompts: object) -> list[cores.CoresRecord]:
-        asked.append(settings.cpu_threads)
-        rates = {way: {0.0: 10.0} for way in (Drafting.PLAIN, Drafting.COLOCATED)}
-        steps = {threads: [(size, 0.1 / threads) for size in (1, 5, 9)] for threads in (1, 2)}
-        return [cores.CoresRecord(threads, rates, steps[threads], [(1, 0.01)], 0.0) for threads in steps]
+    def configs(settings: LocalSettings) -> dict[int, LocalConfig]:
+        assert settings.cpu_threads == (2,)
+        (config,) = alone(replace(settings, cpu_threads=())).values()
+        return {1: config, 2: config}
 
-    monkeypatch.setattr(cores, "configs", lambda settings: {})
-    monkeypatch.setattr(cores, "measure", measure)
+    monkeypatch.setattr(cores, "configs", configs)
     file = tmp_path / "run.json"
     run = ["--prompts", "1", "--max-tokens", "48", "--temperatures", "0", "--dtype", "float32", "--no-compile"]
-    run += ["--baselines", "none", "--sequential-draft-tokens", "4", "--worker", "thread", "--cpu-threads", "2"]
+    run += ["--modes", "plain", "--baselines", "none", "--worker", "thread", "--cpu-threads", "2"]
     assert main(["bench", "local", *run, "--json", str(file)]) == 0
-    assert asked == [(2,)]
     assert "tokens/s by the cores that share a target's products:" in capsys.readouterr().out
-    written = json.loads(file.read_text(encoding="utf-8"))["cores"]
-    assert [one["cpu_threads"] for one in written] == [1, 2]
-    assert [core_times(one).target.seconds(1) for one in written] == pytest.approx([0.1, 0.05])
-    assert written[0]["tokens_per_s"] == [{"temperature": 0.0, "k": 4, "plain": 10.0, "co-located": 10.0}]
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert {r["identical"] for r in data["requests"]} == {True}
+    assert [one["cpu_threads"] for one in data["cores"]] == [1, 2]
+    for one in data["cores"]:
+        assert core_times(one).target.seconds(1) > 0
+        ((at, k, *rates),) = (list(cell.values()) for cell in one["tokens_per_s"])
+        assert (at, k, len(rates)) == (0.0, 4, 2)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.bench.arguments import refusal_of
 
 from paceline.cli.main import main
 from paceline.types import Mode, ReplicaStatus
@@ -74,16 +75,7 @@ SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE
     ],
 )
 def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main(["bench", "serve", *arguments])
-    except SystemExit as stopped:  # argparse's own
-        status = int(str(stopped.code))
-    output = capsys.readouterr()
-    assert status == 2
-    assert output.out == ""
-    message = output.err.strip().splitlines()[-1]
-    assert named in message
-    assert message.startswith("paceline")
+    assert named in refusal_of(["bench", "serve", *arguments], capsys)
 
 
 def test_what_is_compared() -> None:

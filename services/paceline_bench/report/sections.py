@@ -16,7 +16,7 @@ from paceline_bench.report.forms import Row, hits_of, number, percentiles, rows_
 from paceline_bench.report.page import Section
 from paceline_bench.report.plots import Point
 from paceline_bench.report.service import service_sections
-from paceline_bench.report.summaries import Summary, best_of, summarize
+from paceline_bench.report.summaries import Summary, against_engines, best_of, summarize
 
 _TIMELINE_ROUNDS = 8
 """Number of rounds that a timeline shows, from the third on."""
@@ -30,7 +30,7 @@ def all_sections(runs: Sequence[Run]) -> list[Section]:
     """All sections that the runs have something for."""
     local = [run for run in runs if isinstance(run, LocalRun)]
     loads = [run for run in local if not run.grouped]
-    makers = (timeline, throughput, against_transformers, latency, acceptance, per_device, floors)
+    makers = (timeline, throughput, against_transformers, against_others, latency, acceptance, per_device, floors)
     found: list[Section | None] = [headline.in_short(runs), *(maker(loads) for maker in makers if loads)]
     found.append(task_groups([run for run in local if run.grouped]))
     found += service_sections([run for run in runs if isinstance(run, ServeRun)])
@@ -117,6 +117,30 @@ def against_transformers(runs: Sequence[LocalRun]) -> Section | None:
     return Section("Against the best of transformers' modes", text, rows_of(rows)) if rows else None
 
 
+def against_others(runs: Sequence[LocalRun]) -> Section | None:
+    """The fastest of ours over other engines on as many cores."""
+    rows: list[Row] = []
+    for run, temperature, summaries in _cells(runs):
+        for found in against_engines(summaries):
+            ours, theirs = found.rates
+            rows.append(
+                (
+                    ("run", run.label),
+                    ("at once", str(run.sessions)),
+                    ("T", f"{temperature:g}"),
+                    ("cores", str(found.cores)),
+                    ("measure", "end to end" if found.end_to_end else "decoding"),
+                    ("ours", found.ours.method),
+                    ("tokens/s", f"{ours:.1f}"),
+                    ("theirs", found.theirs.method),
+                    ("tokens/s", f"{theirs:.1f}"),
+                    ("ratio", f"{ours / theirs:.2f}"),
+                )
+            )
+    text = "Our fastest method that uses no more cores over the fastest of each other engine that ran beside it."
+    return Section("Against other engines on the same cores", text, rows_of(rows)) if rows else None
+
+
 def latency(runs: Sequence[LocalRun]) -> Section:
     """Percentiles of all latencies that a client sees."""
     rows: list[Row] = []
@@ -185,7 +209,7 @@ def per_device(runs: Sequence[LocalRun]) -> Section:
     points: list[tuple[str, str, float, float]] = []
     for run, temperature, summaries in _cells(runs):
         for s in _best(summaries):
-            count = devices(s.mode)
+            count = s.cores or devices(s.mode)
             each = s.decode_tokens_per_s / count
             rows.append(
                 (

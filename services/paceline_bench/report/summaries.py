@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -25,7 +25,15 @@ from paceline_bench.arithmetic import (
 )
 from paceline_bench.latency import Percentiles, latencies, meets
 from paceline_bench.processes import ROLES
-from paceline_bench.records import ENDPOINT, LOCAL, SERVICE, Configuration, RequestRecord, UnitRecord
+from paceline_bench.records import (
+    ENDPOINT,
+    LOCAL,
+    SERVICE,
+    TRANSFORMERS,
+    Configuration,
+    RequestRecord,
+    UnitRecord,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,8 @@ class Summary:
 
     method: str
     mode: str
+    cores: int
+    """Number of cores of the method; 0 where that is not recorded."""
     temperature: float
     requests: int
     decode_tokens_per_s: float
@@ -63,6 +73,12 @@ class Summary:
     """Mean nodes of a draft tree step."""
     identical: Share | None
     """Requests whose tokens are plain decoding's; None where that is not claimed."""
+    engine: str = ""
+    """The engine, if it is not ours."""
+
+    def rate(self, *, end_to_end: bool) -> float:
+        """Tokens per second, of decoding or with prefill."""
+        return self.end_to_end_tokens_per_s if end_to_end else self.decode_tokens_per_s
 
 
 def summarize(records: Sequence[RequestRecord]) -> list[Summary]:
@@ -90,6 +106,7 @@ def _summary(records: Sequence[RequestRecord], plain: Sequence[RequestRecord]) -
     return Summary(
         method=records[0].method,
         mode=records[0].mode,
+        cores=records[0].cores,
         temperature=records[0].temperature,
         requests=len(records),
         decode_tokens_per_s=rate(amounts),
@@ -109,6 +126,7 @@ def _summary(records: Sequence[RequestRecord], plain: Sequence[RequestRecord]) -
         draft_step_s=median(s for _, s in draft_steps) if draft_steps else None,
         draft_step_nodes=sum(w for w, _ in draft_steps) / len(draft_steps) if draft_steps else None,
         identical=identical if identical.events else None,
+        engine=records[0].engine,
     )
 
 
@@ -123,6 +141,34 @@ def best_of(summaries: Sequence[Summary], mode: str, temperature: float) -> Summ
     """The fastest method of a mode at a temperature, by decode tokens/s; None if it was not measured."""
     of_mode = [s for s in summaries if s.mode == mode and s.temperature == temperature]
     return max(of_mode, key=lambda s: s.decode_tokens_per_s, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """Our fastest method against the fastest of another engine on as many cores, by one measure."""
+
+    cores: int
+    ours: Summary
+    theirs: Summary
+    end_to_end: bool
+    """Prefill is in the measure, which is tokens per second."""
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Ours and theirs, in tokens/s."""
+        return self.ours.rate(end_to_end=self.end_to_end), self.theirs.rate(end_to_end=self.end_to_end)
+
+
+def against_engines(summaries: Sequence[Summary]) -> Iterator[Against]:
+    """Comparisons at one temperature with engines that decode on one core and on several: with each of them, on each
+    number of cores. Methods of ours may use fewer."""
+    theirs = [s for s in summaries if s.engine and s.engine != TRANSFORMERS]
+    for engine, cores in dict.fromkeys((s.engine, s.cores) for s in theirs):
+        ours = [s for s in summaries if not s.engine and 0 < s.cores <= cores]
+        others = [s for s in theirs if (s.engine, s.cores) == (engine, cores)]
+        for end_to_end in (False, True) if ours else ():
+            best, other = (max(of, key=lambda s: s.rate(end_to_end=end_to_end)) for of in (ours, others))
+            yield Against(cores, best, other, end_to_end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,15 @@ from paceline_bench.processes import ROLES
 from paceline_bench.records import ENDPOINT, Outcome, RequestRecord, ServiceFacts, UnitRecord, differing
 from paceline_bench.report import forms
 from paceline_bench.report.forms import Row, counts, hits_of, latency, milliseconds, number, percent, rows_of, share
-from paceline_bench.report.summaries import Cell, Summary, best_of, cells_of, summarize
+from paceline_bench.report.summaries import (
+    Against,
+    Cell,
+    Summary,
+    against_engines,
+    best_of,
+    cells_of,
+    summarize,
+)
 from paceline_bench.settings import ServeSettings
 
 _LOCAL_NOTES = (
@@ -59,7 +67,7 @@ def local_text(
     for temperature in dict.fromkeys(s.temperature for s in summaries):
         of_it = [s for s in summaries if s.temperature == temperature]
         lines += ["", f"temperature {temperature:g}", *_table(_method_speed(s) for s in of_it)]
-        lines += ["", *_table(_method_draft(s) for s in of_it), *_comparison(of_it, temperature)]
+        lines += ["", *_table(_method_draft(s) for s in of_it), *_comparison(of_it)]
         at_it = [r for r in records if r.temperature == temperature]
         lines += ["", *_table(_method_latency(s, at_it) for s in of_it)]
     return "\n".join([*lines, "", *_step_ratio(records), _LOCAL_NOTES])
@@ -184,7 +192,19 @@ def _method_latency(s: Summary, records: Sequence[RequestRecord]) -> Row:
     return (("p50/p90/p95/p99 in ms", s.method), *((name.upper(), latency(found[name])) for name in METRICS))
 
 
-def _comparison(summaries: Sequence[Summary], temperature: float) -> list[str]:
+def _comparison(summaries: Sequence[Summary]) -> list[str]:
+    return [*_overlap(summaries), *map(_against, against_engines(summaries))]
+
+
+def _against(found: Against) -> str:
+    ours, theirs = found.rates
+    measure = "end to end" if found.end_to_end else "decoding"
+    number = f"{found.cores} core" + "s" * (found.cores > 1)
+    return f"{number}, {measure}: {found.ours.method} against {found.theirs.method}: {ours / theirs:.2f}"
+
+
+def _overlap(summaries: Sequence[Summary]) -> list[str]:
+    temperature = summaries[0].temperature
     overlapped = best_of(summaries, "overlapped", temperature)
     sequential = best_of(summaries, "sequential", temperature)
     if overlapped is None or sequential is None or sequential.decode_tokens_per_s == 0:
