@@ -27,7 +27,6 @@ from paceline.errors import ConfigError
 from paceline.errors.refusals import explain
 from paceline.local import LocalPipeline
 from paceline.plan.layouts import Drafting
-from paceline.preflight.device import why_not_shared
 from paceline.types import Mode, SpeculationParams
 from paceline_bench.jobs import Job, Reply, run_jobs
 from paceline_bench.records import RequestRecord
@@ -61,6 +60,8 @@ def configs(settings: LocalSettings) -> dict[int, LocalConfig]:
     Raises:
         ConfigError: threads of this machine cannot share the products of such a target.
     """
+    from paceline.preflight.device import why_not_shared  # torch is for the kinds that run a model
+
     found = {}
     head = {"method": "draft_model", "model": settings.draft, "num_speculative_tokens": _K}
     for threads in settings.thread_counts or (1,):

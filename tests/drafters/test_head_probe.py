@@ -228,8 +228,8 @@ def test_norms_and_the_order_of_published_heads_are_tried_and_put_back(
     want, before = unrolled(opened(other, tmp_path / "other", target)), unrolled(drafter)
     (setting,) = [setting for setting in settings_of(drafter, LAYERS) if setting.advice.endswith(advice)]
     with setting.applied(drafter.module):
-        assert torch.equal(unrolled(drafter), want)
-    assert not torch.equal(want, before)
+        torch.testing.assert_close(unrolled(drafter), want, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(want, before, atol=1e-2)
     assert torch.equal(unrolled(drafter), before)
 
 

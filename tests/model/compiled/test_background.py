@@ -25,7 +25,7 @@ from paceline.target.engine import TargetEngine
 from paceline.types import SamplingParams, SpeculationParams
 
 JOB = CompileJob("a/model", ModelOptions())
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 
 
 def step(*inputs: object) -> object:

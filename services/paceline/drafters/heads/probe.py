@@ -196,17 +196,15 @@ def _other_row(module: HeadModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _swapped(module: HeadModule) -> Iterator[None]:
-    """The projection of [embedding; state] as one of [state; embedding]."""
+    """The projection of [embedding; state] is given [state; embedding]."""
     assert isinstance(module, Eagle | Mtp)
     layers: list[Any] = [part.eh_proj for part in module.modules_by_depth] if isinstance(module, Mtp) else [module.fc]
-    before = [layer.weight.data for layer in layers]
-    for layer in layers:
-        layer.weight.data = layer.weight.data.roll(layer.weight.shape[1] // 2, dims=1)
+    hooks = [layer.register_forward_pre_hook(lambda _, x: (x[0].roll(x[0].shape[-1] // 2, -1),)) for layer in layers]
     try:
         yield
     finally:
-        for layer, weight in zip(layers, before, strict=True):
-            layer.weight.data = weight
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True, slots=True)
