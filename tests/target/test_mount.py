@@ -3,21 +3,27 @@ target's own states, through prompts in chunks, cached prefixes, batches and pre
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.drafters.head_files import SIZE, VOCAB, made, write_target
 from tests.support.models import letters_tokenizer, save_pair
 from tests.support.rings import slow
+from torch import nn
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HeadOptions, SuffixMatching, TargetOptions, TargetSetup
 from paceline.drafters.heads import probe as probe_module
 from paceline.drafters.heads.drafter import HeadDrafter
+from paceline.drafters.heads.load import open_head
+from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.protocol import Leaf
 from paceline.errors import ConfigError
 from paceline.messages import DraftState, OpenSession, Outcome, SessionFailed
+from paceline.model.compiled.linear import PackedLinear
 from paceline.model.loading import load_model
 from paceline.model.step_plan import SequenceStep
 from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, target_estimate
@@ -164,6 +170,51 @@ def test_the_memory_of_a_block_head_is_known_from_its_files(kind: str, tmp_path:
     assert counted.page_values == len(opened.plan.features.boundaries) * SIZE
     assert counted.kv_values == sum(layer.kv_bytes(torch.float32) // 4 for layer in opened.plan.layers)
     assert counted.weights_bytes >= 4 * opened.plan.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, "float32") for kind in ("medusa_v1_pt", "medusa_v2", "medusa_blocks_one_lm_head", "mlp", "mlp_tied")),
+        *((kind, "float32") for kind in ("eagle", "eagle3", "eagle3_whole_vocabulary", "peagle", "dflash", "dspark")),
+        *((kind, "float32") for kind in ("dflash_speculators", "jetspec", "mtp_deepseek", "mtp_own_tables")),
+        *((kind, "bfloat16") for kind in ("medusa_v2", "eagle3", "dspark", "mtp_deepseek")),
+    ],
+)
+def test_what_a_head_holds_beside_its_target_is_counted_from_its_files(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Beside a compiled target it holds the tables that it borrows; an eager one lends them."""
+    tables = write_target(tmp_path / "target")
+    file, number = made(kind), getattr(torch, dtype)
+    head = HeadOptions(method=file.method, model=str(file.write(tmp_path / "head")))
+    checkpoint = Checkpoint.open(str(tmp_path / "target"))
+    options, size = TargetOptions(**OPTIONS | {"dtype": dtype, "heads": [head]}), checkpoint.size(dtype, None)
+    assert size is not None
+
+    def counted(**changes) -> int:
+        setup = TargetSetup(checkpoint.path, options.model_copy(update=changes))
+        return heads_size(setup, size, 256).weights_bytes
+
+    lent = {
+        "embed": partial(F.embedding, weight=tables["embed"]),
+        "lm_head": partial(F.linear, weight=tables["lm_head"]),
+    }
+    for given, count in (({}, counted(compile=True)), (lent, counted(compile=False))):
+        drafter = open_head(file.method, head.source, checkpoint).load(number, torch.device("cpu"), **given)
+        assert isinstance(drafter, HeadDrafter)
+        held, padding = held_bytes(drafter.module)
+        assert 0 <= held - count <= padding + 256, "but for angles, and ids in int64"
+    assert counted(tensor_parallel_size=2) == counted(quantization="int8") == counted(compile=True)
+
+
+def held_bytes(module: HeadModule) -> tuple[int, int]:
+    """Bytes of the weights of a head with what it has borrowed, if that is a module; the most of them that are packed
+    layers' padding, and biases in float32."""
+    borrowed = [function.func for function in (module._embed, module._lm_head) if isinstance(function, partial)]
+    parts = [part for whole in (module, *borrowed) if isinstance(whole, nn.Module) for part in whole.modules()]
+    tensors = [t for part in parts for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))]
+    packed = {part for part in parts if isinstance(part, PackedLinear)}
+    padding = sum(part.packed[0].nbytes + (0 if part.bias is None else part.bias.nbytes) for part in packed)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()), padding
 
 
 def test_a_head_that_predicts_nothing_is_refused_when_the_target_starts(tmp_path: Path) -> None:

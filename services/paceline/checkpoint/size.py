@@ -39,6 +39,8 @@ class ModelSize:
     """Attention heads that keep keys and values, in one layer."""
     saved_bytes: int = 0
     """Bytes that quantized weights take less than ``item_bytes`` for each number."""
+    num_tables: int = 2
+    """Matrices of the vocabulary: an embedding and an output layer, or one for both."""
 
     def of_rank(self, tensor_parallel_size: int) -> ModelSize:
         """The size of one of ``tensor_parallel_size`` ranks: its share of every matrix, and at least one KV head.
@@ -89,7 +91,7 @@ def model_size(
     size = size_of(config, counts.numbers, item_bytes, counts.whole)
     saved = counts.stored * item_bytes - counts.stored_bytes
     if quantization is not None:  # linear layers only
-        tables = size.vocab_size * size.hidden_size * (1 if config.get("tie_word_embeddings") else 2)
+        tables = size.vocab_size * size.hidden_size * size.num_tables
         rounded = max(0, counts.numbers - counts.whole - tables)
         saved += rounded * (item_bytes - weight_bytes_per_parameter(quantization, dtype))
     return replace(size, saved_bytes=saved)
@@ -109,6 +111,7 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
         vocab_size=_first(text, "vocab_size"),
         num_whole=num_whole,
         num_kv_heads=_kv_heads(text) or 1,
+        num_tables=1 if config.get("tie_word_embeddings") else 2,
     )
 
 

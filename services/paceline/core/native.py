@@ -77,6 +77,12 @@ def has_avx512() -> bool:
     return {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"} <= set(machine().split())
 
 
+def packs_bfloat16() -> bool:
+    """True if this machine has the instructions of the native products by packed weights: AVX512-BF16, without AMX."""
+    flags = set(machine().split())
+    return "avx512_bf16" in flags and "amx_tile" not in flags
+
+
 def _compile(source: Path, path: Path, options: Sequence[str], purpose: str) -> None:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:

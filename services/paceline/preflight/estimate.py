@@ -256,8 +256,12 @@ def _draft_tree_bytes(setup: DraftSetup) -> int:
 
 
 def _packed_bytes(options: ModelOptions, size: ModelSize, on_gpu: bool) -> int:
-    compiled = not on_gpu if options.compile == "auto" else options.compile
-    return size.weights_bytes if compiled else 0
+    return size.weights_bytes if compiles(options, on_gpu) else 0
+
+
+def compiles(options: ModelOptions, on_gpu: bool) -> bool:
+    """True if a model with these settings runs compiled."""
+    return not on_gpu if options.compile == "auto" else options.compile
 
 
 def _gathers(options: ModelOptions, on_gpu: bool) -> bool:

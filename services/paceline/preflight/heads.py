@@ -1,28 +1,43 @@
 """The memory that the heads of a target take, from their files: plain numbers, without torch.
 
 Only the first rank holds them. A head that reads hidden states keeps its layers on the target's KV pages; a draft model
-has a KV cache of its own.
+has a KV cache of its own. What a head uses of the target's weights is the target's where that runs eagerly, on one rank
+and with plain weights, and is read once more beside any other. Packed for the native products it takes as much, but is
+no longer the same as a table that it was tied to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
-from paceline.checkpoint.size import ModelSize, count_weights, size_of
+from paceline.checkpoint.size import ModelSize, size_of
+from paceline.checkpoint.weights import WeightFiles
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, HeadOptions, ModelOptions, TargetSetup
+from paceline.core import native
 from paceline.errors import ConfigError
-from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, draft_estimate
+from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, compiles, draft_estimate
 
 TREE_BUDGET = 64
 """Rows of a session's nodes that the KV pages of a draft model in the target have room for."""
 
 _STATES = {"medusa": 0, "mlp_speculator": 0, "mtp": 1, "eagle": 1, "eagle3": 3, "peagle": 3}
 """Hidden states per position that a method reads of all positions; of the others the configuration says how many."""
+_EMBEDDING = re.compile(r"(^|\.)embed_tokens\.weight$")
+_LM_HEAD = re.compile(r"(^|\.)(lm_head|shared_head\.head)\.weight$")
+_MEDUSA_LM_HEAD = re.compile(r"(^|\.)(lm_head|lm_heads\.\d+|\d+\.\d+)\.weight$")
+"""Names of the tables that a head may have of its own."""
+_UNREAD = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$")
+"""Tensors of a head's files that it does not load."""
+_FIRST_DEPTHS = re.compile(r"\.0\.|proj\.1\.")
+"""Tensors of an MLP speculator whose deeper ones are the same."""
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _LAYER_IDS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 
 
@@ -63,21 +78,24 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
 
 
 def remote_size(options: HeadDraftOptions, target: ModelSize) -> ModelSize:
-    """The size of a head in the draft pool, with the target's embedding and LM head, as if it were a model.
+    """The size of a head in the draft pool, with what it uses of the target's embedding and LM head, as if it were a
+    model.
 
     Raises:
         ConfigError: its checkpoint cannot be read, or is not on this machine.
     """
-    tables = 2 * target.vocab_size * target.hidden_size
-    if options.head.source is None:  # MTP, one layer of the target or more
-        own, numbers = target, max(0, target.num_parameters - tables) // max(1, target.num_layers)
+    head, table = options.head, target.vocab_size * target.hidden_size
+    if head.source is None:  # MTP, one layer of the target or more, which borrows both tables
+        layers = max(0, target.num_parameters - target.num_tables * table)
+        own, numbers = target, layers // max(1, target.num_layers) + 2 * table
     else:
-        own, numbers = _own_size(options.head, target), count_weights(_folder(options.head)).numbers
+        shapes = _shapes(head, target)
+        own, numbers = _own_size(head, target), _numbers(shapes) + _num_borrowed(head.method, shapes) * table
     kv_values = (own.kv_values or 0) // max(1, own.num_layers)
     kv_values *= 1 if options.method == "mtp" else own.num_layers
     return replace(
         target,
-        num_parameters=numbers + tables,
+        num_parameters=numbers,
         kv_values=kv_values,
         num_layers=1 if options.method == "mtp" else own.num_layers,
         hidden_size=own.hidden_size,
@@ -115,33 +133,72 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
         return HeadsSize(draft_estimate(draft_setup_of(setup, head), size, longest, on_gpu=on_gpu).device_bytes)
     if head.method == "suffix":
         return HeadsSize(host_bytes=SUFFIX_BYTES * (head.suffix.shared_tokens if head.suffix else 0))
-    tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # its own copy of embedding and LM head
     if head.method == "lookahead":
         return HeadsSize()
+    lends = target.saved_bytes == 0 and setup.options.quantization is None
+    lends &= setup.options.tensor_parallel_size == 1 and not compiles(setup.options, on_gpu)
+    shapes = _shapes(head, target, setup.source)
+    weights, table = _numbers(shapes) * target.item_bytes, target.vocab_size * target.hidden_size * target.item_bytes
     if head.method in ("early_exit", "speculative_streaming"):
-        boundary, weights = (head.boundaries or [0])[0], 0
+        boundary = (head.boundaries or [0])[0]
         if head.source is not None:
-            folder = _folder(head)
-            boundary = _trained_boundary(head, read_json(folder, "config.json"), target)
-            weights = count_weights(folder).numbers * target.item_bytes
-        compiled = not on_gpu if setup.options.compile == "auto" else setup.options.compile
-        num_lent = boundary if head.method == "early_exit" else target.num_layers - boundary
-        lent = max(0, target.weights_bytes - tables) * num_lent // max(1, target.num_layers)
-        return HeadsSize(weights + (tables + lent if compiled else 0))  # an eager target lends its layers
+            boundary = _trained_boundary(head, read_json(_folder(head), "config.json"), target)
+        if lends:
+            return HeadsSize(weights)
+        packs = target.item_bytes == 2 and not on_gpu and native.packs_bfloat16()
+        num_layers = boundary if head.method == "early_exit" else target.num_layers - boundary
+        layers = max(0, target.weights_bytes - target.num_tables * table) * num_layers // max(1, target.num_layers)
+        return HeadsSize(weights + layers + (2 if packs else target.num_tables) * table)
+    borrowed = 0 if lends else _num_borrowed(head.method, shapes) * table
     page_values = _STATES.get(head.method, 0) * target.hidden_size
     kv_values = (target.kv_values or 0) // max(1, target.num_layers)
     if head.source is None:  # MTP: its weights are among those of the target's files
-        return HeadsSize(tables, kv_values, page_values)
-    folder = _folder(head)
-    weights = count_weights(folder).numbers * target.item_bytes
+        return HeadsSize(borrowed, kv_values, page_values)
     if head.method in ("medusa", "mlp_speculator"):
-        return HeadsSize(weights)
+        return HeadsSize(weights + borrowed)
     if head.method == "mtp":
-        return HeadsSize(weights + tables, kv_values, page_values)
-    config, own = read_json(folder, "config.json"), _own_size(head, target)
+        return HeadsSize(weights + borrowed, kv_values, page_values)
+    config, own = read_json(_folder(head), "config.json"), _own_size(head, target)
     if head.method not in _STATES:
         page_values = _num_states(head, config, own) * target.hidden_size
-    return HeadsSize(weights + tables, own.kv_values or 0, page_values)
+    return HeadsSize(weights + borrowed, own.kv_values or 0, page_values)
+
+
+def _shapes(head: HeadOptions, target: ModelSize, target_source: str = "") -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that a head loads, by their names. Those of MTP modules may lie among the target's.
+
+    Raises:
+        ConfigError: its checkpoint cannot be read, or is not on this machine.
+    """
+    if head.source is None and head.method != "mtp":
+        return {}
+    folder = local_folder(target_source) if head.source is None else _folder(head)
+    shapes = {} if folder is None else WeightFiles.open(folder).shapes
+    loaded = {name: shape for name, shape in shapes.items() if not _UNREAD.search(name)}
+    if head.method == "mtp":
+        return {name: shape for name, shape in loaded.items() if _is_mtp(name, target.num_layers)}
+    if head.method == "mlp_speculator" and read_json(_folder(head), "config.json").get("tie_weights"):
+        return {name: shape for name, shape in loaded.items() if _FIRST_DEPTHS.search(name)}
+    return loaded
+
+
+def _is_mtp(name: str, num_layers: int) -> bool:
+    """True for a tensor of an MTP module, by its name in the files of a target with so many layers."""
+    layer = _LAYER.match(name)
+    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers)
+
+
+def _numbers(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def _num_borrowed(method: str, names: Iterable[str]) -> int:
+    """How many of the target's embedding and LM head a head uses, by the names of its own tensors."""
+    if method == "mlp_speculator":
+        return 0
+    if method == "medusa":
+        return int(not any(map(_MEDUSA_LM_HEAD.search, names)))
+    return sum(not any(map(own.search, names)) for own in (_EMBEDDING, _LM_HEAD))
 
 
 def _trained_boundary(head: HeadOptions, config: Mapping[str, Any], target: ModelSize) -> int:
