@@ -355,4 +355,4 @@ def test_rows_of_shared_targets_are_compared_with_their_forecast(tmp_path: Path)
         assert plainly.predicted(run).tokens_per_s == pytest.approx(1 / (0.0135 + 0.0005))
         tokens = sum(run.system.outcomes.acceptance**i for i in range(5))
         round_s = 4 * 0.0014 + 0.0135 * 1.2 + 0.0005
-        assert inside.predicted(run).tokens_per_s == pytest.approx(tokens / round_s)
+        assert tokens / round_s <= inside.predicted(run).tokens_per_s < 1.15 * tokens / round_s, "with siblings"

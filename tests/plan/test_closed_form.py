@@ -1,19 +1,37 @@
 """The closed form and the simulation against each other, and what must hold of any model of time."""
 
+import itertools
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from tests.support.rings import pairs_first
 
-from paceline.plan.closed_form import Load, Requests, System, colocated, overlapped, plain, predict, sequential
+from paceline.plan.closed_form import (
+    MOST_LEAVES,
+    RANKED,
+    Load,
+    Requests,
+    Subtree,
+    System,
+    colocated,
+    overlapped,
+    plain,
+    predict,
+    sequential,
+    subtree,
+)
 from paceline.plan.outcomes import Outcomes, expected_tokens, prepared
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
+from paceline.target import session
+from paceline.target.heads import asking
 from paceline.types import Mode
 
 ONE = Load(1, 1, 1)
 MANY = Load(64, 2, 2)
+SIBLINGS: dict[str, Any] = {"colocated": True, "ranked": RANKED, "most_leaves": MOST_LEAVES}
 
 
 def system(
@@ -199,12 +217,61 @@ def test_the_closed_form_is_the_simulation_with_prompts_and_context(mode: Mode, 
 @pytest.mark.parametrize("requests", [None, REQUESTS], ids=["endless", "requests"])
 def test_the_closed_form_is_the_simulation_co_located(k: int, requests: Requests | None) -> None:
     """Within 2 % without prompts, 5 % with."""
-    some = replace(system(), colocated=True)
+    some = replace(system(), **SIBLINGS)
     for load in (Load(1, 1, 0, requests), Load(32, 2, 0, requests)):
         simulated = simulate(some, load, Mode.SEQUENTIAL, k, seconds=20.0 if load.sessions == 1 else 6.0)
         predicted = colocated(some, load, k)
         assert simulated.tokens_per_s == pytest.approx(predicted.tokens_per_s, rel=0.02 if requests is None else 0.05)
         assert simulated.draft_use == 0.0
+
+
+@pytest.mark.parametrize(("acceptance", "power"), [(0.5, 0.7), (0.8, 1.2), (0.4, 0.4), (1.0, 1.0)])
+def test_the_likeliest_nodes_are_those_of_every_connected_tree(acceptance: float, power: float) -> None:
+    """Of all trees of three ranks and two depths the one of m nodes that brings the most tokens."""
+    outcomes, ranked = Outcomes(acceptance, power), 3
+    chance = [acceptance, *((1 - acceptance) * (n**-power - (n + 1) ** -power) for n in range(1, ranked))]
+    paths = {(i,): chance[i] for i in range(ranked)}
+    paths |= {(i, j): chance[i] * chance[j] for i in range(ranked) for j in range(ranked)}
+    found = outcomes.likeliest(2, ranked, ranked)
+    assert len(found) == sum(path > 0 for path in paths.values())
+    for rows in range(1, len(found) + 1):
+        trees = (set(nodes) for nodes in itertools.combinations(paths, rows))
+        connected = (tree for tree in trees if all(len(node) == 1 or node[:1] in tree for node in tree))
+        best = max(sum(paths[node] for node in tree) for tree in connected)
+        assert sum(path for path, _ in found[:rows]) == pytest.approx(best)
+        if rows <= 2:
+            assert best >= sum(acceptance**depth for depth in range(1, rows + 1)) - 1e-12
+    some = replace(system(row_ms=0.2), outcomes=outcomes, ranked=ranked, most_leaves=ranked)
+    for width in range(1, ranked + 1):  # only the likeliest nodes of the first depth have children
+        narrow = outcomes.likeliest(2, ranked, width)
+        assert [path for path, depth in narrow if depth == 2] == sorted(
+            (path for node, path in paths.items() if len(node) == 2 and node[0] < width and path > 0), reverse=True
+        )
+    tree = subtree(some, 1, 2)
+    assert tree.tokens == pytest.approx(1 + sum(p for p, _ in outcomes.likeliest(2, 3, tree.leaves)[: int(tree.rows)]))
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_siblings_are_verified_where_they_pay(sessions: int) -> None:
+    """Never fewer tokens per second than by chains; the cheaper the rows, the more of them."""
+    load = Load(sessions, 1)
+    for acceptance, k in itertools.product((0.3, 0.6, 0.9), (1, 2, 4, 8)):
+        rows = []
+        for row_ms in (0.001, 0.2, 3.0):
+            chains = replace(system(acceptance=acceptance, row_ms=row_ms), colocated=True)
+            siblings = replace(chains, **SIBLINGS)
+            assert colocated(siblings, load, k).tokens_per_s >= colocated(chains, load, k).tokens_per_s
+            rows.append(subtree(siblings, sessions, k).rows)
+            chain = Subtree(k, tuple(acceptance**depth for depth in range(1, k + 1)))
+            for without in (chains, replace(siblings, adaptive=False)):
+                assert subtree(without, sessions, k) == chain
+            rejection = replace(siblings, outcomes=Outcomes.derived(acceptance, coupled=False))
+            assert subtree(rejection, sessions, k) == chain
+        assert k < rows[0] >= rows[1] >= rows[2] <= k
+
+
+def test_the_ranks_and_leaves_are_the_engines() -> None:
+    assert (RANKED, MOST_LEAVES) == (session.FAN_OUT, asking.MOST_LEAVES)
 
 
 def test_co_located_is_lock_step_without_a_link() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.config import ServiceConfig
 from paceline.plan import layouts as module
-from paceline.plan.closed_form import Load, Requests, System, colocated, overlapped, plain
+from paceline.plan.closed_form import MOST_LEAVES, RANKED, Load, Requests, System, colocated, overlapped, plain
 from paceline.plan.layouts import CoreTimes, Drafting, Layout, Run, best, configuration, divisions, layouts
 from paceline.plan.measured import Measurements, read
 from paceline.plan.outcomes import Outcomes
@@ -73,7 +73,7 @@ def test_no_layout_that_was_measured_is_better() -> None:
         tried = []
         for threads, shared in MEASURED.items():
             system = replace(PAIR, target=shared.target)
-            inside = replace(system, draft=shared.draft, colocated=True)
+            inside = replace(system, draft=shared.draft, colocated=True, ranked=RANKED, most_leaves=MOST_LEAVES)
             if targets := min(cores // threads, sessions):
                 tried.append(plain(system, Load(sessions, targets)).tokens_per_s)
                 tried += [colocated(inside, Load(sessions, targets), k).tokens_per_s for k in range(1, 9)]
@@ -185,12 +185,12 @@ NAMES = {
 
 
 def test_the_recorded_layouts_are_forecast() -> None:
-    """Errors as docs/plan.md states them. At temperature 1 the forecast of a co-located draft is too low:
-    siblings, which the model leaves out, make it faster."""
+    """Errors as docs/plan.md states them. At temperature 1 the forecast of a co-located draft is too low, and would be
+    lower without siblings."""
     bounds = {
         0.0: dict.fromkeys(NAMES, (-0.1, 0.1)),
         1.0: dict.fromkeys(NAMES, (-0.1, 0.1))
-        | dict.fromkeys(["co-located, 1 core", "co-located, 2 threads"], (-0.25, 0.0)),
+        | dict.fromkeys(["co-located, 1 core", "co-located, 2 threads"], (-0.14, 0.0)),
     }
     for run in read(RESULTS / "local-light.json"):
         rates = recorded()[run.temperature]

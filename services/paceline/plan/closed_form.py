@@ -4,8 +4,11 @@
 - sequential:  R = k d + 2 l + T(B (1 + k))                     (1 - a^(k+1)) / (1 - a) tokens (2211.17192, eq. 1)
 - overlapped:  R = T(B (1 + mean k)), and what is waited for    the same, averaged over the proposals that were there
 - co-located:  R = k d + T(B (1 + k)), d of B sessions           as sequential: one device does one thing at a time
+               R = d + (k - 1) d(w) + T(B (1 + m))               1 + the path probabilities of the m likeliest nodes
 
-T and d are the steps of target and draft, l the link one way, B the sessions of a target. Overlapped, how many tokens
+T and d are the steps of target and draft, l the link one way, B the sessions of a target. Where tokens beside a chain's
+may be verified (``System.ranked``), a co-located draft has a tree of k depths, each of which expands w nodes of a
+session, and a step verifies as many of its likeliest nodes as pay (``subtree``). Overlapped, how many tokens
 are there depends on the steps the draft had time for, which depends on R; so the length of the proposal is a Markov
 chain (``tree.prepared``) whose stationary distribution is iterated together with R. What a draft grows for an outcome
 it has not heard of arrives two links late, so there are (R - 2 l) / d steps; where that is less than one, the session
@@ -26,12 +29,16 @@ from typing import Self
 from paceline.plan.outcomes import Outcomes, expected_tokens, prepared
 from paceline.plan.times import StepTable
 from paceline.target.control.allocation import allocate_draft_tokens
+from paceline.target.control.subtree import MAX_TREE_TOKENS
 from paceline.target.control.waiting import worth_waiting
 from paceline.types import Mode
 
 _ITERATIONS = 60
 _SETTLED = 1e-4
 _QUEUE_ITERATIONS, _MOST_USE = 12, 0.95
+_TREE_ITERATIONS = 4
+RANKED, MOST_LEAVES = 3, 4
+"""``ranked`` and ``most_leaves`` of a draft that the target's process runs token by token."""
 _MOST_LAG = 16
 """Rounds without nodes after which none are expected any more."""
 
@@ -66,6 +73,11 @@ class System:
     """Steps take so many times as long when both kinds compute at once, as overlapped ones do: cores, memory, power."""
     colocated: bool = False
     """Lock step on one device: the target's own drafts, and verifies, in turn. There are no other drafts."""
+    ranked: int = 1
+    """Candidates of a co-located draft at each place that may be verified: its likeliest, and those beside it. Under
+    the rejection rule it is one, whatever this says."""
+    most_leaves: int = 1
+    """Nodes of a session that a depth of a co-located draft expands, at most."""
 
     def while_both_compute(self) -> System:
         """This system with the step times that ``sharing`` makes of its own."""
@@ -183,6 +195,66 @@ def lookahead(system: System, batch: int, k: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Subtree:
+    """The draft tokens of each session in a step that drafts and verifies in turn; means over the sessions."""
+
+    rows: float
+    """That are verified."""
+    reached: tuple[float, ...]
+    """Probability that 1, 2, .. of them are accepted in a row."""
+    leaves: int = 1
+    """Nodes of a session that the draft expands in each depth but the first."""
+
+    @property
+    def tokens(self) -> float:
+        """Expected tokens of a step, next token included."""
+        return 1.0 + math.fsum(self.reached)
+
+
+@lru_cache(maxsize=4096)
+def subtree(system: System, batch: int, k: int) -> Subtree:
+    """What a co-located draft of ``k`` depths lets a target verify at this concurrency: a chain, or the tree of the
+    likeliest nodes with the most tokens per second, by the engine's own rule."""
+    outcomes = system.outcomes
+    chain = Subtree(k, tuple(outcomes.acceptance**depth for depth in range(1, k + 1)))
+    if system.ranked == 1 or not system.adaptive or outcomes.bonus_power is not None:
+        return chain
+    found = [_likeliest(system, batch, k, leaves) for leaves in range(1, system.most_leaves + 1)]
+
+    def tokens_per_s(each: Subtree) -> float:
+        verify_s = system.target.seconds(batch * (1 + each.rows))
+        return each.tokens / (drafting_s(system, batch, k, each.leaves) + verify_s + system.gap_s)
+
+    return max(chain, *found, key=tokens_per_s)
+
+
+def _likeliest(system: System, batch: int, k: int, leaves: int) -> Subtree:
+    """As many nodes of trees with so many expanded nodes in each depth as pay."""
+    nodes = system.outcomes.likeliest(k, system.ranked, leaves)[:MAX_TREE_TOKENS]
+    paths = [path for path, _ in nodes]
+    each = [path / before for path, before in zip(paths, [1.0, *paths], strict=False)]  # whose products are the paths
+    counts = allocate_draft_tokens(
+        [each] * batch,
+        system.target,
+        num_sessions=batch,
+        num_context=batch,
+        limit=max(0, system.max_step_tokens - batch),
+        overhead_s=system.gap_s + drafting_s(system, batch, k, leaves),
+    )
+    reached = [0.0] * k
+    for count in counts:
+        for path, depth in nodes[:count]:
+            reached[depth - 1] += path / batch
+    return Subtree(sum(counts) / batch, tuple(reached), leaves)
+
+
+def drafting_s(system: System, sessions: float, k: int, leaves: int) -> float:
+    """Seconds in which a co-located draft makes trees of ``k`` depths, which but for the first expand so many nodes of
+    each session."""
+    return draft_step_s(system, sessions) + (k - 1) * draft_step_s(system, sessions * leaves)
+
+
+@dataclass(frozen=True, slots=True)
 class _Batch:
     """The sessions of a target, while its steps also take prompts."""
 
@@ -241,16 +313,19 @@ def plain(system: System, load: Load) -> Prediction:
 
 def colocated(system: System, load: Load, k: int) -> Prediction:
     """Draft and verify in turn, all sessions at once, on the target's own device."""
-    tokens = expected_tokens(system.outcomes.acceptance, k)
-    batch = _Batch.of(system, load, tokens, 1.0 + k)
+    batch = _Batch(load.batch, 0.0, 1.0)
+    for _ in range(_TREE_ITERATIONS):  # the fewer sessions decode, the more rows each has
+        tree = subtree(system, max(1, round(batch.decoding)), k)
+        tokens, rows = tree.tokens, 1.0 + tree.rows
+        batch = _Batch.of(system, load, tokens, rows)
     context = load.context_tokens * batch.decoding
     verify_s = system.target_kv_s * context
-    draft_s = k * (draft_step_s(system, batch.decoding) + system.draft_kv_s * context)
+    draft_s = drafting_s(system, batch.decoding, k, tree.leaves) + k * system.draft_kv_s * context
     if load.requests is not None:  # the draft's share of the prompts that the tokens of a round call for
         started = batch.decoding * tokens / load.requests.output_tokens
         draft_s += started * system.prefill_s(load.requests.prompt_tokens)
-    slow_s = verify_s + system.target.seconds(_slow_rows(system, load, 1.0 + k)) + draft_s + system.gap_s
-    verify_s += system.target.seconds(batch.decoding * (1 + k) + batch.prefill_rows)
+    slow_s = verify_s + system.target.seconds(_slow_rows(system, load, rows)) + draft_s + system.gap_s
+    verify_s += system.target.seconds(batch.decoding * rows + batch.prefill_rows)
     round_s = draft_s + verify_s + system.gap_s
     rate, use = load.targets * batch.decoding * tokens / round_s, 1.0 - system.gap_s / round_s
     return Prediction(Mode.SEQUENTIAL, k, rate, tokens, round_s, slow_s, None, use, 0.0, batch.ttft_s(round_s))

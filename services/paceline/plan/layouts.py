@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from paceline.plan.closed_form import Load, Prediction, System, best_k
+from paceline.plan.closed_form import MOST_LEAVES, RANKED, Load, Prediction, System, best_k
 from paceline.plan.search import MOST_DRAFT_SESSIONS, Wish, keeps
 from paceline.plan.times import StepTable
 from paceline.types import Mode
@@ -161,7 +161,8 @@ def system_on(system: System, times: CoreTimes, drafting: Drafting) -> tuple[Sys
     """The system of a layout with such targets, and the mode in which it decodes."""
     system = replace(system, target=times.target, gap_s=times.gap_s)
     if drafting is Drafting.COLOCATED:
-        return replace(system, draft=times.draft, colocated=True), Mode.SEQUENTIAL
+        inside = replace(system, draft=times.draft, colocated=True, ranked=RANKED, most_leaves=MOST_LEAVES)
+        return inside, Mode.SEQUENTIAL
     return system, Mode.OVERLAPPED if drafting is Drafting.OVERLAPPED else Mode.PLAIN
 
 

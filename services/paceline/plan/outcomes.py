@@ -98,6 +98,22 @@ class Outcomes:
             return a**k * _tail(rank + 1, self.bonus_power)
         return a**k * (a if rank == 0 else (1 - a) * _tail(rank, r))
 
+    def likeliest(self, depth: int, ranked: int, leaves: int) -> list[tuple[float, int]]:
+        """(path probability, depth) of the nodes of a tree below a token, likeliest first, parents before children.
+
+        Args:
+            depth: of the tree, in tokens.
+            ranked: candidates that each expanded node brings: the first, and those beside it. 1: a chain.
+            leaves: nodes that each depth expands, the likeliest of the one before.
+        """
+        chances = [self.acceptance, *((1 - self.acceptance) * _tail(rank, self.power) for rank in range(1, ranked))]
+        found: list[tuple[float, int]] = []
+        paths = [1.0]
+        for level in range(1, depth + 1):
+            paths = sorted((path * chance for path in paths[:leaves] for chance in chances if chance > 0), reverse=True)
+            found += [(path, level) for path in paths]
+        return sorted(found, key=lambda node: (-node[0], node[1]))
+
     def rank(self, *, full: bool, uniform: float) -> int:
         """Rank of the next token, by a uniform number in (0, 1]."""
         if not full:

@@ -22,7 +22,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.plan.closed_form import Load, System, draft_step_s, lookahead, predict, worth_length
+from paceline.plan.closed_form import (
+    Load,
+    Subtree,
+    System,
+    draft_step_s,
+    drafting_s,
+    lookahead,
+    predict,
+    subtree,
+    worth_length,
+)
 from paceline.plan.outcomes import Prepared, prepared
 from paceline.plan.results import Counts, Result
 from paceline.plan.states import Draft, Session, Target
@@ -198,12 +208,15 @@ class Simulation:
         target.batch = batch
         system, num_prompt = self._system, 0
         most = self._most(len(batch)) if self._mode is Mode.OVERLAPPED else self._k
-        rows = len(batch)
+        rows: float = len(batch)
+        if self._colocated:
+            target.tree = subtree(system, max(1, len(batch)), self._k)
+            rows *= 1 + target.tree.rows
         for session in batch:
-            session.in_flight = most if self._colocated else min(session.chain, most)
-            rows += session.in_flight
+            session.in_flight = self._k if self._colocated else min(session.chain, most)
+            rows += 0 if self._colocated else session.in_flight
         if target.prefilling:
-            num_prompt = self._take_prompts(target, system.max_step_tokens - rows)
+            num_prompt = self._take_prompts(target, system.max_step_tokens - math.ceil(rows))
         target.busy = bool(batch or num_prompt)
         if not target.busy:
             return
@@ -211,7 +224,7 @@ class Simulation:
         if system.target_kv_s:
             step_s += system.target_kv_s * sum(session.context for session in batch)
         if self._colocated:
-            step_s += self._draft_in_turn(batch, num_prompt)
+            step_s += self._draft_in_turn(batch, num_prompt, target.tree)
         if self._now >= self._counted_from:
             self._counts.target_s += min(step_s, self._seconds - self._now)
         self._push(self._now + step_s + system.gap_s, _TARGET_ENDS, target)
@@ -229,11 +242,11 @@ class Simulation:
         target.prefilled, target.prefilling = target.prefilling[:done], target.prefilling[done:]
         return num_prompt
 
-    def _draft_in_turn(self, batch: list[Session], num_prompt: int) -> float:
+    def _draft_in_turn(self, batch: list[Session], num_prompt: int, tree: Subtree) -> float:
         """Seconds of what a co-located draft does before the target's step."""
         system = self._system
         kv_s = system.draft_kv_s * sum(session.context for session in batch)
-        step_s = self._k * (draft_step_s(system, len(batch)) + kv_s) if batch else 0.0
+        step_s = drafting_s(system, len(batch), self._k, tree.leaves) + self._k * kv_s if batch else 0.0
         return step_s + (system.draft.seconds(num_prompt) if num_prompt else 0.0)
 
     def _target_ends(self, what: object) -> None:
@@ -246,7 +259,7 @@ class Simulation:
         for session in batch:
             accepted = session.in_flight
             if accepted:
-                accepted = min(accepted, self._draw_accepted())
+                accepted = self._draw_from(what.tree) if self._colocated else min(accepted, self._draw_accepted())
             self._emit(session, accepted + 1)
             if session.left <= 0:
                 self._close(session)
@@ -262,6 +275,10 @@ class Simulation:
             if what.ready or what.prefilling or len(waiting) > 1 or not self._wait(session):
                 what.ready.append(session)
         self._begin(what)
+
+    def _draw_from(self, tree: Subtree) -> int:
+        uniform = self._random.random()
+        return sum(uniform < reached for reached in tree.reached)  # they fall
 
     def _draw_accepted(self) -> int:
         if self._log_a == 0.0:

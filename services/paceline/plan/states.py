@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from paceline.plan.closed_form import Subtree
+
 
 class Session:
     """A request, or a session without end."""
@@ -47,7 +49,7 @@ class Session:
 class Target:
     """``ready``: will be in the next step; ``batch``: are in this one; ``prefilling``: in order of arrival."""
 
-    __slots__ = ("batch", "busy", "number", "prefilled", "prefilling", "ready", "size")
+    __slots__ = ("batch", "busy", "number", "prefilled", "prefilling", "ready", "size", "tree")
 
     def __init__(self, number: int) -> None:
         self.number, self.size = number, 0
@@ -55,6 +57,7 @@ class Target:
         self.batch: list[Session] = []
         self.prefilling: list[Session] = []
         self.prefilled: list[Session] = []  # the step under way ends their prompts
+        self.tree = Subtree(0, ())  # that the step under way verifies of each session, if its draft is co-located
         self.busy = False
 
 
