@@ -238,7 +238,7 @@ class LocalBench:
         for log in (self._target_log, self._draft_log):
             if log.exists():
                 os.truncate(log, 0)  # the engines append
-        blank = replace(blank, target_steps=_widths(target), draft_steps=_widths(draft))
+        blank = replace(blank, target_steps=_widths(target), draft_steps=_widths(draft), ranks=_ranks(target))
         records = [reply.to_record(blank, prompt) for prompt, reply in zip(prompts, replies, strict=True)]
         if own and unit == repeat == 0 and len(prompts) == 1:
             self.timelines.append(_timeline(records[0], target, draft, started))
@@ -295,6 +295,11 @@ def _between(steps: Sequence[StepRecord], begin: float, end: float) -> list[Step
 
 def _widths(steps: Sequence[StepRecord]) -> tuple[tuple[int, float], ...]:
     return tuple((s.width, s.duration_s) for s in steps)
+
+
+def _ranks(steps: Sequence[StepRecord]) -> tuple[tuple[int, int], ...]:
+    totals = [sum(counts) for counts in zip(*(s.ranks for s in steps), strict=True)]
+    return tuple(zip(totals[: len(totals) // 2], totals[len(totals) // 2 :], strict=True))
 
 
 def _timeline(

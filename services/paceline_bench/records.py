@@ -58,6 +58,10 @@ class RequestRecord:
     """(tokens, seconds) of the target's steps while this unit decoded."""
     draft_steps: tuple[tuple[int, float], ...] = ()
     """(nodes, seconds) of the draft's tree steps while this unit decoded."""
+    ranks: tuple[tuple[int, int], ...] = ()
+    """(verified, accepted) tokens of the draft by rank while this unit decoded: at how many places on the accepted path
+    the token of this rank was verified and none before it was right, and at how many of them it was. Empty: not
+    counted."""
     identical: bool | None = None
     """True if the tokens are those of plain decoding; None where that is not claimed."""
     category: str = ""
@@ -85,7 +89,7 @@ class RequestRecord:
         """
         known = {field.name for field in fields(cls)}
         values = {name: value for name, value in data.items() if name in known}
-        for name in ("token_ids", "target_steps", "draft_steps"):
+        for name in ("token_ids", "target_steps", "draft_steps", "ranks"):
             values[name] = tuple(tuple(v) if isinstance(v, list) else v for v in values.get(name) or ())
         values["rounds"] = tuple(RoundRecord(**r) for r in values["rounds"])
         return cls(**values)

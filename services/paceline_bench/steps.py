@@ -18,9 +18,11 @@ from paceline.config import DraftSetup, TargetSetup
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine
 from paceline.target.control.allocation import load_class
+from paceline.target.control.compared import NUM_RANKS
 from paceline.types import Rendezvous
 
-_RECORD = struct.Struct("<ddd")
+_NUM_COUNTS = 1 + 2 * NUM_RANKS
+_RECORD = struct.Struct(f"<dd{_NUM_COUNTS}q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class StepRecord:
     duration_s: float
     width: int
     """Tokens computed by the target, or tree nodes expanded by the draft."""
+    ranks: tuple[int, ...] = (0,) * 2 * NUM_RANKS
+    """``RankCounts`` of the step: verified by rank, then accepted by rank; of the draft zeros."""
 
 
 class _Watched:
@@ -54,12 +58,12 @@ class _Watched:
 
 
 class TimedEngine(_Watched):
-    """An engine whose steps are recorded. ``count()``: steps so far, and the sum of their widths."""
+    """An engine whose steps are recorded. ``count()``: steps so far, the sum of their widths, and of their ranks."""
 
     def __init__(
         self,
         engine: Engine[Any],
-        count: Callable[[], tuple[int, int]],
+        count: Callable[[], tuple[int, ...]],
         path: Path,
         before_receive: Callable[[], None] = lambda: None,
     ) -> None:
@@ -74,13 +78,13 @@ class TimedEngine(_Watched):
 
     def step(self) -> bool:
         """Steps the engine and records the step if there was one."""
-        steps, width = self._count()
+        before = self._count()
         started = time.perf_counter()
         worked: bool = self._engine.step()
         duration = time.perf_counter() - started
-        new_steps, new_width = self._count()
-        if new_steps > steps:
-            self._file.write(_RECORD.pack(started, duration, new_width - width))
+        num_steps, *grown = (after - was for after, was in zip(self._count(), before, strict=True))
+        if num_steps:
+            self._file.write(_RECORD.pack(started, duration, *grown, *[0] * (_NUM_COUNTS - len(grown))))
         return worked
 
     def close(self) -> None:
@@ -114,7 +118,8 @@ def read_steps(path: Path) -> list[StepRecord]:
     """Reads the steps that were written to ``path``, oldest first; [] if there is no such file."""
     data = path.read_bytes() if path.exists() else b""
     whole = len(data) - len(data) % _RECORD.size
-    return [StepRecord(at, seconds, int(width)) for at, seconds, width in _RECORD.iter_unpack(data[:whole])]
+    found = _RECORD.iter_unpack(data[:whole])
+    return [StepRecord(at, seconds, width, tuple(ranks)) for at, seconds, width, *ranks in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +141,16 @@ class WatchedFactory:
 def timed_target(engine: Any, path: Path) -> Engine[Any]:
     """Records the steps of a target engine. Whenever it has no sessions its prefix cache is emptied, so that no request
     profits from an earlier one with the same prompt."""
-    cache = engine.runner.cache
+    cache, ranks = engine.runner.cache, engine.ranks
 
     def forget() -> None:
         if engine.num_sessions == 0:
             cache.release(cache.allocate(cache.num_available))
 
-    return TimedEngine(engine, lambda: (engine.stats.steps, engine.stats.tokens_computed), path, forget)
+    def count() -> tuple[int, ...]:
+        return engine.stats.steps, engine.stats.tokens_computed, *ranks.verified, *ranks.accepted
+
+    return TimedEngine(engine, count, path, forget)
 
 
 def timed_draft(engine: Any, path: Path) -> Engine[Any]:

@@ -292,6 +292,22 @@ def run_of_cores(folder: Path) -> str:
     return str(path)
 
 
+def test_acceptance_and_siblings_are_those_of_the_ranks_that_were_counted(tmp_path: Path) -> None:
+    """What was accepted of whole trees is not the acceptance of a chain: rounds with siblings would say 0.9."""
+    data, path = json.loads((RESULTS / "local-light.json").read_text(encoding="utf-8")), tmp_path / "run.json"
+    units = 0
+    for request in data["requests"]:
+        if request["mode"] in ("sequential", "overlapped") and request["temperature"] == 1.0:
+            request["ranks"], units = [[20, 12], [8, 2], [6, 1]], units + 1
+            request["rounds"] = [r | {"drafted": 12, "accepted": 9} for r in request["rounds"]]
+    assert 8 * units > 100
+    path.write_text(json.dumps(data), encoding="utf-8")
+    old, new = read(RESULTS / "local-light.json"), read(path)
+    assert new[0].system.outcomes == old[0].system.outcomes
+    assert new[1].system.outcomes.acceptance == pytest.approx(12 / 20)
+    assert 1 - 2 ** -new[1].system.outcomes.power == pytest.approx(2 / 8)
+
+
 def test_the_layouts_of_cores_end_with_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["plan", "--from", run_of_cores(tmp_path), "--sessions", "1", "--cpu-cores"]
     models = ["--target", "a/b", "--draft", "a/c"]

@@ -21,6 +21,7 @@ from paceline.types import Mode
 _FAN_OUT = 6
 _MOST_HITS = 0.995
 _MOST_POWER, _HALVINGS = 12.0, 12
+_FEWEST_SIBLINGS, _LEAST_POWER = 100, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +148,9 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
         raise ConfigError(
             f"{path} lacks step times at temperature {temperature:g}: plain and overlapped decoding are needed"
         )
-    trials = accepted = 0
-    for request in (*of[Mode.SEQUENTIAL], *of[Mode.OVERLAPPED]):
-        for r in request["rounds"]:
-            if r.get("producer") == "lookup":
-                continue
-            accepted += r["accepted"]
-            trials += min(r["drafted"], r["accepted"] + 1)
+    drafted = (*of[Mode.SEQUENTIAL], *of[Mode.OVERLAPPED])
+    ranks = _ranks(drafted)
+    trials, accepted = ranks[0] if ranks and ranks[0][0] else _chains(drafted)
     if not trials:
         raise ConfigError(f"{path} has no verified draft tokens at temperature {temperature:g}")
     summaries = [s for s in data["summaries"] if s["temperature"] == temperature and s["mode"] in modes]
@@ -162,7 +159,7 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
     system = System(
         target=target,
         draft=draft,
-        outcomes=_outcomes(accepted / trials, summaries, coupled=coupled),
+        outcomes=_outcomes(accepted / trials, ranks[1:], summaries, coupled=coupled),
         link_s=_link_s(of[Mode.SEQUENTIAL], gap_s) if sessions == 1 else 0.0,
         gap_s=gap_s,
         fan_out=_FAN_OUT,
@@ -230,13 +227,18 @@ def _service_row(cell: Mapping[str, Any], draft_tokens: int) -> Row:
 
 
 def _steps(requests: Iterable[Mapping[str, Any]], key: str) -> Iterator[tuple[int, float]]:
-    """The requests of one unit ran at once and list the same steps: those of one of them."""
+    for unit in _units(requests):
+        yield from ((int(width), float(seconds)) for width, seconds in unit[key] if width > 0)
+
+
+def _units(requests: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The requests of one unit ran at once and list the same steps: one of them for each."""
     seen = set()
     for request in requests:
         unit = (request["method"], request["unit"], request["repeat"])
         if unit not in seen:
             seen.add(unit)
-            yield from ((int(width), float(seconds)) for width, seconds in request[key] if width > 0)
+            yield request
 
 
 def _gap_s(plain: list[Mapping[str, Any]], sessions: int) -> float:
@@ -256,9 +258,38 @@ def _link_s(requests: list[Mapping[str, Any]], gap_s: float) -> float:
     return max(0.0, (left / rounds - gap_s) / 2) if rounds else 0.0
 
 
-def _outcomes(acceptance: float, summaries: list[Mapping[str, Any]], *, coupled: bool) -> Outcomes:
-    """r from the hits after a rejection, which F - 1 alternatives miss with probability F^-r."""
+def _chains(requests: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """(verified, accepted) tokens of a draft, by the rounds of a run whose ranks were not counted: it verified none but
+    chains."""
+    trials = accepted = 0
+    for request in requests:
+        for r in request["rounds"]:
+            if r.get("producer") == "lookup":
+                continue
+            accepted += r["accepted"]
+            trials += min(r["drafted"], r["accepted"] + 1)
+    return trials, accepted
+
+
+def _ranks(requests: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """(verified, accepted) tokens of a draft by rank; empty if they were not counted."""
+    units = _units(request for request in requests if request.get("ranks"))
+    return [
+        (sum(verified for verified, _ in counts), sum(accepted for _, accepted in counts))
+        for counts in zip(*(unit["ranks"] for unit in units), strict=True)
+    ]
+
+
+def _outcomes(
+    acceptance: float, siblings: list[tuple[int, int]], summaries: list[Mapping[str, Any]], *, coupled: bool
+) -> Outcomes:
+    """r from the siblings that were verified, of which the first misses with probability 2^-r; if they were few, from
+    the hits after a rejection, which F - 1 alternatives miss with probability F^-r."""
     derived = Outcomes.derived(acceptance, coupled=coupled)
+    verified, accepted = siblings[0] if siblings else (0, 0)
+    if verified >= _FEWEST_SIBLINGS:
+        power = -math.log2(1.0 - min(accepted / verified, _MOST_HITS))
+        return Outcomes(acceptance, max(power, _LEAST_POWER), derived.bonus_power)
     hits = events = 0
     for s in summaries:
         if s["mode"] == Mode.OVERLAPPED.value:

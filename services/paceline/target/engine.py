@@ -116,6 +116,7 @@ class TargetEngine:
         self.link = link
         self._meter = StepMeter(clock, self.allocation, self.wait_policy, self.gate)
         self.stats, self.step_sizes = self._meter.stats, self._meter.sizes
+        self.ranks = self._meter.ranks
         self._emit = emit
         self._clock = clock
         self._max_model_len = max_model_len

@@ -12,7 +12,7 @@ from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import Node
 from paceline.target.control.allocation import Allocation, allocate_draft_tokens
-from paceline.target.control.compared import Compared, compare
+from paceline.target.control.compared import Compared, RankCounts, compare
 from paceline.target.control.subtree import MAX_TREE_TOKENS, MergedOffer, SubtreeOffer, missed_below
 from paceline.target.heads.driver import Heads
 
@@ -231,6 +231,28 @@ def test_each_producer_answers_for_its_own_tokens() -> None:
         (5, 6), (None,) * 2, (0.9, 0.6), (1, 2), (-1, -1), (((draft, 0.2), (head, 0.9)), ((draft, 0.6),))
     )
     assert compare(likelier, [1], draft) == Compared(places=1, predicted=pytest.approx(0.8), first=1, any=1)
+
+
+def test_tokens_are_counted_by_their_rank_among_those_that_were_verified() -> None:
+    """The first is the one with the largest claim, wherever it stands; those behind a right one are not asked."""
+    draft, head = Producer.DRAFT, Producer.HEAD
+    probs = (0.2, 0.5, 0.1, 0.9, 0.6)
+    proposal = Proposal(
+        token_ids=(4, 5, 6, 7, 8),
+        qs=(None,) * 5,
+        probs=probs,
+        node_ids=(1, 2, 3, 4, 5),
+        parents=(-1, -1, -1, 1, 1),
+        claims=(*(((draft, prob),) for prob in probs[:4]), ((head, 0.6),)),
+    )
+    counts = RankCounts()
+    counts.add(proposal, [1, 3])
+    assert (counts.verified, counts.accepted) == ([2, 0, 0], [2, 0, 0])
+    counts.add(proposal, [0])
+    assert (counts.verified, counts.accepted) == ([3, 1, 0], [2, 1, 0])
+    counts.add(proposal, [])
+    counts.add(proposal, [1, 4])
+    assert (counts.verified, counts.accepted) == ([6, 2, 1], [3, 1, 0])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from paceline.core.tree import Producer, Proposal
 
+NUM_RANKS = 3
+"""Ranks that are counted."""
+
 
 @dataclass(slots=True)
 class Compared:
@@ -42,6 +45,32 @@ def compare(proposal: Proposal, path: Sequence[int], producer: Producer) -> Comp
     result.places = len(likeliest)
     result.first = sum(right for _, right in likeliest.values())
     return result
+
+
+class RankCounts:
+    """Fate of a draft's tokens since the engine started, by their rank among those that were verified for one place."""
+
+    def __init__(self) -> None:
+        self.verified = [0] * NUM_RANKS
+        """Places on accepted paths, ends included, with a token of this rank, where none before it was right."""
+        self.accepted = [0] * NUM_RANKS
+        """Those at which it was."""
+
+    def add(self, proposal: Proposal, path: Sequence[int]) -> None:
+        """Takes a round whose accepted tokens are ``path``."""
+        if not proposal.claims:
+            return
+        accepted: dict[int, int | None] = dict(zip([-1, *path], [*path, None], strict=True))
+        places: dict[int, list[tuple[float, int]]] = {}
+        for index, claims in enumerate(proposal.claims):
+            if (parent := proposal.parent(index)) in accepted:
+                places.setdefault(parent, []).extend((-p, index) for by, p in claims if by is Producer.DRAFT)
+        for parent, found in places.items():
+            for rank, (_, index) in enumerate(sorted(found)[:NUM_RANKS]):
+                self.verified[rank] += 1
+                if accepted[parent] == index:
+                    self.accepted[rank] += 1
+                    break
 
 
 def compare_all(proposal: Proposal, path: Sequence[int]) -> list[Compared]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.core.tree import Producer
 from paceline.core.verification import Verdict
 from paceline.target.control.allocation import Allocation
-from paceline.target.control.compared import compare_all
+from paceline.target.control.compared import RankCounts, compare_all
 from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.scheduler import Scheduled
@@ -141,6 +141,7 @@ class StepMeter:
     ) -> None:
         self.stats = TargetStats()
         self.sizes = StepSizes()
+        self.ranks = RankCounts()
         self._clock = clock
         self._allocation = allocation
         self._wait_policy = wait_policy
@@ -230,6 +231,7 @@ class StepMeter:
         used = [makers[index] for index in path[:num_accepted]]
         num_nodes, num_used = makers.count(Producer.DRAFT), used.count(Producer.DRAFT)
         compared = compare_all(proposal, path)
+        self.ranks.add(proposal, path)
         num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
         stats.branches += part.num_branches
         stats.branches_used += not proposal.is_chain and path != [*range(len(path))]
