@@ -81,8 +81,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="N",
-        help="eagle3, peagle, dflash, jetspec: layers whose input it reads; early_exit: the layers below it draft; "
-        "speculative_streaming: those from it on",
+        help="eagle3, peagle, dflash, dspark, jetspec: layers whose input it reads; early_exit: the layers below it "
+        "draft; speculative_streaming: those from it on",
     )
     group.add_argument(
         "--draft-vocab-size", type=int, metavar="N", help="eagle3, peagle: the most frequent tokens (default: all)"
@@ -91,16 +91,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--inner-dim", type=int, default=0, metavar="N", help="width of mlp_speculator's state or early_exit's MLP"
     )
-    group.add_argument("--layers", type=int, default=2, metavar="N", help="dflash, jetspec: its layers (default 2)")
+    group.add_argument(
+        "--layers", type=int, default=2, metavar="N", help="dflash, dspark, jetspec: its layers (default 2)"
+    )
     group.add_argument(
         "--anchors",
         type=int,
         default=64,
         metavar="N",
-        help="dflash, jetspec, speculative_streaming: blocks of each row (default 64)",
+        help="dflash, dspark, jetspec, speculative_streaming: blocks of each row (default 64)",
     )
     group.add_argument(
-        "--rank", type=int, default=32, metavar="N", help="speculative_streaming: of its additions (default 32)"
+        "--rank",
+        type=int,
+        default=32,
+        metavar="N",
+        help="speculative_streaming: of its additions; dspark: of its Markov chain (default 32)",
     )
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=int, default=4000, metavar="N", help="updates (default 4000)")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.models import letters_tokenizer
+from tests.support.rings import slow
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -63,11 +64,12 @@ def letters(count: int, seed: int) -> list[str]:
 
 FORMS = {
     "dflash": HeadForm("dflash", depths=DEPTHS, num_layers=1, num_anchors=16),
+    "dspark": HeadForm("dspark", depths=DEPTHS, num_layers=1, num_anchors=16, rank=8),
     "speculative_streaming": HeadForm("speculative_streaming", depths=DEPTHS, boundaries=(1,), num_anchors=16, rank=16),
 }
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=["dflash", "speculative_streaming", *slow(["dspark"])])
 def trained(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A head of that target; its folder has the name of its method."""
     folder = tmp_path_factory.mktemp("head")
@@ -92,7 +94,7 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pyt
     return folder / request.param
 
 
-def written(target: Path, source: Path, temperature: float) -> list[list[list[int]]]:
+def written(target: Path, source: Path, temperature: float, mode: Mode = Mode.OVERLAPPED) -> list[list[list[int]]]:
     """The tokens of each outcome of each session."""
     head = HeadOptions(method=source.name, model=str(source), num_speculative_tokens=DEPTHS, probe=False)
     values = {"dtype": "float32", "device": "cpu", "compile": False, "batch_invariant": "off", "adaptive": False}
@@ -101,7 +103,7 @@ def written(target: Path, source: Path, temperature: float) -> list[list[list[in
     encode = Checkpoint.open(str(target)).tokenizer.encode
     for i, text in enumerate(letters(NUM_TEXTS, 1)):
         sampling = SamplingParams(temperature=temperature, max_tokens=NEW, seed=i, ignore_eos=True)
-        speculation = SpeculationParams(mode=Mode.OVERLAPPED, max_draft_tokens=DEPTHS)
+        speculation = SpeculationParams(mode=mode, max_draft_tokens=DEPTHS)
         ids = encode(text)[:PROMPT]
         engine.receive([OpenSession(f"s{i}", 1, ids, len(ids), i, sampling, speculation)])
     while engine.num_sessions:
@@ -145,6 +147,15 @@ def replayed(target: Path, source: Path, found: list[list[list[int]]], temperatu
     )
 
 
+def test_the_text_is_that_of_plain_decoding(target: Path, trained: Path) -> None:
+    for temperature in (0.0, 1.0):
+        texts, plain = (
+            [list(itertools.chain(*parts)) for parts in written(target, trained, temperature, mode)]
+            for mode in (Mode.OVERLAPPED, Mode.PLAIN)
+        )
+        assert texts == plain
+
+
 @pytest.mark.parametrize("is_read_rightly", [True, False])
 def test_a_trained_head_brings_what_its_replay_says(
     is_read_rightly: bool, target: Path, trained: Path, tmp_path: Path
@@ -154,9 +165,9 @@ def test_a_trained_head_brings_what_its_replay_says(
     source = trained
     if not is_read_rightly:
         source = Path(shutil.copytree(trained, tmp_path / trained.name))
-        if trained.name == "dflash":
+        if trained.name != "speculative_streaming":
             config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-            config["dflash_config"]["sample_from_anchor"] = True
+            config["sample_from_anchor"] = trained.name == "dflash"
             (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
         else:
             tensors = load_file(source / "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import string
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from paceline.drafters.training.features import FeatureCache, Rows
 from paceline.drafters.training.kinds import TrainableHead
 from paceline.drafters.training.options import BLOCKS, KINDS, HeadForm, Schedule, TrainingOptions
 from paceline.drafters.training.run import Report, evaluate, teacher_of, train_head
+from paceline.drafters.training.trainer import dspark_loss
 from paceline.errors import ConfigError
 from paceline.model.features import OUT
 from paceline.model.loading import load_pretrained
@@ -132,6 +134,30 @@ def test_an_interrupted_training_ends_with_the_same_weights_and_they_load(
             assert torch.equal(found, expected)
 
 
+def test_the_confidence_of_dspark_learns_what_is_accepted_and_does_not_teach_the_tokens() -> None:
+    """The loss in plain lines; it is least where the head is the target and as sure as it may be."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, generator=generator).requires_grad_()
+    p, sure = torch.randn(5, 7, generator=generator).softmax(-1), torch.rand(5, generator=generator)
+    cross_entropy = -(p * logits.log_softmax(-1)).sum(-1)
+    found, q = dspark_loss(cross_entropy, p, logits, sure), logits.softmax(-1)
+    drafted = q.detach()
+    for row in range(5):
+        distance = sum(abs(float(drafted[row, token] - p[row, token])) for token in range(7))
+        accepted = sum(min(float(drafted[row, token]), float(p[row, token])) for token in range(7))
+        doubt = -accepted * math.log(float(sure[row])) - (1 - accepted) * math.log(1 - float(sure[row]))
+        assert float(found.detach()[row]) == pytest.approx(
+            0.1 * float(cross_entropy.detach()[row]) + 0.9 * distance + doubt, rel=1e-4
+        )
+    ours, theirs = (
+        torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0]
+        for loss in (found, 0.1 * cross_entropy + 0.9 * (q - p).abs().sum(-1))
+    )
+    torch.testing.assert_close(ours, theirs)
+    best = dspark_loss(-(p * p.log()).sum(-1), p, p.log(), torch.ones(5))
+    torch.testing.assert_close(best, -0.1 * (p * p.log()).sum(-1), rtol=1e-3, atol=1e-4)
+
+
 class Loaded(ExitAdapter):
     """An exit as the service has it: the first layers, run on the tokens themselves."""
 
@@ -174,8 +200,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_bad_input_is_one_sentence(capsys, target: Path, data: Path, tmp_path: Path) -> None:
     out = ("--target", target, "--out", tmp_path / "out")
     assert refused(capsys, "medusae", *out) == (
-        "KIND is 'medusae': it must be one of medusa, mlp_speculator, mtp, eagle, eagle3, peagle, dflash, jetspec, "
-        "early_exit, speculative_streaming"
+        "KIND is 'medusae': it must be one of medusa, mlp_speculator, mtp, eagle, eagle3, peagle, dflash, dspark, "
+        "jetspec, early_exit, speculative_streaming"
     )
     assert refused(capsys, "mtp", *out).startswith("--data is missing")
     assert "cannot be read" in refused(capsys, "mtp", *out, "--data", tmp_path / "nowhere")

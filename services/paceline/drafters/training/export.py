@@ -111,19 +111,24 @@ def _eagle3(head: TrainableHead, source: str) -> _Written:
 
 
 def _block(head: TrainableHead, source: str) -> _Written:
-    """The keys of z-lab's DFlash; a layer id names the layer whose output is read."""
+    """The keys of z-lab's DFlash, of DSpark those of DeepSpec; a layer id names the layer whose output is read."""
     form, config = head.form, head.target.config.get_text_config()
     scale, cap = logits_form(head.target)
+    own: dict[str, Any] = {
+        "mask_token_id": mask_token(head.target),
+        "target_layer_ids": [boundary - 1 for boundary in head.boundaries],
+    }
+    if form.kind == "dspark":
+        own |= {"architectures": ["Qwen3DSparkModel"], "block_size": form.depths}
+        own |= {"markov_rank": form.rank, "markov_head_type": "vanilla"}
+        own |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    else:
+        own |= {"causal": True} if form.kind == "jetspec" else {}
+        own = {"architectures": ["DFlashDraftModel"], "block_size": form.depths + 1, "dflash_config": own}
     values = {
         **block_values(form, head.target),
-        "architectures": ["DFlashDraftModel"],
-        "block_size": form.depths + 1,
+        **own,
         "num_target_layers": config.num_hidden_layers,
-        "dflash_config": {
-            "mask_token_id": mask_token(head.target),
-            "target_layer_ids": [boundary - 1 for boundary in head.boundaries],
-            **({"causal": True} if form.kind == "jetspec" else {}),
-        },
         **({} if scale == 1.0 else {"output_multiplier": scale}),
         **({} if cap is None else {"final_logit_softcapping": cap}),
     }
@@ -171,6 +176,7 @@ _WRITE = {
     "eagle3": _eagle3,
     "peagle": _eagle3,
     "dflash": _block,
+    "dspark": _block,
     "jetspec": _block,
     "early_exit": _exit,
     "speculative_streaming": _streams,

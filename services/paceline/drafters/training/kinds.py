@@ -270,11 +270,13 @@ def _block(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
         target_width=len(fit.boundaries) * config.hidden_size,
         mask_token_id=mask_token(target),
         num_tokens=form.depths,
-        first_row=1,
+        first_row=0 if form.kind == "dspark" else 1,
         windows=(None,) * form.num_layers,
         causal=(form.kind == "jetspec",) * form.num_layers,
         logit_scale=scale,
         logit_cap=cap,
+        markov=form.rank if form.kind == "dspark" else None,
+        confidence=form.kind == "dspark",
     )
     vocab_size = target.get_output_embeddings().out_features
     module = BlockHead(
@@ -284,6 +286,10 @@ def _block(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
         _copy(own, layer)
     _copy(module.norm, norm)
     module.fc.weight.copy_(fit.to_boundary(lambda _, own: own, config.num_hidden_layers - 1))
+    if made.markov is not None:  # the chain adds nothing yet, and every token is as likely accepted as not
+        for linear in (module.markov_head.markov_w2, module.confidence_head.proj):
+            linear.weight.zero_()
+        module.confidence_head.proj.bias.zero_()
     return module
 
 
@@ -318,6 +324,7 @@ _MAKE: dict[str, Callable[[HeadForm, PreTrainedModel, _Fit], HeadModule]] = {
     "eagle3": _eagle3,
     "peagle": _eagle3,
     "dflash": _block,
+    "dspark": _block,
     "jetspec": _block,
     "early_exit": _exit,
     "speculative_streaming": _streams,

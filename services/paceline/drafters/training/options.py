@@ -18,12 +18,13 @@ Kind = Literal[
     "eagle3",
     "peagle",
     "dflash",
+    "dspark",
     "jetspec",
     "early_exit",
     "speculative_streaming",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-BLOCKS: tuple[Kind, ...] = ("dflash", "jetspec")
+BLOCKS: tuple[Kind, ...] = ("dflash", "dspark", "jetspec")
 """Kinds that draft a block of masks in one pass."""
 
 _WARM_UP = 0.03
@@ -52,7 +53,8 @@ class HeadForm:
     num_anchors: int = 64
     """Blocks of a row that a block head is trained on in an update, behind random anchors; streams alike."""
     rank: int = 32
-    """Rank of the additions of streams to the target's linear layers, and of the anchor's map."""
+    """Rank of the additions of streams to the target's linear layers, and of the anchor's map; of DSpark's Markov
+    chain."""
 
     def check(self, vocab_size: int) -> None:
         """Raises ConfigError for options that the kind does not have, or that do not fit the target."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.drafters.heads.block import Blockwise
+from paceline.drafters.heads.block import BlockHead, Blockwise
 from paceline.drafters.training.features import OUT, FeatureCache
 from paceline.drafters.training.kinds import TrainableHead
 from paceline.drafters.training.options import BLOCKS, Schedule
@@ -21,6 +21,9 @@ _DEPTH_DECAY = 0.8
 """Weight of a depth's loss over that of the one before (EAGLE-3)."""
 _GAMMA = ((16, 7.0), (10, 5.0), (0, 4.0))
 """Rows of a block at least -> its gamma (DFlash)."""
+_DSPARK_GAMMA, _DSPARK_CROSS_ENTROPY, _DSPARK_DISTANCE = 4.0, 0.1, 0.9
+"""Gamma of DSpark, and the weights of its loss; that of the confidence is 1 (DeepSpec)."""
+_LEAST_DOUBT = 1e-6
 _SAVE_STEPS = 200
 
 CHECKPOINT = "checkpoint.pt"
@@ -139,7 +142,8 @@ class Trainer:
         return token_ids, both[..., :-size], both[..., -size:], num_tokens
 
     def loss(self, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Soft cross-entropy in nats, averaged over the positions and weighted by depth.
+        """Soft cross-entropy in nats, averaged over the positions and weighted by depth; of DSpark see
+        ``dspark_loss``.
 
         Of a draft vocabulary the target's probabilities are taken as they are, so that a position whose next token is
         unlikely to be in it weighs little.
@@ -149,18 +153,26 @@ class Trainer:
         depths = 1 if module.exits else self.head.form.depths  # all depths of an exit are one
         num_rows = token_ids.shape[1] - depths
         anchors = torch.arange(num_rows, device=self.device)
+        unrolled: Iterator[tuple[Tensor, Tensor | None]]
         if isinstance(module, Blockwise):
             anchors = self._anchors(num_rows)
-            unrolled = module.blocks(own[:, :num_rows], token_ids, anchors, depths)
+        if isinstance(module, BlockHead):
+            unrolled = module.judged(own[:, :num_rows], token_ids, anchors, depths)
+        elif isinstance(module, Blockwise):
+            unrolled = ((logits, None) for logits in module.blocks(own[:, :num_rows], token_ids, anchors, depths))
         else:
-            unrolled = module.unroll(own[:, : num_rows + int(module.exits)], token_ids, depths)
+            states = own[:, : num_rows + int(module.exits)]
+            unrolled = ((logits, None) for logits in module.unroll(states, token_ids, depths))
         with torch.no_grad():
             p = self.teacher(out).float().softmax(-1)
             if module.target_ids is not None:
                 p = p[..., module.target_ids]
         total = torch.zeros((), device=self.device)
-        for depth, logits in enumerate(unrolled):
-            each = -(p[:, anchors + 1 + depth] * logits.float().log_softmax(-1)).sum(-1)
+        for depth, (logits, confidence) in enumerate(unrolled):
+            theirs = p[:, anchors + 1 + depth]
+            each = -(theirs * logits.float().log_softmax(-1)).sum(-1)
+            if confidence is not None:
+                each = dspark_loss(each, theirs, logits, confidence)
             inside = (anchors + 1 + depth < num_tokens[:, None]).float()
             total = total + self._decay**depth * (each * inside).sum() / inside.sum().clamp(min=1.0)
         return total
@@ -170,6 +182,8 @@ class Trainer:
         """Weight of a depth's loss over that of the one before: EAGLE-3's, or exp(-1 / gamma) of DFlash."""
         if self.head.form.kind not in BLOCKS:
             return _DEPTH_DECAY
+        if self.head.form.kind == "dspark":
+            return math.exp(-1 / _DSPARK_GAMMA)
         return math.exp(-1 / next(gamma for least, gamma in _GAMMA if self.head.form.depths + 1 >= least))
 
     def _anchors(self, num_rows: int) -> Tensor:
@@ -177,6 +191,22 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + self.step)
         chosen = torch.randperm(num_rows, generator=generator)[: self.head.form.num_anchors]
         return chosen.sort().values.to(self.device)
+
+
+def dspark_loss(cross_entropy: Tensor, p: Tensor, logits: Tensor, confidence: Tensor) -> Tensor:
+    """The loss ``[...]`` of DeepSpec: a tenth of the cross-entropy, nine tenths of the distance of the distributions
+    (twice the probability of a rejection), and that of the confidence to the probability of acceptance.
+
+    Args:
+        cross_entropy: [...] to the target's distribution.
+        p: [..., vocabulary] of the target.
+        logits: [..., vocabulary] of the head.
+        confidence: [...] probability of acceptance, as the head says.
+    """
+    distance = (logits.float().softmax(-1) - p).abs().sum(-1)
+    accepted, sure = 1.0 - distance.detach() / 2, confidence.float().clamp(_LEAST_DOUBT, 1 - _LEAST_DOUBT)
+    doubt = -(accepted * sure.log() + (1 - accepted) * torch.log1p(-sure))
+    return _DSPARK_CROSS_ENTROPY * cross_entropy + _DSPARK_DISTANCE * distance + doubt
 
 
 def _plain(value: Any) -> Any:
