@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cli.flags import heads_of, modelless_kind
+from paceline.cli.flags import draft_config_of, heads_of
 from paceline.config import DraftModel, HeadOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.types import Mode
@@ -37,7 +37,7 @@ class Drafting:
         """``draft`` of a LocalConfig; None: there is none. ``run``: how a draft model runs."""
         if self.has_model:
             return DraftModel(path=path, tree_step_tokens=tree_step_tokens, **run)
-        draft = ServiceConfig.parse({"draft_config": modelless_kind(self.drafter)}).draft_config
+        draft = ServiceConfig.parse({"draft_config": draft_config_of(self.drafter, run)}).draft_config
         return None if draft is None else draft.engine_kwargs
 
     def modes(self, given: Sequence[Mode] | None) -> tuple[Mode, ...]:
@@ -82,4 +82,6 @@ class Drafting:
             raise ConfigError(f"--head {self.heads[0]} is given without overlapped in --modes: only that asks heads")
         for flag, value in flags.items():
             if value is not None and not self.has_model:
-                raise ConfigError(f"{flag} {value} is given with --drafter {self.drafter}, which has no draft model")
+                raise ConfigError(
+                    f"{flag} {value} is given with --drafter {self.drafter}: it is for a draft model alone"
+                )

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from paceline.checkpoint.files import embedded_paths
-from paceline.cli.flags import MODELLESS
+from paceline.cli.flags import DRAFTER_HELP, drafters
 from paceline.config import DType
-from paceline.config.plugins import plugin_names
 from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode
 from paceline_bench.endpoint import APIS
 from paceline_bench.latency import LIMITED
@@ -29,8 +28,7 @@ def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several
     """Adds the flags of ``paceline bench local``; ``one`` and ``several_`` are its default baselines."""
     models = _add_model_flags(parser)
     models.set_defaults(draft=None)
-    kinds = ["model", *MODELLESS, *plugin_names(), "none"]
-    models.add_argument("--drafter", choices=kinds, default="model", help="what proposes tokens (default: model)")
+    models.add_argument("--drafter", choices=drafters("none"), metavar="NAME", default="model", help=DRAFTER_HELP)
     help_ = "a drafter inside the target, such as eagle3=DIRECTORY, and its most tokens at once (repeatable)"
     models.add_argument("--head", action="append", metavar="METHOD=MODEL[,TOKENS]", help=help_)
     models.add_argument("--worker", choices=["process", "thread"], default="process")

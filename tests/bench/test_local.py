@@ -10,7 +10,7 @@ import pytest
 from tests.bench.arguments import refusal_of
 
 from paceline.cli.main import main
-from paceline.config import NgramOptions
+from paceline.config import CascadeOptions, NgramOptions
 from paceline.embedded import TARGET_DIR
 from paceline.types import Mode
 from paceline_bench.arithmetic import (
@@ -72,7 +72,10 @@ def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys
         ),
         (["--drafter", "none", "--modes", "plain,sequential"], "--modes holds sequential beside --drafter none"),
         (["--drafter", "ngram", "--baselines", "assisted"], "--baselines holds assisted beside --drafter ngram"),
-        (["--drafter", "none", "--draft", "x"], "--draft x is given with --drafter none, which has no draft model"),
+        (
+            ["--drafter", "none", "--draft", "x"],
+            "--draft x is given with --drafter none: it is for a draft model alone",
+        ),
         (["--drafter", "ngram", "--cpu-threads", "2,3"], "--cpu-threads 2,3 is given with --drafter ngram"),
         (["--drafter", "ngram", "--tree-step-tokens", "4"], "--tree-step-tokens 4 is given with --drafter ngram"),
     ],
@@ -92,6 +95,14 @@ def test_what_a_drafter_leaves_of_the_defaults() -> None:
     assert Drafting("ngram").baselines(None, default) == ("transformers", "lookup")
     assert isinstance(Drafting("ngram").draft_options("", None, {}), NgramOptions)
     assert Drafting("none").draft_options("", None, {}) is None
+    cascade = Drafting("vertical=a/b:3,ngram").draft_options("", None, {"dtype": "float32"})
+    assert isinstance(cascade, CascadeOptions)
+    assert [(part.kind, part.model, part.options) for part in cascade.drafters] == [
+        ("model", "a/b", {"dtype": "float32"}),
+        ("ngram", None, {}),
+    ]
+    assert cascade.lengths == [3]
+    assert Drafting("vertical=a/b,ngram").baselines(None, default) == ("transformers", "lookup")
 
 
 def _round(drafted: int, accepted: int, cause: str, at_s: float = 0.0) -> RoundRecord:

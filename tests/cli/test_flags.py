@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import enum
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from paceline.cli.flags import add_fields, field_at, given, help_of
+from paceline.cli.flags import add_fields, add_model_flags, draft_config_of, field_at, given, help_of
+from paceline.cli.generate import local_config
 from paceline.cli.main import build_parser
+from paceline.config import ServiceConfig
+from paceline.errors import ConfigError
 
 
 class Color(enum.StrEnum):
@@ -108,3 +111,46 @@ def test_a_command_has_its_flags(command):
     }
     for action in parser._actions:
         assert action.help, f"{action.option_strings} says what it does"
+
+
+@pytest.mark.parametrize(
+    ("text", "drafters", "rest"),
+    [
+        ("vertical=/m/a:4,ngram", ["/m/a", "ngram"], {"arrangement": "vertical", "lengths": [4]}),
+        ("vertical=/m/a,suffix", ["/m/a", "suffix"], {"arrangement": "vertical"}),
+        ("vertical=o/a:2, o/b:3, ngram", ["o/a", "o/b", "ngram"], {"arrangement": "vertical", "lengths": [2, 3]}),
+        ("horizontal=ngram:2,c:/b", ["ngram", "c:/b"], {"arrangement": "horizontal", "lengths": [2]}),
+        ("horizontal=./ngram:1,suffix", ["./ngram", "suffix"], {"arrangement": "horizontal", "lengths": [1]}),
+    ],
+)
+def test_a_cascade_on_the_command_line_is_that_of_a_file(text: str, drafters: list[str], rest: dict[str, Any]) -> None:
+    parts = [
+        {"kind": name} if name in ("ngram", "suffix") else {"model": name, "options": {"dtype": "float32"}}
+        for name in drafters
+    ]
+    wanted = ServiceConfig.parse({"draft_config": {"kind": "cascade", "engine_kwargs": {"drafters": parts} | rest}})
+    found = ServiceConfig.parse({"draft_config": draft_config_of(text, {"dtype": "float32"})})
+    assert found.draft_config == wanted.draft_config
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser, ["none"])
+    pipeline = local_config(parser.parse_args(["--target", "t", "--drafter", text, "--dtype", "float32"]))
+    assert wanted.draft_config is not None
+    assert pipeline.draft == wanted.draft_config.engine_kwargs
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("vertical=a", "drafters"),
+        ("vertical=ngram:3,a", "is 'ngram': only a model verifies what others guess for it"),
+        ("vertical=a:3,ngram:2", "--drafter vertical=a:3,ngram:2: ngram:2 is the last drafter"),
+        ("vertical=a:3,b,ngram", "lengths has 1 entries beside 3 drafters: 2 are needed"),
+        ("vertical=a:17,ngram", "lengths holds 17: 1 to 16 are allowed"),
+        ("horizontal=,ngram", "model"),
+    ],
+)
+def test_a_cascade_that_is_none_is_refused_in_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ServiceConfig.parse({"draft_config": draft_config_of(text)})
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

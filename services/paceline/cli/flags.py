@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import enum
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,6 +23,12 @@ from paceline.types import SamplingParams, SpeculationParams, StructuredOutput
 _ENGINE = "target_config.engine_kwargs"
 MODELLESS = ("ngram", "suffix")
 """Kinds of drafters that need neither a model nor options."""
+_CASCADES = ("vertical=", "horizontal=")
+"""Beginnings of what ``--drafter`` says of a cascade: its arrangement."""
+DRAFTER_HELP = (
+    "what proposes tokens (default: model); a cascade of several is vertical=A:N,B or horizontal=A:N,B, each the "
+    "directory or id of a draft model, ngram or suffix, N its entry in lengths"
+)
 
 _NAMES = {"max_draft_tokens": "--draft-tokens", "path": "--target"}
 """Fields whose flag has another name."""
@@ -109,14 +115,14 @@ def add_quiet_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str] = ()) -> Any:
     """Adds the models and how they run; returns the group."""
-    drafters = ["model", *MODELLESS, *plugin_names(), *more_drafters]
     group = parser.add_argument_group("models")
     for role in ("target", "draft"):
         group.add_argument(f"--{role}", metavar="ID_OR_PATH", help=f"{role} model (default: the embedded one)")
     group.add_argument(
         "--drafter",
-        choices=drafters,
-        help="what proposes tokens (default: model; a cascade of several needs a configuration file)",
+        choices=drafters(*more_drafters),
+        metavar="NAME",
+        help=DRAFTER_HELP,
     )
     group.add_argument(
         "--head",
@@ -152,11 +158,55 @@ def heads_of(texts: Sequence[str] | None) -> list[HeadOptions]:
     return heads
 
 
-def modelless_kind(name: str | None) -> dict[str, Any] | None:
-    """``draft_config`` for what ``--drafter`` names; None: a model, or nothing."""
+class _Drafters(tuple[str, ...]):
+    """Choices of ``--drafter``: names, and the beginnings of cascades."""
+
+    __slots__ = ()
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) or str(value).startswith(_CASCADES)
+
+
+def drafters(*more: str) -> Sequence[str]:
+    """What ``--drafter`` may name; ``more``: beside drafters, such as ``none``."""
+    return _Drafters(("model", *MODELLESS, *plugin_names(), *_CASCADES, *more))
+
+
+def draft_config_of(name: str | None, running: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """``draft_config`` for what ``--drafter`` names; None: a draft model alone, or nothing.
+
+    Args:
+        name: the value of the flag.
+        running: how the draft models of a cascade run: their options.
+
+    Raises:
+        ConfigError: the last drafter of a cascade has a length.
+    """
     if name in MODELLESS:
         return {"kind": name}
+    if name is not None and name.startswith(_CASCADES):
+        return {"kind": "cascade", "engine_kwargs": _cascade(name, running or {})}
     return None if name in (None, "model", "none") else {"kind": "plugin", "engine_kwargs": {"drafter": name}}
+
+
+def _cascade(name: str, running: Mapping[str, Any]) -> dict[str, Any]:
+    arrangement, _, listed = name.partition("=")
+    parts: list[dict[str, Any]] = []
+    lengths: list[int] = []
+    *others, last = (text.strip() for text in listed.split(","))
+    for text in others:
+        body, colon, length = text.rpartition(":")
+        has_length = bool(colon) and length.isdigit()
+        lengths += [int(length)] if has_length else []
+        parts.append(_part(body if has_length else text, running))
+    if last.rpartition(":")[2].isdigit() and ":" in last:
+        raise ConfigError(f"--drafter {name}: {last} is the last drafter, which drafts what is left: it has no length")
+    found = {"arrangement": arrangement, "drafters": [*parts, _part(last, running)]}
+    return found | ({"lengths": lengths} if lengths else {})
+
+
+def _part(text: str, running: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": text} if text in MODELLESS else {"model": text, "options": dict(running)}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -17,11 +17,11 @@ from paceline.cli.flags import (
     add_tls_flags,
     check_positive,
     connection_of,
+    draft_config_of,
     flag_of,
     form_of,
     given,
     heads_of,
-    modelless_kind,
 )
 from paceline.config import wants_color
 from paceline.errors import ConfigError, InvalidRequestError
@@ -164,6 +164,7 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
     """The pipeline that the model flags describe. Raises ConfigError."""
     from paceline.checkpoint.files import embedded_paths
     from paceline.config import (
+        CascadeDraftConfig,
         DraftModel,
         LocalConfig,
         NgramDraftConfig,
@@ -177,23 +178,23 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
         _path_of(flag_of(role), getattr(args, role), str(embedded))
         for role, embedded in zip(("target", "draft"), embedded_paths(), strict=True)
     ]
-    heads, modelless = heads_of(args.head), modelless_kind(args.drafter)
+    options = given(args, DraftModel)
+    for name in ("tensor_parallel_size", "cpu_threads"):  # they are the target's
+        options.pop(name, None)
+    heads, modelless = heads_of(args.head), draft_config_of(args.drafter, options)
     without_model = args.drafter == "none" or modelless is not None
     if args.target is not None and args.draft is None and not without_model and with_draft:
         others = "use --drafter ngram, --drafter suffix, --drafter none or --mode plain"
         raise ConfigError(f"--target is given without --draft: name one, or {others}")
     if without_model and args.draft is not None:
-        raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
+        raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which does not take it")
     target = TargetModel(path=paths[0], heads=heads if with_draft else [], **given(args, TargetModel))
     if not with_draft or args.drafter == "none":
         return LocalConfig(target=target)
     if modelless is not None:
         draft = ServiceConfig.parse({"draft_config": modelless}).draft_config
-        assert isinstance(draft, NgramDraftConfig | SuffixDraftConfig | PluginDraftConfig)
+        assert isinstance(draft, NgramDraftConfig | SuffixDraftConfig | PluginDraftConfig | CascadeDraftConfig)
         return LocalConfig(target=target, draft=draft.engine_kwargs)
-    options = given(args, DraftModel)
-    for name in ("tensor_parallel_size", "cpu_threads"):  # they are the target's
-        options.pop(name, None)
     return LocalConfig(target=target, draft=DraftModel(path=paths[1], **options))
 
 

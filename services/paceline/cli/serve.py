@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
-from paceline.cli.flags import add_fields, add_model_flags, field_at, flag_of, heads_of, help_of, modelless_kind
+from paceline.cli.flags import add_fields, add_model_flags, draft_config_of, field_at, flag_of, heads_of, help_of
 from paceline.cli.startup import StartView, next_steps, tell_ready
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
@@ -39,7 +39,9 @@ _FILE_KEYS = {
 }
 """Flags that name files, and the keys that they set."""
 _PAGE_KEY = "server.playground"
-_ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in ("dtype", "compile", "background_compilation")]
+_RUNNING = ("dtype", "compile", "background_compilation")
+"""Flags of a target that are those of its draft models, too."""
+_ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in _RUNNING]
 _TARGET_KEYS = [
     *_ENGINE_KEYS,
     *(f"target_config.engine_kwargs.{name}" for name in ("tensor_parallel_size", "cpu_threads")),
@@ -114,9 +116,10 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     """
     config = (ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)).with_environment()
     if args.draft is not None and args.drafter not in (None, "model"):
-        raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which needs no model")
+        raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which does not take it")
     overrides, draft = list(args.set), config.draft_config
-    modelless = modelless_kind(args.drafter)
+    running = {name: value for name in _RUNNING if (value := getattr(args, name)) is not None}
+    modelless = draft_config_of(args.drafter, running)
     if modelless is not None and (draft is None or draft_name(draft) != args.drafter):
         overrides.insert(0, _override("draft_config", modelless))
     elif args.draft is not None and not isinstance(draft, ModelDraftConfig):
