@@ -33,8 +33,24 @@ def _tree(rng: random.Random, num_tokens: int, start: int, *, positions: bool) -
     return step
 
 
+def _grown(rng: random.Random, num_tokens: int, start: int) -> SequenceStep:
+    """A tree whose tokens see the same rows, and few of their own."""
+    step = _tree(rng, num_tokens, start, positions=rng.random() < 0.5)
+    step.visible = torch.rand(start + num_tokens) < 0.5
+    step.own_rows = [rng.sample(step.rows, rng.randint(0, min(3, num_tokens))) for _ in step.rows]
+    return step
+
+
+def _seen(step: SequenceStep) -> np.ndarray:
+    """bool [tokens, rows]: the rows that each token of a tree sees."""
+    if not step.own_rows:
+        return step.visible.numpy()
+    return np.array([[seen or row in own for row, seen in enumerate(step.visible)] for own in step.own_rows])
+
+
 def _batch(seed: int) -> list[SequenceStep]:
-    """Chunks beside short sequences, pages copied and rows written twice, trees with and without positions."""
+    """Chunks beside short sequences, pages copied and rows written twice, trees with and without positions, and trees
+    of which each token sees what all see and rows of its own."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     longest = (1, 9, 40, 200)[seed % 4]
@@ -46,6 +62,8 @@ def _batch(seed: int) -> list[SequenceStep]:
         for positions in (False, True):
             steps.insert(0, _tree(rng, rng.randint(1, 12), rng.randint(0, 200), positions=positions))
             steps[0].positions = [rng.randrange(500) for _ in steps[0].token_ids]
+        for _ in range(rng.randint(0, 2)):
+            steps.insert(rng.randrange(len(steps)), _grown(rng, rng.randint(1, 12), rng.randint(0, 200)))
     return steps
 
 
@@ -55,7 +73,7 @@ def _plain(steps: list[SequenceStep], spare: int) -> dict[str, object]:
     row_len = padded_row_len(max(lengths))
     if len(steps) > 1 and row_len > QUERY_ROW_LEN and min(lengths) <= row_len // 2:
         row_len = max(QUERY_ROW_LEN, padded_row_len(min(lengths)))
-    seen = [max(step.rows) + 1 if step.visible is None else step.visible.shape[1] for step in steps]
+    seen = [max(step.rows) + 1 if step.visible is None else step.visible.shape[-1] for step in steps]
     num_pages = padded_pages(max(pages_for(max(s, max(step.rows) + 1)) for s, step in zip(seen, steps, strict=True)))
     names = ("tokens", "positions", "logits_index", "write_rows", "write_tokens", "page_table", "gather", "scatter")
     plan: dict[str, list] = {name: [] for name in (*names, "query_rows", "visible", "key_positions")}
@@ -82,9 +100,9 @@ def _plain(steps: list[SequenceStep], spare: int) -> dict[str, object]:
                 if step.visible is None:
                     sees[place, : step.rows[token] + 1] = True
                 else:
-                    sees[place, : step.visible.shape[1]] = step.visible[token].numpy()
+                    sees[place, : step.visible.shape[-1]] = _seen(step)[token]
             if step.visible is not None and step.key_positions is not None:
-                position[: step.visible.shape[1]] = step.key_positions.numpy()
+                position[: step.visible.shape[-1]] = step.key_positions.numpy()
             plan["visible"].append(sees)
             plan["key_positions"].append(position)
     plan["write_tokens"] = [*range(len(plan["tokens"])), *(token for token, _ in also)]
@@ -149,6 +167,8 @@ def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch)
         ("first += tokens, pages += tables", "first += tokens, pages += tables - (i == 1)"),
         ("visible[i] + local * seen", "visible[i] + (local ? local - 1 : 0) * seen"),
         ("row + (i - from) % kPage", "row + i % kPage"),
+        ("j <= *own", "j < *own"),
+        ("begin + p < tokens - 1) own", "begin + p < tokens - 2) own"),
     ],
 )
 def test_a_native_layout_that_is_wrong_is_noticed(

@@ -19,7 +19,7 @@ from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import GREEDY_CANDIDATES, draft_candidates
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
-from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, prompt_chunk, tree_step
+from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import page_hash, root_hash
@@ -132,7 +132,10 @@ class ModelDrafter:
         """Candidates of the leaves by one forward; a leaf without room for its row gets none."""
         groups: dict[str, list[int]] = {}
         for index, leaf in enumerate(leaves):
-            groups.setdefault(leaf.session_id, []).append(index)
+            if (group := groups.get(leaf.session_id)) is None:
+                groups[leaf.session_id] = [index]
+            else:
+                group.append(index)
         tails = self._tails(leaves)
         parts: list[Part] = []
         order: list[tuple[int, int]] = []  # leaf and depth of each row of logits
@@ -149,9 +152,11 @@ class ModelDrafter:
                     continue
                 for i in usable:
                     path, tail = leaves[i].path, tails[i]
-                    for depth in range(len(tail.inputs) + 1):
+                    order.append((i, 0))
+                    rows.append(Row(session.sampler, path))
+                    for depth in range(1, len(tail.inputs) + 1):
                         order.append((i, depth))
-                        rows.append(Row(session.sampler, (*path, *tail.path[:depth]) if depth else path))
+                        rows.append(Row(session.sampler, (*path, *tail.path[:depth])))
             m = self._num_candidates(groups)
             if not parts:
                 return self._candidates(leaves, tails, m)
@@ -326,27 +331,24 @@ class ModelDrafter:
             return None
         if not path:
             rows = session.take_rows(self._cache, len(pending))
-            positions: Sequence[int] = range(session.num_cached, num_tokens)
-            session.positions[rows] = positions
-            seen = np.repeat(session.committed[None, : session.num_rows], len(pending), axis=0)
-            for i in range(len(pending)):
-                seen[i, rows[: i + 1]] = True
-            return Part(session, tree_step(session, pending, positions, rows, 1, seen), len(pending), {})
+            positions = range(session.num_cached, num_tokens)
+            for row, position in zip(rows, positions, strict=True):
+                session.positions[row] = position
+            own_rows = [rows[: i + 1] for i in range(len(rows))]
+            return Part(session, chain_step(session, pending, positions, rows, own_rows), len(pending), {})
         node_rows = session.node_rows
         above = []
         for node_id in leaf.path_ids[:-1]:
-            if (row := node_rows.get(node_id)) is None:
+            if (row_above := node_rows.get(node_id)) is None:
                 return None
-            above.append(row)
+            above.append(row_above)
         token_id = self._own(path[-1])
         assert token_id is not None, "_usable comes first"
         rows = session.take_rows(self._cache, 1)
         row, position = rows[0], num_tokens + len(path) - 1
         session.positions[row] = position
-        seen = session.committed[None, : session.num_rows].copy()
         above.append(row)
-        seen[0, above] = True
-        return Part(session, tree_step(session, [token_id], [position], rows, 1, seen), 0, {leaf.node_id: row})
+        return Part(session, chain_step(session, [token_id], [position], rows, [above]), 0, {leaf.node_id: row})
 
     def _publish(self, session: RowSession) -> None:
         while (len(session.hashes) + 1) * PAGE_SIZE <= session.num_cached:

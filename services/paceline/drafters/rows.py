@@ -53,6 +53,8 @@ class RowSession:
             ResourceExhaustedError: there is no page for them; nothing is changed.
         """
         num_free = len(self.free_rows)
+        if count == 1 and num_free:
+            return [self.free_rows.pop()]
         if count <= num_free:
             rows = self.free_rows[: num_free - count - 1 : -1] if count < num_free else self.free_rows[::-1]
             del self.free_rows[num_free - count :]
@@ -98,7 +100,8 @@ class Part:
         """After the forward: pending tokens are cached, nodes have their rows, all others are free again."""
         session, rows = self.session, self.step.rows
         if self.num_pending:
-            session.committed[list(rows[: self.num_pending])] = True
+            for row in rows[: self.num_pending]:
+                session.committed[row] = True
             session.num_cached += self.num_pending
             if len(rows) == self.num_pending and not self.node_rows:
                 return
@@ -127,6 +130,21 @@ def tree_step(
     """
     key_positions = torch.from_numpy(session.positions[: session.num_rows])
     return SequenceStep(tokens, positions, rows, session.pages, num_logits, torch.from_numpy(seen), key_positions)
+
+
+def chain_step(
+    session: RowSession,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    rows: Sequence[int],
+    own_rows: Sequence[Sequence[int]],
+) -> SequenceStep:
+    """``tree_step`` of tokens that attend to all committed rows, each to ``own_rows`` besides; logits of the last one.
+
+    The step reads the session's arrays, which must not change before it is laid out.
+    """
+    visible, key_positions = torch.from_numpy(session.committed), torch.from_numpy(session.positions)
+    return SequenceStep(tokens, positions, rows, session.pages, 1, visible, key_positions, own_rows)
 
 
 def prompt_chunk(session: RowSession, stop: int) -> SequenceStep:

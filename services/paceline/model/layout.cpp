@@ -85,16 +85,18 @@ void fill_masks(const Shape& s, const Fields& f, int64_t window, T infinity, T* 
 
 extern "C" {
 
-// step_plan._lay_out. `counts` [n, 4]: tokens, pages and logits of each sequence, and keys that its tree sees, 0 if it is
-// none; `also` [num_also, 2]: the token and row of further writes; `visible`, `key_positions`: of each sequence, or null.
+// step_plan._lay_out. `counts` [n, 5]: tokens, pages and logits of each sequence, keys that its tree sees, 0 if it is
+// none, and tokens with rows of their own; `also` [num_also, 2]: the token and row of further writes; `visible`,
+// `key_positions`: of each sequence, or null; `own`: of each token with rows of its own how many, and which.
 void paceline_lay_out(int64_t n, const int64_t* counts, const int64_t* ids, const int64_t* rows, const int64_t* positions,
                       const int64_t* pages, int64_t num_also, const int64_t* also, const uint8_t* const* visible,
-                      const int64_t* const* key_positions, int64_t scratch_row, const int64_t* sizes, int64_t* to) {
+                      const int64_t* own, const int64_t* const* key_positions, int64_t scratch_row, const int64_t* sizes,
+                      int64_t* to) {
   const Shape s(sizes);
   const Fields f(to, s);
   int64_t first = 0, logits = 0, row = 0;  // of the sequence, among all
-  for (int64_t i = 0; i < n; ++i, counts += 4) {
-    const int64_t tokens = counts[0], tables = counts[1], seen = counts[3];
+  for (int64_t i = 0; i < n; ++i, counts += 5) {
+    const int64_t tokens = counts[0], tables = counts[1], seen = counts[3], owners = counts[4];
     std::memcpy(f.tokens + first, ids + first, 8 * tokens);
     std::memcpy(f.positions + first, positions + first, 8 * tokens);
     for (int64_t j = tokens - counts[2]; j < tokens; ++j) f.logits_index[logits++] = first + j;
@@ -113,9 +115,13 @@ void paceline_lay_out(int64_t n, const int64_t* counts, const int64_t* ids, cons
         if (!s.is_tree) continue;
         uint8_t* sees = f.visible + place * s.keys();
         const int64_t width = seen ? seen : f.query_rows[place] + 1;
-        if (seen) std::memcpy(sees, visible[i] + local * seen, seen);
+        if (owners) std::memcpy(sees, visible[i], seen);
+        else if (seen) std::memcpy(sees, visible[i] + local * seen, seen);
         else std::memset(sees, 1, width);
         std::memset(sees + width, 0, s.keys() - width);
+        if (!owners) continue;
+        for (int64_t j = 1; j <= *own; ++j) sees[own[j]] = 1;
+        if (begin + p < tokens - 1) own += 1 + *own;  // the last token's rows are those of the padding, too
       }
       if (!s.is_tree) continue;
       int64_t* of_key = f.key_positions + row * s.keys();
@@ -124,6 +130,7 @@ void paceline_lay_out(int64_t n, const int64_t* counts, const int64_t* ids, cons
       for (int64_t key = given; key < s.keys(); ++key) of_key[key] = key;
     }
     first += tokens, pages += tables;
+    if (owners) own += 1 + *own;
   }
   pad(f.tokens, first, s.tokens), pad(f.positions, first, s.tokens), pad(f.scatter, first, s.tokens);
   pad(f.logits_index, logits, s.wanted);

@@ -24,7 +24,7 @@ from paceline.errors import EngineError
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _OPTIONS = ("-march=native",)
 _MASKS = (torch.bfloat16, torch.float32)
-_ARGUMENTS = {"paceline_lay_out": "iaaaaaiappiap", "paceline_pack": "apapi", "paceline_masks": "apiipp"}
+_ARGUMENTS = {"paceline_lay_out": "iaaaaaiapapiap", "paceline_pack": "apapi", "paceline_masks": "apiipp"}
 """Of each function: integers, arrays and pointers."""
 Sizes = Sequence[int]
 """Tokens, writes, wanted logits, rows, row length, pages, and 1 if the step has trees: a ``StepShape``."""
@@ -45,8 +45,7 @@ def lay_out(
     counts: array[int],
     columns: Sequence[array[int]],
     also: array[int],
-    visible: Sequence[Tensor | None],
-    key_positions: Sequence[Tensor | None],
+    trees: tuple[Sequence[Tensor | None], array[int], Sequence[Tensor | None]],
     scratch_row: int,
     sizes: Sizes,
     to: Tensor,
@@ -54,27 +53,30 @@ def lay_out(
     """Fills the buffer of a step.
 
     Args:
-        counts: of each sequence its tokens, pages, logits, and the keys that its tree sees or 0.
+        counts: of each sequence its tokens, pages, logits, the keys that its tree sees or 0, and how many of its tokens
+            see rows of their own beside.
         columns: token ids, rows, positions and pages of all sequences, one behind the other.
         also: token of the step and KV row of each further write.
-        visible: of each sequence bool [tokens, keys], or None.
-        key_positions: of each sequence int64 [keys], or None.
+        trees: of each sequence bool [tokens, keys], or [keys] where its tokens see rows of their own, or None; how many
+            these are and which, token by token; and of each sequence int64 [keys], or None.
         scratch_row: first KV row of the page that padding is written to.
         sizes: of the buffer.
         to: the buffer, uint8.
     """
-    trees = [None if x is None else x.contiguous() for x in (*visible, *key_positions)]
-    at = (ctypes.c_void_p * len(trees))(*[None if x is None else x.data_ptr() for x in trees])
-    second = ctypes.addressof(at) + len(visible) * ctypes.sizeof(ctypes.c_void_p)
+    visible, own_rows, key_positions = trees
+    held = [None if x is None else x.contiguous() for x in (*visible, *key_positions)]
+    at = array("q", [0 if x is None else x.data_ptr() for x in held])
+    first = at.buffer_info()[0]
     _call(
         "paceline_lay_out",
-        len(counts) // 4,
+        len(visible),
         counts,
         *columns,
         len(also) // 2,
         also,
-        ctypes.addressof(at),
-        second,
+        first,
+        own_rows,
+        first + len(visible) * at.itemsize,
         scratch_row,
         array("q", sizes),
         to.data_ptr(),

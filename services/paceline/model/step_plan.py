@@ -46,9 +46,12 @@ class SequenceStep:
     num_logits: int
     """Logits are wanted for the last ``num_logits`` tokens."""
     visible: Tensor | None = None
-    """bool [len(token_ids), num_rows]; rows beyond are hidden."""
+    """bool [len(token_ids), num_rows]; rows beyond are hidden. With ``own_rows`` bool [num_rows], the same for all."""
     key_positions: Tensor | None = None
-    """Rotary position of each visible row, where rows are no positions (sliding windows need them)."""
+    """int64 [num_rows]: rotary position of each visible row, where rows are no positions (sliding windows need them).
+    """
+    own_rows: Sequence[Sequence[int]] = ()
+    """Of each token the rows that it sees beside those of ``visible``; (): ``visible`` says all."""
     also: Sequence[tuple[int, int]] = ()
     """Further flat KV rows that tokens of this step are written to: (index among ``token_ids``, row) each."""
     copies: Sequence[tuple[int, int]] = ()
@@ -57,6 +60,8 @@ class SequenceStep:
 
 INTEGER_BYTES = 8
 """Bytes of an integer in the buffer of ``StepArrays``."""
+_REMEMBERED = 4096
+"""Shapes whose sizes are remembered."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -101,12 +106,12 @@ class StepShape:
     @property
     def num_integers(self) -> int:
         """Integers in the front part of the packed buffer."""
-        return sum(math.prod(size) for size in self.sizes())
+        return sum(_fields(self)[1])
 
     @property
     def num_bytes(self) -> int:
         """Size of the packed buffer in bytes."""
-        return self.num_integers * INTEGER_BYTES + (self.rows * self.row_len * self.num_keys if self.is_tree else 0)
+        return _num_bytes(self)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -136,26 +141,38 @@ class StepArrays(NamedTuple):
     visible: Any = None
 
 
+@functools.lru_cache(_REMEMBERED)
+def _fields(shape: StepShape) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Shapes of the integer fields (``StepShape.sizes``), and the integers of each."""
+    sizes = shape.sizes()
+    return sizes, tuple([math.prod(size) for size in sizes])
+
+
+@functools.lru_cache(_REMEMBERED)
+def _num_bytes(shape: StepShape) -> int:
+    bits = shape.rows * shape.row_len * shape.num_keys if shape.is_tree else 0
+    return shape.num_integers * INTEGER_BYTES + bits
+
+
 def unpack(shape: StepShape, buffer: Tensor) -> StepArrays:
     """The fields of a step in a uint8 ``buffer`` of at least ``shape.num_bytes``, as views of it."""
-    front = shape.num_integers * INTEGER_BYTES
-    integers = buffer[:front].view(torch.int64)
-    sizes = shape.sizes()
-    parts = torch.split(integers, [math.prod(size) for size in sizes])
-    views: list[Tensor | None] = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+    sizes, counts = _fields(shape)
+    front = sum(counts) * INTEGER_BYTES
+    parts = buffer[:front].view(torch.int64).split_with_sizes(counts)
+    views = [part if len(size) == 1 else part.view(size) for part, size in zip(parts, sizes, strict=True)]
     if not shape.is_tree:
         return StepArrays(*views)
     bits = buffer[front : shape.num_bytes].view(torch.bool)
-    return StepArrays(*views)._replace(visible=bits.view(shape.rows, shape.row_len, shape.num_keys))
+    return StepArrays(*views, bits.view(shape.rows, shape.row_len, shape.num_keys))
 
 
 def arrays_of(shape: StepShape, buffer: Tensor) -> StepArrays:
     """``unpack`` of a buffer in the host's memory, as numpy arrays."""
-    sizes = shape.sizes()
-    ends = [*accumulate(math.prod(size) for size in sizes)]
+    sizes, counts = _fields(shape)
+    ends = [*accumulate(counts)]
     values = buffer.numpy()
     front = values[: ends[-1] * INTEGER_BYTES].view(np.int64)
-    views = [front[end - math.prod(size) : end].reshape(size) for end, size in zip(ends, sizes, strict=True)]
+    views = [front[end - count : end].reshape(size) for end, count, size in zip(ends, counts, sizes, strict=True)]
     if not shape.is_tree:
         return StepArrays(*views)
     bits = values[ends[-1] * INTEGER_BYTES : shape.num_bytes].view(np.bool_)
@@ -196,12 +213,11 @@ class StepPlan:
             rows.extend(step.rows)
             pages.extend(step.pages)
         positions = rows
-        if any(step.positions is not step.rows for step in steps):
+        if any([step.positions is not step.rows for step in steps]):
             positions = array("q", chain.from_iterable([step.positions for step in steps]))
-        is_tree = any(step.visible is not None for step in steps)
-        num_rows = max(rows) + 1
-        if is_tree:
-            num_rows = max(num_rows, *(step.visible.shape[1] for step in steps if step.visible is not None))
+        keys = [0 if step.visible is None else step.visible.shape[-1] for step in steps]
+        is_tree = any(keys)
+        num_rows = max(max(rows) + 1, *keys)
         num_logits = sum([step.num_logits for step in steps])
         shape = StepShape(
             padded_tokens(num_tokens, spare_tokens),
@@ -214,13 +230,15 @@ class StepPlan:
         )
         buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
         if layout.usable():
-            counts = array("q")
-            for step, length in zip(steps, lengths, strict=True):
-                keys = 0 if step.visible is None else step.visible.shape[1]
-                counts.extend((length, len(step.pages), step.num_logits, keys))
-            visible, key_positions = [step.visible for step in steps], [step.key_positions for step in steps]
+            counts, own_rows = array("q"), array("q")
+            for step, length, num_keys in zip(steps, lengths, keys, strict=True):
+                counts.extend((length, len(step.pages), step.num_logits, num_keys, len(step.own_rows)))
+                for own in step.own_rows:
+                    own_rows.append(len(own))
+                    own_rows.extend(own)
+            trees = [step.visible for step in steps], own_rows, [step.key_positions for step in steps]
             columns = (ids, rows, positions, pages)
-            layout.lay_out(counts, columns, also, visible, key_positions, scratch_row, shape.numbers, buffer)
+            layout.lay_out(counts, columns, also, trees, scratch_row, shape.numbers, buffer)
         else:
             _lay_out(steps, (ids, rows, positions, pages), also, scratch_row, shape, arrays_of(shape, buffer))
         return cls(num_logits, shape, buffer, tuple([pair for step in steps for pair in step.copies]))
@@ -340,6 +358,10 @@ def _tree_columns(owners: Sequence[tuple[SequenceStep, int, int]], local: NDArra
             into.visible[own] = key <= into.query_rows[own, :, None]
             continue
         of_step = step.visible.numpy()
+        if step.own_rows:
+            of_step = np.repeat(of_step[None], len(step.token_ids), axis=0)
+            for seen, rows in zip(of_step, step.own_rows, strict=True):
+                seen[list(rows)] = True
         into.visible[own, :, : of_step.shape[1]] = of_step[local[own]]
         if step.key_positions is not None:
             into.key_positions[own, : of_step.shape[1]] = step.key_positions.numpy()

@@ -205,8 +205,8 @@ class DeviceBackend:
         masks = attention_masks(it, self._dtype, self._window)
         cache = self._cache
         result = step(
-            it.tokens[None],
-            it.positions[None],
+            it.tokens.unsqueeze(0),
+            it.positions.unsqueeze(0),
             it.logits_index,
             it.write_rows,
             it.write_tokens,
