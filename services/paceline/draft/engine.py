@@ -363,33 +363,33 @@ class DraftEngine:
 
     def _commit(self, session: DraftSession, message: Commit) -> None:
         """Moves the anchor along the committed tokens; a token without a node gets one, of probability 1."""
-        tree = session.tree
-        if message.context_len < tree.context_len:
+        tree, token_ids = session.tree, message.token_ids
+        context_len = tree.context_len
+        if message.context_len < context_len:
             self.stats.stale_messages += 1
             return
-        if message.context_len > tree.context_len:
+        if message.context_len > context_len:
             self.stats.lost_commits += 1
-            raise EngineError(f"commits were lost: this one is at {message.context_len}, not {tree.context_len}")
-        self._check_length(tree.context_len + len(message.token_ids))
-        self._check_tokens("a commit", message.token_ids)
-        if message.token_ids:
-            self._observe(session, message.token_ids)
-            session.sampler.append(message.token_ids)
-            walk = tree.walk(message.token_ids)
+            raise EngineError(f"commits were lost: this one is at {message.context_len}, not {context_len}")
+        if token_ids:
+            self._check_length(context_len + len(token_ids))
+            self._check_tokens("a commit", token_ids)
+            self._observe(session, token_ids)
+            session.sampler.append(token_ids)
+            walk = tree.walk(token_ids)
             node_ids = list(walk.node_ids)
             for token_id in walk.unresolved:
-                node = session.publish(token_id, tree.anchor, 1.0, sampled=False)
-                assert node is not None
+                (node,) = session.publish(tree.anchor, (token_id,), (1.0,), sampled=False)
                 node_ids.append(node.node_id)
             self.stats.nodes_used += len(walk.node_ids)
             self.stats.nodes_missed += len(walk.unresolved)
             self._observe_round(session, node_ids, self._clock())
             anchor = tree.anchor
             kept = [n.node_id for n in tree.nodes() if n.expanded and n is not anchor]
-            self._drafter.advance(session.session_id, message.token_ids, node_ids, kept)
+            self._drafter.advance(session.session_id, token_ids, node_ids, kept)
         in_flight = [node for i in message.in_flight if (node := tree.get(i))]
         session.in_flight = frozenset([node.node_id for node in in_flight])
-        if message.token_ids:
+        if token_ids:
             if session.frontier.reach is not None:
                 session.frontier.reach.observe(session.num_proposed)
             session.num_proposed = 0
@@ -398,7 +398,7 @@ class DraftEngine:
             deepest = max([node.position for node in in_flight])
             session.num_proposed = max(session.num_proposed, deepest - tree.anchor.position)
         session.frontier.commit(session.in_flight)
-        if message.token_ids:
+        if token_ids:
             session.begin_round(self._clock(), node_ids, hit=not walk.unresolved)
             session.states_until = self._clock() + _LATE_S
             if walk.unresolved:
@@ -469,7 +469,7 @@ class DraftEngine:
                 if not self._drafter.ready(session.session_id):
                     continue
                 session.ready = session.changed = True
-            if (node := session.next_leaf(budget)) is not None and not self._waits(session, now):
+            if (node := session.next_leaf(budget)) is not None and not (self._reads and self._waits(session, now)):
                 heap.append((session.tree.anchor.log_path - node.log_path, order, session))
         heapq.heapify(heap)
         planned: dict[int, int] = {}
@@ -539,24 +539,17 @@ class DraftEngine:
 
         Returns the child of the token ``follow``, if it is worth expanding: its own children are published next.
         """
-        followed, new = None, []
         parent.expanded, parent.gaps = True, ranking.evidence.gaps
         session.changed = True
         probs = session.calibration.probabilities(ranking.evidence)
-        for r, (token_id, prob) in enumerate(zip(ranking.token_ids, probs, strict=True)):
-            if r > 0 and prob < _MIN_PROB:
-                break
-            first = r == 0
-            node = session.publish(
-                token_id, parent, prob, sampled=first or ranking.q is None, q=ranking.q if first else None
-            )
-            if node is None:
-                continue
-            self.stats.nodes_published += 1
-            if token_id == follow and len(session.tree) < self._tree_budget and session.frontier.wants(node):
-                followed = node
-            else:
-                new.append(node)
+        num = next((r for r, prob in enumerate(probs) if r > 0 and prob < _MIN_PROB), len(probs))
+        before, followed = len(session.tree), None
+        new = session.publish(parent, ranking.token_ids[:num], probs, q=ranking.q)
+        self.stats.nodes_published += len(new)
+        if follow is not None:
+            at = next((i for i, node in enumerate(new) if node.token_id == follow), None)
+            if at is not None and before + at + 1 < self._tree_budget and session.frontier.wants(new[at]):
+                followed = new.pop(at)
         session.frontier.push_below(parent, new)
         return followed
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
@@ -182,12 +182,22 @@ class Frontier:
         else:
             self._push(node, *self._place(node))
 
-    def push_below(self, parent: TreeNode, nodes: Iterable[TreeNode]) -> None:
+    def push_below(self, parent: TreeNode, nodes: Sequence[TreeNode]) -> None:
         """Adds new unexpanded children of a node of the tree, none of which is in flight."""
+        if not nodes:
+            return
         self._sort()
         position, ahead = self._place(parent)
+        ahead += 1
+        if ahead > self._most_ahead():
+            self._unwanted.extend(nodes)
+            return
+        anchor, num_in_flight, key_of = self._tree.anchor, self._num_in_flight, self._growth.key
         for node in nodes:
-            self._push(node, position, ahead + 1)
+            if (key := key_of(node, anchor, position, ahead, num_in_flight)) is None:
+                self._unwanted.append(node)
+            else:
+                heapq.heappush(self._heap, (key, node.node_id, node))
 
     def wants(self, node: TreeNode) -> bool:
         """True if a node, of the frontier or not, is worth expanding before the next commit."""
@@ -198,7 +208,8 @@ class Frontier:
         """The node to expand next, None if no node is worth expanding before the next commit."""
         if self._committed is not None:
             self._sort()
-        return self._heap[0][2] if self._heap else None
+        heap = self._heap
+        return heap[0][2] if heap else None
 
     def pop(self) -> TreeNode:
         """Removes and returns the node to expand next. IndexError if there is none."""
@@ -230,26 +241,32 @@ class Frontier:
         return (0 if at is None else at.position - anchor.position), ahead
 
     def _key(self, node: TreeNode, position: int, ahead: int) -> tuple[float, float] | None:
-        if self.reach is None or ahead <= self.reach.tokens:
+        if ahead <= self._most_ahead():
             return self._growth.key(node, self._tree.anchor, position, ahead, self._num_in_flight)
         return None
+
+    def _most_ahead(self) -> float:
+        return math.inf if self.reach is None else self.reach.tokens
 
     def _sort(self) -> None:
         """Follows the latest commit, unless that is done."""
         if self._committed is None:
             return
-        anchor, num_in_flight, flying = self._tree.anchor, 0, set()
+        tree, num_in_flight, flying = self._tree, 0, set()
+        anchor = tree.anchor
         for node_id in self._committed:
-            found = self._tree.get(node_id)
+            found = tree.get(node_id)
             if found is not None and found is not anchor:
                 flying.add(found.node_id)
                 num_in_flight = max(num_in_flight, found.position - anchor.position)
         self._committed, self._in_flight, self._num_in_flight = None, flying, num_in_flight
-        nodes = [node for node in chain([node for _, _, node in self._heap], self._unwanted) if node.alive]
         heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         unwanted: list[TreeNode] = []
         places: dict[int, tuple[int, int]] = {}  # of the children of a node that are not in flight, by the node
-        for node in nodes:
+        most_ahead, key_of = self._most_ahead(), self._growth.key
+        for node in chain([node for _, _, node in self._heap], self._unwanted):
+            if not node.alive:
+                continue
             parent = node.parent
             if parent is None or node.node_id in flying:
                 place = self._place(node)
@@ -257,7 +274,8 @@ class Frontier:
                 place = known
             else:
                 place = places[parent.node_id] = self._place(node)
-            key = self._key(node, *place)
+            position, ahead = place
+            key = key_of(node, anchor, position, ahead, num_in_flight) if ahead <= most_ahead else None
             if key is None:
                 unwanted.append(node)
             else:

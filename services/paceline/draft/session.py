@@ -121,8 +121,8 @@ class DraftSession:
 
         ``planned``: children expected from nodes that were chosen for the same step.
         """
-        node = self.frontier.peek()
-        if node is None or len(self.tree) + planned < tree_budget or node is self.tree.anchor:
+        node, tree = self.frontier.peek(), self.tree
+        if node is None or len(tree) + planned < tree_budget or node is tree.anchor:
             return node
         return None
 
@@ -151,19 +151,28 @@ class DraftSession:
 
     def publish(
         self,
-        token_id: int,
         parent: TreeNode,
-        prob: float,
+        token_ids: Sequence[int],
+        probs: Sequence[float],
         *,
-        sampled: bool,
+        sampled: bool = True,
         q: SparseDistribution | None = None,
-    ) -> TreeNode | None:
-        """Attaches a new node to the draft's tree and queues it for sending; None if the tree refused it."""
-        node = Node(self.next_node_id, parent.node_id, token_id, prob, sampled, q)
-        self.next_node_id += 1
-        placed = self.tree.attach(node)
-        if isinstance(placed, Refusal):
-            return None
-        self.outbox.append(node)
-        self.changed = True
+    ) -> list[TreeNode]:
+        """Attaches new nodes to the draft's tree and queues them for sending; returns those that the tree has taken.
+
+        ``sampled``: all of them are, unless there is a ``q``, which the first one alone was drawn from.
+        """
+        node_id, parent_id, tree = self.next_node_id, parent.node_id, self.tree
+        self.next_node_id += len(token_ids)
+        placed = []
+        for token_id, prob in zip(token_ids, probs, strict=False):
+            node = Node(node_id, parent_id, token_id, prob, sampled, q)
+            node_id += 1
+            child = tree.attach(node)
+            if not isinstance(child, Refusal):
+                placed.append(child)
+                self.outbox.append(node)
+            if q is not None:
+                sampled, q = False, None
+        self.changed = self.changed or bool(placed)
         return placed

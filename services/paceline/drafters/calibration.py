@@ -88,10 +88,12 @@ class Calibration:
 
         The value of rank 0 depends on its own gap and prior only.
         """
-        probs = list(evidence.priors)
+        probs = [
+            ratios[bisect_right(_EDGES, gap)].value(prior)
+            for ratios, gap, prior in zip(self._ratios, evidence.gaps, evidence.priors, strict=False)
+        ]
+        probs += evidence.priors[len(probs) :]
         least = math.inf
-        for r, (ratios, gap) in enumerate(zip(self._ratios, evidence.gaps, strict=False)):
-            probs[r] = ratios[bisect_right(_EDGES, gap)].value(probs[r])
         for rank, prob in enumerate(probs):
             if prob > least:
                 probs[rank] = least
