@@ -379,8 +379,8 @@ class DraftEngine:
             walk = tree.walk(token_ids)
             node_ids = list(walk.node_ids)
             for token_id in walk.unresolved:
-                (node,) = session.publish(tree.anchor, (token_id,), (1.0,), sampled=False)
-                node_ids.append(node.node_id)
+                (missed,) = session.publish(tree.anchor, (token_id,), (1.0,), sampled=False)
+                node_ids.append(missed.node_id)
             self.stats.nodes_used += len(walk.node_ids)
             self.stats.nodes_missed += len(walk.unresolved)
             self._observe_round(session, node_ids, self._clock())
@@ -542,7 +542,9 @@ class DraftEngine:
         parent.expanded, parent.gaps = True, ranking.evidence.gaps
         session.changed = True
         probs = session.calibration.probabilities(ranking.evidence)
-        num = next((r for r, prob in enumerate(probs) if r > 0 and prob < _MIN_PROB), len(probs))
+        num = len(probs)
+        while num > 1 and probs[num - 1] < _MIN_PROB:  # they do not increase
+            num -= 1
         before, followed = len(session.tree), None
         new = session.publish(parent, ranking.token_ids[:num], probs, q=ranking.q)
         self.stats.nodes_published += len(new)

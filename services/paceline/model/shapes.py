@@ -18,6 +18,8 @@ need. ``selftest.py`` compares the bits at start-up.
 
 from __future__ import annotations
 
+import functools
+
 from paceline.types import PAGE_SIZE
 
 MIN_TOKENS = 4
@@ -41,6 +43,7 @@ def padded_row_len(num_tokens: int) -> int:
     return -(-num_tokens // QUERY_MULTIPLE) * QUERY_MULTIPLE
 
 
+@functools.lru_cache(4096)
 def padded_tokens(num_tokens: int, spare: int = 0) -> int:
     """Tokens, or rows of logits, that a step computes for ``num_tokens``, at least ``spare`` of them padding.
 

@@ -125,6 +125,10 @@ class StepShape:
         return (*sizes, (self.rows, self.num_keys)) if self.is_tree else sizes
 
 
+_shape = functools.lru_cache(_REMEMBERED)(StepShape)
+"""One object for each shape, which makes it cheap to look up what is remembered of it."""
+
+
 class StepArrays(NamedTuple):
     """A step's fields as views of one buffer; see ``StepPlan``. Tensors or arrays, on any device."""
 
@@ -163,7 +167,7 @@ def unpack(shape: StepShape, buffer: Tensor) -> StepArrays:
     if not shape.is_tree:
         return StepArrays(*views)
     bits = buffer[front : shape.num_bytes].view(torch.bool)
-    return StepArrays(*views, bits.view(shape.rows, shape.row_len, shape.num_keys))
+    return StepArrays(*views)._replace(visible=bits.view(shape.rows, shape.row_len, shape.num_keys))
 
 
 def arrays_of(shape: StepShape, buffer: Tensor) -> StepArrays:
@@ -213,13 +217,13 @@ class StepPlan:
             rows.extend(step.rows)
             pages.extend(step.pages)
         positions = rows
-        if any([step.positions is not step.rows for step in steps]):
+        if any(step.positions is not step.rows for step in steps):
             positions = array("q", chain.from_iterable([step.positions for step in steps]))
         keys = [0 if step.visible is None else step.visible.shape[-1] for step in steps]
         is_tree = any(keys)
         num_rows = max(max(rows) + 1, *keys)
         num_logits = sum([step.num_logits for step in steps])
-        shape = StepShape(
+        shape = _shape(
             padded_tokens(num_tokens, spare_tokens),
             padded_tokens(num_tokens + len(also) // 2, spare_tokens),
             padded_tokens(num_logits, spare_tokens),
