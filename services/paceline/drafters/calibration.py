@@ -45,7 +45,7 @@ def ranked(scores: Sequence[float]) -> Evidence:
     weights = [math.exp(-gap) for gap in gaps]
     scale = _RANKED_MASS / sum(weights)
     gaps[0] = gaps[1] if len(gaps) > 1 else math.inf
-    return Evidence(tuple(gaps), tuple(weight * scale for weight in weights))
+    return Evidence(tuple(gaps), tuple([weight * scale for weight in weights]))
 
 
 def sampled(log_q: Sequence[float], behind: Sequence[float]) -> Evidence:

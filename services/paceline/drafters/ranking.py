@@ -87,7 +87,9 @@ def _rank_alike(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) ->
     rankings = []
     listed = zip(rows, *best_coupled(token_ids, log_q, [row.row for row in rows], most), strict=True)
     for row, ids, values in listed:
-        num = sum(value > -math.inf for value in values[: row.fan_out])
+        num = min(row.fan_out, len(values))
+        while num and values[num - 1] == -math.inf:  # the last ones, of what is sorted
+            num -= 1
         rankings.append(Ranking(tuple(ids[:num]), ranked(values[:num])))
     return rankings
 
