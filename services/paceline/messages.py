@@ -252,7 +252,7 @@ class RelayedNodes:
     epoch: int
     context_len: int
     """Length of the context at the draft when it sent them."""
-    packed: object
+    packed: bytes
     """The nodes in wire form, as the draft sent them; only ``rpc/streams.py`` looks inside."""
 
 

@@ -2,7 +2,7 @@
 
 Mutants that must fail here: any `double` of the protocol made a `float` (0.1 would come back as 0.10000000149...:
 every round trip draws doubles, and `test_no_field_is_rounded` reads the types); a seed cut to 32 or 63 bits; a
-column left out, or put in another's place; a node without q given one.
+column left out, or put in another's place; a node without q given one; a row of columns given the tokens of another.
 """
 
 import math
@@ -29,6 +29,7 @@ from tests.support.messages import (
     speculation_params,
     statuses,
     tokens,
+    tree_update,
     tuples,
     uint31,
     uint64,
@@ -57,7 +58,15 @@ from paceline.messages import (
 )
 from paceline.rpc import streams as wire
 from paceline.rpc.streams import MAX_STEP_S
-from paceline.types import MAX_DRAFT_TOKENS, FinishReason, ReplicaStatus, SamplingParams, SpeculationParams
+from paceline.types import (
+    MAX_DRAFT_TOKENS,
+    Cause,
+    FinishReason,
+    ReplicaStatus,
+    Round,
+    SamplingParams,
+    SpeculationParams,
+)
 from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -123,8 +132,9 @@ states = st.builds(
     uint31,
     st.lists(st.binary(min_size=6, max_size=6), min_size=1, max_size=4),
 )
-to_target = st.lists(opens() | closes | draft_states | trees | echoes, max_size=6)
-from_target = st.lists(
+to_target = st.lists(opens() | closes | draft_states | trees | echoes, max_size=6) | st.lists(trees, max_size=4)
+from_target = st.lists(outcomes(), max_size=4) | st.lists(in_flights, max_size=4)
+from_target |= st.lists(
     outcomes()
     | in_flights
     | st.builds(TreeLost, ids, uint64)
@@ -134,7 +144,7 @@ from_target = st.lists(
     | echoes,
     max_size=6,
 )
-to_draft = st.lists(opens() | closes | commits | states | echoes, max_size=6)
+to_draft = st.lists(opens() | closes | commits | states | echoes, max_size=6) | st.lists(commits, max_size=4)
 from_draft = st.lists(trees | failures | echoes, max_size=6)
 
 
@@ -185,13 +195,14 @@ def test_from_draft_through_a_router(messages, status):
     nodes = [message for message in relayed if isinstance(message, RelayedNodes)]
     expected = [message for message in messages if isinstance(message, Nodes)]
     batch = sent(wire.encode_to_target(nodes))
-    assert [c.nodes.SerializeToString() for c in batch.commands] == [n.packed.SerializeToString() for n in nodes]
+    assert [packed for c in batch.commands for packed in c.tree_updates.nodes] == [n.packed for n in nodes]
     assert wire.decode_to_target(batch) == (expected, 0)
 
 
 def test_what_is_not_known_to_a_router_passes_it():
-    newer = types_pb2.Nodes.FromString(types_pb2.Nodes(session_id="s").SerializeToString() + b"\xd2\x09\x03abc")
-    event = draft_pb2.FromDraft(events=[draft_pb2.DraftEvent(nodes=newer)])
+    newer = tree_update("s")
+    newer.nodes[0] += b"\xd2\x09\x03abc"
+    event = draft_pb2.FromDraft(events=[draft_pb2.DraftEvent(tree_updates=newer)])
     relayed, _, _ = wire.decode_from_draft(sent(event))
     batch = sent(wire.encode_to_target(relayed))
     assert b"\xd2\x09\x03abc" in batch.SerializeToString()
@@ -217,7 +228,8 @@ def test_states_that_are_no_whole_rows_are_dropped(change):
 
 
 def test_empty_columns_are_not_sent():
-    proto = wire.encode_to_target([Nodes("s", 0, 5, (Node(1, 0, 4, 0.5), Node(2, 1, 4, 0.5)))]).commands[0].nodes
+    batch = wire.encode_to_target([Nodes("s", 0, 5, (Node(1, 0, 4, 0.5), Node(2, 1, 4, 0.5)))])
+    proto = types_pb2.Nodes.FromString(batch.commands[0].tree_updates.nodes[0])
     assert (len(proto.node_ids), len(proto.sampled), len(proto.qs)) == (2, 0, 0)
 
 
@@ -244,7 +256,7 @@ def test_text_that_utf8_cannot_carry_does_not_stop_a_batch():
 
 def nodes_with(**changes):
     columns = {"node_ids": [1, 2], "parent_ids": [0, 1], "token_ids": [5, 6], "probs": [0.5, 0.25]}
-    return target_pb2.TargetCommand(nodes=types_pb2.Nodes(**{"session_id": "s", **columns, **changes}))
+    return target_pb2.TargetCommand(tree_updates=tree_update(**{"session_id": "s", **columns, **changes}))
 
 
 sparse = types_pb2.SparseDistribution
@@ -284,6 +296,9 @@ MALFORMED_TO_TARGET = {
     "close without id": target_pb2.TargetCommand(close_session=types_pb2.CloseSession(epoch=3)),
     "draft state without id": target_pb2.TargetCommand(draft_state=target_pb2.DraftState(available=True)),
     "nodes without id": nodes_with(session_id=""),
+    "nodes that are none": target_pb2.TargetCommand(
+        tree_updates=types_pb2.TreeUpdates(session_ids=["s"], epochs=[0], context_lens=[1], nodes=[b"\x22\x05\x01"])
+    ),
     "nodes without parents": nodes_with(parent_ids=[]),
     "too few node ids": nodes_with(node_ids=[1]),
     "too few parents": nodes_with(parent_ids=[0]),
@@ -378,11 +393,70 @@ def test_malformed_to_draft_is_dropped_and_counted():
 def test_malformed_from_draft_is_dropped_and_counted():
     events = [
         draft_pb2.DraftEvent(),
-        draft_pb2.DraftEvent(nodes=types_pb2.Nodes(node_ids=[1])),
+        draft_pb2.DraftEvent(tree_updates=tree_update("", node_ids=[1])),
         draft_pb2.DraftEvent(session_failed=types_pb2.SessionFailed(message="so")),
     ]
     batch = draft_pb2.FromDraft(events=events, status=types_pb2.ReplicaStatus(kind="draft"))
     assert wire.decode_from_draft(sent(batch)) == ([], None, 4)
+
+
+def in_columns():
+    """Two messages of each kind that travels in columns: how they are decoded, their batch, and its columns."""
+    top = (((3, -0.5), (1, -1.5)),)
+    outcome_ = Outcome("s", 7, 9, (5,), (-0.5,), Round(3, 1, Cause.HIT, 1, 0, 1, 1), FinishReason.STOP, 2, top)
+    tree = Nodes("s", 7, 9, (Node(5, 0, 7, 0.1),))
+    cases = {
+        "outcomes": (wire.decode_from_target, wire.encode_from_target, "events", outcome_),
+        "in_flights": (wire.decode_from_target, wire.encode_from_target, "events", InFlight("s", 7, 9, (5,))),
+        "commits": (wire.decode_to_draft, wire.encode_to_draft, "commands", Commit("s", 7, 9, (5,), (6,))),
+        "tree_updates": (wire.decode_to_target, wire.encode_to_target, "commands", tree),
+    }
+    for field, (decode, encode, entries, message) in cases.items():
+        other = replace(message, session_id="t")
+        for column in getattr(getattr(encode([message, other]), entries)[0], field).DESCRIPTOR.fields:
+            yield pytest.param(
+                decode, encode, entries, [message, other], field, column.name, id=f"{field}-{column.name}"
+            )
+
+
+@pytest.mark.parametrize(("decode", "encode", "entries", "messages", "field", "column"), list(in_columns()))
+def test_columns_that_do_not_fit_together_are_dropped_and_counted(decode, encode, entries, messages, field, column):
+    batch = sent(encode(messages))
+    assert decode(batch)[0] == messages
+    del getattr(getattr(getattr(batch, entries)[0], field), column)[-1]
+    getattr(batch, entries).extend(getattr(encode(messages), entries))
+    num_dropped = 1 if column == "session_ids" else 2
+    assert (decode(sent(batch))[0], decode(sent(batch))[-1]) == (messages, num_dropped)
+
+
+def rows_with(column, at, value):
+    good = Outcome("s", 7, 9, (5,), (-0.5,), Round(3, 1, Cause.HIT), FinishReason.STOP, 2)
+    batch = wire.encode_from_target([good, replace(good, session_id="t"), replace(good, session_id="u")])
+    getattr(batch.events[0].outcomes, column)[at] = value
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("session_ids", ""), ("causes", 0), ("causes", 99), ("accepted", 4), ("finish_reasons", 99)]
+)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_malformed_row_is_dropped_and_the_others_are_not(column, value, at):
+    messages, _, num_dropped = wire.decode_from_target(sent(rows_with(column, at, value)))
+    assert [message.session_id for message in messages] == [name for i, name in enumerate("stu") if i != at]
+    assert num_dropped == 1
+
+
+def test_a_draft_cannot_break_the_stream_to_a_target():
+    """A router does not look into nodes: it relays what is none, and the target drops that alone."""
+    event = draft_pb2.DraftEvent(tree_updates=tree_update("s", 1, 2))
+    event.tree_updates.nodes[0] = b"\x22\x05\x01"
+    good = Nodes("t", 3, 9, (Node(5, 0, 7, 0.1),))
+    batch = sent(wire.encode_from_draft([good]))
+    batch.events.insert(0, event)
+    relayed, _, num_dropped = wire.decode_from_draft(sent(batch))
+    assert (len(relayed), num_dropped) == (2, 0)
+    assert wire.unpacked(relayed[0]) is None
+    assert wire.decode_to_target(sent(wire.encode_to_target(relayed))) == ([good], 1)
 
 
 def test_what_a_controller_says_travels_with_the_status():
@@ -399,7 +473,7 @@ def test_a_status_without_a_name_is_dropped_and_counted():
 
 any_enum = st.integers(-(2**31), 2**31 - 1)
 any_nodes = st.builds(
-    types_pb2.Nodes,
+    tree_update,
     session_id=st.text(max_size=1),
     node_ids=columns,
     parent_ids=columns,
@@ -428,7 +502,7 @@ any_outcome = st.builds(
 )
 
 
-@given(st.lists(st.builds(target_pb2.TargetCommand, nodes=any_nodes), max_size=4))
+@given(st.lists(st.builds(target_pb2.TargetCommand, tree_updates=any_nodes), max_size=4))
 def test_nodes_never_raise(commands):
     messages, num_dropped = wire.decode_to_target(sent(target_pb2.ToTarget(commands=commands)))
     assert len(messages) + num_dropped == len(commands)

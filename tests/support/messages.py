@@ -75,7 +75,13 @@ speculation_params = st.fixed_dictionaries(
 @st.composite
 def rounds(draw):
     drafted = draw(uint31)
-    return Round(drafted, draw(st.integers(0, drafted)), draw(st.sampled_from(Cause)))
+    accepted = draw(st.integers(0, drafted))
+    head_drafted = draw(st.integers(0, drafted))
+    lookup_drafted = draw(st.integers(0, drafted - head_drafted))
+    head_accepted = draw(st.integers(0, min(head_drafted, accepted)))
+    lookup_accepted = draw(st.integers(0, min(lookup_drafted, accepted - head_accepted)))
+    cause = draw(st.sampled_from(Cause))
+    return Round(drafted, accepted, cause, lookup_drafted, lookup_accepted, head_drafted, head_accepted)
 
 
 statuses = st.builds(
@@ -100,6 +106,12 @@ statuses = st.builds(
 def sent(message):
     """What arrives when this is sent."""
     return type(message).FromString(message.SerializeToString())
+
+
+def tree_update(session_id, epoch=0, context_len=0, **columns):
+    """Nodes of one session as a draft sends them."""
+    packed = types_pb2.Nodes(**columns).SerializeToString()
+    return types_pb2.TreeUpdates(session_ids=[session_id], epochs=[epoch], context_lens=[context_len], nodes=[packed])
 
 
 columns = st.lists(uint31, max_size=2)

@@ -7,10 +7,10 @@ A batch is one protobuf message, in order::
     router ── encode_to_draft ─────▶ decode_to_draft ──── draft
     router ◀─ decode_from_draft ──── encode_from_draft ── draft
 
-These run once per step for all sessions of a replica, so they do as little per token as they can: nodes travel in
-columns, and a router relays them without looking inside. Decoding never raises: an invalid message is dropped and
-counted. What depends on a session's state (ids, ranges, the sum of q) is checked where that state is, by
-``core/tree.py`` and the engines.
+These run once per step for all sessions of a replica, so they do as little per session and token as they can: what is
+sent for several sessions at once travels in columns, and a router relays nodes as bytes. Decoding never raises: an
+invalid message is dropped and counted. What depends on a session's state (ids, ranges, the sum of q) is checked where
+that state is, by ``core/tree.py`` and the engines.
 
 What both protocols carry (parameters, rounds, statuses) is converted in ``values.py``, the public protocol in
 ``generation.py``.
@@ -19,12 +19,13 @@ What both protocols carry (parameters, rounds, statuses) is converted in ``value
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import repeat
+from itertools import accumulate, chain, groupby, pairwise, repeat, starmap
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from paceline.messages import (
@@ -50,8 +51,10 @@ from paceline.messages import (
     TreeLost,
 )
 from paceline.rpc.values import (
+    CAUSES_TO_PROTO,
     read_round,
     read_top_logprobs,
+    round_of,
     sampling_fields,
     sampling_to_proto,
     speculation_fields,
@@ -61,7 +64,7 @@ from paceline.rpc.values import (
     write_round,
     write_top_logprobs,
 )
-from paceline.types import FinishReason, ReplicaStatus, SamplingParams, SpeculationParams
+from paceline.types import FinishReason, ReplicaStatus, SamplingParams, SpeculationParams, TopLogprobs
 from paceline.v1 import draft_pb2, target_pb2, types_pb2
 
 MAX_STEP_S = 3600.0
@@ -73,14 +76,24 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     types_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
-_NODE_COLUMNS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS.items()}
+_HEADER = ("session_id", "epoch", "context_len")
+_NODE_COLUMNS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
+_OUTCOME_COLUMNS = attrgetter(
+    *_HEADER, "token_ids", "logprobs", "round", "finish_reason", "cached_tokens", "top_logprobs"
+)
+_OWN_ROUND_COLUMNS = attrgetter("num_drafted", "num_accepted", "cause")
+_FURTHER_ROUND_COLUMNS = attrgetter("lookup_drafted", "lookup_accepted", "head_drafted", "head_accepted")
+_IN_FLIGHT_COLUMNS = attrgetter(*_HEADER, "node_ids")
+_COMMIT_COLUMNS = attrgetter(*_HEADER, "token_ids", "in_flight")
+_RELAYED_COLUMNS = attrgetter(*_HEADER, "packed")
+
+T = TypeVar("T")
 
 # -- one message of a batch: _write_* fills it in place, _read_* returns None if it is invalid -------------------------
 
 
-def _write_nodes(message: Nodes, proto: types_pb2.Nodes) -> None:
-    proto.session_id, proto.epoch, proto.context_len = message.session_id, message.epoch, message.context_len
+def _write_tree(message: Nodes, proto: types_pb2.Nodes) -> None:
     if message.nodes:
         node_ids, parent_ids, token_ids, probs, sampled, qs = zip(*map(_NODE_COLUMNS, message.nodes), strict=True)
         proto.node_ids[:], proto.parent_ids[:], proto.token_ids[:], proto.probs[:] = (
@@ -101,8 +114,8 @@ def _write_nodes(message: Nodes, proto: types_pb2.Nodes) -> None:
         proto.idle = True
 
 
-def _read_nodes(proto: types_pb2.Nodes) -> Nodes | None:
-    session_id, step_s = proto.session_id, proto.step_s
+def _read_tree(session_id: str, epoch: int, context_len: int, proto: types_pb2.Nodes) -> Nodes | None:
+    step_s = proto.step_s
     node_ids, parent_ids, token_ids = proto.node_ids[:], proto.parent_ids[:], proto.token_ids[:]
     probs, sampled = proto.probs[:], proto.sampled[:]
     size = len(node_ids)
@@ -124,24 +137,16 @@ def _read_nodes(proto: types_pb2.Nodes) -> Nodes | None:
             qs.append(q if q.packed_ids else None)
         flags = sampled or repeat(True)
         nodes = tuple(map(Node, node_ids, parent_ids, token_ids, probs, flags, qs or repeat(None)))
-    return Nodes(session_id, proto.epoch, proto.context_len, nodes, proto.idle, step_s)
-
-
-def _write_relayed(message: RelayedNodes, proto: types_pb2.Nodes) -> None:
-    assert isinstance(message.packed, types_pb2.Nodes)
-    proto.MergeFrom(message.packed)  # it is empty, and copying into it takes twice as long
-
-
-def _read_relayed(proto: types_pb2.Nodes) -> RelayedNodes | None:
-    """The nodes unopened: ``_read_nodes`` validates them at the target."""
-    session_id = proto.session_id
-    return RelayedNodes(session_id, proto.epoch, proto.context_len, proto) if session_id else None
+    return Nodes(session_id, epoch, context_len, nodes, proto.idle, step_s)
 
 
 def unpacked(message: RelayedNodes) -> Nodes | None:
     """The nodes that a router relays, for one that looks at them; None: they are malformed."""
-    assert isinstance(message.packed, types_pb2.Nodes)
-    return _read_nodes(message.packed)
+    try:
+        proto = types_pb2.Nodes.FromString(message.packed)
+    except DecodeError:
+        return None
+    return _read_tree(message.session_id, message.epoch, message.context_len, proto)
 
 
 def _write_outcome(message: Outcome, proto: target_pb2.Outcome) -> None:
@@ -255,16 +260,174 @@ def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
     return SessionFailed(proto.session_id, proto.epoch, proto.message, proto.request_at_fault)
 
 
+# -- several messages of one kind, in columns: _write_* fills them in place, _read_* returns the valid messages and the
+# -- number of the others; of columns that do not fit together none is valid ------------------------------------------
+
+
+def _write_trees(messages: Sequence[Nodes], proto: types_pb2.TreeUpdates) -> None:
+    relayed = []
+    for message in messages:
+        tree = types_pb2.Nodes()
+        _write_tree(message, tree)
+        relayed.append(RelayedNodes(message.session_id, message.epoch, message.context_len, tree.SerializeToString()))
+    _write_relayed(relayed, proto)
+
+
+def _write_relayed(messages: Sequence[RelayedNodes], proto: types_pb2.TreeUpdates) -> None:
+    columns = zip(*map(_RELAYED_COLUMNS, messages), strict=True)
+    proto.session_ids[:], proto.epochs[:], proto.context_lens[:], proto.nodes[:] = columns
+
+
+def _read_trees(proto: types_pb2.TreeUpdates) -> tuple[list[Nodes], int]:
+    relayed, num_malformed = _read_relayed(proto)
+    messages = [nodes for message in relayed if (nodes := unpacked(message)) is not None]
+    return messages, num_malformed + len(relayed) - len(messages)
+
+
+def _read_relayed(proto: types_pb2.TreeUpdates) -> tuple[list[RelayedNodes], int]:
+    return _of_rows(RelayedNodes, proto.session_ids[:], proto.epochs[:], proto.context_lens[:], proto.nodes[:])
+
+
+def _write_outcomes(messages: Sequence[Outcome], proto: target_pb2.Outcomes) -> None:
+    columns = zip(*map(_OUTCOME_COLUMNS, messages), strict=True)
+    proto.session_ids[:], proto.epochs[:], proto.context_lens[:], token_ids, logprobs, *others = columns
+    rounds, reasons, cached, top = others
+    proto.num_tokens[:] = map(len, token_ids)
+    proto.token_ids[:], proto.logprobs[:] = chain.from_iterable(token_ids), chain.from_iterable(logprobs)
+    proto.drafted[:], proto.accepted[:], causes = zip(*map(_OWN_ROUND_COLUMNS, rounds), strict=True)
+    proto.causes[:] = map(CAUSES_TO_PROTO.__getitem__, causes)
+    further = list(map(_FURTHER_ROUND_COLUMNS, rounds))
+    if any(map(any, further)):
+        columns = zip(*further, strict=True)
+        proto.lookup_drafted[:], proto.lookup_accepted[:], proto.head_drafted[:], proto.head_accepted[:] = columns
+    if any(reasons):
+        proto.finish_reasons[:] = map(_FINISH_REASONS_TO_PROTO.__getitem__, reasons)
+    if any(cached):
+        proto.cached_tokens[:] = cached
+    if any(top):
+        proto.num_top_logprobs[:] = map(len, top)
+        write_top_logprobs(chain.from_iterable(top), proto.top_logprobs)
+
+
+def _read_outcomes(proto: target_pb2.Outcomes) -> tuple[list[Outcome], int]:
+    session_ids, counts = proto.session_ids[:], proto.num_tokens[:]
+    size = len(session_ids)
+    rounds = [proto.drafted[:], proto.accepted[:], proto.causes[:]]
+    further = [proto.lookup_drafted[:], proto.lookup_accepted[:], proto.head_drafted[:], proto.head_accepted[:]]
+    if any(further):
+        rounds += [column or [0] * size for column in further]
+    top: list[tuple[TopLogprobs, ...]] = [()] * size
+    if proto.top_logprobs:
+        try:
+            top = _parts(read_top_logprobs(proto.top_logprobs), proto.num_top_logprobs[:])
+        except ValueError:
+            top = []
+    columns = [
+        session_ids,
+        proto.epochs[:],
+        proto.context_lens[:],
+        _parts(proto.token_ids[:], counts),
+        _parts(proto.logprobs[:], counts),
+        list(map(round_of, *rounds)),
+        proto.finish_reasons[:] or [types_pb2.FINISH_REASON_UNSPECIFIED] * size,
+        proto.cached_tokens[:] or [0] * size,
+        top,
+    ]
+    if any(len(column) != size for column in (*columns, *rounds)):
+        return [], max(1, size)
+    messages = [
+        Outcome(session_id, epoch, context_len, tokens, logprobs, round_, _FINISH_REASONS[reason], cached, places)
+        for session_id, epoch, context_len, tokens, logprobs, round_, reason, cached, places in zip(
+            *columns, strict=True
+        )
+        if session_id and round_ is not None and reason in _FINISH_REASONS
+    ]
+    return messages, size - len(messages)
+
+
+def _write_in_flights(messages: Sequence[InFlight], proto: target_pb2.InFlights) -> None:
+    columns = zip(*map(_IN_FLIGHT_COLUMNS, messages), strict=True)
+    proto.session_ids[:], proto.epochs[:], proto.context_lens[:], node_ids = columns
+    proto.num_nodes[:], proto.node_ids[:] = map(len, node_ids), chain.from_iterable(node_ids)
+
+
+def _read_in_flights(proto: target_pb2.InFlights) -> tuple[list[InFlight], int]:
+    node_ids = _parts(proto.node_ids[:], proto.num_nodes[:])
+    return _of_rows(InFlight, proto.session_ids[:], proto.epochs[:], proto.context_lens[:], node_ids)
+
+
+def _write_commits(messages: Sequence[Commit], proto: draft_pb2.Commits) -> None:
+    columns = zip(*map(_COMMIT_COLUMNS, messages), strict=True)
+    proto.session_ids[:], proto.epochs[:], proto.context_lens[:], token_ids, in_flight = columns
+    proto.num_tokens[:], proto.token_ids[:] = map(len, token_ids), chain.from_iterable(token_ids)
+    proto.num_in_flight[:], proto.in_flight[:] = map(len, in_flight), chain.from_iterable(in_flight)
+
+
+def _read_commits(proto: draft_pb2.Commits) -> tuple[list[Commit], int]:
+    token_ids = _parts(proto.token_ids[:], proto.num_tokens[:])
+    in_flight = _parts(proto.in_flight[:], proto.num_in_flight[:])
+    return _of_rows(Commit, proto.session_ids[:], proto.epochs[:], proto.context_lens[:], token_ids, in_flight)
+
+
+def _of_rows(kind: Callable[..., T], session_ids: list[str], *columns: list[Any]) -> tuple[list[T], int]:
+    """One message of each row that names a session, and the number of the other rows."""
+    size = len(session_ids)
+    if not all(len(column) == size for column in columns):
+        return [], max(1, size)
+    if all(session_ids):
+        return list(map(kind, session_ids, *columns)), 0
+    rows = [row for row in zip(session_ids, *columns, strict=True) if row[0]]
+    return list(starmap(kind, rows)), size - len(rows)
+
+
+def _parts(values: Sequence[T], counts: list[int]) -> list[tuple[T, ...]]:
+    """The values of each row; of no row if there are more values than the counts say, or fewer."""
+    ends = list(accumulate(counts, initial=0))
+    if ends[-1] != len(values):
+        return []
+    flat = tuple(values)
+    return [flat[start:end] for start, end in pairwise(ends)]
+
+
 class _Form(NamedTuple):
-    """Wire form of one kind of message: its field in the oneof of a batch entry, and the conversion both ways."""
+    """Wire form of one kind of message: entries of a batch that several make which follow each other, and back."""
 
-    field: str
-    write: Callable[[Any, Any], None]
-    read: Callable[[Any], Any]
+    write: Callable[[Sequence[Any], Any], None]
+    """Adds at least one message to the entries of a batch."""
+    readers: Mapping[str, Callable[[Any], tuple[list[Any], int]]]
+    """By the field in the oneof of an entry: the valid messages in it, and the number of the others."""
 
 
-def _flat(field: str, kind: type[Any]) -> _Form:
-    """Form of a dataclass of scalars that have the same names in the protocol."""
+def _singly(field: str, write: Callable[[Any, Any], None], read: Callable[[Any], Any]) -> _Form:
+    """Form of messages that have an entry each."""
+
+    def write_each(messages: Sequence[Any], entries: Any) -> None:
+        for message in messages:
+            write(message, getattr(entries.add(), field))
+
+    def read_one(proto: Any) -> tuple[list[Any], int]:
+        message = read(proto)
+        return ([], 1) if message is None else ([message], 0)
+
+    return _Form(write_each, {field: read_one})
+
+
+def _in_columns(field: str, write: Callable[[Any, Any], None], read: Callable[[Any], tuple[list[Any], int]]) -> _Form:
+    """Form of messages that share an entry."""
+    return _Form(lambda messages, entries: write(messages, getattr(entries.add(), field)), {field: read})
+
+
+def _either(one: _Form, several: _Form) -> _Form:
+    """One message alone costs less in an entry of its own, several cost less in columns."""
+
+    def write(messages: Sequence[Any], entries: Any) -> None:
+        (one if len(messages) == 1 else several).write(messages, entries)
+
+    return _Form(write, {**one.readers, **several.readers})
+
+
+def _flat(field: str, kind: type[Any], read: Callable[[Any], Any] | None = None) -> _Form:
+    """Form of a dataclass of scalars that have the same names in the protocol. ``read`` replaces the obvious one."""
     names = [item.name for item in fields(kind)]
     needs_id = "session_id" in names
 
@@ -272,31 +435,36 @@ def _flat(field: str, kind: type[Any]) -> _Form:
         for name in names:
             setattr(proto, name, getattr(message, name))
 
-    def read(proto: Any) -> Any:
+    def read_fields(proto: Any) -> Any:
         if needs_id and not proto.session_id:
             return None
         return kind(*[getattr(proto, name) for name in names])
 
-    return _Form(field, write, read)
+    return _singly(field, write, read or read_fields)
 
 
-_OPEN = _Form("open_session", _write_open, _read_open)
+_OPEN = _singly("open_session", _write_open, _read_open)
 _CLOSE = _flat("close_session", CloseSession)
-_FAILED = _Form("session_failed", _write_failed, _read_failed)
+_FAILED = _singly("session_failed", _write_failed, _read_failed)
 _ECHO = _flat("echo", Echo)
-_STATES = _Form("states", _flat("states", States).write, _read_states)
+_STATES = _flat("states", States, _read_states)
 
 _TO_TARGET = {
     OpenSession: _OPEN,
     CloseSession: _CLOSE,
     DraftState: _flat("draft_state", DraftState),
-    Nodes: _Form("nodes", _write_nodes, _read_nodes),
-    RelayedNodes: _Form("nodes", _write_relayed, _read_nodes),
+    Nodes: _in_columns("tree_updates", _write_trees, _read_trees),
+    RelayedNodes: _in_columns("tree_updates", _write_relayed, _read_trees),
     Echo: _ECHO,
 }
 _FROM_TARGET = {
-    Outcome: _Form("outcome", _write_outcome, _read_outcome),
-    InFlight: _Form("in_flight", _write_in_flight, _read_in_flight),
+    Outcome: _either(
+        _singly("outcome", _write_outcome, _read_outcome), _in_columns("outcomes", _write_outcomes, _read_outcomes)
+    ),
+    InFlight: _either(
+        _singly("in_flight", _write_in_flight, _read_in_flight),
+        _in_columns("in_flights", _write_in_flights, _read_in_flights),
+    ),
     States: _STATES,
     TreeLost: _flat("tree_lost", TreeLost),
     SpeculationWanted: _flat("speculation_wanted", SpeculationWanted),
@@ -306,16 +474,26 @@ _FROM_TARGET = {
 _TO_DRAFT = {
     OpenSession: _OPEN,
     CloseSession: _CLOSE,
-    Commit: _Form("commit", _write_commit, _read_commit),
+    Commit: _either(
+        _singly("commit", _write_commit, _read_commit), _in_columns("commits", _write_commits, _read_commits)
+    ),
     States: _STATES,
     Echo: _ECHO,
 }
 _FROM_DRAFT = {
-    Nodes: _Form("nodes", _write_nodes, _read_relayed),
-    RelayedNodes: _Form("nodes", _write_relayed, _read_relayed),
+    Nodes: _in_columns("tree_updates", _write_trees, _read_relayed),
+    RelayedNodes: _in_columns("tree_updates", _write_relayed, _read_relayed),
     SessionFailed: _FAILED,
     Echo: _ECHO,
 }
+
+
+def _readers(forms: Mapping[type[Any], _Form]) -> Mapping[str | None, Callable[[Any], tuple[list[Any], int]]]:
+    return {field: read for form in forms.values() for field, read in form.readers.items()}
+
+
+_TO_TARGET_READERS, _FROM_TARGET_READERS = _readers(_TO_TARGET), _readers(_FROM_TARGET)
+_TO_DRAFT_READERS, _FROM_DRAFT_READERS = _readers(_TO_DRAFT), _readers(_FROM_DRAFT)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -330,8 +508,7 @@ def encode_to_target(messages: Iterable[ToTarget | Echo]) -> target_pb2.ToTarget
 
 def decode_to_target(batch: target_pb2.ToTarget) -> tuple[list[ToTarget | Echo], int]:
     """Returns the messages of a batch and how many were dropped."""
-    messages = _read(_TO_TARGET, batch.commands, "command")
-    return messages, len(batch.commands) - len(messages)
+    return _read(_TO_TARGET_READERS, batch.commands, "command")
 
 
 def encode_from_target(
@@ -347,9 +524,11 @@ def encode_from_target(
 
 def decode_from_target(batch: target_pb2.FromTarget) -> tuple[list[FromTarget | Echo], ReplicaStatus | None, int]:
     """Returns the messages of a batch, the target's status if there is one, and how many of all these were dropped."""
-    messages = _read(_FROM_TARGET, batch.events, "event")
+    messages, num_malformed = _read(_FROM_TARGET_READERS, batch.events, "event")
+    if not batch.HasField("status"):
+        return messages, None, num_malformed
     status = status_from_proto(batch.status)
-    return messages, status, len(batch.events) - len(messages) + (batch.HasField("status") and status is None)
+    return messages, status, num_malformed + (status is None)
 
 
 def encode_to_draft(messages: Iterable[ToDraft | Echo]) -> draft_pb2.ToDraft:
@@ -361,8 +540,7 @@ def encode_to_draft(messages: Iterable[ToDraft | Echo]) -> draft_pb2.ToDraft:
 
 def decode_to_draft(batch: draft_pb2.ToDraft) -> tuple[list[ToDraft | Echo], int]:
     """Returns the messages of a batch and how many were dropped."""
-    messages = _read(_TO_DRAFT, batch.commands, "command")
-    return messages, len(batch.commands) - len(messages)
+    return _read(_TO_DRAFT_READERS, batch.commands, "command")
 
 
 def encode_from_draft(messages: Iterable[FromDraft | Echo], status: ReplicaStatus | None = None) -> draft_pb2.FromDraft:
@@ -379,22 +557,30 @@ def decode_from_draft(batch: draft_pb2.FromDraft) -> tuple[list[FromDraft | Echo
 
     Nodes stay packed: ``decode_to_target`` validates them.
     """
-    messages = _read(_FROM_DRAFT, batch.events, "event")
+    messages, num_malformed = _read(_FROM_DRAFT_READERS, batch.events, "event")
+    if not batch.HasField("status"):
+        return messages, None, num_malformed
     status = status_from_proto(batch.status)
-    return messages, status, len(batch.events) - len(messages) + (batch.HasField("status") and status is None)
+    return messages, status, num_malformed + (status is None)
 
 
 def _write(forms: Mapping[type[Any], _Form], messages: Iterable[Any], entries: Any) -> None:
-    for message in messages:
-        field, write, _ = forms[type(message)]
-        write(message, getattr(entries.add(), field))
+    for kind, run in groupby(messages, type):
+        forms[kind].write(list(run), entries)
 
 
-def _read(forms: Mapping[type[Any], _Form], entries: Iterable[Any], oneof: str) -> list[Any]:
-    readers = {form.field: form.read for form in forms.values()}
-    messages = []
+def _read(
+    readers: Mapping[str | None, Callable[[Any], tuple[list[Any], int]]], entries: Iterable[Any], oneof: str
+) -> tuple[list[Any], int]:
+    messages: list[Any] = []
+    num_malformed = 0
     for entry in entries:
-        field = entry.WhichOneof(oneof)  # None: empty, or a kind that this version does not know
-        if field is not None and (message := readers[field](getattr(entry, field))) is not None:
-            messages.append(message)
-    return messages
+        field = entry.WhichOneof(oneof)
+        read = readers.get(field)
+        if read is None:  # empty, or a kind that this version does not know
+            num_malformed += 1
+            continue
+        found, num_others = read(getattr(entry, field))
+        messages += found
+        num_malformed += num_others
+    return messages, num_malformed

@@ -30,7 +30,7 @@ CAUSES = {
     types_pb2.CAUSE_START: Cause.START,
 }
 """Every cause that this version knows, by its protocol number."""
-_CAUSES_TO_PROTO = {cause: number for number, cause in CAUSES.items()}
+CAUSES_TO_PROTO = {cause: number for number, cause in CAUSES.items()}
 
 # Fields with the same name and meaning on both sides.
 _SAMPLING_SCALARS = (
@@ -85,7 +85,7 @@ def read_top_logprobs(proto: Iterable[types_pb2.TopLogprobs]) -> tuple[TopLogpro
 def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
     """Writes a round into ``proto``."""
     proto.drafted, proto.accepted = round_.num_drafted, round_.num_accepted
-    proto.cause = _CAUSES_TO_PROTO[round_.cause]
+    proto.cause = CAUSES_TO_PROTO[round_.cause]
     if round_.lookup_drafted:
         proto.lookup = round_.lookup
         proto.lookup_drafted, proto.lookup_accepted = round_.lookup_drafted, round_.lookup_accepted
@@ -96,14 +96,27 @@ def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:
 
 def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
     """The round of a message; None if it is not a valid one."""
-    drafted, accepted, cause = proto.drafted, proto.accepted, CAUSES.get(proto.cause)
-    looked_up, headed = (proto.lookup_drafted, proto.lookup_accepted), (proto.head_drafted, proto.head_accepted)
-    if cause is None or accepted > drafted or looked_up[0] + headed[0] > drafted or looked_up[1] + headed[1] > accepted:
+    own = proto.drafted, proto.accepted, proto.cause
+    return round_of(*own, proto.lookup_drafted, proto.lookup_accepted, proto.head_drafted, proto.head_accepted)
+
+
+@functools.lru_cache(1024)  # a service has few different rounds, and reads one per session and step
+def round_of(
+    drafted: int,
+    accepted: int,
+    cause: int,
+    lookup_drafted: int = 0,
+    lookup_accepted: int = 0,
+    head_drafted: int = 0,
+    head_accepted: int = 0,
+) -> Round | None:
+    """The round of these fields of a message, its cause a protocol number; None if it is not a valid one."""
+    known = CAUSES.get(cause)
+    if known is None or accepted > drafted:
         return None
-    return _round(drafted, accepted, cause, *looked_up, *headed)
-
-
-_round = functools.lru_cache(1024)(Round)  # a service has few different rounds, and reads one per session and step
+    if lookup_drafted + head_drafted > drafted or lookup_accepted + head_accepted > accepted:
+        return None
+    return Round(drafted, accepted, known, lookup_drafted, lookup_accepted, head_drafted, head_accepted)
 
 
 def status_to_proto(status: ReplicaStatus) -> types_pb2.ReplicaStatus:

@@ -21,7 +21,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ToDraft(_message.Message):
-    """A batch, in order."""
+    """A batch, in order. Messages of one kind that follow each other may travel in columns: entry i of each column belongs to
+    the i-th of them. Columns have equal lengths, except for those that say otherwise.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -50,6 +52,7 @@ class DraftCommand(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open_session(self) -> _types_pb2.OpenSession: ...
     @_builtins.property
@@ -60,6 +63,8 @@ class DraftCommand(_message.Message):
     def echo(self) -> _types_pb2.Echo: ...
     @_builtins.property
     def states(self) -> _types_pb2.States: ...
+    @_builtins.property
+    def commits(self) -> Global___Commits: ...
     def __init__(
         self,
         *,
@@ -68,12 +73,13 @@ class DraftCommand(_message.Message):
         commit: Global___Commit | None = ...,
         echo: _types_pb2.Echo | None = ...,
         states: _types_pb2.States | None = ...,
+        commits: Global___Commits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "echo", b"echo", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "commits", b"commits", "echo", b"echo", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "echo", b"echo", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "commits", b"commits", "echo", b"echo", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "commit", "echo", "states"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "commit", "echo", "states", "commits"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -120,8 +126,58 @@ class Commit(_message.Message):
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
+class Commits(_message.Message):
+    """What was decided for several sessions, in columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_IDS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def context_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of the tokens, and of the nodes, are each commit's."""
+
+    @_builtins.property
+    def num_in_flight(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of all commits, one behind the other."""
+
+    @_builtins.property
+    def in_flight(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        session_ids: _abc.Iterable[_builtins.str] | None = ...,
+        epochs: _abc.Iterable[_builtins.int] | None = ...,
+        context_lens: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_in_flight: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        in_flight: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_lens", b"context_lens", "epochs", b"epochs", "in_flight", b"in_flight", "num_in_flight", b"num_in_flight", "num_tokens", b"num_tokens", "session_ids", b"session_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Commits: _TypeAlias = Commits  # noqa: Y015
+
+@_typing.final
 class FromDraft(_message.Message):
-    """A batch, in order."""
+    """A batch, in order, as ToDraft."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -153,27 +209,27 @@ Global___FromDraft: _TypeAlias = FromDraft  # noqa: Y015
 class DraftEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NODES_FIELD_NUMBER: _builtins.int
     SESSION_FAILED_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def nodes(self) -> _types_pb2.Nodes: ...
+    TREE_UPDATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def session_failed(self) -> _types_pb2.SessionFailed: ...
     @_builtins.property
     def echo(self) -> _types_pb2.Echo: ...
+    @_builtins.property
+    def tree_updates(self) -> _types_pb2.TreeUpdates: ...
     def __init__(
         self,
         *,
-        nodes: _types_pb2.Nodes | None = ...,
         session_failed: _types_pb2.SessionFailed | None = ...,
         echo: _types_pb2.Echo | None = ...,
+        tree_updates: _types_pb2.TreeUpdates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "nodes", b"nodes", "session_failed", b"session_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "session_failed", b"session_failed", "tree_updates", b"tree_updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "nodes", b"nodes", "session_failed", b"session_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "session_failed", b"session_failed", "tree_updates", b"tree_updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["nodes", "session_failed", "echo"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["session_failed", "echo", "tree_updates"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -21,7 +21,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ToTarget(_message.Message):
-    """A batch, in order."""
+    """A batch, in order. Messages of one kind that follow each other may travel in columns: entry i of each column belongs to
+    the i-th of them. Columns have equal lengths, except for those that say otherwise.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -48,8 +50,8 @@ class TargetCommand(_message.Message):
     OPEN_SESSION_FIELD_NUMBER: _builtins.int
     CLOSE_SESSION_FIELD_NUMBER: _builtins.int
     DRAFT_STATE_FIELD_NUMBER: _builtins.int
-    NODES_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    TREE_UPDATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open_session(self) -> _types_pb2.OpenSession: ...
     @_builtins.property
@@ -57,23 +59,23 @@ class TargetCommand(_message.Message):
     @_builtins.property
     def draft_state(self) -> Global___DraftState: ...
     @_builtins.property
-    def nodes(self) -> _types_pb2.Nodes: ...
-    @_builtins.property
     def echo(self) -> _types_pb2.Echo: ...
+    @_builtins.property
+    def tree_updates(self) -> _types_pb2.TreeUpdates: ...
     def __init__(
         self,
         *,
         open_session: _types_pb2.OpenSession | None = ...,
         close_session: _types_pb2.CloseSession | None = ...,
         draft_state: Global___DraftState | None = ...,
-        nodes: _types_pb2.Nodes | None = ...,
         echo: _types_pb2.Echo | None = ...,
+        tree_updates: _types_pb2.TreeUpdates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "draft_state", b"draft_state", "echo", b"echo", "nodes", b"nodes", "open_session", b"open_session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "draft_state", b"draft_state", "echo", b"echo", "open_session", b"open_session", "tree_updates", b"tree_updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "draft_state", b"draft_state", "echo", b"echo", "nodes", b"nodes", "open_session", b"open_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "draft_state", b"draft_state", "echo", b"echo", "open_session", b"open_session", "tree_updates", b"tree_updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "draft_state", "nodes", "echo"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "draft_state", "echo", "tree_updates"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -116,7 +118,7 @@ Global___DraftState: _TypeAlias = DraftState  # noqa: Y015
 
 @_typing.final
 class FromTarget(_message.Message):
-    """A batch, in order."""
+    """A batch, in order, as ToTarget."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -155,6 +157,8 @@ class TargetEvent(_message.Message):
     SPECULATION_WANTED_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    IN_FLIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcome(self) -> Global___Outcome: ...
     @_builtins.property
@@ -169,6 +173,10 @@ class TargetEvent(_message.Message):
     def echo(self) -> _types_pb2.Echo: ...
     @_builtins.property
     def states(self) -> _types_pb2.States: ...
+    @_builtins.property
+    def outcomes(self) -> Global___Outcomes: ...
+    @_builtins.property
+    def in_flights(self) -> Global___InFlights: ...
     def __init__(
         self,
         *,
@@ -179,12 +187,14 @@ class TargetEvent(_message.Message):
         speculation_wanted: Global___SpeculationWanted | None = ...,
         echo: _types_pb2.Echo | None = ...,
         states: _types_pb2.States | None = ...,
+        outcomes: Global___Outcomes | None = ...,
+        in_flights: Global___InFlights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "outcome", b"outcome", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo", "states"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo", "states", "outcomes", "in_flights"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -251,6 +261,108 @@ class Outcome(_message.Message):
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
+class Outcomes(_message.Message):
+    """Outcomes of several sessions, in columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_IDS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    CAUSES_FIELD_NUMBER: _builtins.int
+    LOOKUP_DRAFTED_FIELD_NUMBER: _builtins.int
+    LOOKUP_ACCEPTED_FIELD_NUMBER: _builtins.int
+    HEAD_DRAFTED_FIELD_NUMBER: _builtins.int
+    HEAD_ACCEPTED_FIELD_NUMBER: _builtins.int
+    FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def context_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of the tokens are each outcome's."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of all outcomes, one behind the other."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of each token."""
+
+    @_builtins.property
+    def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The rounds."""
+
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def causes(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Cause.ValueType]: ...
+    @_builtins.property
+    def lookup_drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the rounds too; empty: 0 in every one."""
+
+    @_builtins.property
+    def lookup_accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def head_drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def head_accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FinishReason.ValueType]:
+        """Empty: every session goes on."""
+
+    @_builtins.property
+    def cached_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty: 0 in every one."""
+
+    @_builtins.property
+    def num_top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many places have likeliest tokens, and those of all outcomes, one behind the other. Empty: no session asks."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        session_ids: _abc.Iterable[_builtins.str] | None = ...,
+        epochs: _abc.Iterable[_builtins.int] | None = ...,
+        context_lens: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        drafted: _abc.Iterable[_builtins.int] | None = ...,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
+        causes: _abc.Iterable[_types_pb2.Cause.ValueType] | None = ...,
+        lookup_drafted: _abc.Iterable[_builtins.int] | None = ...,
+        lookup_accepted: _abc.Iterable[_builtins.int] | None = ...,
+        head_drafted: _abc.Iterable[_builtins.int] | None = ...,
+        head_accepted: _abc.Iterable[_builtins.int] | None = ...,
+        finish_reasons: _abc.Iterable[_types_pb2.FinishReason.ValueType] | None = ...,
+        cached_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_top_logprobs: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_types_pb2.TopLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "causes", b"causes", "context_lens", b"context_lens", "drafted", b"drafted", "epochs", b"epochs", "finish_reasons", b"finish_reasons", "head_accepted", b"head_accepted", "head_drafted", b"head_drafted", "logprobs", b"logprobs", "lookup_accepted", b"lookup_accepted", "lookup_drafted", b"lookup_drafted", "num_tokens", b"num_tokens", "num_top_logprobs", b"num_top_logprobs", "session_ids", b"session_ids", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outcomes: _TypeAlias = Outcomes  # noqa: Y015
+
+@_typing.final
 class InFlight(_message.Message):
     """The proposal whose verification starts now, sent before the forward."""
 
@@ -283,6 +395,48 @@ class InFlight(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InFlight: _TypeAlias = InFlight  # noqa: Y015
+
+@_typing.final
+class InFlights(_message.Message):
+    """Such proposals of several sessions, in columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_IDS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENS_FIELD_NUMBER: _builtins.int
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def context_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of the nodes are in each proposal."""
+
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of all proposals, one behind the other."""
+
+    def __init__(
+        self,
+        *,
+        session_ids: _abc.Iterable[_builtins.str] | None = ...,
+        epochs: _abc.Iterable[_builtins.int] | None = ...,
+        context_lens: _abc.Iterable[_builtins.int] | None = ...,
+        num_nodes: _abc.Iterable[_builtins.int] | None = ...,
+        node_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_lens", b"context_lens", "epochs", b"epochs", "node_ids", b"node_ids", "num_nodes", b"num_nodes", "session_ids", b"session_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InFlights: _TypeAlias = InFlights  # noqa: Y015
 
 @_typing.final
 class TreeLost(_message.Message):

@@ -882,16 +882,51 @@ class States(_message.Message):
 Global___States: _TypeAlias = States  # noqa: Y015
 
 @_typing.final
+class TreeUpdates(_message.Message):
+    """New nodes of sessions' speculation trees, in columns. A router passes them on and looks at no more than the first three."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_IDS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def context_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Length of the context at the draft when it sent this."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of each session, a Nodes message."""
+
+    def __init__(
+        self,
+        *,
+        session_ids: _abc.Iterable[_builtins.str] | None = ...,
+        epochs: _abc.Iterable[_builtins.int] | None = ...,
+        context_lens: _abc.Iterable[_builtins.int] | None = ...,
+        nodes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_lens", b"context_lens", "epochs", b"epochs", "nodes", b"nodes", "session_ids", b"session_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TreeUpdates: _TypeAlias = TreeUpdates  # noqa: Y015
+
+@_typing.final
 class Nodes(_message.Message):
-    """New nodes of a session's speculation tree, parents before children, in columns: entry i of each column belongs to the
+    """New nodes of one session's speculation tree, parents before children, in columns: entry i of each column belongs to the
     i-th node. Columns have equal lengths, except for those that say that they may be empty.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    CONTEXT_LEN_FIELD_NUMBER: _builtins.int
     NODE_IDS_FIELD_NUMBER: _builtins.int
     PARENT_IDS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -900,10 +935,6 @@ class Nodes(_message.Message):
     QS_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    epoch: _builtins.int
-    context_len: _builtins.int
-    """Length of the context at the draft when it sent this."""
     idle: _builtins.bool
     """The draft will send nothing more before the next commit."""
     step_s: _builtins.float
@@ -935,9 +966,6 @@ class Nodes(_message.Message):
     def __init__(
         self,
         *,
-        session_id: _builtins.str = ...,
-        epoch: _builtins.int = ...,
-        context_len: _builtins.int = ...,
         node_ids: _abc.Iterable[_builtins.int] | None = ...,
         parent_ids: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -949,7 +977,7 @@ class Nodes(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_len", b"context_len", "epoch", b"epoch", "idle", b"idle", "node_ids", b"node_ids", "parent_ids", b"parent_ids", "probs", b"probs", "qs", b"qs", "sampled", b"sampled", "session_id", b"session_id", "step_s", b"step_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "node_ids", b"node_ids", "parent_ids", b"parent_ids", "probs", b"probs", "qs", b"qs", "sampled", b"sampled", "step_s", b"step_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

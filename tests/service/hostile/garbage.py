@@ -8,10 +8,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.service.hostile.replicas import INF, NAN
+from tests.support.messages import tree_update
 from tests.support.models import VOCAB
 
 from paceline.core.tree import MAX_NODES
-from paceline.messages import SparseDistribution
+from paceline.messages import CloseSession, Echo, OpenSession, SparseDistribution
+from paceline.rpc import streams as wire
 from paceline.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 
@@ -62,23 +64,21 @@ class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
         tasks = [asyncio.create_task(beat())] + ([asyncio.create_task(trickle())] if self._every_s else [])
         try:
             async for batch in request_iterator:
-                for command in batch.commands:
-                    await write(*self._answer(command))
+                for message in wire.decode_to_draft(batch)[0]:
+                    await write(*self._answer(message))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _answer(self, command):
-        kind = command.WhichOneof("command")
-        message = getattr(command, kind)
-        if kind == "echo":
-            return [draft_pb2.DraftEvent(echo=message)]
+    def _answer(self, message):
+        if isinstance(message, Echo):
+            return wire.encode_from_draft([message]).events
         session_id, events = message.session_id, []
-        if kind == "close_session":
+        if isinstance(message, CloseSession):
             self._sessions.pop(session_id, None)
             return []
-        if kind == "open_session":
+        if isinstance(message, OpenSession):
             self._sessions[session_id] = _Followed(message.epoch, len(message.token_ids))
         elif session_id not in self._sessions:
             return []
@@ -99,10 +99,10 @@ class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
 
 def node_event(session_id, followed, *, epoch=None, context_len=None, **columns):
     return draft_pb2.DraftEvent(
-        nodes=types_pb2.Nodes(
-            session_id=session_id,
-            epoch=followed.epoch if epoch is None else epoch,
-            context_len=followed.context_len if context_len is None else context_len,
+        tree_updates=tree_update(
+            session_id,
+            followed.epoch if epoch is None else epoch,
+            followed.context_len if context_len is None else context_len,
             **columns,
         )
     )

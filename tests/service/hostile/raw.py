@@ -7,9 +7,10 @@ import asyncio
 from grpc import aio
 from tests.service.hostile.replicas import INF, NAN, VICTIM, Served
 from tests.service.support import until
+from tests.support.messages import tree_update
 from tests.support.models import VOCAB
 
-from paceline.messages import OpenSession
+from paceline.messages import OpenSession, Outcome
 from paceline.rpc import streams as wire
 from paceline.rpc.transport import CHANNEL_OPTIONS, TOKEN_KEY
 from paceline.types import SamplingParams, SpeculationParams
@@ -63,7 +64,8 @@ class Raw:
 
     def tokens(self, session_id):
         """What a target has decided for a session."""
-        mine = (e.outcome for e in self.events if e.HasField("outcome") and e.outcome.session_id == session_id)
+        messages = wire.decode_from_target(target_pb2.FromTarget(events=self.events))[0]
+        mine = (m for m in messages if isinstance(m, Outcome) and m.session_id == session_id)
         return tuple(t for outcome in mine for t in outcome.token_ids)
 
 
@@ -92,7 +94,7 @@ def broken(**changes):
 
 def nodes(session_id="mine", epoch=5, context_len=3, **columns):
     given = {"node_ids": [1], "parent_ids": [0], "token_ids": [20], "probs": [0.5]} | columns
-    return types_pb2.Nodes(session_id=session_id, epoch=epoch, context_len=context_len, **given)
+    return tree_update(session_id, epoch, context_len, **given)
 
 
 def close(session_id, epoch):
@@ -136,7 +138,7 @@ async def malformed(raw, victim):
     if raw.command is target_pb2.TargetCommand:
         commands += [raw.command(draft_state=target_pb2.DraftState(epoch=1))]
         commands += [
-            raw.command(nodes=message)
+            raw.command(tree_updates=message)
             for message in (
                 nodes(session_id=""),
                 nodes(probs=[NAN]),
@@ -171,8 +173,8 @@ async def foreign(raw, victim):
         state = {"session_id": session_id, "epoch": epoch, "available": True}
         commands += [
             raw.command(draft_state=target_pb2.DraftState(draft_epoch=epoch + 9, context_len=3, **state)),
-            raw.command(nodes=nodes(session_id, epoch)),
-            raw.command(nodes=nodes("nobody")),
+            raw.command(tree_updates=nodes(session_id, epoch)),
+            raw.command(tree_updates=nodes("nobody")),
         ]
     else:
         commands += [
@@ -198,8 +200,8 @@ async def stale(raw, victim):
                 )
             ),
             raw.command(draft_state=target_pb2.DraftState(session_id="mine", epoch=5, available=True, draft_epoch=5)),
-            raw.command(nodes=nodes(epoch=4)),
-            raw.command(nodes=nodes(epoch=2**63)),
+            raw.command(tree_updates=nodes(epoch=4)),
+            raw.command(tree_updates=nodes(epoch=2**63)),
         ]
         await raw.send(*again, *late)
         await until(lambda: len(raw.tokens("mine")) == VICTIM.max_tokens, 20, "the session's tokens")
@@ -246,7 +248,7 @@ async def absurd(raw, victim):
         size = 50_000
         chain = {"node_ids": range(1, size + 1), "parent_ids": range(size), "token_ids": [20] * size}
         await raw.send(
-            raw.command(nodes=nodes("wide", probs=[0.5] * size, **chain)),
+            raw.command(tree_updates=nodes("wide", probs=[0.5] * size, **chain)),
             raw.command(open_session=opened("over", token_ids=[10] * 2048)),
         )
     else:  # the commit fits no cache: its session ends
