@@ -40,7 +40,8 @@ from paceline.draft.build import build_draft_engine
 from paceline.drafters import model as model_drafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.model.loading import LoadedModel, load_model
-from paceline.router.session import Session
+from paceline.router.relay import Outbox, Relay
+from paceline.router.session import Actions, Session
 from paceline.rpc.streams import (
     decode_from_draft,
     decode_from_target,
@@ -155,17 +156,17 @@ def weight_bytes(model: LoadedModel) -> int:
 
 def run(target: Side, draft: Side | None, sessions: dict[str, Session], num_steps: int) -> int:
     """Steps until the target has done ``num_steps`` with all sessions in progress; returns the mean context length."""
-    context = dict.fromkeys(sessions, 0)
+    relay = Relay()
+    relay.sessions.update(sessions)
 
-    def to_engines(actions: Any) -> None:
-        to_target.extend(actions.to_target)
-        to_draft.extend(actions.to_draft)
+    def to_engines(consequences: Actions | Outbox) -> None:
+        to_target.extend(consequences.to_target)
+        to_draft.extend(consequences.to_draft)
 
     to_target: list[Any] = []
     to_draft: list[Any] = []
     for session in sessions.values():
         to_engines(session.open())
-        context[session.session_id] = len(session._prompt)
     while len(target.steps) < num_steps:
         if to_target:
             target.inbox.append(encode_to_target(to_target).SerializeToString())
@@ -175,9 +176,8 @@ def run(target: Side, draft: Side | None, sessions: dict[str, Session], num_step
             lambda: target.engine.stats.tokens_computed,
         )
         if batch is not None:
-            for event in decode_from_target(target_pb2.FromTarget.FromString(batch))[0]:
-                to_engines(sessions[event.session_id].on_target(event))
-                context[event.session_id] += len(getattr(event, "token_ids", ()))
+            events: list[Any] = decode_from_target(target_pb2.FromTarget.FromString(batch))[0]
+            to_engines(relay.on_target(events))
         if draft is None:
             continue
         if to_draft:
@@ -189,13 +189,13 @@ def run(target: Side, draft: Side | None, sessions: dict[str, Session], num_step
                 lambda messages: encode_from_draft(messages).SerializeToString(), lambda: draft.engine.stats.leaves
             )
             if batch is not None:
-                for event in decode_from_draft(draft_pb2.FromDraft.FromString(batch))[0]:
-                    to_engines(sessions[event.session_id].on_draft(event))
+                events = decode_from_draft(draft_pb2.FromDraft.FromString(batch))[0]
+                to_engines(relay.on_draft(events))
             if not drafting:
                 break
         if not worked and not drafting and not to_target:
             time.sleep(target.engine.wait_s() or 0.0)
-    return round(statistics.mean(context.values()))
+    return round(statistics.mean(len(session._history) for session in sessions.values()))
 
 
 def summary(side: Side, skip: int) -> dict[str, float]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.messages import Commit, FromDraft, FromTarget, SpeculationWanted, States, ToDraft, ToTarget
-from paceline.router.session import Session
+from paceline.messages import Commit, FromDraft, FromTarget, InFlight, SpeculationWanted, States, ToDraft, ToTarget
+from paceline.router.session import Actions, Session
 
 
 @dataclass(slots=True)
@@ -43,33 +43,37 @@ class Relay:
     def on_target(self, messages: Sequence[FromTarget]) -> Outbox:
         """Takes a batch from a target: outcomes become commits for the drafts."""
         outbox = Outbox()
-        sessions, touched, to_draft = self.sessions, outbox.touched, outbox.to_draft
+        sessions, touched, failed = self.sessions, outbox.touched, outbox.target_failed
+        to_draft = outbox.to_draft
+        actions = Actions(outbox.to_target, to_draft)  # of all messages; what is said of one session is taken out
         last: dict[str, int] = {}  # session id -> index in to_draft of its last message
         for message in messages:
             session_id = message.session_id
             session = sessions.get(session_id)
-            if session is None or session_id in outbox.target_failed:
+            if session is None or session_id in failed:
                 outbox.num_dropped += 1
                 continue
+            touched[session_id] = session
+            size = len(to_draft)
+            session.on_target(message, actions)
             if isinstance(message, SpeculationWanted):
                 outbox.speculation_wanted = message.wanted
-            actions = session.on_target(message)
-            touched[session_id] = session
-            if actions.to_target:
-                outbox.to_target += actions.to_target
-            for command in actions.to_draft:
-                _append(to_draft, command, last)
+            if len(to_draft) > size and not (
+                isinstance(message, States)
+                or (isinstance(message, InFlight) and _merged(to_draft, last.get(session_id)))
+            ):
+                last[session_id] = len(to_draft) - 1
             if actions.refused is not None:
-                outbox.refused[session_id] = actions.refused
+                outbox.refused[session_id], actions.refused = actions.refused, None
             if actions.target_failed is not None:
-                outbox.target_failed[session_id] = actions.target_failed
+                failed[session_id], actions.target_failed = actions.target_failed, None
         _note_drafts_wanted(outbox)
         return outbox
 
     def on_draft(self, messages: Sequence[FromDraft]) -> Outbox:
         """Takes a batch from a draft: nodes go to the targets as they are."""
         outbox = Outbox()
-        sessions, touched, to_target = self.sessions, outbox.touched, outbox.to_target
+        sessions, touched, actions = self.sessions, outbox.touched, Actions(outbox.to_target)
         for message in messages:
             session_id = message.session_id
             session = sessions.get(session_id)
@@ -77,7 +81,7 @@ class Relay:
                 outbox.num_dropped += 1
                 continue
             touched[session_id] = session
-            to_target += session.on_draft(message).to_target
+            session.on_draft(message, actions)
         _note_drafts_wanted(outbox)
         return outbox
 
@@ -93,15 +97,13 @@ def _note_drafts_wanted(outbox: Outbox) -> None:
             outbox.draft_wanted.append(session)
 
 
-def _append(to_draft: list[ToDraft], message: ToDraft, last: dict[str, int]) -> None:
-    """Appends a message; what is in flight now is merged into the session's last message if that is a commit, too."""
-    session_id = message.session_id
-    at = last.get(session_id)
-    if at is not None and isinstance(message, Commit) and not message.token_ids:
-        before = to_draft[at]
-        if isinstance(before, Commit) and before.epoch == message.epoch:
-            to_draft[at] = Commit(session_id, before.epoch, before.context_len, before.token_ids, message.in_flight)
-            return
-    if not isinstance(message, States):
-        last[session_id] = len(to_draft)
-    to_draft.append(message)
+def _merged(to_draft: list[ToDraft], at: int | None) -> bool:
+    """Merges the last commit, of what is in flight now, into the session's message ``at`` if that is a commit, too."""
+    if at is None:
+        return False
+    before, message = to_draft[at], to_draft[-1]
+    if not (isinstance(before, Commit) and isinstance(message, Commit) and before.epoch == message.epoch):
+        return False
+    to_draft.pop()
+    to_draft[at] = Commit(before.session_id, before.epoch, before.context_len, before.token_ids, message.in_flight)
+    return True

@@ -248,16 +248,20 @@ class Session:
                 self._tell_no_draft(actions)
         return actions
 
-    def on_target(self, event: FromTarget) -> Actions:
-        """Takes a message of the target: outcomes are committed to the draft at once."""
-        actions = Actions([], [], [])
+    def on_target(self, event: FromTarget, actions: Actions | None = None) -> Actions:
+        """Takes a message of the target: outcomes are committed to the draft at once.
+
+        ``actions``: what the consequences are added to; None: new ones.
+        """
+        if actions is None:
+            actions = Actions()
         if self._target_done:
             self.relay_stats.ended += 1
         elif isinstance(event, States):
             self._on_states(event, actions)
         elif event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
-        elif isinstance(event, Outcome | InFlight):
+        elif isinstance(event, (Outcome, InFlight)):
             self._on_round(event, actions)
         elif isinstance(event, SessionFailed) and event.request_at_fault:
             actions.refused = event.message
@@ -297,7 +301,7 @@ class Session:
             self._close_draft(actions)
         else:
             self._commit(actions, token_ids=outcome.token_ids)
-        if outcome.round.num_accepted and outcome.round.cause in _DRAFT_CAUSES:
+        if self._num_losses and outcome.round.num_accepted and outcome.round.cause in _DRAFT_CAUSES:
             self._num_losses = 0
         self._history.extend(outcome.token_ids)
         self._undigested.append(outcome)
@@ -322,9 +326,10 @@ class Session:
         else:
             self._leave_draft(actions)
 
-    def on_draft(self, event: FromDraft) -> Actions:
-        """Takes a message of the draft: nodes go to the target as they are."""
-        actions = Actions([], [], [])
+    def on_draft(self, event: FromDraft, actions: Actions | None = None) -> Actions:
+        """Takes a message of the draft: nodes go to the target as they are. ``actions``: as for ``on_target``."""
+        if actions is None:
+            actions = Actions()
         if self._target_done:
             self.relay_stats.ended += 1
         elif event.epoch != self._draft_epoch or not self.draft_available:
@@ -591,13 +596,14 @@ class Session:
 
 def _malformed(outcome: Outcome) -> bool:
     """True if no target can have meant this outcome."""
-    num_tokens = len(outcome.token_ids)
-    fits = (
+    num_tokens, round_ = len(outcome.token_ids), outcome.round
+    return not (
         num_tokens == len(outcome.logprobs)
         and len(outcome.top_logprobs) in (0, num_tokens)
-        and 0 <= outcome.round.num_accepted <= outcome.round.num_drafted
+        and 0 <= round_.num_accepted <= round_.num_drafted
+        and round_.num_accepted <= num_tokens > 0
+        and min(outcome.token_ids) >= 0
     )
-    return not (num_tokens and fits and outcome.round.num_accepted <= num_tokens and min(outcome.token_ids) >= 0)
 
 
 class _Prefixes:
