@@ -423,7 +423,11 @@ def in_columns():
 def test_columns_that_do_not_fit_together_are_dropped_and_counted(decode, encode, entries, messages, field, column):
     batch = sent(encode(messages))
     assert decode(batch)[0] == messages
-    del getattr(getattr(getattr(batch, entries)[0], field), column)[-1]
+    shortened = getattr(getattr(batch, entries)[0], field)
+    if isinstance(getattr(shortened, column), bytes):
+        setattr(shortened, column, getattr(shortened, column)[:-1])
+    else:
+        del getattr(shortened, column)[-1]
     getattr(batch, entries).extend(getattr(encode(messages), entries))
     num_dropped = 1 if column == "session_ids" else 2
     assert (decode(sent(batch))[0], decode(sent(batch))[-1]) == (messages, num_dropped)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.messages import Commit, FromDraft, FromTarget, InFlight, SpeculationWanted, States, ToDraft, ToTarget
+from paceline.messages import FromDraft, FromTarget, SpeculationWanted, ToDraft, ToTarget
 from paceline.router.session import Actions, Session
 
 
@@ -44,9 +44,7 @@ class Relay:
         """Takes a batch from a target: outcomes become commits for the drafts."""
         outbox = Outbox()
         sessions, touched, failed = self.sessions, outbox.touched, outbox.target_failed
-        to_draft = outbox.to_draft
-        actions = Actions(outbox.to_target, to_draft)  # of all messages; what is said of one session is taken out
-        last: dict[str, int] = {}  # session id -> index in to_draft of its last message
+        actions = Actions(outbox.to_target, outbox.to_draft)  # of all messages; what ends one session is taken out
         for message in messages:
             session_id = message.session_id
             session = sessions.get(session_id)
@@ -54,15 +52,9 @@ class Relay:
                 outbox.num_dropped += 1
                 continue
             touched[session_id] = session
-            size = len(to_draft)
             session.on_target(message, actions)
             if isinstance(message, SpeculationWanted):
                 outbox.speculation_wanted = message.wanted
-            if len(to_draft) > size and not (
-                isinstance(message, States)
-                or (isinstance(message, InFlight) and _merged(to_draft, last.get(session_id)))
-            ):
-                last[session_id] = len(to_draft) - 1
             if actions.refused is not None:
                 outbox.refused[session_id], actions.refused = actions.refused, None
             if actions.target_failed is not None:
@@ -95,15 +87,3 @@ def _note_drafts_wanted(outbox: Outbox) -> None:
             and session_id not in outbox.refused
         ):
             outbox.draft_wanted.append(session)
-
-
-def _merged(to_draft: list[ToDraft], at: int | None) -> bool:
-    """Merges the last commit, of what is in flight now, into the session's message ``at`` if that is a commit, too."""
-    if at is None:
-        return False
-    before, message = to_draft[at], to_draft[-1]
-    if not (isinstance(before, Commit) and isinstance(message, Commit) and before.epoch == message.epoch):
-        return False
-    to_draft.pop()
-    to_draft[at] = Commit(before.session_id, before.epoch, before.context_len, before.token_ids, message.in_flight)
-    return True

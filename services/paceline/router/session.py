@@ -99,7 +99,7 @@ class RelayStats:
 
 @dataclass(slots=True)
 class Actions:
-    """Consequences of one event, in the order in which the session's owner carries them out."""
+    """Consequences of one event, or of several of a relay, in the order in which their owner carries them out."""
 
     to_target: list[ToTarget] = field(default_factory=list)
     to_draft: list[ToDraft] = field(default_factory=list)
@@ -109,6 +109,8 @@ class Actions:
     """Reason why the target cannot go on with the session, if so: call ``reopen_target`` or give up."""
     refused: str | None = None
     """Reason why no target can go on with the session, if so: the request is at fault."""
+    commits: dict[str, int] = field(default_factory=dict)
+    """Index in ``to_draft`` of the last commit of each session: what is in flight next is told with it."""
 
 
 class Session:
@@ -286,7 +288,7 @@ class Session:
                 reason = f"the outcome at {context_len} is missing before the one at {event.context_len}"
                 self._lose_target(actions, reason)
         elif isinstance(event, InFlight):
-            self._commit(actions, in_flight=event.node_ids)
+            self._announce(actions, event.node_ids)
             if self._tracer is not None:
                 self._tracer.on_in_flight(event)
         elif _malformed(event):
@@ -300,7 +302,7 @@ class Session:
         if self._target_done:
             self._close_draft(actions)
         else:
-            self._commit(actions, token_ids=outcome.token_ids)
+            self._commit(actions, outcome.token_ids)
         if self._num_losses and outcome.round.num_accepted and outcome.round.cause in _DRAFT_CAUSES:
             self._num_losses = 0
         self._history.extend(outcome.token_ids)
@@ -417,10 +419,23 @@ class Session:
     def _tell_no_draft(self, actions: Actions) -> None:
         actions.to_target.append(DraftState(self.session_id, self._target_epoch, available=False))
 
-    def _commit(self, actions: Actions, token_ids: tuple[int, ...] = (), in_flight: tuple[int, ...] = ()) -> None:
+    def _commit(self, actions: Actions, token_ids: tuple[int, ...]) -> None:
         if self.draft_available:
-            context_len = len(self._history)
-            actions.to_draft.append(Commit(self.session_id, self._draft_epoch, context_len, token_ids, in_flight))
+            actions.commits[self.session_id] = len(actions.to_draft)
+            actions.to_draft.append(Commit(self.session_id, self._draft_epoch, len(self._history), token_ids))
+
+    def _announce(self, actions: Actions, in_flight: tuple[int, ...]) -> None:
+        """Tells the draft what is in flight now, with the tokens of the commit before if there is one."""
+        if not self.draft_available:
+            return
+        at = actions.commits.get(self.session_id)
+        before = None if at is None else actions.to_draft[at]
+        if at is not None and isinstance(before, Commit) and before.epoch == self._draft_epoch:
+            token_ids = before.token_ids
+            actions.to_draft[at] = Commit(self.session_id, before.epoch, before.context_len, token_ids, in_flight)
+        else:
+            actions.commits[self.session_id] = len(actions.to_draft)
+            actions.to_draft.append(Commit(self.session_id, self._draft_epoch, len(self._history), (), in_flight))
 
     def cancel(self) -> Actions:
         """Ends the session now with the tokens that have arrived, and frees it on both engines."""

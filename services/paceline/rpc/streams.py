@@ -19,6 +19,7 @@ What both protocols carry (parameters, rounds, statuses) is converted in ``value
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate, chain, groupby, pairwise, repeat, starmap
@@ -77,16 +78,8 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
 _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS.items()}
-_HEADER = ("session_id", "epoch", "context_len")
 _NODE_COLUMNS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
-_OUTCOME_COLUMNS = attrgetter(
-    *_HEADER, "token_ids", "logprobs", "round", "finish_reason", "cached_tokens", "top_logprobs"
-)
-_OWN_ROUND_COLUMNS = attrgetter("num_drafted", "num_accepted", "cause")
 _FURTHER_ROUND_COLUMNS = attrgetter("lookup_drafted", "lookup_accepted", "head_drafted", "head_accepted")
-_IN_FLIGHT_COLUMNS = attrgetter(*_HEADER, "node_ids")
-_COMMIT_COLUMNS = attrgetter(*_HEADER, "token_ids", "in_flight")
-_RELAYED_COLUMNS = attrgetter(*_HEADER, "packed")
 
 T = TypeVar("T")
 
@@ -274,8 +267,8 @@ def _write_trees(messages: Sequence[Nodes], proto: types_pb2.TreeUpdates) -> Non
 
 
 def _write_relayed(messages: Sequence[RelayedNodes], proto: types_pb2.TreeUpdates) -> None:
-    columns = zip(*map(_RELAYED_COLUMNS, messages), strict=True)
-    proto.session_ids[:], proto.epochs[:], proto.context_lens[:], proto.nodes[:] = columns
+    _write_headers(messages, proto)
+    proto.nodes[:] = [message.packed for message in messages]
 
 
 def _read_trees(proto: types_pb2.TreeUpdates) -> tuple[list[Nodes], int]:
@@ -289,24 +282,24 @@ def _read_relayed(proto: types_pb2.TreeUpdates) -> tuple[list[RelayedNodes], int
 
 
 def _write_outcomes(messages: Sequence[Outcome], proto: target_pb2.Outcomes) -> None:
-    columns = zip(*map(_OUTCOME_COLUMNS, messages), strict=True)
-    proto.session_ids[:], proto.epochs[:], proto.context_lens[:], token_ids, logprobs, *others = columns
-    rounds, reasons, cached, top = others
-    proto.num_tokens[:] = map(len, token_ids)
-    proto.token_ids[:], proto.logprobs[:] = chain.from_iterable(token_ids), chain.from_iterable(logprobs)
-    proto.drafted[:], proto.accepted[:], causes = zip(*map(_OWN_ROUND_COLUMNS, rounds), strict=True)
-    proto.causes[:] = map(CAUSES_TO_PROTO.__getitem__, causes)
-    further = list(map(_FURTHER_ROUND_COLUMNS, rounds))
-    if any(map(any, further)):
-        columns = zip(*further, strict=True)
+    _write_headers(messages, proto)
+    proto.num_tokens[:], proto.token_ids = _joined("I", [message.token_ids for message in messages])
+    proto.logprobs = _joined("d", [message.logprobs for message in messages])[1]
+    rounds = [message.round for message in messages]
+    proto.drafted[:], proto.accepted[:] = [r.num_drafted for r in rounds], [r.num_accepted for r in rounds]
+    proto.causes[:] = [CAUSES_TO_PROTO[r.cause] for r in rounds]
+    if any(r.lookup_drafted or r.head_drafted for r in rounds):
+        columns = zip(*map(_FURTHER_ROUND_COLUMNS, rounds), strict=True)
         proto.lookup_drafted[:], proto.lookup_accepted[:], proto.head_drafted[:], proto.head_accepted[:] = columns
+    reasons, cached = [m.finish_reason for m in messages], [m.cached_tokens for m in messages]
     if any(reasons):
-        proto.finish_reasons[:] = map(_FINISH_REASONS_TO_PROTO.__getitem__, reasons)
+        proto.finish_reasons[:] = [_FINISH_REASONS_TO_PROTO[reason] for reason in reasons]
     if any(cached):
         proto.cached_tokens[:] = cached
+    top = [message.top_logprobs for message in messages]
     if any(top):
-        proto.num_top_logprobs[:] = map(len, top)
-        write_top_logprobs(chain.from_iterable(top), proto.top_logprobs)
+        proto.num_top_logprobs[:] = [len(places) for places in top]
+        write_top_logprobs(list(chain.from_iterable(top)), proto.top_logprobs)
 
 
 def _read_outcomes(proto: target_pb2.Outcomes) -> tuple[list[Outcome], int]:
@@ -319,21 +312,21 @@ def _read_outcomes(proto: target_pb2.Outcomes) -> tuple[list[Outcome], int]:
     top: list[tuple[TopLogprobs, ...]] = [()] * size
     if proto.top_logprobs:
         try:
-            top = _parts(read_top_logprobs(proto.top_logprobs), proto.num_top_logprobs[:])
+            top = _cut(read_top_logprobs(proto.top_logprobs), proto.num_top_logprobs[:])
         except ValueError:
             top = []
-    columns = [
+    columns: list[Sequence[Any]] = [
         session_ids,
         proto.epochs[:],
         proto.context_lens[:],
-        _parts(proto.token_ids[:], counts),
-        _parts(proto.logprobs[:], counts),
+        _parts("I", proto.token_ids, counts),
+        _parts("d", proto.logprobs, counts),
         list(map(round_of, *rounds)),
         proto.finish_reasons[:] or [types_pb2.FINISH_REASON_UNSPECIFIED] * size,
         proto.cached_tokens[:] or [0] * size,
         top,
     ]
-    if any(len(column) != size for column in (*columns, *rounds)):
+    if set(map(len, columns + rounds)) != {size}:
         return [], max(1, size)
     messages = [
         Outcome(session_id, epoch, context_len, tokens, logprobs, round_, _FINISH_REASONS[reason], cached, places)
@@ -346,33 +339,31 @@ def _read_outcomes(proto: target_pb2.Outcomes) -> tuple[list[Outcome], int]:
 
 
 def _write_in_flights(messages: Sequence[InFlight], proto: target_pb2.InFlights) -> None:
-    columns = zip(*map(_IN_FLIGHT_COLUMNS, messages), strict=True)
-    proto.session_ids[:], proto.epochs[:], proto.context_lens[:], node_ids = columns
-    proto.num_nodes[:], proto.node_ids[:] = map(len, node_ids), chain.from_iterable(node_ids)
+    _write_headers(messages, proto)
+    proto.num_nodes[:], proto.node_ids = _joined("I", [message.node_ids for message in messages])
 
 
 def _read_in_flights(proto: target_pb2.InFlights) -> tuple[list[InFlight], int]:
-    node_ids = _parts(proto.node_ids[:], proto.num_nodes[:])
+    node_ids = _parts("I", proto.node_ids, proto.num_nodes[:])
     return _of_rows(InFlight, proto.session_ids[:], proto.epochs[:], proto.context_lens[:], node_ids)
 
 
 def _write_commits(messages: Sequence[Commit], proto: draft_pb2.Commits) -> None:
-    columns = zip(*map(_COMMIT_COLUMNS, messages), strict=True)
-    proto.session_ids[:], proto.epochs[:], proto.context_lens[:], token_ids, in_flight = columns
-    proto.num_tokens[:], proto.token_ids[:] = map(len, token_ids), chain.from_iterable(token_ids)
-    proto.num_in_flight[:], proto.in_flight[:] = map(len, in_flight), chain.from_iterable(in_flight)
+    _write_headers(messages, proto)
+    proto.num_tokens[:], proto.token_ids = _joined("I", [message.token_ids for message in messages])
+    proto.num_in_flight[:], proto.in_flight = _joined("I", [message.in_flight for message in messages])
 
 
 def _read_commits(proto: draft_pb2.Commits) -> tuple[list[Commit], int]:
-    token_ids = _parts(proto.token_ids[:], proto.num_tokens[:])
-    in_flight = _parts(proto.in_flight[:], proto.num_in_flight[:])
+    token_ids = _parts("I", proto.token_ids, proto.num_tokens[:])
+    in_flight = _parts("I", proto.in_flight, proto.num_in_flight[:])
     return _of_rows(Commit, proto.session_ids[:], proto.epochs[:], proto.context_lens[:], token_ids, in_flight)
 
 
 def _of_rows(kind: Callable[..., T], session_ids: list[str], *columns: list[Any]) -> tuple[list[T], int]:
     """One message of each row that names a session, and the number of the other rows."""
     size = len(session_ids)
-    if not all(len(column) == size for column in columns):
+    if set(map(len, columns)) != {size}:
         return [], max(1, size)
     if all(session_ids):
         return list(map(kind, session_ids, *columns)), 0
@@ -380,13 +371,31 @@ def _of_rows(kind: Callable[..., T], session_ids: list[str], *columns: list[Any]
     return list(starmap(kind, rows)), size - len(rows)
 
 
-def _parts(values: Sequence[T], counts: list[int]) -> list[tuple[T, ...]]:
-    """The values of each row; of no row if there are more values than the counts say, or fewer."""
-    ends = list(accumulate(counts, initial=0))
-    if ends[-1] != len(values):
+def _write_headers(messages: Sequence[Outcome | InFlight | Commit | RelayedNodes], proto: Any) -> None:
+    proto.session_ids[:] = [message.session_id for message in messages]
+    proto.epochs[:] = [message.epoch for message in messages]
+    proto.context_lens[:] = [message.context_len for message in messages]
+
+
+def _joined(code: str, rows: Sequence[Sequence[float]]) -> tuple[list[int], bytes]:
+    """How many numbers each row has, and those of all rows as ``struct`` packs them: a repeated field takes ten times
+    as long."""
+    flat = list(chain.from_iterable(rows))
+    return list(map(len, rows)), struct.pack(f"<{len(flat)}{code}", *flat)
+
+
+def _parts(code: str, packed: bytes, counts: list[int]) -> list[tuple[Any, ...]]:
+    """The numbers of each row; of no row if there are more than the counts say, or fewer."""
+    size = sum(counts)
+    if len(packed) != size * struct.calcsize(f"<{code}"):
         return []
-    flat = tuple(values)
-    return [flat[start:end] for start, end in pairwise(ends)]
+    return _cut(struct.unpack(f"<{size}{code}", packed), counts)
+
+
+def _cut(values: tuple[T, ...], counts: list[int]) -> list[tuple[T, ...]]:
+    """The values of each row; of no row if there are more than the counts say, or fewer."""
+    ends = list(accumulate(counts, initial=0))
+    return [values[start:end] for start, end in pairwise(ends)] if ends[-1] == len(values) else []
 
 
 class _Form(NamedTuple):

@@ -138,6 +138,9 @@ class Commits(_message.Message):
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """Of all commits, one behind the other: uint32, little-endian."""
+    in_flight: _builtins.bytes
     @_builtins.property
     def session_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -150,12 +153,6 @@ class Commits(_message.Message):
 
     @_builtins.property
     def num_in_flight(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of all commits, one behind the other."""
-
-    @_builtins.property
-    def in_flight(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -164,8 +161,8 @@ class Commits(_message.Message):
         context_lens: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_in_flight: _abc.Iterable[_builtins.int] | None = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        in_flight: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
+        in_flight: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -283,6 +283,10 @@ class Outcomes(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """Of all outcomes, one behind the other: uint32, little-endian."""
+    logprobs: _builtins.bytes
+    """Of each token: float64, little-endian."""
     @_builtins.property
     def session_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -292,14 +296,6 @@ class Outcomes(_message.Message):
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How many of the tokens are each outcome's."""
-
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of all outcomes, one behind the other."""
-
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of each token."""
 
     @_builtins.property
     def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -340,8 +336,8 @@ class Outcomes(_message.Message):
         epochs: _abc.Iterable[_builtins.int] | None = ...,
         context_lens: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _abc.Iterable[_builtins.int] | None = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
         drafted: _abc.Iterable[_builtins.int] | None = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
         causes: _abc.Iterable[_types_pb2.Cause.ValueType] | None = ...,
@@ -407,6 +403,8 @@ class InFlights(_message.Message):
     CONTEXT_LENS_FIELD_NUMBER: _builtins.int
     NUM_NODES_FIELD_NUMBER: _builtins.int
     NODE_IDS_FIELD_NUMBER: _builtins.int
+    node_ids: _builtins.bytes
+    """Of all proposals, one behind the other: uint32, little-endian."""
     @_builtins.property
     def session_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -417,10 +415,6 @@ class InFlights(_message.Message):
     def num_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How many of the nodes are in each proposal."""
 
-    @_builtins.property
-    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of all proposals, one behind the other."""
-
     def __init__(
         self,
         *,
@@ -428,7 +422,7 @@ class InFlights(_message.Message):
         epochs: _abc.Iterable[_builtins.int] | None = ...,
         context_lens: _abc.Iterable[_builtins.int] | None = ...,
         num_nodes: _abc.Iterable[_builtins.int] | None = ...,
-        node_ids: _abc.Iterable[_builtins.int] | None = ...,
+        node_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
