@@ -54,10 +54,10 @@ def _old_drafts_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The relay does not look at the epoch of nodes."""
     on_draft = Session.on_draft
 
-    def deaf(session: Session, event: Any) -> Actions:
+    def deaf(session: Session, event: Any, *rest: Any) -> Actions:
         epoch, session._draft_epoch = session._draft_epoch, event.epoch
         try:
-            return on_draft(session, event)
+            return on_draft(session, event, *rest)
         finally:
             session._draft_epoch = epoch
 

@@ -175,9 +175,9 @@ def _every_outcome_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds count when they arrive, repetitions and those of lost targets included."""
     on_target = Session.on_target
 
-    def counting(session: Session, event: Any) -> Any:
+    def counting(session: Session, event: Any, *rest: Any) -> Any:
         rounds = len(session._undigested)
-        actions = on_target(session, event)
+        actions = on_target(session, event, *rest)
         if isinstance(event, Outcome) and len(session._undigested) == rounds:
             session.stats.add(event.round)
         return actions

@@ -101,11 +101,11 @@ def test_a_fault_of_our_own_on_a_link_hangs_no_session(config, shared, plain, mo
     on_target, on_draft, calls = Session.on_target, Session.on_draft, Counter()
 
     def failing(name, method):
-        def fail(self, event):
+        def fail(self, event, actions=None):
             calls[name] += 1
             if calls[name] == 5:
                 raise RuntimeError("broken by a test")
-            return method(self, event)
+            return method(self, event, actions)
 
         return fail
 
