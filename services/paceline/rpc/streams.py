@@ -305,7 +305,7 @@ def _write_outcomes(messages: Sequence[Outcome], proto: target_pb2.Outcomes) -> 
 def _read_outcomes(proto: target_pb2.Outcomes) -> tuple[list[Outcome], int]:
     session_ids, counts = proto.session_ids[:], proto.num_tokens[:]
     size = len(session_ids)
-    rounds = [proto.drafted[:], proto.accepted[:], proto.causes[:]]
+    rounds: list[list[Any]] = [proto.drafted[:], proto.accepted[:], proto.causes[:]]
     further = [proto.lookup_drafted[:], proto.lookup_accepted[:], proto.head_drafted[:], proto.head_accepted[:]]
     if any(further):
         rounds += [column or [0] * size for column in further]
@@ -326,7 +326,7 @@ def _read_outcomes(proto: target_pb2.Outcomes) -> tuple[list[Outcome], int]:
         proto.cached_tokens[:] or [0] * size,
         top,
     ]
-    if set(map(len, columns + rounds)) != {size}:
+    if set(map(len, (*columns, *rounds))) != {size}:
         return [], max(1, size)
     messages = [
         Outcome(session_id, epoch, context_len, tokens, logprobs, round_, _FINISH_REASONS[reason], cached, places)

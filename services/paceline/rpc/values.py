@@ -104,7 +104,7 @@ def read_round(proto: types_pb2.SpeculationRound) -> Round | None:
 def round_of(
     drafted: int,
     accepted: int,
-    cause: int,
+    cause: types_pb2.Cause.ValueType,
     lookup_drafted: int = 0,
     lookup_accepted: int = 0,
     head_drafted: int = 0,
