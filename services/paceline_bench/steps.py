@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import DraftSetup, TargetSetup
+from paceline.model.kv_cache import KVCache
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine
 from paceline.target.control.allocation import load_class
@@ -40,11 +41,15 @@ class StepRecord:
 class _Watched:
     """An engine around another one, whose steps it watches."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, cache: KVCache | None = None) -> None:
+        """``cache``: is emptied of prefixes before messages while there are no sessions, so that no request profits
+        from an earlier one with the same prompt."""
+        self._engine, self._cache = engine, cache
 
     def receive(self, messages: Sequence[Any]) -> None:
         """Hands messages to the engine."""
+        if self._cache is not None and self._engine.num_sessions == 0:
+            self._cache.release(self._cache.allocate(self._cache.num_available))
         self._engine.receive(messages)
 
     def wait_s(self) -> float | None:
@@ -61,20 +66,11 @@ class TimedEngine(_Watched):
     """An engine whose steps are recorded. ``count()``: steps so far, the sum of their widths, and of their ranks."""
 
     def __init__(
-        self,
-        engine: Engine[Any],
-        count: Callable[[], tuple[int, ...]],
-        path: Path,
-        before_receive: Callable[[], None] = lambda: None,
+        self, engine: Engine[Any], count: Callable[[], tuple[int, ...]], path: Path, cache: KVCache | None = None
     ) -> None:
-        super().__init__(engine)
-        self._count, self._before_receive = count, before_receive
+        super().__init__(engine, cache)
+        self._count = count
         self._file = path.open("ab", buffering=0)
-
-    def receive(self, messages: Sequence[Any]) -> None:
-        """Hands messages to the engine, after ``before_receive``."""
-        self._before_receive()
-        super().receive(messages)
 
     def step(self) -> bool:
         """Steps the engine and records the step if there was one."""
@@ -97,10 +93,14 @@ class CountedEngine(_Watched):
     """A target engine of which something is written to a file when it is idle, so never at the cost of a request."""
 
     def __init__(
-        self, engine: Any, path: Path, describe: Callable[[Any], dict[str, Any]] = lambda engine: asdict(engine.stats)
+        self,
+        engine: Any,
+        path: Path,
+        describe: Callable[[Any], dict[str, Any]] = lambda engine: asdict(engine.stats),
+        cache: KVCache | None = None,
     ) -> None:
         """``describe``: what is written, as plain data; by default its counters."""
-        super().__init__(engine)
+        super().__init__(engine, cache)
         self._path, self._describe, self._written = path, describe, -1
 
     def step(self) -> bool:
@@ -139,18 +139,13 @@ class WatchedFactory:
 
 
 def timed_target(engine: Any, path: Path) -> Engine[Any]:
-    """Records the steps of a target engine. Whenever it has no sessions its prefix cache is emptied, so that no request
-    profits from an earlier one with the same prompt."""
-    cache, ranks = engine.runner.cache, engine.ranks
-
-    def forget() -> None:
-        if engine.num_sessions == 0:
-            cache.release(cache.allocate(cache.num_available))
+    """Records the steps of a target engine without a prefix cache."""
+    ranks = engine.ranks
 
     def count() -> tuple[int, ...]:
         return engine.stats.steps, engine.stats.tokens_computed, *ranks.verified, *ranks.accepted
 
-    return TimedEngine(engine, count, path, forget)
+    return TimedEngine(engine, count, path, engine.runner.cache)
 
 
 def timed_draft(engine: Any, path: Path) -> Engine[Any]:
@@ -163,8 +158,9 @@ _LEAVES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def learning_target(engine: Any, path: Path) -> Engine[Any]:
-    """Writes what the controllers of a target with a head have learned: ``target_s``, (tokens, seconds) of its steps,
-    and ``draft_s``, (leaves, seconds) of the head's depths, as far as there were any of about as many."""
+    """A target with a head and without a prefix cache. Writes what its controllers have learned: ``target_s``, (tokens,
+    seconds) of its steps, and ``draft_s``, (leaves, seconds) of the head's depths, as far as there were any of about as
+    many."""
 
     def describe(engine: Any) -> dict[str, Any]:
         cost, gate = engine.allocation.cost, engine.heads.mounted[0].gate
@@ -174,4 +170,4 @@ def learning_target(engine: Any, path: Path) -> Engine[Any]:
             "draft_s": [(n, gate.depth_s(n, first=True)) for n in _LEAVES if load_class(n) in seen],
         }
 
-    return CountedEngine(engine, path, describe)
+    return CountedEngine(engine, path, describe, engine.runner.cache)
