@@ -201,9 +201,8 @@ def test_nodes_that_come_late_still_serve() -> None:
 
 def test_a_proposal_is_the_best_path_and_can_be_cut() -> None:
     proposal = grown().proposal(2)
-    claims = (((Producer.DRAFT, 0.6),), ((Producer.DRAFT, 0.5),))
-    assert proposal == Proposal((0, 1), (None, None), (0.6, 0.5), (1, 3), claims=claims)
-    assert proposal.first(1) == Proposal((0,), (None,), (0.6,), (1,), claims=claims[:1])
+    assert proposal == Proposal((0, 1), (None, None), (0.6, 0.5), (1, 3))
+    assert proposal.first(1) == Proposal((0,), (None,), (0.6,), (1,))
     assert proposal.first(5) is proposal
     assert proposal.first(-1) == proposal.first(0) == Proposal()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -153,6 +155,26 @@ def test_the_integrity_check_notices_a_leak() -> None:
     cache._free.append(pages[0])
     with pytest.raises(AssertionError):
         cache.check_integrity([pages])
+
+
+def test_pages_that_are_taken_together_are_zeroed_by_one_call() -> None:
+    """Also those that are given back before the end."""
+    cache = make(3)
+    calls: list[list[int]] = []
+    for pool in (*cache.keys, *cache.values):
+        pool.fill_(torch.nan)
+    clear = cache.clear
+    with mock.patch.object(cache, "clear", lambda pages: (calls.append([*pages]), clear(pages))):
+        with cache.clearing_at_once:
+            cache.release(cache.allocate(1))
+            taken = cache.allocate(2)
+            with pytest.raises(ResourceExhaustedError):
+                cache.allocate(2)
+        assert len(calls) == 1
+        cache.allocate(1)
+        assert len(calls) == 2, "outside every call clears its own"
+    for pool in (*cache.keys, *cache.values):
+        assert pool[taken].eq(0).all()
 
 
 def test_flat_rows() -> None:

@@ -33,6 +33,7 @@ MAX_NODES = 4096
 """Limit that protects a tree from a peer that never stops sending; a draft's own budget is far below it."""
 
 _LEAST_PROB = 1e-9
+_LEAST_LOG = math.log(_LEAST_PROB)
 _PRODUCER_SHIFT = 28
 
 
@@ -88,17 +89,18 @@ class TreeNode:
         self.aliases: tuple[int, ...] = ()
         """Ids that other producers gave it."""
         self.token_id = node.token_id
-        self.prob = node.prob
+        self.prob = prob = node.prob
         """The largest of its claims."""
-        self.claims: Claims = ((producer, node.prob),)
+        self.claims: Claims = ((producer, prob),)
         self.sampled = node.sampled
         self.q = node.q
         self.parent = parent
         self.position = position
         """Index of the token in the session's context."""
-        self.log_path: float = (parent.log_path if parent else 0.0) + math.log(max(node.prob, _LEAST_PROB))
+        log_prob = math.log(prob) if prob > _LEAST_PROB else _LEAST_LOG
+        self.log_path: float = log_prob if parent is None else parent.log_path + log_prob
         """Sum of log probabilities since the tree was opened: differences are path probabilities."""
-        self.rank = len(parent.children) if parent else 0
+        self.rank = 0 if parent is None else len(parent.children)
         """Order among its siblings: they are published best first."""
         self.children: dict[int, TreeNode] = {}
         self.best: TreeNode | None = None
@@ -135,7 +137,8 @@ class Proposal:
     parents: tuple[int, ...] = ()
     """Index of each token's parent, -1 for the context; (): a chain. Siblings differ in their tokens."""
     claims: tuple[Claims, ...] = ()
-    """Claims of each node's producers for it; () if the tokens do not come from a tree."""
+    """Claims of each node's producers for it; () if one producer alone claims the nodes of a chain, with ``probs``,
+    or the tokens do not come from a tree."""
     producer: Producer = Producer.DRAFT
     """The maker of tokens that have no claims."""
 
@@ -299,6 +302,8 @@ class SpeculationTree:
         self._nodes = {0: self._anchor}
         self._aliases: dict[int, TreeNode] = {}
         self._suffix: deque[int] = deque()
+        self._producers: set[Producer] = set()  # the makers of all nodes so far
+        self._best_path, self._best_limit = NO_PROPOSAL, -1  # the proposal of that many tokens; -1: nodes have changed
 
     def __len__(self) -> int:
         """Nodes below the anchor."""
@@ -337,14 +342,14 @@ class SpeculationTree:
         added = stale = invalid = dropped = 0
         for node in nodes:
             result = self.attach(node, producer)
-            if result is Refusal.STALE:
+            if isinstance(result, TreeNode):
+                added += 1
+            elif result is Refusal.STALE:
                 stale += 1
             elif result is Refusal.INVALID:
                 invalid += 1
-            elif result is Refusal.DROPPED:
-                dropped += 1
             else:
-                added += 1
+                dropped += 1
         return Added(added, stale, invalid, dropped)
 
     def attach(self, node: Node, producer: Producer = Producer.DRAFT) -> TreeNode | Refusal:
@@ -361,6 +366,8 @@ class SpeculationTree:
             return Refusal.INVALID
         if len(self._nodes) + len(self._aliases) > self._max_nodes:
             return Refusal.DROPPED
+        self._best_limit = -1
+        self._producers.add(producer)
         if first is not None:
             self._join(first, node, producer)
             return first
@@ -375,6 +382,7 @@ class SpeculationTree:
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
         """Follows committed tokens and prunes what is no longer below the anchor. Amortized O(1) per node."""
+        self._best_limit = -1
         if self._suffix:  # nothing can be below the anchor
             self._suffix.extend(token_ids)
             return Walk((), tuple(token_ids), Cause.LATE)
@@ -400,6 +408,11 @@ class SpeculationTree:
 
         Coupled rule: the most probable child of each node. Rejection rule: the sampled child.
         """
+        if k > self._best_limit:
+            self._best_path, self._best_limit = self._proposal(k), k
+        return self._best_path.first(k)
+
+    def _proposal(self, k: int) -> Proposal:
         path: list[TreeNode] = []
         node = self._anchor.best
         while node is not None and len(path) < k:
@@ -412,7 +425,8 @@ class SpeculationTree:
             qs=tuple([n.q for n in path]),
             probs=tuple([n.prob for n in path]),
             node_ids=tuple([n.node_id for n in path]),
-            claims=tuple([n.claims for n in path]),
+            claims=tuple([n.claims for n in path]) if len(self._producers) > 1 else (),
+            producer=path[0].claims[0][0],
         )
 
     def check_integrity(self) -> None:
@@ -478,7 +492,8 @@ class SpeculationTree:
     def _move(self, child: TreeNode) -> None:
         old = self._anchor
         self._forget(old)
-        self._drop_below(c for c in old.children.values() if c is not child)
+        if len(old.children) > 1:
+            self._drop_below(c for c in old.children.values() if c is not child)
         child.parent = None
         self._anchor = child
 

@@ -63,6 +63,7 @@ class KVCache:
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # hashed and unreferenced, oldest first
+        self.clearing_at_once = Clearing(self)
 
     def _allocate(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (self.num_pages + 1, PAGE_SIZE)
@@ -125,7 +126,10 @@ class KVCache:
                 del self._page_of[self._hash_of.pop(page)]
             self._refs[page] = 1
             pages.append(page)
-        self.clear(pages)
+        if self.clearing_at_once.is_open:
+            self.clearing_at_once.pages += pages
+        else:
+            self.clear(pages)
         return pages
 
     def clear(self, pages: Sequence[int]) -> None:
@@ -195,6 +199,28 @@ class KVCache:
             assert (self._refs[page] == 0) == (page in free or page in cached), f"page {page} leaked"
         assert {self._page_of[h] for h in self._page_of} == set(self._hash_of), "page hashes are not one to one"
         assert cached <= set(self._hash_of), "a cached page has no hash"
+
+
+class Clearing:
+    """While it is open, allocated pages are left as they are; where it ends, one call for each pool zeroes them all.
+
+    In between, none of them may be read or written.
+    """
+
+    __slots__ = ("_cache", "is_open", "pages")
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self.is_open = False
+        self.pages: list[int] = []
+
+    def __enter__(self) -> None:
+        assert not self.is_open
+        self.is_open = True
+
+    def __exit__(self, *exception: object) -> None:
+        pages, self.pages, self.is_open = self.pages, [], False
+        self._cache.clear(pages)
 
 
 def root_hash(salt: str, generation: int = 0) -> bytes:

@@ -163,19 +163,21 @@ class TargetEngine:
 
     def receive(self, messages: Sequence[OpenSession | Nodes | CloseSession | DraftState]) -> None:
         """Takes messages; those for unknown sessions or other epochs are dropped and counted."""
+        now = self._clock()
         for message in messages:
             session = self._sessions.get(message.session_id)
-            if isinstance(message, OpenSession):
+            if isinstance(message, Nodes):
+                if session is None or message.epoch != session.draft_epoch:
+                    self.stats.messages_stale += 1
+                else:
+                    self._add_nodes(session, message, now)
+            elif isinstance(message, OpenSession):
                 if session is None or message.epoch > session.epoch:
                     self._open(message)
                 else:
                     self.stats.messages_stale += 1
-            elif session is None or message.epoch != (
-                session.draft_epoch if isinstance(message, Nodes) else session.epoch
-            ):
+            elif session is None or message.epoch != session.epoch:
                 self.stats.messages_stale += 1
-            elif isinstance(message, Nodes):
-                self._add_nodes(session, message)
             elif isinstance(message, DraftState):
                 self._set_draft(session, message)
             else:
@@ -342,33 +344,31 @@ class TargetEngine:
             session.follow_draft(message.draft_epoch, message.context_len)
         session.draft_available = message.available and session.k > 0 and not session.paused
 
-    def _add_nodes(self, session: TargetSession, message: Nodes) -> None:
-        had_proposal = session.tree.anchor.best is not None
-        added = session.tree.add(message.nodes)
-        self.stats.nodes_added += added.added
-        self.stats.nodes_stale += added.stale
-        self.stats.nodes_invalid += added.invalid
-        self.stats.nodes_dropped += added.dropped
-        now = self._clock()
-        resolved = session.settled and not had_proposal and session.tree.anchor.best is not None
+    def _add_nodes(self, session: TargetSession, message: Nodes, now: float) -> None:
+        tree, stats = session.tree, self.stats
+        had_proposal = tree.anchor.best is not None
+        added = tree.add(message.nodes)
+        stats.nodes_added += added.added
+        if added.added < len(message.nodes):
+            stats.nodes_stale += added.stale
+            stats.nodes_invalid += added.invalid
+            stats.nodes_dropped += added.dropped
+        has_proposal = tree.anchor.best is not None
+        resolved = has_proposal and not had_proposal and session.settled
         self.wait_policy.observe_nodes(session, message, now, resolved=resolved)
         if added.added:  # useless nodes are no reason to wait for more
             session.last_nodes_at = now
-            session.draft_silent = session.draft_silent and session.tree.anchor.best is None
+            session.draft_silent = session.draft_silent and not has_proposal
         session.draft_heard = True
         if message.idle:
             session.idle_context_len = message.context_len
         session.nodes_context_len = message.context_len
-        self._check_tree(session)
+        if tree.lost:
+            self._check_tree(session)
 
     def _check_tree(self, session: TargetSession) -> None:
-        """Reports a tree that is lost although its draft has seen the whole context: it misses nodes permanently."""
-        if (
-            session.draft_available
-            and session.settled
-            and session.tree.lost
-            and session.nodes_context_len == session.num_tokens
-        ):
+        """Reports a lost tree whose draft has seen the whole context: it misses nodes permanently."""
+        if session.draft_available and session.settled and session.nodes_context_len == session.num_tokens:
             self.stats.trees_lost += 1
             session.draft_available = False  # until it is re-opened
             self._emit([TreeLost(session.session_id, session.epoch)])
@@ -378,7 +378,8 @@ class TargetEngine:
         for session in self._sessions.values():
             if not session.settled:
                 session.settle()
-                self._check_tree(session)
+                if session.tree.lost:
+                    self._check_tree(session)
                 if session.draft_available:
                     self.stats.ahead_rounds += 1
                     self.stats.ahead_depth_total += session.num_ahead()

@@ -143,7 +143,8 @@ class Scheduler:
         decoding: list[TargetSession] = []
         prefilling: list[TargetSession] = []
         for session in self.running:
-            (decoding if session.decoding else prefilling).append(session)
+            is_decoding = session.num_computed == len(session.tokens) - 1
+            (decoding if is_decoding else prefilling).append(session)
         ready = self._not_waiting(decoding, now)
         adaptive = self._allocation.adaptive
         trees = self._allocation.offers_trees() if adaptive else self._allocation.trees
@@ -153,13 +154,14 @@ class Scheduler:
         wanted = self._allocate(ready, prefilling, trees=trees) if adaptive else self._merge(ready, trees=trees)
         parts: list[Scheduled] = []
         before = self.num_preemptions  # of a session that runs no longer there is nothing to take
-        for session in ready:
-            if budget > 0 and (self.num_preemptions == before or session in self.running):
-                budget -= self._take(parts, session, len(session.tokens), budget, wanted)
-        for session in prefilling:
-            if budget > 0 and (self.num_preemptions == before or session in self.running):
-                stop = min(session.num_tokens, session.num_computed + budget)
-                budget -= self._take(parts, session, stop, budget, wanted)
+        with self._cache.clearing_at_once:
+            for session in ready:
+                if budget > 0 and (self.num_preemptions == before or session in self.running):
+                    budget -= self._take(parts, session, len(session.tokens), budget, wanted)
+            for session in prefilling:
+                if budget > 0 and (self.num_preemptions == before or session in self.running):
+                    stop = min(session.num_tokens, session.num_computed + budget)
+                    budget -= self._take(parts, session, stop, budget, wanted)
         return self._with_guesses(parts, budget) if self._heads and parts else parts
 
     def _not_waiting(self, decoding: list[TargetSession], now: float) -> list[TargetSession]:
@@ -168,7 +170,9 @@ class Scheduler:
         others_ready = len(decoding) < len(self.running) or any(
             not policy.may_wait(s, others_ready=False) or s.num_ahead() >= s.max_draft() for s in decoding
         )
-        may_wait = [s for s in decoding if s.draft_available and policy.may_wait(s, others_ready=others_ready)]
+        may_wait = decoding
+        if others_ready:
+            may_wait = [s for s in decoding if s.draft_available and policy.may_wait(s, others_ready=True)]
         if not may_wait:
             return decoding
         wanted: dict[int, int] = {}
@@ -208,6 +212,8 @@ class Scheduler:
 
     def _expected_fallback(self, session: TargetSession, num_sessions: int) -> tuple[Sequence[float], float]:
         """Probabilities of the tokens that a session would propose without its draft, and the seconds to make them."""
+        if session.lookup is None and not self._heads:
+            return (), 0.0
         looked_up = session.looked_up(session.k).probs
         headed, seconds = self._heads.expected(session, num_sessions) if self._heads else ([], 0.0)
         return (headed, seconds) if expected_tokens(headed) > expected_tokens(looked_up) else (looked_up, 0.0)

@@ -252,10 +252,7 @@ class TargetSession:
 
     def num_ahead(self) -> int:
         """Length of the best path below the anchor, up to K."""
-        num, node = 0, self.tree.anchor.best
-        while node is not None and num < self.k:
-            num, node = num + 1, node.best
-        return num
+        return len(self.tree.proposal(self.k).token_ids)
 
     def pause_drafting(self) -> None:
         """Makes rounds plain until drafting is resumed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import islice, pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import Node
 from paceline.target.control.allocation import Allocation, allocate_draft_tokens
-from paceline.target.control.compared import Compared, RankCounts, compare
+from paceline.target.control.compared import Compared, RankCounts, compare, compare_all
 from paceline.target.control.subtree import MAX_TREE_TOKENS, MergedOffer, SubtreeOffer, missed_below
 from paceline.target.heads.driver import Heads
 
@@ -253,6 +254,25 @@ def test_tokens_are_counted_by_their_rank_among_those_that_were_verified() -> No
     counts.add(proposal, [])
     counts.add(proposal, [1, 4])
     assert (counts.verified, counts.accepted) == ([6, 2, 1], [3, 1, 0])
+    chain = Proposal(token_ids=(4, 5), qs=(None,) * 2, probs=probs[:2], node_ids=(1, 2))
+    for maker in (draft, head):
+        counts.add(replace(chain, producer=maker), [0])
+    assert (counts.verified, counts.accepted) == ([8, 2, 1], [4, 1, 0])
+
+
+@pytest.mark.parametrize("maker", Producer)
+def test_a_chain_of_one_producer_is_compared_as_if_its_nodes_named_it(maker: Producer) -> None:
+    tree, probs = SpeculationTree(100, 1), (0.9, 0.5, 0.25)
+    ids = range(maker.first_id, maker.first_id + 3)
+    parents = (0, *ids[:2])
+    tree.add([Node(*place, prob) for *place, prob in zip(ids, parents, (4, 5, 6), probs, strict=True)], maker)
+    for size in range(4):
+        proposal = tree.proposal(size)
+        named = replace(proposal, claims=tuple([((maker, prob),) for prob in probs[:size]]))
+        assert proposal.makers() == named.makers()
+        for num_accepted in range(size + 1):
+            path = list(range(num_accepted))
+            assert compare_all(proposal, path) == [compare(named, path, producer) for producer in Producer]
 
 
 @pytest.mark.parametrize(

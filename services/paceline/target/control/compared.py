@@ -58,7 +58,12 @@ class RankCounts:
 
     def add(self, proposal: Proposal, path: Sequence[int]) -> None:
         """Takes a round whose accepted tokens are ``path``."""
-        if not proposal.claims:
+        if not proposal.node_ids:
+            return
+        if not proposal.claims:  # a chain of one producer
+            if proposal.producer is Producer.DRAFT:
+                self.verified[0] += min(len(path) + 1, len(proposal.node_ids))
+                self.accepted[0] += len(path)
             return
         accepted: dict[int, int | None] = dict(zip([-1, *path], [*path, None], strict=True))
         places: dict[int, list[tuple[float, int]]] = {}
@@ -75,8 +80,13 @@ class RankCounts:
 
 def compare_all(proposal: Proposal, path: Sequence[int]) -> list[Compared]:
     """``compare`` for every producer, by its number; of a chain in one pass."""
-    if not proposal.claims:
+    if not proposal.node_ids:
         return _NOTHING
+    if not proposal.claims:  # a chain of one producer
+        places = min(len(path) + 1, len(proposal.node_ids))
+        results = [*_NOTHING]
+        results[proposal.producer] = Compared(places, sum(proposal.probs[:places]), len(path), len(path))
+        return results
     if not proposal.is_chain:
         return [compare(proposal, path, producer) for producer in Producer]
     results = [Compared() for _ in Producer]
