@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import pstats
 import statistics
 import time
@@ -44,6 +43,7 @@ from paceline.model.compiled.buckets import Limits
 from paceline.model.runner import ModelRunner
 from paceline.router.session import Session
 from paceline.rpc.streams import decode_to_draft, decode_to_target
+from paceline.runtime.workers import settle
 from paceline.target import engine as target_engine
 from paceline.target.build import build_target_engine
 from paceline.types import Mode, SamplingParams, SpeculationParams
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     bench = Bench(max(args.sessions))
-    gc.freeze()
+    settle()
     profile = cProfile.Profile(time.thread_time)
     rows: list[tuple[str, ...]] = []
     with bench.timed(), profile if args.profile else nullcontext():

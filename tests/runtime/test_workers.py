@@ -249,11 +249,17 @@ def test_relay_between_two_workers():
 
 
 def test_what_is_there_when_an_engine_is_built_is_not_collected_again() -> None:
-    frozen = gc.get_freeze_count()
+    frozen, limits = gc.get_freeze_count(), gc.get_threshold()
     try:
+        gc.set_threshold(700)
         settle()
         assert gc.get_freeze_count() > frozen
+        assert gc.get_threshold()[0] > 10_000, "steps make thousands of objects"
+        gc.set_threshold(0)
+        settle()
+        assert gc.get_threshold()[0] == 0, "who turned collection off keeps it off"
     finally:
+        gc.set_threshold(*limits)
         gc.unfreeze()
 
 

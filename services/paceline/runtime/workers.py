@@ -35,6 +35,8 @@ Emit = Callable[[Sequence[Out]], None]
 """Sends the messages of an engine."""
 
 _SWITCH_INTERVAL_S = 1e-4
+_YOUNG_OBJECTS = 20_000
+"""Objects that may be there beyond those of the last collection before the next: some megabytes."""
 
 
 class Engine(Protocol[_In]):
@@ -121,13 +123,16 @@ def pin(cores: Collection[int]) -> None:
 
 
 def settle() -> None:
-    """Exempts all objects of now from garbage collection; called once an engine is built.
+    """Exempts all objects of now from garbage collection, and makes it rarer; called once an engine is built.
 
     Libraries and models are some hundred thousand objects, and a collection during a step takes a tenth of a second
-    to go through them.
+    to go through them. A step makes thousands of objects and drops them without cycles, for which Python's own
+    limit of 700 has a collection in each.
     """
     gc.collect()
     gc.freeze()
+    if 0 < gc.get_threshold()[0] < _YOUNG_OBJECTS:  # 0: who uses this process has turned it off
+        gc.set_threshold(_YOUNG_OBJECTS)
 
 
 def limit_torch_threads() -> None:

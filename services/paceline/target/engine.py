@@ -559,10 +559,11 @@ def _cause(part: Scheduled) -> Cause:
 
 def _round(part: Scheduled, cause: Cause, accepted: Sequence[int]) -> Round:
     """The effect of a step on one session; ``accepted``: the tokens of its proposal that were accepted."""
-    num_drafted, makers = part.num_drafted, part.proposal.makers()
-    if not num_drafted or max(makers) is Producer.DRAFT:
+    num_drafted, proposal = part.num_drafted, part.proposal
+    if proposal.producer is Producer.DRAFT and not proposal.claims:
         return Round(num_drafted, len(accepted), cause)
-    used = [makers[index] for index in part.proposal.along(accepted)]
+    makers = proposal.makers()
+    used = [makers[index] for index in proposal.along(accepted)]
     return Round(
         num_drafted,
         len(accepted),

@@ -125,9 +125,10 @@ class WaitPolicy:
         """
         if not self.may_wait(session, others_ready=others_ready):
             return None
-        wanted = session.max_draft() if wanted is None else min(wanted, session.max_draft())
-        proposal = session.tree.proposal(wanted)
-        if len(proposal) >= wanted:
+        most = session.max_draft()
+        wanted = most if wanted is None else min(wanted, most)
+        probs = session.tree.proposal(wanted).probs
+        if len(probs) >= wanted:
             return None
         if session.mode is Mode.SEQUENTIAL:
             limit = max(session.outcome_at, session.last_nodes_at) + DRAFT_TIMEOUT_S
@@ -135,8 +136,8 @@ class WaitPolicy:
             return None if session.draft_silent else limit
         if others_ready:
             return None
-        if len(proposal):
-            gain = self.acceptance.get(0.7) * math.prod(proposal.probs)
+        if probs:
+            gain = self.acceptance.get(0.7) * math.prod(probs)
             expected, since = self._next_s(), max(session.last_nodes_at, session.outcome_at)
         else:
             gain = self.answered.get(1.0) * self.first_acceptance.get(0.7)
@@ -144,12 +145,12 @@ class WaitPolicy:
         elapsed = now - since
         limit_s = _GIVE_UP * expected
         if elapsed >= limit_s:
-            if not len(proposal):
+            if not probs:
                 self.link_s.add(elapsed)  # a lower bound of what the answer takes
                 self.answered.add(0.0)
             return None
         cost, rate = max(expected - elapsed, expected / 4) + row_s, self._rate()
-        if not len(proposal):
+        if not probs:
             gain -= max(0.0, worth_now(fallback, row_s, rate) - rate * fallback_s)
         return since + limit_s if worth_waiting(gain, cost, rate) else None
 
