@@ -5,6 +5,7 @@ The session relays them (``router/session.py``)::
     open ──▶ target                     open ──▶ draft
              target ── Outcome ──▶ session ── Commit ──▶ draft
              target ── States ───▶ session ── States ──▶ draft       only where the draft is a head
+             target ── Hint ─────▶ session ── Hint ────▶ draft       only where the target is to send any
              target ◀── Nodes ─── session ◀── Nodes ─── draft
 
 Nodes are pushed ahead of the target's needs; a hit costs no message on the critical path.
@@ -23,6 +24,8 @@ _T = TypeVar("_T")
 
 STATE_BYTES = 2
 """Bytes of a number of a state on its way: bfloat16, whatever the dtype of the models."""
+HINT_BYTES = 8
+"""Bytes of a token of a hint: an id and a log probability."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -215,6 +218,30 @@ class States:
         return len(self.packed) // (STATE_BYTES * self.width)
 
 
+@record
+class Hint:
+    """Message from the target to a draft, while its upper layers run: which tokens a layer below them finds likely at
+    the places that the step decides. One that is lost, or comes late, costs nothing but its use."""
+
+    session_id: str
+    epoch: int
+    """Epoch under which the session was opened on the draft, as in ``Nodes``."""
+    context_len: int
+    """Length of the context that the step continues."""
+    node_ids: tuple[int, ...]
+    """The nodes that the tokens may follow, 0 for the last token of the context; distinct."""
+    weight: float
+    """Weight of the hint beside the draft's own ranking, in (0, 1]."""
+    packed: bytes
+    """[nodes, tokens] int32 token ids, then as many float32 log probabilities, -inf where there is no token;
+    little-endian."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens for each node."""
+        return len(self.packed) // (HINT_BYTES * len(self.node_ids))
+
+
 @dataclass(frozen=True, slots=True)
 class TreeLost:
     """Message from the target: nodes of this session are missing for good; it has to be re-opened on a draft."""
@@ -257,6 +284,6 @@ class RelayedNodes:
 
 
 ToTarget = OpenSession | CloseSession | DraftState | Nodes | RelayedNodes
-ToDraft = OpenSession | CloseSession | Commit | States
-FromTarget = Outcome | InFlight | States | TreeLost | SpeculationWanted | SessionFailed
+ToDraft = OpenSession | CloseSession | Commit | States | Hint
+FromTarget = Outcome | InFlight | States | Hint | TreeLost | SpeculationWanted | SessionFailed
 FromDraft = Nodes | RelayedNodes | SessionFailed

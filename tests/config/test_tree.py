@@ -66,7 +66,7 @@ TARGET_VALUES = {
     "tensor_parallel_size": 2,
     "rank_timeout_s": 3.0, "cuda_graphs": False, "max_cuda_graphs": 9, "attention": "sdpa", "max_sessions": 3,
     "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "tree_verification": "off", "kv_pages": 20,
-    "kv_fraction": None, "cpu_threads": 1,
+    "kv_fraction": None, "cpu_threads": 1, "hints": None,
     "trust_remote_code": True, "batch_invariant": "require",
     "heads": [{
         "method": "draft_model", "model": "h", "boundaries": None, "num_speculative_tokens": 3, "probe": True,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.messages import Commit, States
+from paceline.messages import Commit, Hint, States
 from paceline.router import link as link_module
 from paceline.router.delay import DelayedLink
 from paceline.router.link import DRAFT, DraftLink, Link
@@ -59,6 +59,7 @@ def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monkeypatc
         link.up = True
         for i in range(4):
             link.send([Commit("s", 1, i, (5,)), States("s", 1, i, 4, bytes(8))])
+        link.send([Hint("s", 1, 4, (0,), 0.5, bytes(8))])
         first, link._outbox, link._states_bytes = link._outbox, [], 0
         link.send([States("s", 1, 4, 4, bytes(8))])
         return [*first, *link._outbox]
@@ -66,7 +67,8 @@ def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monkeypatc
     sent = asyncio.run(test())
     assert [m.context_len for m in sent if isinstance(m, Commit)] == [0, 1, 2, 3]
     assert [m.position for m in sent if isinstance(m, States)] == [0, 1, 4]
-    assert dropped == ["states", "states"]
+    assert not any(isinstance(m, Hint) for m in sent)
+    assert dropped == ["states", "states", "hint"]
 
 
 def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:

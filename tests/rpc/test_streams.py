@@ -42,6 +42,7 @@ from paceline.messages import (
     Echo,
     FromDraft,
     FromTarget,
+    Hint,
     InFlight,
     Node,
     Nodes,
@@ -132,6 +133,15 @@ states = st.builds(
     uint31,
     st.lists(st.binary(min_size=6, max_size=6), min_size=1, max_size=4),
 )
+hints = st.builds(
+    lambda name, epoch, at, nodes, weight, row: Hint(name, epoch, at, nodes, weight, row * len(nodes)),
+    ids,
+    uint64,
+    uint31,
+    tuples(uint31).filter(bool),
+    st.floats(0, 1, exclude_min=True),
+    st.sampled_from([bytes(8), bytes(range(24))]),
+)
 to_target = st.lists(opens() | closes | draft_states | trees | echoes, max_size=6) | st.lists(trees, max_size=4)
 from_target = st.lists(outcomes(), max_size=4) | st.lists(in_flights, max_size=4)
 from_target |= st.lists(
@@ -141,10 +151,11 @@ from_target |= st.lists(
     | st.builds(SpeculationWanted, ids, uint64, st.booleans())
     | failures
     | states
+    | hints
     | echoes,
     max_size=6,
 )
-to_draft = st.lists(opens() | closes | commits | states | echoes, max_size=6) | st.lists(commits, max_size=4)
+to_draft = st.lists(opens() | closes | commits | states | hints | echoes, max_size=6) | st.lists(commits, max_size=4)
 from_draft = st.lists(trees | failures | echoes, max_size=6)
 
 
@@ -225,6 +236,17 @@ def test_states_that_are_no_whole_rows_are_dropped(change):
     for name, value in change.items():
         setattr(batch.events[0].states, name, value)
     assert wire.decode_from_target(sent(batch)) == ([], None, 1)
+
+
+WRONG_HINTS = [{"weight": 0}, {"weight": 1.1}, {"weight": NAN}, {"packed": b""}, {"packed": bytes(24)}]
+
+
+@pytest.mark.parametrize("change", [*WRONG_HINTS, {"node_ids": []}, {"session_id": ""}])
+def test_hints_that_are_no_whole_rows_are_dropped(change):
+    right = {"session_id": "s", "epoch": 1, "context_len": 4, "node_ids": [0, 7], "weight": 0.5, "packed": bytes(32)}
+    for values, expected in ((right, ([Hint("s", 1, 4, (0, 7), 0.5, bytes(32))], 0)), (right | change, ([], 1))):
+        batch = draft_pb2.ToDraft(commands=[draft_pb2.DraftCommand(hint=types_pb2.Hint(**values))])
+        assert wire.decode_to_draft(sent(batch)) == expected
 
 
 def test_empty_columns_are_not_sent():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.options import (
@@ -15,6 +15,7 @@ from paceline.config.options import (
     TargetOptions,
     TargetSetup,
 )
+from paceline.errors.refusals import Fault
 
 
 class TargetModel(TargetOptions):
@@ -44,6 +45,12 @@ class LocalConfig(Strict):
     """The kind of worker that runs an engine. ``thread``: both share one interpreter lock, for debugging and tests."""
     pin_cores: bool = True
     """Give each engine a core of its own where there are at least two."""
+
+    @model_validator(mode="after")
+    def _hints_reach_a_draft(self) -> Self:
+        if self.target.hints is not None and self.draft is None:
+            raise Fault("target.hints", "is set while draft is null: hints need a draft")
+        return self
 
     def target_setup(self) -> TargetSetup:
         """The slice that the target engine is built from."""

@@ -241,6 +241,18 @@ class HeadOptions(Strict):
             raise Fault("boundaries", f"is {self.boundaries}: method 'early_exit' needs one, of at least 1")
 
 
+class HintOptions(Strict):
+    """Hints to overlapped drafts while the target's upper layers run (Mirror speculative decoding): the likeliest
+    tokens of an early exit, which the draft then grows below sooner. The text does not depend on them."""
+
+    boundary: int = Field(ge=1)
+    """Layers below it run before the hint, by the final norm and the LM head; fewer than the target has."""
+    top: int = Field(default=8, ge=1, le=64)
+    """Tokens for each place of a proposal."""
+    weight: float = Field(default=0.5, gt=0, le=1)
+    """w, where an outcome counts with q^(1 - w) e^w: q is the draft's probability, e the hint's."""
+
+
 class TargetOptions(ModelOptions):
     """Options of a target engine. A new option costs one edit: a field of this class."""
 
@@ -268,6 +280,20 @@ class TargetOptions(ModelOptions):
     heads: list[HeadOptions] = Field(default=[], max_length=8)
     """Drafters inside the target replica. A session whose draft has nothing, or that has no draft, is given the tokens
     of the first one that is ready for it; one whose draft has tokens is given them besides, where that pays."""
+    hints: HintOptions | None = None
+    """Hints to the drafts while a step runs. None: none, and nothing is computed for them."""
+
+    @model_validator(mode="after")
+    def _fits_hints(self) -> Self:
+        if self.hints is None:
+            return self
+        if self.tensor_parallel_size > 1:
+            raise Fault(
+                "hints", f"needs whole layers while tensor_parallel_size is {self.tensor_parallel_size}: 1 is allowed"
+            )
+        if self.quantization is not None:
+            raise Fault("hints", f"needs plain weights while quantization is {self.quantization!r}: null is allowed")
+        return self
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:

@@ -88,6 +88,14 @@ class ServiceConfig(Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _hints_reach_a_draft(self) -> Self:
+        if self.target_config.engine_kwargs.hints is not None and self.draft_config is None:
+            raise Fault(
+                "target_config.engine_kwargs.hints", "is set while draft_config is null: hints need a draft pool"
+            )
+        return self
+
     @classmethod
     def parse(cls, args: Mapping[str, Any]) -> Self:
         """Reads the configuration from plain data, such as the ``args`` of a Serve application. Raises ConfigError."""

@@ -27,6 +27,7 @@ import torch
 from paceline.checkpoint.grammar import Grammars
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.tree import TreeNode
+from paceline.draft import hints
 from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, geometric, uniform
 from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
@@ -34,7 +35,7 @@ from paceline.drafters.calibration import Calibration
 from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessionError, Leaf, StatesDrafter
 from paceline.drafters.ranking import Ranking, Rule, rank
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
-from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed, States, ToDraft
+from paceline.messages import CloseSession, Commit, Hint, Nodes, OpenSession, SessionFailed, States, ToDraft
 from paceline.model.runner import ModelRunner
 from paceline.types import Acceptance, Execution, Mode, SamplingParams, SpeculationParams
 
@@ -89,6 +90,16 @@ class DraftStats:
     """Positions whose states were lost on the way: later ones came without them."""
     states_dropped: int = 0
     """Messages with states that were late, repeated or early."""
+    hints: int = 0
+    """Messages with hints of targets that were in time."""
+    hints_bytes: int = 0
+    """Bytes of their tokens."""
+    hints_late: int = 0
+    """Messages with hints about another step than the one that runs."""
+    hints_invalid: int = 0
+    """Messages with hints that no correct target sends."""
+    hints_nodes: int = 0
+    """Nodes published for tokens that only a hint had."""
     states_late: int = 0
     """Anchors that were expanded without the states of their context, which had not come in time."""
 
@@ -282,8 +293,8 @@ class DraftEngine:
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidRequestError(f"{what} holds token id {token_id}: 0 to {self._vocab_size - 1} are allowed")
 
-    def _unknown(self, message: Commit | States) -> None:
-        """Tells the sender of a commit or of states once that the session is not open here."""
+    def _unknown(self, message: Commit | States | Hint) -> None:
+        """Tells the sender of a commit, of states or of a hint once that the session is not open here."""
         self.stats.unknown_messages += 1
         session_id, epoch = message.session_id, message.epoch
         if epoch > self._ended.get(session_id, -1) and epoch != self._denied.get(session_id):
@@ -322,9 +333,11 @@ class DraftEngine:
         self.stats.refused_sessions += isinstance(error, ResourceExhaustedError)
         self._failures.append(SessionFailed(session_id, epoch, f"{type(error).__name__}: {error}"))
 
-    def _take(self, session: DraftSession, message: Commit | States) -> None:
+    def _take(self, session: DraftSession, message: Commit | States | Hint) -> None:
         if isinstance(message, Commit):
             self._commit(session, message)
+        elif isinstance(message, Hint):
+            self._take_hint(session, message)
         elif self._reads is None:
             raise InvalidRequestError("hidden states came to a drafter that reads none")
         else:
@@ -339,6 +352,32 @@ class DraftEngine:
         self.stats.states += len(states)
         self.stats.states_bytes += len(message.packed)
         self.stats.states_missing += missing
+
+    def _take_hint(self, session: DraftSession, message: Hint) -> None:
+        """Ranks the outcomes of the step that runs anew."""
+        if message.context_len != session.tree.context_len:
+            self.stats.hints_late += 1
+            return
+        try:
+            session.hinted, session.hint_weight = hints.read_hint(session, message), message.weight
+        except InvalidRequestError as error:
+            log.warning("session %s: a hint was dropped: %s", session.session_id, error)
+            self.stats.hints_invalid += 1
+            return
+        self.stats.hints += 1
+        self.stats.hints_bytes += len(message.packed)
+        for node_id in session.hinted:
+            if (node := session.tree.get(node_id)) is not None and node.expanded:
+                self._follow_hint(session, node)
+
+    def _follow_hint(self, session: DraftSession, parent: TreeNode) -> None:
+        """Orders what is below an expanded node by what the draft and the hint expect of its tokens together."""
+        new = hints.follow(session, parent, least_prob=_MIN_PROB, most=self._tree_budget - len(session.tree))
+        self.stats.hints_nodes += len(new)
+        self.stats.nodes_published += len(new)
+        session.frontier.push_below(parent, new)
+        session.frontier.commit(session.in_flight)
+        session.changed = True
 
     def _waits(self, session: DraftSession, now: float) -> bool:
         """True if a session's anchor is not to be expanded yet: states of its context are expected."""
@@ -374,6 +413,7 @@ class DraftEngine:
         if token_ids:
             self._check_length(context_len + len(token_ids))
             self._check_tokens("a commit", token_ids)
+            session.hinted = {}
             self._observe(session, token_ids)
             session.sampler.append(token_ids)
             walk = tree.walk(token_ids)
@@ -553,6 +593,8 @@ class DraftEngine:
             if at is not None and before + at + 1 < self._tree_budget and session.frontier.wants(new[at]):
                 followed = new.pop(at)
         session.frontier.push_below(parent, new)
+        if parent.node_id in session.hinted:
+            self._follow_hint(session, parent)
         return followed
 
     def _flush(self) -> bool:

@@ -18,6 +18,8 @@ def explain(engine: DraftEngine) -> str:
     if engine.overlap is not None:
         parts.append(str(engine.overlap))
         parts.append(_states(stats))
+    if stats.hints or stats.hints_late:
+        parts.append(f"{stats.hints} hints of a target have come in time, {stats.hints_late} too late")
     if stats.forwards:
         parts.append(f"{stats.nodes_published / stats.forwards:.3g} nodes a forward")
     if decided := stats.nodes_used + stats.nodes_missed:

@@ -33,6 +33,8 @@ class DraftSession:
         "epoch",
         "frontier",
         "growth",
+        "hint_weight",
+        "hinted",
         "hold_until",
         "idle",
         "in_flight",
@@ -85,6 +87,9 @@ class DraftSession:
         """Time until which a new anchor waits for the target's states, where the drafter reads any."""
         self.ahead = True
         """False: nothing is drafted while a proposal is being verified."""
+        self.hinted: dict[int, dict[int, float]] = {}
+        """Probabilities of tokens behind nodes of the step that runs, by a hint of the target (``draft/hints.py``)."""
+        self.hint_weight = 0.0
         self.hold_until = 0.0
         """Time until which nodes are held back, to be sent together; inf: each is sent immediately, for the target may
         wait for it."""

@@ -197,7 +197,7 @@ SESSIONS = gauge(
 DROPPED = counter(
     "paceline_messages_dropped_total",
     "messages",
-    "Stale or malformed messages, and states that a stream was too slow for, by kind.",
+    "Stale or malformed messages, and states and hints that a stream was too slow for, by kind.",
     "kind",
 )
 MOVED = counter("paceline_sessions_moved_total", "sessions", "Sessions continued on another target.", "reason")

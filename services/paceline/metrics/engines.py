@@ -81,6 +81,8 @@ for _engine, _field, _unit, _help in (
     ("target", "guesses", "tokens", "Tokens of lookahead that rode beside those of sessions, and bind nothing."),
     ("target", "states_sent", "tokens", "Tokens whose hidden states were sent to drafts, again included."),
     ("target", "states_bytes", "bytes", "Bytes of these states."),
+    ("target", "hints_sent", "places", "Places of steps that drafts were sent a hint for."),
+    ("target", "hints_bytes", "bytes", "Bytes of these hints."),
     ("target", "trials", "trials", "Of drafting, or of plain decoding, against what a target had chosen."),
     ("target", "drafts_resumed", "sessions", "Times that drafting was resumed for a session."),
     ("draft", "nodes_published", "nodes", "Nodes shipped by drafts."),
@@ -103,6 +105,11 @@ for _engine, _field, _unit, _help in (
     ("draft", "states_missing", "tokens", "Tokens whose states were lost: those behind them came."),
     ("draft", "states_dropped", "messages", "Messages with states that came late, twice or early."),
     ("draft", "states_late", "nodes", "Last tokens of contexts that were expanded before their states had come."),
+    ("draft", "hints", "messages", "Hints of targets that have come while their steps ran."),
+    ("draft", "hints_bytes", "bytes", "Bytes of these hints."),
+    ("draft", "hints_late", "messages", "Hints about another step than the one that runs."),
+    ("draft", "hints_invalid", "messages", "Hints that no target sends."),
+    ("draft", "hints_nodes", "nodes", "Nodes for tokens that only a hint had."),
     ("draft", "messages", "messages", "Messages of drafts, one per session and step at most."),
 ):
     ENGINE_COUNTERS[_engine, _field] = counter(f"paceline_{_engine}_{_field}_total", _unit, _help)

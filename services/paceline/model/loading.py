@@ -29,6 +29,7 @@ from paceline.model.experts import pad_experts
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.local_config import BUILDING
+from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import Progress
 from paceline.model.parallel.model import Share, load_shard, share_of
@@ -135,12 +136,14 @@ def load_model(
     examination: Examination | None = None,
     *,
     later: bool = False,
+    midway: int | None = None,
 ) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     ``placement``: what the options resolve to on this machine; None: it is resolved here. ``features``: the hidden
     states that its steps are to return. ``examination``: called before the model is compiled. ``later``: a whole model
-    that is to be compiled, and has not been on this machine, is left eager and given ``load_compiled``.
+    that is to be compiled, and has not been on this machine, is left eager and given ``load_compiled``. ``midway``: the
+    boundary at which its steps can be heard (``midway.py``).
 
     Raises:
         ConfigError: the checkpoint cannot be loaded, unsupported attention, CUDA graphs demanded where there are none,
@@ -166,12 +169,18 @@ def load_model(
         compile = False
     later = later and group is None and compile and find_compiler() is not None
     try:
-        loaded = prepare(model, compile="later" if later else compile, attention=options.attention, features=features)
+        loaded = prepare(
+            model,
+            compile="later" if later else compile,
+            attention=options.attention,
+            features=features,
+            midway=midway,
+        )
     except NoCompilerError:
         if options.compile != "auto":
             raise
         log.warning("model %r is not compiled, and slower: there is no C++ compiler", checkpoint.path)
-        loaded = prepare(model, compile=False, attention=options.attention, features=features)
+        loaded = prepare(model, compile=False, attention=options.attention, features=features, midway=midway)
     if options.cpu_threads > 1:
         _share(options.cpu_threads, loaded)
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
@@ -210,6 +219,7 @@ def prepare(
     compile: bool | Literal["later"],
     attention: Attention = "auto",
     features: Features | None = None,
+    midway: int | None = None,
 ) -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
 
@@ -224,6 +234,7 @@ def prepare(
     if model.device.type == "cpu":
         widen_narrow_layers(model)
     taps = None if features is None else StateTaps(model, features, name_of(model))
+    middle = None if midway is None else Midway(model, midway, name_of(model))
     layers, window, spare_tokens = probe_layers(model, taps)
     text = model.config.get_text_config()
     never = compile == "later" and not (cpu_attention.at_hand() and cpu_linear.at_hand())
@@ -238,16 +249,16 @@ def prepare(
 
     def load_compiled() -> StepFunction | None:
         chosen = kernel_for(attention, model.device, model.dtype, layers)
-        return cached_step(model, window, chosen, cache_dir() / "compiled", features)
+        return cached_step(model, window, chosen, cache_dir() / "compiled", features, midway)
 
     if compile == "later":
         step = None if never else load_compiled()
     elif compile:
-        step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled", taps)
+        step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled", taps, middle)
     waits = compile == "later" and step is None
     method, batch_dependence = quantization_of(model)
     return LoadedModel(
-        step=step or Step(model, kernel, taps),
+        step=step or Step(model, kernel, taps, middle),
         layers=layers,
         sliding_window=window,
         spare_tokens=spare_tokens,

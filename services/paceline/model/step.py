@@ -13,6 +13,7 @@ from paceline.errors import ConfigError
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.kv_cache import LayerSpec
+from paceline.model.midway import Midway
 from paceline.model.states import StateTaps
 from paceline.model.tails import SpareTokens
 
@@ -31,11 +32,18 @@ class Step(torch.nn.Module):
     """``(ids [1, T], positions [1, T], logits_index [R], ...) -> logits [1, R, vocab]``, or with ``taps`` these and the
     states ``[1, T or R, width]``."""
 
-    def __init__(self, model: PreTrainedModel, kernel: Kernel = "sdpa", taps: StateTaps | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernel: Kernel = "sdpa",
+        taps: StateTaps | None = None,
+        midway: Midway | None = None,
+    ) -> None:
         super().__init__()
         model.set_attn_implementation(IMPLEMENTATIONS[kernel])
         self.model = model
         self.taps = taps
+        self.midway = midway
 
     def forward(
         self,
@@ -54,6 +62,8 @@ class Step(torch.nn.Module):
         """Runs the model; KV is written in place."""
         if self.taps is not None:
             self.taps.listen()
+        if self.midway is not None:
+            self.midway.expect(logits_index)
         logits: Tensor = self.model(
             input_ids=ids,
             position_ids=positions,

@@ -57,7 +57,7 @@ def known_heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_
 
 
 def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: bool = False) -> HeadsSize:
-    """The size of the heads of a target, as far as their files are on this machine.
+    """The size of the heads of a target, as far as their files are on this machine, and of what its hints need.
 
     Raises:
         ConfigError: a checkpoint cannot be read.
@@ -71,6 +71,9 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
             total.page_values + one.page_values,
             total.host_bytes + one.host_bytes,
         )
+    if setup.options.hints is not None and compiles(setup.options, on_gpu):
+        tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # read again, the embedding with them
+        total = replace(total, weights_bytes=total.weights_bytes + tables)
     if setup.link is None:
         return total
     width, fuse = _link_size(setup.link, target)
@@ -199,6 +202,20 @@ def _num_borrowed(method: str, names: Iterable[str]) -> int:
     if method == "medusa":
         return int(not any(map(_MEDUSA_LM_HEAD.search, names)))
     return sum(not any(map(own.search, names)) for own in (_EMBEDDING, _LM_HEAD))
+
+
+def require_hint_boundary(setup: TargetSetup, num_layers: int) -> None:
+    """Checks that the boundary of a target's hints, if it sends any, has layers on both sides.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    hints = setup.options.hints
+    if hints is not None and hints.boundary >= num_layers:
+        raise ConfigError(
+            f"hints.boundary is {hints.boundary}: the target {setup.source!r} has {num_layers} layers, so 1 to "
+            f"{num_layers - 1} are allowed"
+        )
 
 
 def _trained_boundary(head: HeadOptions, config: Mapping[str, Any], target: ModelSize) -> int:

@@ -47,7 +47,7 @@ from paceline.preflight.estimate import (
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.gpus import num_gpus, torch_has_gpus
-from paceline.preflight.heads import heads_size, known_heads_size, remote_size
+from paceline.preflight.heads import heads_size, known_heads_size, remote_size, require_hint_boundary
 from paceline.preflight.host_memory import available_bytes, session_pages
 from paceline.preflight.hub import why_not_fetched
 from paceline.preflight.ports import check_ports
@@ -152,6 +152,7 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
     if target is not None:
         findings += _check_lengths(target_setup.options, target.limit)
         findings += _check_heads(target_setup, target)
+        findings += _check_hints(target_setup, target)
         findings += _check_link(target_setup, target)
         if draft is not None:
             assert draft_setup is not None
@@ -320,6 +321,15 @@ def _check_heads(setup: TargetSetup, target: _Model) -> list[Finding]:
         except ConfigError as error:
             findings.append(Finding.error(key, f"is {head}, which does not fit: {error}"))
     return findings
+
+
+def _check_hints(setup: TargetSetup, target: _Model) -> list[Finding]:
+    """Checks that the hints of a target come from a layer that it has."""
+    try:
+        require_hint_boundary(setup, target.size.num_layers)
+    except ConfigError as error:
+        return [Finding.error(f"{_TARGET}.engine_kwargs.hints", f"is unfit: {error}")]
+    return []
 
 
 def _check_link(setup: TargetSetup, target: _Model) -> list[Finding]:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from grpc import aio
 
-from paceline.messages import Echo, FromDraft, FromTarget, States, ToDraft, ToTarget
+from paceline.messages import Echo, FromDraft, FromTarget, Hint, States, ToDraft, ToTarget
 from paceline.router.pool import Member
 from paceline.router.relay import Relay
 from paceline.router.session import Session
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 5.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 _MOST_STATES_BYTES = 64 << 20
-"""States that wait to be written; more are dropped."""
+"""States and hints that wait to be written; more are dropped."""
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -118,17 +118,18 @@ class Link(Generic[Sent, Received]):
 
     def send(self, messages: Sequence[Sent | Echo]) -> None:
         """Queues messages for the next batch. While the link is down they are dropped: sessions are re-opened. States
-        are also dropped, and counted, while many wait: a draft can do without, and tokens must not wait for them."""
+        and hints are also dropped, and counted, while many wait: a draft can do without, and tokens must not wait for
+        them."""
         if self.up and messages:
-            self._queue([message for message in messages if not isinstance(message, States) or self._holds(message)])
+            self._queue([each for each in messages if not isinstance(each, States | Hint) or self._holds(each)])
 
-    def _holds(self, states: States) -> bool:
-        """Takes states into account that are to be queued; False: there is no room, and they are dropped."""
-        if self._states_bytes + len(states.packed) > _MOST_STATES_BYTES:
+    def _holds(self, aside: States | Hint) -> bool:
+        """Takes states or a hint into account that are to be queued; False: there is no room, and they are dropped."""
+        if self._states_bytes + len(aside.packed) > _MOST_STATES_BYTES:
             if self._on_dropped is not None:
-                self._on_dropped("states")
+                self._on_dropped("states" if isinstance(aside, States) else "hint")
             return False
-        self._states_bytes += len(states.packed)
+        self._states_bytes += len(aside.packed)
         return True
 
     @property

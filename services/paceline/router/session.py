@@ -33,6 +33,7 @@ from paceline.messages import (
     DraftState,
     FromDraft,
     FromTarget,
+    Hint,
     InFlight,
     OpenSession,
     Outcome,
@@ -259,8 +260,8 @@ class Session:
             actions = Actions()
         if self._target_done:
             self.relay_stats.ended += 1
-        elif isinstance(event, States):
-            self._on_states(event, actions)
+        elif isinstance(event, States | Hint):
+            self._on_aside(event, actions)
         elif event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
         elif isinstance(event, (Outcome, InFlight)):
@@ -310,8 +311,8 @@ class Session:
         if self._tracer is not None:
             self._tracer.on_outcome()
 
-    def _on_states(self, event: States, actions: Actions) -> None:
-        """Relays states to the draft that they were meant for."""
+    def _on_aside(self, event: States | Hint, actions: Actions) -> None:
+        """Relays states or a hint to the draft that they were meant for."""
         if event.epoch == self._draft_epoch and self.draft_available:
             actions.to_draft.append(event)
         else:

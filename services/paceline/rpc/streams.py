@@ -30,6 +30,7 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from paceline.messages import (
+    HINT_BYTES,
     STATE_BYTES,
     CloseSession,
     Commit,
@@ -37,6 +38,7 @@ from paceline.messages import (
     Echo,
     FromDraft,
     FromTarget,
+    Hint,
     InFlight,
     Node,
     Nodes,
@@ -200,6 +202,21 @@ def _read_states(proto: types_pb2.States) -> States | None:
     if not proto.session_id or not width or not packed or len(packed) % (STATE_BYTES * width):
         return None
     return States(proto.session_id, proto.epoch, proto.position, width, packed)
+
+
+def _write_hint(message: Hint, proto: types_pb2.Hint) -> None:
+    proto.session_id, proto.epoch, proto.context_len = message.session_id, message.epoch, message.context_len
+    proto.node_ids[:] = message.node_ids
+    proto.weight, proto.packed = message.weight, message.packed
+
+
+def _read_hint(proto: types_pb2.Hint) -> Hint | None:
+    node_ids, packed, weight = tuple(proto.node_ids[:]), proto.packed, proto.weight
+    if not proto.session_id or not node_ids or not packed or len(packed) % (HINT_BYTES * len(node_ids)):
+        return None
+    if not 0.0 < weight <= 1.0:
+        return None
+    return Hint(proto.session_id, proto.epoch, proto.context_len, node_ids, weight, packed)
 
 
 def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
@@ -457,6 +474,7 @@ _CLOSE = _flat("close_session", CloseSession)
 _FAILED = _singly("session_failed", _write_failed, _read_failed)
 _ECHO = _flat("echo", Echo)
 _STATES = _flat("states", States, _read_states)
+_HINT = _singly("hint", _write_hint, _read_hint)
 
 _TO_TARGET = {
     OpenSession: _OPEN,
@@ -475,6 +493,7 @@ _FROM_TARGET = {
         _in_columns("in_flights", _write_in_flights, _read_in_flights),
     ),
     States: _STATES,
+    Hint: _HINT,
     TreeLost: _flat("tree_lost", TreeLost),
     SpeculationWanted: _flat("speculation_wanted", SpeculationWanted),
     SessionFailed: _FAILED,
@@ -487,6 +506,7 @@ _TO_DRAFT = {
         _singly("commit", _write_commit, _read_commit), _in_columns("commits", _write_commits, _read_commits)
     ),
     States: _STATES,
+    Hint: _HINT,
     Echo: _ECHO,
 }
 _FROM_DRAFT = {

@@ -28,8 +28,19 @@ from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
+from paceline.target.hints import Hints
 from paceline.target.link import StatesLink
-from paceline.target.mount import bind_heads, features_of, load_heads, load_link, open_heads, open_link, probe_of
+from paceline.target.mount import (
+    bind_heads,
+    features_of,
+    load_heads,
+    load_hints,
+    load_link,
+    open_heads,
+    open_link,
+    probe_of,
+    require_hints,
+)
 from paceline.types import PAGE_SIZE, Rendezvous
 
 log = logging.getLogger(__name__)
@@ -50,7 +61,8 @@ def build_target_engine(
     with ranked(setup.source, setup.options, rendezvous) as group:
         checkpoint = _checkpoint(setup)
         model, runner, max_len, heads, link = _runner(setup, checkpoint, group)
-        return _engine(setup, checkpoint, emit, model, runner, max_len, heads, link)
+        hints = load_hints(setup, checkpoint, model)
+        return _engine(setup, checkpoint, emit, model, runner, max_len, heads, link, hints)
 
 
 def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Follower:
@@ -73,10 +85,12 @@ def _runner(
     torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
     placement = resolve(options, None if group is None else group.device)
     opened, linked = open_heads(setup, checkpoint), open_link(setup, checkpoint)
+    require_hints(setup, checkpoint, placement)
     require_target(setup, checkpoint, placement, group)
     probe = probe_of(opened, checkpoint)
     later = begins_eagerly(options, checkpoint, placement)
-    model = load_model(checkpoint, options, group, placement, features_of(opened, linked), probe, later=later)
+    features, midway = features_of(opened, linked), None if options.hints is None else options.hints.boundary
+    model = load_model(checkpoint, options, group, placement, features, probe, later=later, midway=midway)
     max_len = options.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
@@ -113,6 +127,7 @@ def _engine(
     max_len: int,
     heads: Sequence[MountedHead],
     link: StatesLink | None,
+    hints: Hints | None,
 ) -> TargetEngine:
     options = setup.options
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
@@ -140,6 +155,7 @@ def _engine(
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
         heads=heads,
         link=link,
+        hints=hints,
         grammars=_grammars(checkpoint, model),
         compilation=compilation,
     )
@@ -155,7 +171,8 @@ def _compilation(setup: TargetSetup, model: LoadedModel, max_len: int, *, tests:
     if model.load_compiled is None:
         return None
     test = SelfTest(max_len, setup.options.max_step_tokens) if tests else None
-    return Compilation(CompileJob.of(setup.source, setup.options, model.features, test), model.load_compiled)
+    midway = None if setup.options.hints is None else setup.options.hints.boundary
+    return Compilation(CompileJob.of(setup.source, setup.options, model.features, test, midway), model.load_compiled)
 
 
 def _grammars(checkpoint: Checkpoint, model: LoadedModel) -> Grammars:

@@ -39,6 +39,7 @@ from paceline.target.control.waiting import WaitPolicy
 from paceline.target.heads.driver import Heads
 from paceline.target.heads.feeding import Computed
 from paceline.target.heads.mounted import MountedHead
+from paceline.target.hints import Hints
 from paceline.target.link import StatesLink
 from paceline.target.lookup import new_shares
 from paceline.target.runners import Forwarded, Runners
@@ -77,6 +78,7 @@ class TargetEngine:
         batch_invariant: BatchInvariant = "untested",
         heads: Sequence[MountedHead] = (),
         link: StatesLink | None = None,
+        hints: Hints | None = None,
         grammars: Grammars | None = None,
         compilation: Compilation | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -94,6 +96,7 @@ class TargetEngine:
             heads: what proposes tokens where a session's draft has none, with ``trees`` beside it too; the first that
                 is ready is asked.
             link: sends hidden states to drafts that read them; None: they read none.
+            hints: tells drafts in the middle of a step what is likely; None: they are told nothing.
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
             compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
             clock: seconds.
@@ -114,6 +117,7 @@ class TargetEngine:
             states=runner.features,
         )
         self.link = link
+        self.hints = hints
         self._meter = StepMeter(clock, self.allocation, self.wait_policy, self.gate)
         self.stats, self.step_sizes = self._meter.stats, self._meter.sizes
         self.ranks = self._meter.ranks
@@ -195,7 +199,8 @@ class TargetEngine:
         self._announce(parts)
         self._meter.begin(parts, started, self.heads.take_s())
         wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states(len(parts)))
-        forwarded = self.runners.forward(parts, wants_states=wants_states)
+        midway = None if self.hints is None else self._send_hints
+        forwarded = self.runners.forward(parts, wants_states=wants_states, midway=midway)
         verdicts = self._verify(parts, forwarded)
         step = self._meter.decided(parts)
         self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
@@ -477,6 +482,12 @@ class TargetEngine:
             if stop > start and self._sessions.get(part.session.session_id) is part.session:
                 self.heads.learn(part.session, likeliest[start:stop])
             start = stop
+
+    def _send_hints(self, parts: Sequence[Scheduled], states: Tensor) -> None:
+        """Tells drafts what is likely, while the rest of the forward of ``parts`` has yet to run."""
+        assert self.hints is not None
+        self._send(self.hints.of(parts, states))
+        self.stats.hints_sent, self.stats.hints_bytes = self.hints.num_sent, self.hints.num_bytes
 
     def _send_states(self) -> bool:
         """Sends states that drafts lack, as many as one step may; False: they lack none."""

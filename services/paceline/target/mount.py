@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
@@ -14,12 +15,14 @@ from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
+from paceline.drafters.heads.lent import Continued, layers_from, lent_or_read, require_lendable
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head, remote_plan
 from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.heads.streaming import StreamsPlan, open_streams
 from paceline.drafters.lookahead import LookaheadHead
 from paceline.drafters.protocol import Features
+from paceline.errors import ConfigError
 from paceline.model.compiled.background import Compilation, CompileJob
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
@@ -28,10 +31,11 @@ from paceline.model.kv_cache import KVCache
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.step import Step
 from paceline.preflight.device import begins_eagerly, require_draft
-from paceline.preflight.heads import TREE_BUDGET, draft_setup_of
+from paceline.preflight.heads import TREE_BUDGET, draft_setup_of, require_hint_boundary
 from paceline.preflight.host_memory import draft_pages
 from paceline.target.heads.asking import MOST_LEAVES
 from paceline.target.heads.mounted import MountedHead, union
+from paceline.target.hints import Hints
 from paceline.target.link import StatesLink
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -110,6 +114,35 @@ def load_link(linked: HeadPlan, model: LoadedModel) -> StatesLink:
     fuse = linked.load_fuse(model.dtype, model.device)
     log.info("target: states for the draft's %s head have %d numbers", linked.method, linked.state_size)
     return StatesLink(fuse, linked.features, linked.state_size)
+
+
+def require_hints(setup: TargetSetup, target: Checkpoint, placement: Placement) -> None:
+    """Checks that a target can send hints, if it is to, without reading a weight.
+
+    Raises:
+        ConfigError: the boundary is outside of it, or its steps are replayed as CUDA graphs, or it is quantized.
+    """
+    if (hints := setup.options.hints) is None:
+        return
+    num_layers = TargetFacts.of(target).num_layers
+    require_hint_boundary(setup, num_layers)
+    if placement.device.type == "cuda" and setup.options.cuda_graphs is not False:
+        raise ConfigError("hints need steps that call back, and CUDA graphs do not: set cuda_graphs to false")
+    require_lendable(f"hints.boundary is {hints.boundary}", target, partial(layers_from, num_layers), ())
+
+
+def load_hints(setup: TargetSetup, target: Checkpoint, model: LoadedModel) -> Hints | None:
+    """What sends hints, by the target's own final norm and LM head; None: it is to send none.
+
+    Raises:
+        ConfigError: the target's files cannot be read.
+    """
+    if (options := setup.options.hints) is None:
+        return None
+    part = partial(layers_from, model.size.num_layers)
+    rest = Continued(lent_or_read(part, _lasting(model), target, model.dtype, model.device))
+    log.info("target: hints are the %d likeliest tokens at boundary %d", options.top, options.boundary)
+    return Hints(options, rest.logits)
 
 
 def probe_of(opened: Sequence[OpenedHead], target: Checkpoint) -> HeadProbe | None:

@@ -9,13 +9,16 @@ batch-invariant by itself. KV pages are shared among sessions of one kind only (
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.model.compiled.background import Compilation
+from paceline.model.midway import heard_by
 from paceline.model.parallel.runner import LeadingRunner
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
@@ -77,11 +80,21 @@ class Runners:
         """The parts of a step in the order in which ``forward`` returns their rows."""
         return parts if len(self._by_generation) == 1 else sorted(parts, key=_generation)
 
-    def forward(self, parts: Sequence[Scheduled], *, wants_states: bool) -> Forwarded:
+    def forward(
+        self,
+        parts: Sequence[Scheduled],
+        *,
+        wants_states: bool,
+        midway: Callable[[Sequence[Scheduled], Tensor], None] | None = None,
+    ) -> Forwarded:
         """Runs the model on parts that are ``in_order``. One of several ranks draws tokens where its logits are, for
-        sessions that allow it."""
+        sessions that allow it. ``midway`` is called in the middle of a forward with its parts and the states there of
+        their logits' rows (``model/midway.py``)."""
         groups = [(n, [*group]) for n, group in itertools.groupby(parts, key=_generation)]
-        done = [_forward(self._by_generation[n], group, wants_states=wants_states) for n, group in groups]
+        done = []
+        for n, group in groups:
+            with nullcontext() if midway is None else heard_by(partial(midway, group)):
+                done.append(_forward(self._by_generation[n], group, wants_states=wants_states))
         if len(done) == 1:
             return done[0]
         features = self.current.features

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import types_pb2 as paceline_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/draft.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\"6\n\x07ToDraft\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.paceline.v1.DraftCommand\"\x99\x02\n\x0c\x44raftCommand\x12\x30\n\x0copen_session\x18\x01 \x01(\x0b\x32\x18.paceline.v1.OpenSessionH\x00\x12\x32\n\rclose_session\x18\x02 \x01(\x0b\x32\x19.paceline.v1.CloseSessionH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.paceline.v1.CommitH\x00\x12!\n\x04\x65\x63ho\x18\x04 \x01(\x0b\x32\x11.paceline.v1.EchoH\x00\x12%\n\x06states\x18\x05 \x01(\x0b\x32\x13.paceline.v1.StatesH\x00\x12\'\n\x07\x63ommits\x18\x06 \x01(\x0b\x32\x14.paceline.v1.CommitsH\x00\x42\t\n\x07\x63ommand\"f\n\x06\x43ommit\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x11\n\tin_flight\x18\x05 \x03(\r\"\x95\x01\n\x07\x43ommits\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\x04\x12\x14\n\x0c\x63ontext_lens\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x15\n\rnum_in_flight\x18\x05 \x03(\r\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x11\n\tin_flight\x18\x07 \x01(\x0c\"p\n\tFromDraft\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.paceline.v1.DraftEvent\x12/\n\x06status\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.ReplicaStatusH\x00\x88\x01\x01\x42\t\n\x07_status\"\xa6\x01\n\nDraftEvent\x12\x34\n\x0esession_failed\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.SessionFailedH\x00\x12!\n\x04\x65\x63ho\x18\x03 \x01(\x0b\x32\x11.paceline.v1.EchoH\x00\x12\x30\n\x0ctree_updates\x18\x04 \x01(\x0b\x32\x18.paceline.v1.TreeUpdatesH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x01\x10\x02\x32J\n\x0c\x44raftService\x12:\n\x06Rounds\x12\x14.paceline.v1.ToDraft\x1a\x16.paceline.v1.FromDraft(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/draft.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\"6\n\x07ToDraft\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.paceline.v1.DraftCommand\"\xbc\x02\n\x0c\x44raftCommand\x12\x30\n\x0copen_session\x18\x01 \x01(\x0b\x32\x18.paceline.v1.OpenSessionH\x00\x12\x32\n\rclose_session\x18\x02 \x01(\x0b\x32\x19.paceline.v1.CloseSessionH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.paceline.v1.CommitH\x00\x12!\n\x04\x65\x63ho\x18\x04 \x01(\x0b\x32\x11.paceline.v1.EchoH\x00\x12%\n\x06states\x18\x05 \x01(\x0b\x32\x13.paceline.v1.StatesH\x00\x12\'\n\x07\x63ommits\x18\x06 \x01(\x0b\x32\x14.paceline.v1.CommitsH\x00\x12!\n\x04hint\x18\x07 \x01(\x0b\x32\x11.paceline.v1.HintH\x00\x42\t\n\x07\x63ommand\"f\n\x06\x43ommit\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x11\n\tin_flight\x18\x05 \x03(\r\"\x95\x01\n\x07\x43ommits\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\x04\x12\x14\n\x0c\x63ontext_lens\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x15\n\rnum_in_flight\x18\x05 \x03(\r\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x11\n\tin_flight\x18\x07 \x01(\x0c\"p\n\tFromDraft\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.paceline.v1.DraftEvent\x12/\n\x06status\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.ReplicaStatusH\x00\x88\x01\x01\x42\t\n\x07_status\"\xa6\x01\n\nDraftEvent\x12\x34\n\x0esession_failed\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.SessionFailedH\x00\x12!\n\x04\x65\x63ho\x18\x03 \x01(\x0b\x32\x11.paceline.v1.EchoH\x00\x12\x30\n\x0ctree_updates\x18\x04 \x01(\x0b\x32\x18.paceline.v1.TreeUpdatesH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x01\x10\x02\x32J\n\x0c\x44raftService\x12:\n\x06Rounds\x12\x14.paceline.v1.ToDraft\x1a\x16.paceline.v1.FromDraft(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TODRAFT']._serialized_start=65
   _globals['_TODRAFT']._serialized_end=119
   _globals['_DRAFTCOMMAND']._serialized_start=122
-  _globals['_DRAFTCOMMAND']._serialized_end=403
-  _globals['_COMMIT']._serialized_start=405
-  _globals['_COMMIT']._serialized_end=507
-  _globals['_COMMITS']._serialized_start=510
-  _globals['_COMMITS']._serialized_end=659
-  _globals['_FROMDRAFT']._serialized_start=661
-  _globals['_FROMDRAFT']._serialized_end=773
-  _globals['_DRAFTEVENT']._serialized_start=776
-  _globals['_DRAFTEVENT']._serialized_end=942
-  _globals['_DRAFTSERVICE']._serialized_start=944
-  _globals['_DRAFTSERVICE']._serialized_end=1018
+  _globals['_DRAFTCOMMAND']._serialized_end=438
+  _globals['_COMMIT']._serialized_start=440
+  _globals['_COMMIT']._serialized_end=542
+  _globals['_COMMITS']._serialized_start=545
+  _globals['_COMMITS']._serialized_end=694
+  _globals['_FROMDRAFT']._serialized_start=696
+  _globals['_FROMDRAFT']._serialized_end=808
+  _globals['_DRAFTEVENT']._serialized_start=811
+  _globals['_DRAFTEVENT']._serialized_end=977
+  _globals['_DRAFTSERVICE']._serialized_start=979
+  _globals['_DRAFTSERVICE']._serialized_end=1053
 # @@protoc_insertion_point(module_scope)

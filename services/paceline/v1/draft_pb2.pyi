@@ -53,6 +53,7 @@ class DraftCommand(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open_session(self) -> _types_pb2.OpenSession: ...
     @_builtins.property
@@ -65,6 +66,8 @@ class DraftCommand(_message.Message):
     def states(self) -> _types_pb2.States: ...
     @_builtins.property
     def commits(self) -> Global___Commits: ...
+    @_builtins.property
+    def hint(self) -> _types_pb2.Hint: ...
     def __init__(
         self,
         *,
@@ -74,12 +77,13 @@ class DraftCommand(_message.Message):
         echo: _types_pb2.Echo | None = ...,
         states: _types_pb2.States | None = ...,
         commits: Global___Commits | None = ...,
+        hint: _types_pb2.Hint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "commits", b"commits", "echo", b"echo", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "commits", b"commits", "echo", b"echo", "hint", b"hint", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "commits", b"commits", "echo", b"echo", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_session", b"close_session", "command", b"command", "commit", b"commit", "commits", b"commits", "echo", b"echo", "hint", b"hint", "open_session", b"open_session", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "commit", "echo", "states", "commits"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open_session", "close_session", "commit", "echo", "states", "commits", "hint"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

@@ -159,6 +159,7 @@ class TargetEvent(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     IN_FLIGHTS_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcome(self) -> Global___Outcome: ...
     @_builtins.property
@@ -177,6 +178,8 @@ class TargetEvent(_message.Message):
     def outcomes(self) -> Global___Outcomes: ...
     @_builtins.property
     def in_flights(self) -> Global___InFlights: ...
+    @_builtins.property
+    def hint(self) -> _types_pb2.Hint: ...
     def __init__(
         self,
         *,
@@ -189,12 +192,13 @@ class TargetEvent(_message.Message):
         states: _types_pb2.States | None = ...,
         outcomes: Global___Outcomes | None = ...,
         in_flights: Global___InFlights | None = ...,
+        hint: _types_pb2.Hint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "hint", b"hint", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "hint", b"hint", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo", "states", "outcomes", "in_flights"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo", "states", "outcomes", "in_flights", "hint"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -882,6 +882,53 @@ class States(_message.Message):
 Global___States: _TypeAlias = States  # noqa: Y015
 
 @_typing.final
+class Hint(_message.Message):
+    """What a layer of the target finds likely at the places that a step decides, sent while the layers above it run, through
+    the router to the draft. One that is lost costs nothing but its use.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CONTEXT_LEN_FIELD_NUMBER: _builtins.int
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    epoch: _builtins.int
+    """The epoch under which the session was opened on the draft."""
+    context_len: _builtins.int
+    """Length of the context that the step continues."""
+    weight: _builtins.float
+    """Beside the draft's own ranking, in (0, 1]."""
+    packed: _builtins.bytes
+    """As many token ids for each node, int32, then their log probabilities, float32, -inf where there is no token; both
+    little-endian, node by node.
+    """
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The nodes that the tokens may follow, 0 for the last token of the context."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        context_len: _builtins.int = ...,
+        node_ids: _abc.Iterable[_builtins.int] | None = ...,
+        weight: _builtins.float = ...,
+        packed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_len", b"context_len", "epoch", b"epoch", "node_ids", b"node_ids", "packed", b"packed", "session_id", b"session_id", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hint: _TypeAlias = Hint  # noqa: Y015
+
+@_typing.final
 class TreeUpdates(_message.Message):
     """New nodes of sessions' speculation trees, in columns. A router passes them on and looks at no more than the first three."""
 

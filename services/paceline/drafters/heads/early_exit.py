@@ -247,7 +247,7 @@ def open_exit(target: Checkpoint, boundary: int | None, source: str | None = Non
             f"boundaries is [{boundary}] of method 'early_exit': the target {target.path!r} has {facts.num_layers} "
             f"layers, so 1 to {facts.num_layers - 1} are allowed"
         )
-    require_lendable("early_exit", target, partial(layers_below, boundary), range(boundary))
+    require_lendable("method is 'early_exit'", target, partial(layers_below, boundary), range(boundary))
     return ExitPlan(boundary, adapter, target, facts.vocab_size)
 
 

@@ -60,11 +60,11 @@ def lent_or_read(
     return model
 
 
-def require_lendable(method: str, target: Checkpoint, part: Part, layers: Collection[int]) -> None:
+def require_lendable(asked: str, target: Checkpoint, part: Part, layers: Collection[int]) -> None:
     """Checks that some layers of a target can draft, without reading a weight.
 
     Args:
-        method: of the head, for messages.
+        asked: what was asked for, with which messages begin.
         target: the target.
         part: these layers.
         layers: their indices among those that attend.
@@ -75,14 +75,14 @@ def require_lendable(method: str, target: Checkpoint, part: Part, layers: Collec
     """
     if target.quantization is not None:
         raise ConfigError(
-            f"method is {method!r}: the target {target.path!r} is quantized, and layers of plain weights only can draft"
+            f"{asked}: the target {target.path!r} is quantized, and layers of plain weights only can draft"
         )
     whole = meta_model(target)
     try:
         _run_once(without_weights(part, whole).bfloat16(), layers)  # experts have no other products without weights
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"method is {method!r}: the target {target.path!r} is of a family whose layers are no model by themselves "
+            f"{asked}: the target {target.path!r} is of a family whose layers are no model by themselves "
             f"({type(whole).__name__}: {error})"
         ) from error
 
@@ -120,10 +120,11 @@ class _LeftOut(nn.Module):
 
 
 def layers_from(boundary: int, family: Family) -> Family:
-    """A ``Part`` without the layers below a boundary.
+    """A ``Part`` without the layers below a boundary, which may be all.
 
-    The other layers keep their indices, and the first of them takes the argument ``entering`` of the model, where there
-    is one, as the states ``[B, T, hidden]`` at the boundary: those of the tokens count for nothing then.
+    The other layers keep their indices, and the first of them, or the place of the last one, takes the argument
+    ``entering`` of the model, where there is one, as the states ``[B, T, hidden]`` at the boundary: those of the
+    tokens count for nothing then.
     """
 
     def init(self: Any, config: Any) -> None:
@@ -133,7 +134,7 @@ def layers_from(boundary: int, family: Family) -> Family:
         for index in range(boundary):
             held[index] = _LeftOut(layers[index])
         self.lent_layers = {index: layers[index] for index in range(boundary, len(layers))}
-        layers[boundary].register_forward_pre_hook(_enter, with_kwargs=True)
+        (layers[boundary] if boundary < len(layers) else held[-1]).register_forward_pre_hook(_enter, with_kwargs=True)
 
     return subclass(family, init)
 
@@ -143,6 +144,12 @@ def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if entering is None:
         return args, kwargs
     return ((entering, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": entering})
+
+
+def _attends_to_nothing(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    raise AssertionError("a model without layers has no attention")
 
 
 class Continued:
@@ -174,6 +181,11 @@ class Continued:
             entering=states.to(self.model.dtype),
         ).logits
         return logits
+
+    def logits(self, states: Tensor) -> Tensor:
+        """``[n, vocabulary]`` from states ``[n, hidden]``, of a model without layers."""
+        positions = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+        return self(states[None], positions, _attends_to_nothing)[0]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[..., hidden] as the target embeds tokens."""

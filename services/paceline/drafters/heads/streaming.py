@@ -95,5 +95,5 @@ def open_streams(target: Checkpoint, source: str, num_tokens: int | None = None)
             f"streams, so 1 to {plan.num_streams} are allowed"
         )
     layers = range(plan.boundary, TargetFacts.of(target).num_layers)
-    require_lendable(method, target, partial(layers_from, plan.boundary), layers)
+    require_lendable(f"method is {method!r}", target, partial(layers_from, plan.boundary), layers)
     return plan

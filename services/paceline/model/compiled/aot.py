@@ -25,6 +25,7 @@ from torch.export import Dim
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError, EngineError
+from paceline.model import midway as midway_op
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled import linear as cpu_linear
@@ -32,6 +33,7 @@ from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.package import load_package
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import share_of
 from paceline.model.quantized import plain_tensors
@@ -62,10 +64,14 @@ def find_compiler() -> str | None:
 
 
 def artifact_key(
-    model: PreTrainedModel, sliding_window: int | None, kernel: Kernel = "sdpa", features: Features | None = None
+    model: PreTrainedModel,
+    sliding_window: int | None,
+    kernel: Kernel = "sdpa",
+    features: Features | None = None,
+    midway: int | None = None,
 ) -> str:
-    """Digest of weights, configuration, library versions, instruction set, kernel and the states that are wanted, and
-    of a rank its exchange."""
+    """Digest of weights, configuration, library versions, instruction set, kernel and the states that are wanted or
+    heard, and of a rank its exchange."""
     digest = hashlib.blake2b(digest_size=16)
     share = share_of(model)
     facts = {
@@ -82,6 +88,8 @@ def artifact_key(
         facts["attention"] = kernel
     if features is not None:
         facts["states"] = [*features.boundaries, features.every_position]
+    if midway is not None:
+        facts["midway"] = [midway, midway_op.key()]
     if model.dtype == torch.bfloat16:
         facts["linear"] = cpu_linear.key()
     if share is not None:
@@ -100,6 +108,7 @@ def cached_step(
     kernel: Kernel,
     cache_dir: Path,
     features: Features | None = None,
+    midway: int | None = None,
 ) -> StepFunction | None:
     """The compiled step of ``model``, which is no rank's, from the cache; None: the cache does not hold it.
 
@@ -108,7 +117,7 @@ def cached_step(
     """
     if not any(cache_dir.glob("*.pt2")):  # without reading every weight
         return None
-    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features)}.pt2"
+    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features, midway)}.pt2"
     return load_package(path) if path.exists() else None
 
 
@@ -119,6 +128,7 @@ def compiled_step(
     kernel: Kernel,
     cache_dir: Path,
     taps: StateTaps | None = None,
+    midway: Midway | None = None,
 ) -> StepFunction:
     """The compiled step of ``model``, from the cache or built now (about half a minute to two).
 
@@ -135,7 +145,8 @@ def compiled_step(
             "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
         )
     features = None if taps is None else taps.features
-    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features)}.pt2"
+    boundary = None if midway is None else midway.boundary
+    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features, boundary)}.pt2"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         if not path.exists():
@@ -147,7 +158,7 @@ def compiled_step(
             for left in path.parent.glob(f"{path.stem}.*.pt2"):  # by a process that was ended
                 left.unlink()
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-            _compile(model, layers, sliding_window, kernel, temporary, taps)
+            _compile(model, layers, sliding_window, kernel, temporary, taps, midway)
             temporary.rename(path)
             log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
     step = load_package(path)
@@ -177,6 +188,7 @@ def _compile(
     kernel: Kernel,
     path: Path,
     taps: StateTaps | None,
+    midway: Midway | None,
 ) -> None:
     cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu")
     example = [
@@ -205,10 +217,12 @@ def _compile(
     )
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
-        exported = torch.export.export(Step(model, kernel, taps), inputs, dynamic_shapes=shapes, strict=False)
+        exported = torch.export.export(Step(model, kernel, taps, midway), inputs, dynamic_shapes=shapes, strict=False)
         shims = cpu_attention.compiled_shims() if kernel == "native" else {}
         if cpu_linear.replace_linears(exported):
             shims |= cpu_linear.shims()
+        if midway is not None:
+            shims |= midway_op.compiled_shims()
         if (share := share_of(model)) is not None:
             shims |= share.group.compiled_shims() or {}
         configs: dict[str, Any] = {"freezing": True, "max_autotune": False}

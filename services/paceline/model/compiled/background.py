@@ -57,14 +57,21 @@ class CompileJob:
     """None: whatever the compiled step computes is used, as for a draft."""
     cores: frozenset[int] = frozenset()
     """Where the worker may run; empty: where it is started."""
+    midway: int | None = None
+    """The boundary at which the step can be heard."""
 
     @classmethod
     def of(
-        cls, source: str, options: ModelOptions, features: Features | None = None, test: SelfTest | None = None
+        cls,
+        source: str,
+        options: ModelOptions,
+        features: Features | None = None,
+        test: SelfTest | None = None,
+        midway: int | None = None,
     ) -> Self:
         """The job for a model of this process; of ``options`` those of the model. It may run on all cores."""
         own = ModelOptions(**options.model_dump(include=set(ModelOptions.model_fields)))
-        return cls(source, own, features, test, all_cores())
+        return cls(source, own, features, test, all_cores(), midway)
 
 
 class Compilation:

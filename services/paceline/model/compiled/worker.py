@@ -61,7 +61,8 @@ def perform(job: CompileJob) -> str | None:
 
     torch.set_num_threads(1)
     options = job.options.model_copy(update={"compile": True})
-    model = load_model(Checkpoint.open(job.source, options.trust_remote_code), options, features=job.features)
+    checkpoint = Checkpoint.open(job.source, options.trust_remote_code)
+    model = load_model(checkpoint, options, features=job.features, midway=job.midway)
     if job.test is None:
         return None
     report = check_invariance(model.runner(_TEST_PAGES), job.test.max_len, job.test.max_step_tokens)

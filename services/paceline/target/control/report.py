@@ -75,12 +75,15 @@ def explain(engine: TargetEngine) -> str:
 
 
 def _inside(engine: TargetEngine) -> list[str]:
-    """Clauses about its heads, and about the states that it sends to one in the draft pool."""
+    """Clauses about its heads, about the states that it sends to one in the draft pool, and about its hints."""
     parts = [mounted.report(max(engine.stats.rounds, 1)) for mounted in engine.heads.mounted]
     if (link := engine.link) is not None:
         sent = f"{link.num_sent} states of {STATE_BYTES * link.width} bytes were sent to drafts"
         tokens = engine.stats.tokens_emitted
         parts.append(sent + (f", {link.num_bytes / tokens:.0f} bytes for each token emitted" if tokens else ""))
+    if (hints := engine.hints) is not None:
+        at = f"hints from boundary {hints.options.boundary} for {hints.num_sent} places were sent to drafts"
+        parts.append(at + (f", {hints.num_bytes / hints.num_sent:.0f} bytes each" if hints.num_sent else ""))
     return parts
 
 

@@ -81,6 +81,10 @@ class TargetStats:
     """Positions whose hidden states were sent to drafts."""
     states_bytes: int = 0
     """Bytes of these states."""
+    hints_sent: int = 0
+    """Places of steps for which a hint was sent to a draft."""
+    hints_bytes: int = 0
+    """Bytes of their tokens."""
     drafts_paused: int = 0
     """Times that drafting was paused for a session."""
     drafts_resumed: int = 0

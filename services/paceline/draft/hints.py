@@ -1,0 +1,106 @@
+"""What a target's hint makes of the outcomes that a draft expects: the two rankings multiplied.
+
+A hint says which tokens an early exit of the target finds likely behind the nodes of a step that runs
+(``target/hints.py``). It is ranked as the draft's own candidates are, by the noise that the target's rule draws with.
+Of an outcome the draft has the probability q, by its calibration, and the hint e: it counts with q^(1 - w) e^w, and a
+token that one of them leaves out counts there as the last one that it has. Only the order in which nodes are expanded
+changes, and tokens that the draft had not thought of may become nodes. No probability that a token was published with
+changes, and under the rejection rule neither does the token that may be proposed, nor anything about it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paceline.core.processors import Row
+from paceline.core.sampling import best_coupled, best_recovered
+from paceline.core.tree import TreeNode
+from paceline.draft.session import DraftSession
+from paceline.drafters.calibration import ranked
+from paceline.drafters.ranking import Rule
+from paceline.errors import InvalidRequestError
+from paceline.messages import HINT_BYTES, Hint
+
+Hinted = dict[int, dict[int, float]]
+"""Probabilities of tokens, by the node that they follow."""
+_LEAST_PROB = 1e-9
+
+
+def read_hint(session: DraftSession, hint: Hint) -> Hinted:
+    """What a hint says of nodes that the session's tree has.
+
+    Raises:
+        InvalidRequestError: it holds no tokens, or such as are in no vocabulary, or no probabilities.
+    """
+    num_nodes = len(hint.node_ids)
+    if not num_nodes or not hint.packed or len(hint.packed) % (HINT_BYTES * num_nodes) or not 0 < hint.weight <= 1:
+        raise InvalidRequestError(f"a hint of weight {hint.weight} has {len(hint.packed)} bytes for {num_nodes} nodes")
+    half = len(hint.packed) // 2
+    ids = torch.frombuffer(bytearray(hint.packed[:half]), dtype=torch.int32).view(num_nodes, -1).long()
+    log_p = torch.frombuffer(bytearray(hint.packed[half:]), dtype=torch.float32).view(num_nodes, -1)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < session.sampler.vocab_size or not bool((log_p <= 0).all()):
+        raise InvalidRequestError("a hint holds token ids or log probabilities out of range")
+    tree = session.tree
+    places = [tree.get(node_id) if node_id else tree.anchor for node_id in hint.node_ids]
+    known = [i for i, node in enumerate(places) if node is not None]
+    if not known:
+        return {}
+    nodes = [node for node in places if node is not None]
+    rows = [Row(session.sampler, session.leaf(node).path) for node in nodes]
+    best = best_recovered if session.rule is Rule.REJECTION else best_coupled
+    listed = zip(nodes, *best(ids[known], log_p[known], rows, ids.shape[1]), strict=True)
+    return {node.node_id: _probabilities(tokens, scores) for node, tokens, scores in listed}
+
+
+def follow(session: DraftSession, parent: TreeNode, *, least_prob: float, most: int) -> list[TreeNode]:
+    """Moves the nodes below an expanded node to where the draft and the hint for it expect them together.
+
+    Returns:
+        New nodes, at most ``most``, of the hint's tokens that are not less likely than ``least_prob``.
+    """
+    new: list[TreeNode] = []
+    for token_id, prob in expected(session, parent).items():
+        child = parent.children.get(token_id)
+        if child is not None:
+            _shift(child, parent.log_path + math.log(prob) - child.log_path)
+        elif prob >= least_prob and len(new) < most:
+            node = session.publish(token_id, parent, prob, sampled=session.rule is not Rule.REJECTION)
+            new += [] if node is None else [node]
+    return new
+
+
+def expected(session: DraftSession, parent: TreeNode) -> dict[int, float]:
+    """Probabilities of the tokens after a node, by the draft and the hint for it together, the likeliest first.
+
+    They sum to what the draft gave its own. {}: it gave none that may change.
+    """
+    weight, fixed = session.hint_weight, parent.best if session.rule is Rule.REJECTION else None
+    own = {t: max(child.prob, _LEAST_PROB) for t, child in parent.children.items() if child is not fixed}
+    told = {
+        t: max(prob, _LEAST_PROB)
+        for t, prob in session.hinted[parent.node_id].items()
+        if fixed is None or t != fixed.token_id
+    }
+    if not (own and told):
+        return {}
+    last, last_told = min(own.values()), min(told.values())
+    mixed = {t: own.get(t, last) ** (1 - weight) * told.get(t, last_told) ** weight for t in own | told}
+    scale = sum(own.values()) / sum(mixed.values())
+    return {t: scale * mixed[t] for t in sorted(mixed, key=mixed.__getitem__, reverse=True)}
+
+
+def _shift(node: TreeNode, by: float) -> None:
+    """Makes the paths to a node, and to all below it, likelier by a factor, whose logarithm is ``by``."""
+    below = [node]
+    while below:
+        node = below.pop()
+        node.log_path += by
+        below += node.children.values()
+
+
+def _probabilities(token_ids: list[int], scores: list[float]) -> dict[int, float]:
+    """Those of tokens by their scores, best first; tokens without a score are left out."""
+    num = sum(score > float("-inf") for score in scores)
+    return dict(zip(token_ids[:num], ranked(scores[:num]).priors, strict=True))

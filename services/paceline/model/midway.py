@@ -1,0 +1,142 @@
+"""The hidden states at a boundary of a model, heard while the layers above it have yet to run.
+
+    embeddings ─▶ layer 0 ─▶ .. ─▶ boundary ─▶ layer b ─▶ .. ─▶ logits
+                                      └──▶ whoever listens in this thread, who holds the step up meanwhile
+
+Nobody listens unless ``heard_by`` says so, and nothing that is computed depends on it. A compiled step calls back by an
+operator of its own (``midway.cpp``): it runs without the interpreter's lock, and the listener takes that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.core.native import compiled, torch_options
+from paceline.errors import EngineError
+from paceline.model.states import find_layers
+
+Listener = Callable[[Tensor], None]
+"""Takes the states ``[R, hidden]`` of the rows whose logits a step wants, those of padding behind them."""
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+class _Here(threading.local):
+    """What one thread listens with."""
+
+    listener: Listener | None = None
+    error: BaseException | None = None
+    """What it has raised, for the step to raise: no exception passes a compiled model."""
+
+
+_here = _Here()
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Lets ``listener`` hear the states of the steps of this thread within the block, and raises what it does."""
+    _here.listener = listener
+    try:
+        yield
+    finally:
+        _here.listener = None
+        error, _here.error = _here.error, None
+    if error is not None:
+        raise error
+
+
+class Midway:
+    """Speaks up at one boundary of a model, from a hook that stays on it."""
+
+    def __init__(self, model: PreTrainedModel, boundary: int, name: str) -> None:
+        """Puts the hook before layer ``boundary`` of ``model``; ``name`` is what messages call it.
+
+        Raises:
+            ConfigError: its layers are not to be found.
+        """
+        _, layers = find_layers(model, name)
+        self.boundary = boundary
+        self._index: Tensor | None = None
+        layers[boundary].register_forward_pre_hook(self._entering, with_kwargs=True)
+
+    def expect(self, logits_index: Tensor) -> None:
+        """Takes the rows [R] whose states the forward that follows is to tell."""
+        self._index = logits_index
+
+    def _entering(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        index, self._index = self._index, None  # None: a forward of the model by another step
+        states = args[0] if args else kwargs["hidden_states"]
+        if index is None:
+            return None
+        if torch.compiler.is_exporting():
+            passed = torch.ops.paceline.midway(states, index)
+            return ((passed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": passed})
+        _tell(states, index)
+        return None
+
+
+def key() -> str:
+    """Part of a compiled step's cache key that names the operator, which is there afterwards.
+
+    Raises:
+        EngineError: it cannot be compiled.
+    """
+    _library()
+    return _digest()
+
+
+def compiled_shims() -> dict[Any, list[str]]:
+    """The operator with the C function that a compiled model calls. ``key`` comes first."""
+    handles = "AtenTensorHandle states, AtenTensorHandle index, AtenTensorHandle* out"
+    return {torch.ops.paceline.midway.default: [f"AOTITorchError aoti_torch_cpu_midway({handles})"]}
+
+
+def _tell(states: Tensor, index: Tensor) -> None:
+    if _here.listener is not None:
+        _here.listener(states[0, index])
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, Any]:
+    """The library, and the function that it calls. Registers the operator."""
+    path = compiled(_SOURCE, _digest(), torch_options(), "the call from the middle of a step")
+    try:
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
+    except OSError as error:
+        raise EngineError(f"{path.name} could not be loaded: {error}") from error
+    told = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(_told)
+    library.paceline_midway.argtypes, library.paceline_midway.restype = [type(told)], None
+    library.paceline_midway(told)
+    torch.library.define("paceline::midway", "(Tensor states, Tensor index) -> Tensor")
+    torch.library.register_fake("paceline::midway", lambda states, index: torch.empty_like(states))
+    return library, told
+
+
+def _told(*handles: int) -> None:
+    try:
+        capsules = [_capsule_of(handle, None, None) for handle in handles]
+        _tell(*torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules))
+    except BaseException as error:
+        _here.error = error
+
+
+_capsule_of = ctypes.pythonapi.PyCapsule_New
+_capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+@functools.cache
+def _digest() -> str:
+    """Digest of the source and torch's version."""
+    return hashlib.blake2b(_SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
