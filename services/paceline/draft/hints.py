@@ -66,8 +66,7 @@ def follow(session: DraftSession, parent: TreeNode, *, least_prob: float, most: 
         if child is not None:
             _shift(child, parent.log_path + math.log(prob) - child.log_path)
         elif prob >= least_prob and len(new) < most:
-            node = session.publish(token_id, parent, prob, sampled=session.rule is not Rule.REJECTION)
-            new += [] if node is None else [node]
+            new += session.publish(parent, (token_id,), (prob,), sampled=session.rule is not Rule.REJECTION)
     return new
 
 
