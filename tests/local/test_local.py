@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -138,6 +140,23 @@ def test_all_modes_give_identical_tokens(threaded, temperature):
 def test_the_parent_reads_tokenizer_and_configuration_without_transformers(threaded):
     assert isinstance(threaded.tokenizer._tokenizer, JsonTokenizer)
     assert threaded.max_model_len == threaded.checkpoint.max_model_len == MAX_LEN
+
+
+@pytest.mark.slow
+def test_engines_in_threads_start_where_nothing_was_imported(checkpoints):
+    """Both import transformers at once, of which half an import has not every name."""
+    script = """
+import sys
+from paceline.config import DraftModel, LocalConfig, TargetModel
+from paceline.local import LocalPipeline
+run = {"dtype": "float32", "device": "cpu", "compile": False}
+target, draft = TargetModel(path=sys.argv[1], **run), DraftModel(path=sys.argv[2], **run)
+with LocalPipeline(LocalConfig(target=target, draft=draft, worker="thread")):
+    pass
+"""
+    command = [sys.executable, "-c", script, str(checkpoints / "target"), str(checkpoints / "draft")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_sixteen_mixed_requests_at_once(threaded):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
 stages = logging.getLogger(STAGES)
+_importing = threading.Lock()
+"""Two threads that import transformers at once find names of it missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,16 @@ class EngineSpec:
             return self._target(emit, setup) if isinstance(setup, TargetSetup) else self._draft(emit, setup)
 
     def _target(self, emit: Emit[FromTarget], setup: TargetSetup) -> Engine[Any]:
-        from paceline.target.build import build_target_engine, build_target_follower
+        with _importing:
+            from paceline.target.build import build_target_engine, build_target_follower
 
         if self.rendezvous is not None and self.rendezvous.rank > 0:
             return build_target_follower(setup, self.rendezvous)
         return build_target_engine(setup, emit, self.rendezvous)
 
     def _draft(self, emit: Emit[FromDraft], setup: DraftSetup) -> Engine[Any]:
-        from paceline.draft.build import build_draft_engine, build_draft_follower
+        with _importing:
+            from paceline.draft.build import build_draft_engine, build_draft_follower
 
         if self.rendezvous is not None and self.rendezvous.rank > 0:
             return build_draft_follower(setup, self.rendezvous)
