@@ -161,18 +161,25 @@ void multiply_all(const Product& it) {
   const int64_t blocks = (it.n + kOutputs - 1) / kOutputs, together = it.m > kFewRows ? kBlocks : 1;
   const int64_t groups = (blocks + together - 1) / together;
   const int64_t aside = it.m > kRows && it.pairs > kPanelPairs ? it.m * together * kOutputs : 0;
-  const auto multiply_groups = [&](int64_t first, int64_t stop) {
+  const auto multiply_groups = [&](const Product& some, int64_t first, int64_t stop) {
     std::vector<float> sums(aside);
     for (int64_t group = first; group < stop; ++group) {
-      multiply_blocks(it, group * together, std::min((group + 1) * together, blocks), sums.data());
+      multiply_blocks(some, group * together, std::min((group + 1) * together, blocks), sums.data());
     }
   };
   if (helpers == nullptr || 2 * it.pairs * it.n < kShared) {
-    multiply_groups(0, groups);
+    multiply_groups(it, 0, groups);
     return;
   }
-  const int64_t pieces = std::min(groups, kPieces * (helpers->count() + 1));
-  helpers->share(pieces, [&](int64_t piece) { multiply_groups(piece * groups / pieces, (piece + 1) * groups / pieces); });
+  const int64_t threads = helpers->count() + 1, pieces = std::min(groups, kPieces * threads);
+  // Few groups are not shared evenly: then the rows of each are, if they are many.
+  const int64_t parts = together > 1 && pieces < kPieces * threads ? threads : 1;
+  helpers->share(pieces * parts, [&](int64_t number) {
+    const int64_t piece = number / parts, part = number % parts, row = part * it.m / parts;
+    Product some = it;
+    some.x += row * it.rows_apart, some.y += row * it.n, some.m = (part + 1) * it.m / parts - row;
+    multiply_groups(some, piece * groups / pieces, (piece + 1) * groups / pieces);
+  });
 }
 
 // Some number of rows of k values each, `apart` values from one to the next, as the product takes them: an even number
