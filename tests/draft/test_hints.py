@@ -16,6 +16,7 @@ from paceline.draft import hints
 from paceline.draft.engine import DraftEngine
 from paceline.draft.report import explain
 from paceline.draft.session import DraftSession
+from paceline.drafters.calibration import Evidence
 from paceline.messages import Commit, Hint, Nodes, States
 from paceline.types import Acceptance
 
@@ -33,6 +34,19 @@ def hint_of(told: Mapping[int, Mapping[int, float]], context_len: int, *, weight
     values = [math.log(prob) if prob else -math.inf for row in pairs for _, prob in row]
     packed = struct.pack(f"<{len(ids)}i{len(ids)}f", *ids, *values)
     return Hint("s", epoch, context_len, tuple(told), weight, packed)
+
+
+def without_rank(follow: Any) -> Any:
+    """The new nodes with the ranks of their order among their siblings."""
+
+    def mutant(session: DraftSession, parent: TreeNode, **options: Any) -> list[TreeNode]:
+        before = len(parent.children)
+        nodes: list[TreeNode] = follow(session, parent, **options)
+        for i, node in enumerate(nodes):
+            node.rank = before + i
+        return nodes
+
+    return mutant
 
 
 class Recorded(TableDrafter):
@@ -173,6 +187,36 @@ def test_a_token_that_the_draft_had_not_thought_of_becomes_a_node() -> None:
     assert step.engine.stats.hints_nodes == 1
     (node,) = [n for m in step.harness.sent if isinstance(m, Nodes) for n in m.nodes if n.token_id == absent][-1:]
     assert node.parent_id == step.proposal.node_ids[0]
+
+
+def check_calibration() -> None:
+    """That a token comes which only a hint had is a miss of every rank of the draft's, not a hit of one of them."""
+    ratios = []
+    for told in (False, True):
+        step = Step()
+        parent = step.at(0)
+        for child in [*parent.children.values()][1:]:  # as if the draft had found them too unlikely for a node
+            if child.node_id not in step.proposal.node_ids:
+                del parent.children[child.token_id]
+        absent = next(t for t in range(VOCAB) if t not in parent.children)
+        if told:
+            step.engine.receive([step.hint(0, absent)])
+            assert parent.children[absent].rank >= step.session.growth.fan_out
+        step.engine._observe(step.session, [absent])
+        calibration = step.session.calibration
+        ratios.append(calibration.probabilities(Evidence(parent.gaps, (0.1,) * len(parent.gaps))))
+    assert ratios[0] == ratios[1]
+
+
+def test_a_token_that_only_a_hint_had_is_no_hit_of_the_drafts_own_ranks() -> None:
+    check_calibration()
+
+
+def test_a_hints_node_that_takes_the_next_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant of the test before: low ranks would seem to be right often, and trees grow wide instead of deep."""
+    monkeypatch.setattr(hints, "follow", without_rank(hints.follow))
+    with pytest.raises(AssertionError):
+        check_calibration()
 
 
 def test_outcomes_are_ranked_by_the_product() -> None:

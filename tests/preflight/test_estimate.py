@@ -176,6 +176,14 @@ def test_what_a_head_in_the_pool_takes_is_that_of_its_files_and_of_the_tables_th
     assert estimate.packed_bytes == 0
 
 
+def test_a_compiled_target_counts_the_tables_that_its_hints_read_again():
+    size = Checkpoint.open(str(TARGET_DIR)).size("float32", None)
+    for compile, copies in ((False, 0), (True, 2)):
+        options = TargetOptions(hints={"boundary": 6}, compile=compile)
+        heads = heads_size(TargetSetup(str(TARGET_DIR), options), size, 1024)
+        assert heads.weights_bytes == copies * size.vocab_size * size.hidden_size * 4
+
+
 def test_a_target_counts_the_states_that_it_keeps_for_a_head_in_the_pool():
     size = Checkpoint.open(str(TARGET_DIR)).size("float32")
     setup = replace(target(), source=str(TARGET_DIR), link=head_options())

@@ -234,6 +234,15 @@ def test_max_model_len_against_both_models(folders):
     assert found(service(folders, "target", "short", "target_config.engine_kwargs.max_model_len=512")) == []
 
 
+def test_hints_come_from_a_layer_that_has_others_above_it(folders):
+    key = "target_config.engine_kwargs.hints.boundary"
+    assert found(service(folders, "target", "draft", f"{key}=1")) == []
+    finding = one(service(folders, "target", "draft", f"{key}=2"))
+    assert (finding.severity, finding.key) == (ERROR, "target_config.engine_kwargs.hints")
+    assert "is unfit: hints.boundary is 2: the target " in finding.message
+    assert finding.message.endswith(" has 2 layers, so 1 to 1 are allowed")
+
+
 def test_a_draft_with_a_table_of_positions_must_reach_every_context(folders):
     finding = one(service(folders, "target", "learned"))
     assert (finding.severity, finding.key) == (ERROR, "draft_config.model_loading_config")

@@ -66,7 +66,9 @@ def follow(session: DraftSession, parent: TreeNode, *, least_prob: float, most: 
         if child is not None:
             _shift(child, parent.log_path + math.log(prob) - child.log_path)
         elif prob >= least_prob and len(new) < most:
-            new += session.publish(parent, (token_id,), (prob,), sampled=session.rule is not Rule.REJECTION)
+            for node in session.publish(parent, (token_id,), (prob,), sampled=session.rule is not Rule.REJECTION):
+                node.rank = session.growth.fan_out + len(new)  # none of the draft's own, by which it is calibrated
+                new.append(node)
     return new
 
 
