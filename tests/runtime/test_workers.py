@@ -263,6 +263,37 @@ def test_what_is_there_when_an_engine_is_built_is_not_collected_again() -> None:
         gc.unfreeze()
 
 
+def test_a_settled_process_keeps_the_memory_of_its_steps():
+    """Blocks as of a step of many tokens: without ``settle`` each of them comes back from the system page by page."""
+    script = """
+import ctypes, resource, sys
+from paceline.runtime.workers import settle
+if "settle" in sys.argv:
+    settle()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+libc.memset.restype = ctypes.c_void_p
+def step():
+    blocks = [libc.malloc(20 << 20) for _ in range(4)]
+    for block in blocks:
+        libc.memset(block, 1, 20 << 20)
+    for block in blocks:
+        libc.free(block)
+step(); step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = [
+        int(subprocess.run([sys.executable, "-c", script, word], capture_output=True, text=True, check=True).stdout)
+        for word in ("settle", "nothing")
+    ]
+    assert faults[0] < 100 < faults[1]
+
+
 def test_stages_of_a_process_are_logged_by_its_parent(caplog):
     caplog.set_level(logging.INFO, STAGES)
     worker = ProcessWorker("target", EchoFactory(), lambda messages: None, lambda reason: None)
