@@ -71,6 +71,7 @@ MANY_CASES = {
     "plan/test_closed_form.py::test_the_closed_form_is_the_simulation_at_one_session": _PRODUCT,
     "router/test_session_stories.py::test_whatever_happens_both_engines_know_what_the_session_knows": "every event",
     "rpc/test_generation.py::test_what_is_wrong_with_a_request": _TABLE,
+    "rpc/test_streams.py::test_columns_that_do_not_fit_together_are_dropped_and_counted": "every column",
     "rpc/test_streams.py::test_malformed_to_target_is_dropped_and_counted": _TABLE,
     "target/control/test_allocation.py::test_the_choice_is_the_best_of_all": "all but twelve are nightly",
     "test_docs.py::test_a_page_is_true_of_the_tree": "one case per page",

@@ -94,9 +94,15 @@ def _exported(checkpoint: str, cache: str) -> str:
 
         # In float32, which holds bfloat16 weights to the bit; they are read in INFERENCE_PRECISION_HINT.
         model = OVModelForCausalLM.from_pretrained(
-            checkpoint, export=True, compile=False, load_in_8bit=False, torch_dtype=torch.float32
+            checkpoint,
+            export=True,
+            compile=False,
+            load_in_8bit=False,
+            torch_dtype=torch.float32,
+            trust_remote_code=False,
         )
-        tokenizer, detokenizer = convert_tokenizer(AutoTokenizer.from_pretrained(checkpoint), with_detokenizer=True)
+        read = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+        tokenizer, detokenizer = convert_tokenizer(read, with_detokenizer=True)
         ov.save_model(tokenizer, folder / "openvino_tokenizer.xml")
         ov.save_model(detokenizer, folder / "openvino_detokenizer.xml")
         model.save_pretrained(folder)

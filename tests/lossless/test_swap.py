@@ -86,10 +86,10 @@ def swapped(
         pump.submit(name, request)
     mixed, forward = 0, runners.Runners.forward
 
-    def counted(self, parts, *, wants_states):
+    def counted(self, parts, **options):
         nonlocal mixed
         mixed += len({part.session.generation for part in parts}) == 2
-        return forward(self, parts, wants_states=wants_states)
+        return forward(self, parts, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runners.Runners, "forward", counted)

@@ -21,7 +21,7 @@ from paceline.metrics.tracing import Tracing
 from paceline.router.pool import Member
 from paceline.router.service import GenerationService
 from paceline.runtime.server import engine_server
-from paceline.types import Request, Result, SamplingParams
+from paceline.types import Mode, Request, Result, SamplingParams, SpeculationParams
 
 PROMPT = "abcdefgh"
 SAMPLING = SamplingParams(max_tokens=80, temperature=1.0, seed=3, ignore_eos=True)
@@ -130,7 +130,7 @@ def test_a_request_has_its_spans_on_target_and_draft_below_its_own(checkpoints, 
             AsyncClient(address) as client,
         ):
             with theirs.start_as_current_span("theirs"):
-                stream = client.generate(PROMPT, SAMPLING)
+                stream = client.generate(PROMPT, SAMPLING, SpeculationParams(mode=Mode.SEQUENTIAL))  # no draft is late
             result = await stream.result
             assert result.token_ids == plain(PROMPT, SAMPLING)
             await until(lambda: recorded.named("draft"), what="the draft has heard of the end")

@@ -118,7 +118,7 @@ def test_a_compiled_step_that_depends_on_its_neighbors_is_not_used(monkeypatch: 
         def runner(self, num_pages: int) -> None:
             assert num_pages > 1
 
-    def load(checkpoint: None, options: ModelOptions, features: Features | None) -> Loaded:
+    def load(checkpoint: None, options: ModelOptions, features: Features | None, **_: object) -> Loaded:
         assert options.compile is True
         return Loaded()
 

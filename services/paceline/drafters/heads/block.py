@@ -342,13 +342,20 @@ class BlockHead(Blockwise):
 
     def blocks(self, states: Tensor, token_ids: Tensor, anchors: Tensor, depths: int) -> Iterator[Tensor]:
         """See ``Blockwise``: a block sees the states 0 .. P."""
-        for logits, _ in self.judged(states, token_ids, anchors, depths):
-            yield logits
+        for depth, (row, before) in enumerate(self._behind(states, token_ids, anchors, depths)):
+            yield self.predict(row, before, depth)
 
     def judged(
         self, states: Tensor, token_ids: Tensor, anchors: Tensor, depths: int
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """``blocks`` with the ``confidence`` ``[B, blocks]`` in the token of each depth."""
+        for depth, (row, before) in enumerate(self._behind(states, token_ids, anchors, depths)):
+            yield self.predict(row, before, depth), self.confidence(row, before)
+
+    def _behind(
+        self, states: Tensor, token_ids: Tensor, anchors: Tensor, depths: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of each depth ``[B, blocks, state_size]`` with the tokens before them ``[B, blocks]``."""
         batch, num_rows = states.shape[:2]
         positions = torch.arange(1, num_rows + 1, device=states.device)
         attend = Blocks(self.ahead_rows, self.bidirectional, anchors)
@@ -358,8 +365,7 @@ class BlockHead(Blockwise):
         made = self.ahead(token_ids[:, anchors + 1].flatten(), state, rows.flatten().expand(batch, -1), attend)
         made = made.view(batch, len(anchors), self.form.num_tokens, self.state_size)
         for depth in range(depths):
-            row, before = made[:, :, depth], token_ids[:, anchors + 1 + depth]
-            yield self.predict(row, before, depth), self.confidence(row, before)
+            yield made[:, :, depth], token_ids[:, anchors + 1 + depth]
 
 
 class Blocks:
