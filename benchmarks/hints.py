@@ -1,4 +1,4 @@
-"""What hints from an early exit of the target would bring a draft that ranks the target's next tokens.
+"""What hints from an early exit of the target would bring a draft that ranks the target's next tokens, and bring it.
 
 In Mirror speculative decoding the target tells its draft, while its upper layers still run, which tokens a layer below
 them finds likely, by the final norm and the LM head. Here the target's choice at each position of its own text is
@@ -7,20 +7,35 @@ printed is how often the choice is among the first, on the prompts between. Late
 must arrive, and the draft expand below what is new, before the last layer ends.
 
     python benchmarks/hints.py
+
+The same served, under a virtual clock (`simulate.py`): engines, trees and messages are those of production. A step of
+the target lasts one unit, with hints `--exit-step` more, of which the layers below boundary b of L take b / L; a tree
+step of the draft lasts `--draft-step` units and expands `--leaves` nodes. Each text must be that without hints.
+
+    python benchmarks/hints.py --served
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import simulate
 from paceline.checkpoint.files import Checkpoint
 from paceline.cli.table import table
+from paceline.config import HintOptions
+from paceline.drafters.heads.lent import Continued, layers_from, lend
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.model.loading import load_pretrained
-from paceline_bench.prompts import held_out_prompts
+from paceline.model.loading import LoadedModel, load_pretrained, prepare
+from paceline.router.session import Session
+from paceline.target.hints import Hints
+from paceline.types import SamplingParams, SpeculationParams
+from paceline_bench.prompts import Prompt, held_out_prompts
 
 AMONG = (1, 2, 3, 4, 8)
 FITTED = 3
@@ -34,13 +49,8 @@ def hits(scores: Tensor, chosen: Tensor, among: int) -> float:
 
 
 @torch.no_grad()
-def main() -> None:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=40)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    args = parser.parse_args()
+def rank(args: argparse.Namespace) -> None:
+    """Prints the first table."""
     checkpoint, length = Checkpoint.open(str(TARGET_DIR)), args.prompt_tokens
     prompts = [prompt.token_ids[:length] for prompt in held_out_prompts(checkpoint.tokenizer, args.prompts)]
     target = load_pretrained(checkpoint, torch.float32).eval()
@@ -69,6 +79,98 @@ def main() -> None:
             shares = [f"{hits(mixed[best][1::2], chosen[1::2], n):.3f}" for n in AMONG]
             rows.append((str(temperature), f"{layer} of {len(exits) + 1}" if layer else "none", f"{best:g}", *shares))
     print(*table(rows), sep="\n")
+
+
+def served(args: argparse.Namespace) -> None:
+    """Prints the second table."""
+    checkpoint = Checkpoint.open(str(TARGET_DIR))
+    network = load_pretrained(checkpoint, torch.float32)
+    draft = prepare(load_pretrained(Checkpoint.open(str(DRAFT_DIR)), torch.float32), compile=False)
+    prompts = held_out_prompts(checkpoint.tokenizer, args.prompts)
+    num_layers = network.config.num_hidden_layers
+    columns = ("tokens/unit", "tokens/step", "nodes used", "nodes of hints/step")
+    print(f"draft step {args.draft_step:g}, exit step {args.exit_step:g}", end=", ")
+    print(f"{args.prompts} prompts x {args.max_tokens} tokens")
+    for temperature in args.temperatures:
+        rows: list[tuple[str, ...]] = [("T", "leaves", "hints at", *columns)]
+        for leaves in args.leaves:
+            texts = None
+            for boundary in (None, *args.boundaries):
+                target = prepare(network, compile=False, midway=boundary)
+                found, figures = serve(args, target, draft, prompts, temperature, leaves, boundary)
+                texts = texts or found
+                assert found == texts, "another text than without hints"
+                at = f"{boundary} of {num_layers}" if boundary else "none"
+                rows.append((f"{temperature:g}", str(leaves), at, *figures))
+        print("", *table(rows), sep="\n", flush=True)
+
+
+def serve(
+    args: argparse.Namespace,
+    target: LoadedModel,
+    draft: LoadedModel,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    leaves: int,
+    boundary: int | None,
+) -> tuple[list[list[int]], tuple[str, ...]]:
+    """The texts with hints from a boundary, or without, and the figures of all but the first, which warms up."""
+    hints, step, hint_after = None, 1.0, 0.0
+    if boundary is not None:
+        network: Any = target.step
+        rest = Continued(lend(partial(layers_from, target.size.num_layers), network.model))
+        hints = Hints(HintOptions(boundary=boundary), rest.logits)
+        step, hint_after = step + args.exit_step, boundary / target.size.num_layers + args.exit_step
+    simulation = simulate.Simulation(
+        target,
+        draft,
+        draft_step=args.draft_step,
+        max_leaves=leaves,
+        tree_budget=256,
+        fan_out=6,
+        cost=lambda num_rows: step,
+        hints=hints,
+        hint_after=hint_after,
+        adaptive=False,
+    )
+    engine, drafts = simulation._target, simulation._draft.stats
+    texts, num_tokens, units, steps, before = [], 0, 0.0, 0, (0, 0, 0)
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=index, ignore_eos=True)
+        session = Session(f"s{index}", prompt.token_ids, sampling, SpeculationParams(), decode=lambda _: "")
+        started = engine.stats.rounds
+        text, first, took = simulation.run(session)
+        texts.append(text)
+        if index == 0:
+            before = drafts.nodes_used, drafts.nodes_missed, drafts.hints_nodes
+            continue
+        num_tokens, units = num_tokens + len(text) - first, units + took
+        steps += engine.stats.rounds - started - 1
+    used, missed = drafts.nodes_used - before[0], drafts.nodes_missed - before[1]
+    added = (drafts.hints_nodes - before[2]) / steps
+    return texts, (
+        f"{num_tokens / units:.3f}",
+        f"{num_tokens / steps:.3f}",
+        f"{used / (used + missed):.3f}",
+        f"{added:.1f}",
+    )
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=40, help="of the first table")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--served", action="store_true", help="print the second table")
+    parser.add_argument("--boundaries", type=int, nargs="+", default=[4, 6, 7], help="of the second table")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="of the second table")
+    parser.add_argument("--leaves", type=int, nargs="+", default=[4, 16], help="of a tree step of the draft")
+    parser.add_argument("--draft-step", type=float, default=0.2, help="in steps of the target (default 0.2)")
+    parser.add_argument("--exit-step", type=float, default=0.015, help="in steps of the target (default 0.015)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    (served if args.served else rank)(args)
 
 
 if __name__ == "__main__":

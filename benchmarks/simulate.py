@@ -25,11 +25,12 @@ from paceline.cli.table import table
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.messages import Outcome, SpeculationWanted
+from paceline.messages import Hint, Outcome, SpeculationWanted
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.router.session import Session
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
+from paceline.target.hints import Hints
 from paceline.target.mount import bind_heads
 from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline_bench.prompts import held_out_prompts
@@ -129,10 +130,13 @@ class Simulation:
         fan_out: int,
         cost: Callable[[int], float] = lambda num_rows: 1.0,
         heads: Sequence[MountedHead] = (),
+        hints: Hints | None = None,
+        hint_after: float = 0.0,
         clock: Clock | None = None,
         adaptive: bool = True,
     ) -> None:
-        """``cost``: units of a target's step by its rows. ``heads``: bound already, on ``clock`` if they take time."""
+        """``cost``: units of a target's step by its rows. ``heads``: bound already, on ``clock`` if they take time.
+        ``hint_after``: units from the beginning of a step to its hints."""
         self._draft_step_s = draft_step * UNIT_S
         self._clock = clock or Clock()
         self._events: list[tuple[float, Any]] = []
@@ -141,12 +145,15 @@ class Simulation:
         bind_heads(heads, runner.cache)
         self._target = TargetEngine(
             runner,
-            lambda messages: self._events.extend((self._clock.now_s, m) for m in messages),
+            lambda messages: self._events.extend(
+                (self._clock.now_s + UNIT_S * hint_after * isinstance(m, Hint), m) for m in messages
+            ),
             max_sessions=1,
             max_step_tokens=256,
             max_model_len=target.max_len,
             adaptive=adaptive,
             heads=heads,
+            hints=hints,
             clock=self._clock,
         )
         drafter = ModelDrafter(draft.runner(64), max_leaves=max_leaves, max_prefill_tokens=256, top_m=256)

@@ -102,6 +102,9 @@ Written by `python -m tests.test_docs` from `drafters/catalogue.py` and `tests/l
 token, and tokens of the method were verified and, where its weights are trained, accepted. A number is a sentence below
 the table. Under the rejection rule at temperature 1 there is no one text, so it is compared at temperature 0;
 [lossless](lossless.md) has the law.
+
+Mirror speculative decoding is no row: its [hints](drafters.md#hints-while-the-target-runs) change what any overlapped
+draft expands first. The embedded pair loses by them.
 """
 _COLUMNS = """
 | column | what is run |
