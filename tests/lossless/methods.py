@@ -104,7 +104,7 @@ the table. Under the rejection rule at temperature 1 there is no one text, so it
 [lossless](lossless.md) has the law.
 
 Mirror speculative decoding is no row: its [hints](drafters.md#hints-while-the-target-runs) change what any overlapped
-draft expands first. The embedded pair loses by them.
+draft expands first. The embedded pair gains nothing by them.
 """
 _COLUMNS = """
 | column | what is run |
