@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import DraftSetup, TargetSetup
-from paceline.model.kv_cache import KVCache
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine
 from paceline.target.control.allocation import load_class
 from paceline.target.control.compared import NUM_RANKS
 from paceline.types import Rendezvous
+
+if TYPE_CHECKING:
+    from paceline.model.kv_cache import KVCache
 
 _NUM_COUNTS = 1 + 2 * NUM_RANKS
 _RECORD = struct.Struct(f"<dd{_NUM_COUNTS}q")

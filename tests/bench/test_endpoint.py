@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,12 @@ def ask(settings: EndpointSettings) -> tuple[Reply, dict[str, float]]:
             return await endpoint.send(JOB, SpeculationParams()), await endpoint.scrape()
 
     return asyncio.run(run())
+
+
+def test_the_commands_of_the_benchmark_import_no_torch() -> None:
+    """An endpoint is measured without it."""
+    script = "import sys, paceline_bench.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
