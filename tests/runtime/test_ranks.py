@@ -140,7 +140,9 @@ def test_the_head_of_a_sharded_target_changes_no_text(method: str, draft: int | 
             found.append([generation.result for generation in running])
     plain, headed = found
     assert [r.token_ids for r in headed] == [r.token_ids for r in plain]
-    assert sum(r.speculation.head_accepted for r in headed) > len(headed)
+    # Beside a draft, how much is the head's depends on how late the draft is.
+    accepted = [r.speculation.head_accepted if draft is None else r.speculation.accepted for r in headed]
+    assert sum(accepted) > len(headed)
     assert not any(r.speculation.drafted for r in plain)
 
 
