@@ -22,6 +22,8 @@ from paceline.core.native import compiled, machine
 from paceline.errors import EngineError
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+HEADER = _SOURCE.with_suffix(".h")
+"""The buffer of a step, for other libraries that read it."""
 _OPTIONS = ("-march=native",)
 _MASKS = (torch.bfloat16, torch.float32)
 _ARGUMENTS = {"paceline_lay_out": "iaaaaaiapapiap", "paceline_pack": "apapi", "paceline_masks": "apiipp"}
@@ -108,7 +110,8 @@ def _call(name: str, *arguments: object) -> None:
 def _library() -> ctypes.PyDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
-        library = ctypes.PyDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the layout of steps")))
+        options = (*_OPTIONS, f"-I{HEADER.parent}")
+        library = ctypes.PyDLL(str(compiled(_SOURCE, _digest(), options, "the layout of steps")))
     except (EngineError, OSError) as error:
         log.warning("steps are laid out by numpy, which is slower: %s", error)
         return None
@@ -120,6 +123,7 @@ def _library() -> ctypes.PyDLL | None:
 
 
 def _digest() -> str:
-    """Digest of the source, its options and the machine's instruction set, for which it is compiled."""
+    """Digest of the sources, their options and the machine's instruction set, for which they are compiled."""
     facts = f"{machine()} {_OPTIONS}"
-    return hashlib.blake2b(_SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()
+    sources = _SOURCE.read_bytes() + HEADER.read_bytes()
+    return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()

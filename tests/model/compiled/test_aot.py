@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,46 @@ def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
         step = SequenceStep([1, 2], [0, 1], [0, 1], runner.cache.allocate(1), num_logits=2)
         logits.append(runner.forward([step]))
     assert torch.equal(*logits)
+
+
+@pytest.mark.slow
+def test_one_call_of_a_plan_is_the_run_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: chains and trees, two masks, spare tokens; and it holds no tensor once the package is gone."""
+    model = prepare(random_model("gemma3"), compile=True)
+    runner = model.runner(8)
+    step, cache, window = model.step, runner.cache, model.sliding_window
+    assert isinstance(step, CompiledPackage)
+    assert window is not None
+    long, short = cache.allocate(2), cache.allocate(1)
+    seen = torch.rand(2, 80, generator=torch.Generator().manual_seed(1)) < 0.5
+    seen[:, 70:72] = torch.eye(2, dtype=torch.bool)
+    plans = [
+        runner.plan([SequenceStep(prompt(1, 70, model.vocab_size), range(70), range(70), long, num_logits=3)]),
+        runner.plan(
+            [
+                SequenceStep([4, 5], [60, 61], [70, 71], long, 2, seen, torch.arange(80).flip(0)),
+                SequenceStep([6], [0], [0], short, num_logits=1),
+            ]
+        ),
+    ]
+    for plan in plans:
+        for pool in (*cache.keys, *cache.values):
+            pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(2)))
+        before = [pool.clone() for pool in (*cache.keys, *cache.values)]
+        expected = step(*plan.inputs(cache, model.dtype, window))
+        after = [pool.clone() for pool in (*cache.keys, *cache.values)]
+        for pool, old in zip((*cache.keys, *cache.values), before, strict=True):
+            pool.copy_(old)
+        assert torch.equal(step.run_plan(plan, cache, model.dtype, window), expected)
+        assert all(map(torch.equal, (*cache.keys, *cache.values), after))
+        assert not torch.equal(step.run_plan(plan, cache, model.dtype, 1), expected), "the window was not seen"
+    by_hand = runner.run(plans[0])
+    monkeypatch.setattr(package, "_library", lambda: None)
+    assert torch.equal(runner.run(plans[0]), by_hand)
+    held = weakref.ref(cache.keys[0])
+    del model, runner, step, cache, pool, before, after, plan, expected
+    gc.collect()
+    assert held() is None, "a handle of the cache was not given back"
 
 
 @pytest.mark.slow

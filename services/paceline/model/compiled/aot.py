@@ -29,7 +29,7 @@ from paceline.model import midway as midway_op
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled import linear as cpu_linear
-from paceline.model.compiled.backend import StepFunction
+from paceline.model.compiled.backend import StepFunction, run_plan
 from paceline.model.compiled.package import load_package
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
@@ -175,8 +175,18 @@ class _RankStep:
         self._step, self._group = step, group
 
     def __call__(self, *inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
-        try:
+        with self._explained():
             return self._step(*inputs)
+
+    def run_plan(self, plan: StepPlan, cache: KVCache, dtype: torch.dtype, window: int | None) -> Any:
+        """The step by its plan, which is the same for all ranks (``backend.run_plan``)."""
+        with self._explained():
+            return run_plan(self._step, plan, cache, dtype, window)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except EngineError as error:
             raise EngineError(self._group.failure() or str(error)) from error
 

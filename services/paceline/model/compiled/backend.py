@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,11 +56,17 @@ class HostBackend:
 
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Runs the step from the host's own memory (``Backend.run``)."""
-        logits, states = _outputs(step(*plan.inputs(self._cache, self._dtype, self._window)))
+        logits, states = _outputs(run_plan(step, plan, self._cache, self._dtype, self._window))
         return logits[: plan.num_logits], states
 
     def record(self, step: StepFunction, limits: Limits) -> None:
         """Prepares nothing (``Backend.record``): every shape runs as it is."""
+
+
+def run_plan(step: StepFunction, plan: StepPlan, cache: KVCache, dtype: torch.dtype, window: int | None) -> Any:
+    """What ``step`` returns for a plan: by its own ``run_plan``, if there is one, which makes no tensors of them."""
+    own = getattr(step, "run_plan", None)
+    return step(*plan.inputs(cache, dtype, window)) if own is None else own(plan, cache, dtype, window)
 
 
 def _outputs(result: Tensor | tuple[Tensor, Tensor]) -> Outputs:

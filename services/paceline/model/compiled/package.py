@@ -4,24 +4,36 @@ torch's own loader keeps the lock for the whole call. A replica's event loop liv
 stand still while a step runs, and everything that arrives meanwhile, a draft's nodes above all, would come too late
 for the next one. ``ctypes`` releases the lock around a foreign function; the functions are the stable C interface of
 ``torch/csrc/inductor/aoti_runtime/interface.h``.
+
+A step whose plan lies in the host's memory is run by one call of ``package.cpp``, which makes its inputs of the plan's
+buffer: as tensors of Python they cost more than a small model's step.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import logging
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from paceline.core.native import compiled, machine, torch_options
 from paceline.errors import EngineError
+from paceline.model import layout
 from paceline.model.compiled.backend import StepFunction
+
+if TYPE_CHECKING:
+    from paceline.model.kv_cache import KVCache
+    from paceline.model.step_plan import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +42,8 @@ _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, 
 _capsule_of = ctypes.pythonapi.PyCapsule_New
 _capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_OPTIONS = ("-march=native",)
 _HUGE_PAGE, _LARGE = 1 << 21, 1 << 24
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux; there are no such files as are read below elsewhere
 _NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
@@ -69,6 +83,10 @@ class CompiledPackage:
         self._num_outputs = number.value
         for start, stop in set(_large_mappings()) - before:
             _use_huge_pages(start, stop)
+        self._run = ctypes.cast(self._library.AOTInductorModelContainerRun, ctypes.c_void_p)
+        _library()  # no step waits for it
+        self._cache: KVCache | None = None
+        self._cached = _Handles(())
         weakref.finalize(self, self._library.AOTInductorModelContainerDelete, self._container)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -76,25 +94,90 @@ class CompiledPackage:
         tensors: list[Tensor] = []
         for given in inputs:
             tensors += (given,) if isinstance(given, Tensor) else given
-        # One handle for each, which the call takes over.
-        handles = [_pointer_of(c, None) for c in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
-        array, outputs = (ctypes.c_void_p * len(handles))(*handles), (ctypes.c_void_p * self._num_outputs)()
+        handles, outputs = _handles(tensors), (ctypes.c_void_p * self._num_outputs)()  # the call takes the handles over
         self._call(
             "AOTInductorModelContainerRun",
             self._container,
-            array,
+            handles,
             ctypes.c_size_t(len(handles)),
             outputs,
             ctypes.c_size_t(self._num_outputs),
             None,
             None,
         )
-        results = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(o, None, None) for o in outputs])
-        return results[0] if len(results) == 1 else tuple(results)
+        return _results(outputs)
+
+    def run_plan(self, plan: StepPlan, cache: KVCache, dtype: torch.dtype, window: int | None) -> Any:
+        """The output of the exported function for the inputs of ``plan`` (``StepPlan.inputs``), all on the CPU."""
+        if not layout.masks_usable(dtype) or (library := _library()) is None:
+            return self(*plan.inputs(cache, dtype, window))
+        if cache is not self._cache:
+            self._cache, self._cached = cache, _Handles((*cache.model_keys, *cache.model_values))
+        outputs = (ctypes.c_void_p * self._num_outputs)()
+        sizes, kept = array("q", plan.shape.numbers), self._cached.array
+        failed = library.paceline_run_step(
+            self._run,
+            self._container,
+            sizes.buffer_info()[0],
+            plan.buffer.data_ptr(),
+            window or 0,
+            dtype.itemsize,
+            kept,
+            len(kept),
+            outputs,
+            self._num_outputs,
+        )
+        if failed:  # it has said why on standard error
+            raise EngineError("a step of a compiled model failed")
+        return _results(outputs)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, name)(*arguments) != 0:  # it has said why on standard error
             raise EngineError(f"{name} of a compiled model failed")
+
+
+class _Handles:
+    """Handles of tensors for foreign functions, which keep them alive for as long as this lives."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.array = _handles(tensors)
+        weakref.finalize(self, _results, self.array)
+
+
+def _handles(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """A handle for each tensor, for a function that takes them over."""
+    capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    return (ctypes.c_void_p * len(capsules))(*[_pointer_of(capsule, None) for capsule in capsules])
+
+
+def _results(handles: ctypes.Array[ctypes.c_void_p]) -> Any:
+    """The tensors of some handles, which it takes over: one, or a tuple of them."""
+    capsules = [_capsule_of(handle, None, None) for handle in handles]
+    results = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
+    options = (*_OPTIONS, f"-I{layout.HEADER.parent}", *torch_options())
+    try:
+        library = ctypes.CDLL(str(compiled(_SOURCE, _digest(), options, "the call of compiled steps")))
+    except (EngineError, OSError) as error:
+        log.warning("the inputs of compiled steps are made one by one, which is slower: %s", error)
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    function = library.paceline_run_step
+    function.argtypes = [*[pointer] * 4, number, number, pointer, number, pointer, number]
+    function.restype = ctypes.c_int
+    return library
+
+
+def _digest() -> str:
+    """Digest of the sources, their options, torch's version and the machine's instruction set."""
+    facts = f"{torch.__version__} {machine()} {_OPTIONS}"
+    sources = _SOURCE.read_bytes() + layout.HEADER.read_bytes()
+    return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
 
 
 def _large_mappings() -> Iterator[tuple[int, int]]:
