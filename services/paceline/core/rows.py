@@ -49,6 +49,14 @@ def prepare() -> None:
     _library()
 
 
+def addresses(*names: str) -> list[int] | None:
+    """Addresses of functions of ``rows.cpp``, for other native code; None: there is no library here."""
+    library = _library()
+    if library is None:
+        return None
+    return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+
+
 def gumbel_max(x: Tensor, keys: Sequence[int], stream: int, first: int) -> tuple[Tensor, Tensor]:
     """``noise.gumbel_max``: token ids [rows] int64 and scores [rows] float64.
 

@@ -105,6 +105,13 @@ class Calibration:
             probs[1:] = [prob * scale for prob in probs[1:]]
         return probs
 
+    def first(self) -> tuple[tuple[float, ...], list[float], list[float], float]:
+        """The edges of the bins, and the probability of rank 0 in each as ``constants[bin] + slopes[bin] * prior``; the
+        prior is its share of the last number, the mass of what ``ranked`` takes."""
+        constants = [ratio.value(0.0) for ratio in self._ratios[0]]
+        slopes = [ratio.value(1.0) - constant for ratio, constant in zip(self._ratios[0], constants, strict=True)]
+        return _EDGES, constants, slopes, _RANKED_MASS
+
     def observe(self, gaps: Sequence[float], rank: int | None, first_rank: int = 0) -> None:
         """Takes the rank of the candidate that the target took, None for none of them, here and in the parent.
 

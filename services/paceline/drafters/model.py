@@ -22,6 +22,7 @@ from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, L
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
+from paceline.model.chain import Chain, Draw, Ranked, Stop
 from paceline.model.kv_cache import page_hash, root_hash
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
@@ -176,6 +177,70 @@ class ModelDrafter:
         everyone.token_ids[of_leaves], everyone.log_q[of_leaves] = ids, scores
         return everyone
 
+    def chains(self, session_id: str) -> bool:
+        """True if ``chain`` may be called for a session: its tokens are drawn from raw logits by native passes."""
+        sampler = self._session(session_id).sampler
+        return (
+            self._translation is None
+            and self.tokens_per_leaf == 1
+            and sampler.picks_at_once
+            and sampler.grammar is None
+            and (sampler.greedy or sampler.num_ranked > 0)
+            and self._runner.chains
+        )
+
+    def chain(self, leaf: Leaf, most: int, fan_out: int, stop: Stop) -> Ranked:
+        """``expand`` of a leaf, of its first candidate, of that one's, .. by one call: at most ``most`` of them.
+
+        ``keep`` comes next. ``chains`` comes first.
+
+        Returns:
+            of each the ``fan_out`` best candidates, and their scores under the coupled rule or at temperature 0; ():
+            there is no room.
+        """
+        session = self._session(leaf.session_id)
+        pending = session.tokens[session.num_cached :]
+        first = self._single(session, leaf, NO_TAIL, pending)
+        if first is None:
+            return []
+        taken = list(first.step.rows)
+        try:
+            rows = session.take_rows(self._cache, most - 1)
+            taken += rows
+            position = len(session.tokens) + len(leaf.path)
+            session.positions[rows] = range(position, position + most - 1)
+            sampler, own = session.sampler, [session.node_rows[n] for n in leaf.path_ids[:-1]]
+            draw = Draw(
+                greedy=sampler.greedy,
+                seed_bits=sampler.seed_bits,
+                position=Row(sampler, leaf.path).position,
+                temperature=sampler.temperature,
+                top_k=sampler.top_k,
+                log_min_p=sampler.log_min_p,
+                num_picked=min(max(sampler.num_ranked, fan_out), self._runner.vocab_size),
+                fan_out=min(fan_out, self._runner.vocab_size),
+            )
+            then = chain_step(session, [0], [position], rows[:1], [[*own, *first.step.rows, *rows[:1]]])
+            plans = self._runner.plan([first.step]), self._runner.plan([then])
+            writes = [session.pages[row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows]
+            ranked = self._runner.run_chain(Chain(*plans, rows, writes, draw, stop))
+        except BaseException as error:
+            session.free_rows.extend(taken)
+            if isinstance(error, ResourceExhaustedError):
+                return []
+            raise
+        first.keep()
+        session.chained = rows
+        return ranked
+
+    def keep(self, session_id: str, node_ids: Sequence[int]) -> None:
+        """Takes the nodes that became of the tokens that ``chain`` computed behind its leaf; the rest is dropped."""
+        session = self._session(session_id)
+        for node_id, row in zip(node_ids, session.chained, strict=False):
+            session.node_rows[node_id] = row
+        session.free_rows.extend(session.chained[len(node_ids) :])
+        session.chained = []
+
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Declares the rows of committed nodes committed, and frees those of nodes that are not ``kept``."""
         session = self._session(session_id)
@@ -211,6 +276,7 @@ class ModelDrafter:
         """Asserts that every row of every session has exactly one use; O(rows)."""
         self._cache.check_integrity([s.pages for s in self._sessions.values()])
         for session in self._sessions.values():
+            assert not session.chained, "keep comes after chain"
             tree, free = set(session.node_rows.values()), set(session.free_rows)
             committed = set(session.committed.nonzero()[0].tolist())
             assert len(tree) == len(session.node_rows), "two nodes share a row"

@@ -63,6 +63,7 @@ from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal
 from paceline.errors import EngineError, RanksLostError
 from paceline.messages import record
+from paceline.model.chain import Ranked, Stop
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import KVCache, LayerSpec
 
@@ -70,6 +71,7 @@ __all__ = [
     "FATAL",
     "OUT",
     "Candidates",
+    "Chainer",
     "Drafter",
     "DrafterSessionError",
     "Features",
@@ -296,6 +298,23 @@ class Stateless:
     def feed(self, fed: Sequence[Fed]) -> None:
         """Is never called: it has no ``features``."""
         raise AssertionError(f"{type(self).__name__} reads no hidden states")
+
+
+class Chainer(Drafter, Protocol):
+    """A drafter that may expand a leaf, its best candidate, that one's, .. by one call."""
+
+    def chains(self, session_id: str) -> bool:
+        """True if ``chain`` may be called for a session."""
+        ...
+
+    def chain(self, leaf: Leaf, most: int, fan_out: int, stop: Stop) -> Ranked:
+        """The ``fan_out`` best candidates of the leaf, of the first of these, .. ``most`` times at most; () if there is
+        no room. ``keep`` comes next, with the nodes that were made of those that were computed, without the leaf."""
+        ...
+
+    def keep(self, session_id: str, node_ids: Sequence[int]) -> None:
+        """Takes the nodes of a chain, all of which count as expanded; what it has computed beyond them is dropped."""
+        ...
 
 
 class Rider(Head, Protocol):

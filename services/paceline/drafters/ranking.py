@@ -87,11 +87,16 @@ def _rank_alike(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) ->
     rankings = []
     listed = zip(rows, *best_coupled(token_ids, log_q, [row.row for row in rows], most), strict=True)
     for row, ids, values in listed:
-        num = min(row.fan_out, len(values))
-        while num and values[num - 1] == -math.inf:  # the last ones, of what is sorted
-            num -= 1
-        rankings.append(Ranking(tuple(ids[:num]), ranked(values[:num])))
+        rankings.append(ranking_of(ids[: row.fan_out], values[: row.fan_out]))
     return rankings
+
+
+def ranking_of(token_ids: Sequence[int], scores: Sequence[float]) -> Ranking:
+    """The children by their scores under the coupled rule or at temperature 0, best first; -inf: there is none."""
+    num = len(scores)
+    while num and scores[num - 1] == -math.inf:
+        num -= 1
+    return Ranking(tuple(token_ids[:num]), ranked(scores[:num]))
 
 
 def _by_sampling(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:

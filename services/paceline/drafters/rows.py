@@ -38,6 +38,8 @@ class RowSession:
     committed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     positions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """Rotary position of each row."""
+    chained: list[int] = field(default_factory=list)
+    """Rows of tokens that a chain has computed, and that are no nodes yet."""
     num_prefill: int = 0
     """Context tokens [0, num_prefill) are computed by ``prefill``, in row order."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from paceline.model.chain import Chain, Ranked
 from paceline.model.compiled.backend import Backend, HostBackend, StepFunction
 from paceline.model.compiled.buckets import Limits
 from paceline.model.features import Features
@@ -108,6 +109,18 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> Tensor:
         """``forward`` of a plan: logits ``[num_logits, vocab_size]``."""
         return self._run(plan)[0]
+
+    @property
+    def chains(self) -> bool:
+        """True if ``run_chain`` may be called."""
+        own = getattr(self._step, "chains", None)
+        return own is not None and isinstance(self.backend, HostBackend) and own(self.dtype)
+
+    def run_chain(self, chain: Chain) -> Ranked:
+        """What a chain of steps of this model ranks, by one call. ``chains`` comes first."""
+        ranked: Ranked = self._step.run_chain(chain, self.cache, self.dtype, self.sliding_window)  # type: ignore[attr-defined]
+        self.num_forwards += len(ranked)
+        return ranked
 
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """The logits of a plan; and its states, behind which there may be rows of padding."""

@@ -26,9 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.core import rows
 from paceline.core.native import compiled, machine, torch_options
+from paceline.core.noise import Stream
 from paceline.errors import EngineError
 from paceline.model import layout
+from paceline.model.chain import Chain, Ranked
 from paceline.model.compiled.backend import StepFunction
 
 if TYPE_CHECKING:
@@ -109,31 +112,112 @@ class CompiledPackage:
 
     def run_plan(self, plan: StepPlan, cache: KVCache, dtype: torch.dtype, window: int | None) -> Any:
         """The output of the exported function for the inputs of ``plan`` (``StepPlan.inputs``), all on the CPU."""
-        if not layout.masks_usable(dtype) or (library := _library()) is None:
+        if (library := self._native(dtype)) is None:
             return self(*plan.inputs(cache, dtype, window))
+        outputs = (ctypes.c_void_p * self._num_outputs)()
+        model, sizes = self._model(cache, dtype, window), array("q", plan.shape.numbers)
+        at = sizes.buffer_info()[0]
+        if library.paceline_run_step(ctypes.byref(model), at, plan.buffer.data_ptr(), outputs, self._num_outputs):
+            raise EngineError("a step of a compiled model failed")  # it has said why on standard error
+        return _results(outputs)
+
+    def chains(self, dtype: torch.dtype) -> bool:
+        """True if ``run_chain`` may be called here, of a model of this dtype."""
+        return self._num_outputs == 1 and self._native(dtype) is not None and rows.addresses() is not None
+
+    def run_chain(self, chain: Chain, cache: KVCache, dtype: torch.dtype, window: int | None) -> Ranked:
+        """What a chain of steps ranks, all on the CPU. ``chains`` comes first."""
+        library, passes = self._native(dtype), rows.addresses("paceline_pick", "paceline_largest", "paceline_rank")
+        assert library is not None, "chains comes first"
+        assert passes is not None, "chains comes first"
+        by, stop, most = chain.draw, chain.stop, len(chain.writes) + 1
+        bins = [array("d", values) for values in (stop.edges, stop.constants, stop.slopes)]
+        numbers = [
+            array("q", values)
+            for values in (chain.first.shape.numbers, chain.then.shape.numbers, chain.rows, chain.writes)
+        ]
+        first_sizes, then_sizes, of_session, of_cache = (x.buffer_info()[0] for x in numbers)
+        draw = _Draw(
+            *passes,
+            by.greedy,
+            by.seed_bits,
+            by.position,
+            by.top_k,
+            Stream.COUPLED,
+            by.num_picked,
+            by.fan_out,
+            by.temperature,
+            by.log_min_p,
+        )
+        until = _Stop(
+            *[x.buffer_info()[0] for x in bins], len(stop.edges), stop.mass, stop.correction, stop.path, stop.least
+        )
+        ids, scores = (ctypes.c_int64 * (most * by.fan_out))(), (ctypes.c_double * (most * by.fan_out))()
+        num_ranked = library.paceline_run_chain(
+            ctypes.byref(self._model(cache, dtype, window)),
+            first_sizes,
+            chain.first.buffer.data_ptr(),
+            then_sizes,
+            chain.then.buffer.data_ptr(),
+            most,
+            of_session,
+            of_cache,
+            ctypes.byref(draw),
+            ctypes.byref(until),
+            ids,
+            scores,
+        )
+        if num_ranked < 0:
+            raise EngineError("a step of a compiled model failed")  # it has said why on standard error
+        spans = [slice(at * by.fan_out, (at + 1) * by.fan_out) for at in range(num_ranked)]
+        return [(ids[span], scores[span]) for span in spans]
+
+    def _native(self, dtype: torch.dtype) -> ctypes.CDLL | None:
+        return _library() if layout.masks_usable(dtype) else None
+
+    def _model(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> _Model:
         if cache is not self._cache:
             self._cache, self._cached = cache, _Handles((*cache.model_keys, *cache.model_values))
-        outputs = (ctypes.c_void_p * self._num_outputs)()
-        sizes, kept = array("q", plan.shape.numbers), self._cached.array
-        failed = library.paceline_run_step(
-            self._run,
-            self._container,
-            sizes.buffer_info()[0],
-            plan.buffer.data_ptr(),
-            window or 0,
-            dtype.itemsize,
-            kept,
-            len(kept),
-            outputs,
-            self._num_outputs,
-        )
-        if failed:  # it has said why on standard error
-            raise EngineError("a step of a compiled model failed")
-        return _results(outputs)
+        kept = self._cached.array
+        return _Model(self._run, self._container, window or 0, dtype.itemsize, ctypes.addressof(kept), len(kept))
 
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, name)(*arguments) != 0:  # it has said why on standard error
             raise EngineError(f"{name} of a compiled model failed")
+
+
+class _Model(ctypes.Structure):
+    """``Model`` of package.cpp."""
+
+    _fields_ = (
+        ("run", ctypes.c_void_p),
+        ("container", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("cache", ctypes.c_void_p),
+        ("num_cache", ctypes.c_int64),
+    )
+
+
+class _Draw(ctypes.Structure):
+    """``Draw`` of package.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pick", "largest", "rank")),
+        *((name, ctypes.c_int64) for name in ("greedy", "seed", "position", "top_k", "stream", "wanted", "fan_out")),
+        ("temperature", ctypes.c_float),
+        ("floor", ctypes.c_float),
+    )
+
+
+class _Stop(ctypes.Structure):
+    """``Stop`` of package.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("edges", "constant", "slope")),
+        ("num_edges", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("mass", "correction", "path", "least")),
+    )
 
 
 class _Handles:
@@ -167,9 +251,10 @@ def _library() -> ctypes.CDLL | None:
         log.warning("the inputs of compiled steps are made one by one, which is slower: %s", error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function = library.paceline_run_step
-    function.argtypes = [*[pointer] * 4, number, number, pointer, number, pointer, number]
-    function.restype = ctypes.c_int
+    library.paceline_run_step.argtypes = [pointer, pointer, pointer, pointer, number]
+    library.paceline_run_step.restype = ctypes.c_int
+    library.paceline_run_chain.argtypes = [*[pointer] * 5, number, *[pointer] * 6]
+    library.paceline_run_chain.restype = number
     return library
 
 

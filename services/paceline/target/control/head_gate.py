@@ -28,6 +28,10 @@ _COSTLY = -4.0
 _TRIAL_SHARE = 0.005
 """Share of a load's time that trials may lose."""
 _ASKED_IN_TRIAL = 4
+_COMPARED, _COMPARED_EVERY = 4, 256
+"""Times that a head is asked depth by depth, to measure it, and of how many."""
+_CHAIN_SHARE = 0.6
+""""Much less" than a depth with several leaves, which bring about a twentieth more tokens a step."""
 
 
 @dataclass(slots=True)
@@ -84,6 +88,9 @@ class HeadGate:
     beside: Trials = field(default_factory=Trials)
     """and beside them."""
     _loads: dict[int, _Account] = field(default_factory=dict)
+    _num_asked: int = 0
+    _chain_s: Ewma | None = None
+    """Seconds of a token of a path by one call."""
 
     def wanted(self, num_sessions: int, now: float) -> bool:
         """True if the head is fed and may be asked at this concurrency."""
@@ -100,6 +107,22 @@ class HeadGate:
             known = sorted(self.level_s, key=lambda key: (abs(key[0] - at), key[1] is not first))
             near = self.level_s[known[0]] if known else None
         return None if near is None else near.get(0.0)
+
+    def chains(self, num_leaves: int) -> bool:
+        """True if a path by one call is better than depth by depth with up to ``num_leaves`` leaves each, which brings
+        more tokens: if a token of it takes much less time than such a depth. Counts as being asked."""
+        self._num_asked += 1
+        if (self._num_asked - 1) % _COMPARED_EVERY < _COMPARED:
+            return False
+        tree = self.level_s.get((load_class(num_leaves), False))
+        return self._chain_s is None or tree is None or self._chain_s.get(0.0) < _CHAIN_SHARE * tree.get(0.0)
+
+    def observe_chain(self, num_tokens: int, seconds: float) -> None:
+        """Takes the time of a path of so many tokens by one call."""
+        self._chain_s = self._chain_s or Ewma(0.1)
+        self._chain_s.add(seconds / num_tokens)
+        for first in (True, False):
+            self.observe_depth(1, seconds / num_tokens, first=first)
 
     def observe_depth(self, num_leaves: int, seconds: float, *, first: bool) -> None:
         """Takes the time of one depth."""

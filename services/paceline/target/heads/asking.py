@@ -2,9 +2,11 @@
 
 Where siblings may be verified a depth expands the likeliest nodes of the one before it in one call, not only the best
 one, as many as pay; what is verified are the likeliest nodes of all depths (the dynamic tree of EAGLE-2, Li et al.
-2024, arXiv:2406.16858, with the step's own budget in the place of a size). Beside the tokens of a draft a head is
-expected to bring what it has brought before where the draft was wrong (``Followed.join``), and the nodes that count
-are those that the draft lacks.
+2024, arXiv:2406.16858, with the step's own budget in the place of a size). A draft model whose steps are shorter than
+the host's work between them expands the best path of a session by one call instead (``HeadGate.chains``).
+
+Beside the tokens of a draft a head is expected to bring what it has brought before where the draft was wrong
+(``Followed.join``), and the nodes that count are those that the draft lacks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.ranking import RankingRow, Rule, rank
+from paceline.model.chain import Ranked
 from paceline.target.control.allocation import expected_tokens
 from paceline.target.control.compared import compare
 from paceline.target.heads.followed import Followed
@@ -101,6 +104,9 @@ class Asking:
         at = [(f, f.deepest()) for f in sessions]
         at = [(f, node) for f, node in at if not node.expanded and self._wants_more(mounted, f, node)]
         first, width = True, MOST_LEAVES if trees and gate.adaptive else 1
+        if len(at) == 1 and self._may_chain(mounted, *at[0], width):
+            self._chain(mounted, *at[0], tokens_per_s)
+            at = []
         while at:
             started, num_leaves = self._clock(), len(at)
             below: list[tuple[Followed, TreeNode]] = []
@@ -115,6 +121,32 @@ class Asking:
         for followed in sessions:
             if mounted.sessions.get(followed.session.session_id) is followed:
                 self._offer(mounted, followed)
+
+    def _may_chain(self, mounted: MountedHead, followed: Followed, node: TreeNode, width: int) -> bool:
+        """True if the best path of one session comes from one call: the head can, and no other way is better."""
+        chainer, depth = mounted.chainer, self._depth_left(mounted, followed, node)
+        if chainer is None or depth < 2 or followed.rule is Rule.REJECTION or followed.beside is not None:
+            return False
+        return chainer.chains(followed.session.session_id) and (width == 1 or mounted.gate.chains(width))
+
+    def _chain(self, mounted: MountedHead, followed: Followed, node: TreeNode, tokens_per_s: float) -> None:
+        """Expands a node, its best child, that one's, .. while the next one is expected to pay, by one call."""
+        gate, session_id, started = mounted.gate, followed.session.session_id, self._clock()
+        least = max(_LEAST_PATH, tokens_per_s * (gate.depth_s(1, first=False) or 0.0)) if gate.adaptive else 0.0
+        stop = followed.stop(node, least)
+        ranked: Ranked = []
+
+        def ask() -> None:
+            nonlocal ranked
+            assert mounted.chainer is not None
+            most = self._depth_left(mounted, followed, node)
+            ranked = mounted.chainer.chain(_leaf(followed, node), most, FAN_OUT, stop)
+            mounted.chainer.keep(session_id, followed.add_chain(node, ranked))
+
+        mounted.guarded(ask)
+        if ranked:
+            gate.observe_chain(len(ranked), self._clock() - started)
+            mounted.stats.depths += len(ranked)
 
     def _worthwhile(
         self, mounted: MountedHead, alone: list[Followed], beside: list[Followed], tokens_per_s: float
@@ -144,10 +176,14 @@ class Asking:
     def _depth(self, mounted: MountedHead, followed: Followed) -> int:
         return min(mounted.num_tokens, followed.session.max_draft())
 
+    def _depth_left(self, mounted: MountedHead, followed: Followed, node: TreeNode) -> int:
+        """Tokens that may be proposed below a node."""
+        return self._depth(mounted, followed) - (node.position - followed.tree.anchor.position)
+
     def _wants_more(self, mounted: MountedHead, followed: Followed, node: TreeNode) -> bool:
         """True if tokens below a node may be proposed, and are not too unlikely to be. Rejection rule: whatever they
         are."""
-        if node.position - followed.tree.anchor.position >= self._depth(mounted, followed):
+        if self._depth_left(mounted, followed, node) <= 0:
             return False
         blind = followed.rule is Rule.REJECTION or not mounted.gate.adaptive
         return blind or followed.probability(node) >= _LEAST_PATH
@@ -170,13 +206,8 @@ class Asking:
         self, mounted: MountedHead, batch: Sequence[tuple[Followed, TreeNode]]
     ) -> list[tuple[Followed, TreeNode]]:
         """Expands some nodes; returns the new ones that may be expanded next, likeliest of each parent first."""
-        leaves = []
-        for followed, node in batch:
-            path = followed.path(node)
-            ids, token_ids = tuple(n.node_id for n in path), tuple(n.token_id for n in path)
-            leaves.append(Leaf(followed.session.session_id, node.node_id, ids, token_ids))
         try:
-            candidates = mounted.head.expand(leaves)
+            candidates = mounted.head.expand([_leaf(*item) for item in batch])
         except FATAL:
             raise
         except DrafterSessionError as error:
@@ -213,6 +244,12 @@ class Asking:
         fan_out = 1 if followed.rule is Rule.REJECTION else FAN_OUT
         nonce = _NONCES | followed.session.num_tokens
         return RankingRow(Row(followed.session.sampler, path), followed.rule, fan_out, nonce=nonce)
+
+
+def _leaf(followed: Followed, node: TreeNode) -> Leaf:
+    path = followed.path(node)
+    ids, token_ids = tuple([n.node_id for n in path]), tuple([n.token_id for n in path])
+    return Leaf(followed.session.session_id, node.node_id, ids, token_ids)
 
 
 def _next_leaves(

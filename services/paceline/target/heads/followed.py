@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import Producer, SpeculationTree, TreeNode
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.ranking import Ranking, Rule
+from paceline.drafters.ranking import Ranking, Rule, ranking_of
 from paceline.messages import Node
+from paceline.model.chain import Stop
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
 from paceline.target.control.subtree import missed_below
 from paceline.target.session import FAN_OUT, TargetSession
@@ -92,6 +93,25 @@ class Followed:
             self.next_node_id += 1
             self.tree.add((node,), Producer.HEAD)
         return parent.best
+
+    def add_chain(self, parent: TreeNode, ranked: Sequence[tuple[Sequence[int], Sequence[float]]]) -> list[int]:
+        """Attaches the children of a node, of the first of these, .. (``ModelRunner.run_chain``), and returns the nodes
+        that were expanded below ``parent``."""
+        expanded: list[int] = []
+        node: TreeNode | None = parent
+        for token_ids, scores in ranked:
+            if node is None:
+                break
+            if node is not parent:
+                expanded.append(node.node_id)
+            node.expanded = True
+            node = self.add(node, ranking_of(token_ids, scores))
+        return expanded
+
+    def stop(self, node: TreeNode, least: float) -> Stop:
+        """When a chain below ``node`` ends: after a token whose path is less likely than ``least``."""
+        edges, constants, slopes, mass = self.calibration.first()
+        return Stop(edges, constants, slopes, mass, self.hits.correction(), self.probability(node), least)
 
     def walk(self, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Follows committed tokens: their nodes, and the expanded nodes that are still below the anchor."""

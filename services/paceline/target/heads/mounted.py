@@ -10,7 +10,7 @@ from typing import cast
 from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import Proposal
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.protocol import FATAL, DrafterSessionError, Features, Head, Rider
+from paceline.drafters.protocol import FATAL, Chainer, DrafterSessionError, Features, Head, Rider
 from paceline.drafters.ranking import Rule
 from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
@@ -75,6 +75,8 @@ class MountedHead:
         """Full pages of the target that it was fed with from end to end."""
         self.rider: Rider | None = cast(Rider, head) if hasattr(head, "guesses") else None
         """The head, if it has rows of its own in the target's steps."""
+        self.chainer: Chainer | None = cast(Chainer, head) if hasattr(head, "chain") else None
+        """The head, if it can draft a path by one call."""
         self.riding: set[str] = set()
         """Sessions beside which some of them ride in the running step."""
         self.accepted, self.spent_s = 0, 0.0
