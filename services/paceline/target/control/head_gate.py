@@ -29,7 +29,7 @@ _TRIAL_SHARE = 0.005
 """Share of a load's time that trials may lose."""
 _ASKED_IN_TRIAL = 4
 _COMPARED, _COMPARED_EVERY = 4, 256
-"""Times that a head is asked depth by depth, to measure it, and of how many."""
+"""Times that a head is asked depth by depth, and twice as often for chains, to measure both, and of how many."""
 _CHAIN_SHARE = 0.6
 """"Much less" than a depth with several leaves, which bring about a twentieth more tokens a step."""
 
@@ -111,15 +111,15 @@ class HeadGate:
     def chains(self, num_leaves: int) -> bool:
         """True if a path by one call is better than depth by depth with up to ``num_leaves`` leaves each, which brings
         more tokens: if a token of it takes much less time than such a depth. Counts as being asked."""
-        self._num_asked += 1
-        if (self._num_asked - 1) % _COMPARED_EVERY < _COMPARED:
-            return False
+        turn, self._num_asked = self._num_asked % _COMPARED_EVERY, self._num_asked + 1
+        if turn < 3 * _COMPARED:
+            return turn >= _COMPARED
         tree = self.level_s.get((load_class(num_leaves), False))
         return self._chain_s is None or tree is None or self._chain_s.get(0.0) < _CHAIN_SHARE * tree.get(0.0)
 
     def observe_chain(self, num_tokens: int, seconds: float) -> None:
         """Takes the time of a path of so many tokens by one call."""
-        self._chain_s = self._chain_s or Ewma(0.1)
+        self._chain_s = self._chain_s or Ewma(0.3)
         self._chain_s.add(seconds / num_tokens)
         for first in (True, False):
             self.observe_depth(1, seconds / num_tokens, first=first)
