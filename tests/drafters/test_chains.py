@@ -24,7 +24,7 @@ from paceline.model.compiled.package import CompiledPackage
 from paceline.model.loading import LoadedModel, prepare
 from paceline.target.control.head_gate import HeadGate
 from paceline.target.heads.mounted import MountedHead
-from paceline.types import PAGE_SIZE, SamplingParams
+from paceline.types import PAGE_SIZE, Mode, SamplingParams, SpeculationParams
 
 NEVER = Stop((), (1.0,), (0.0,), 1.0, 1.0, 1.0, 0.0)
 """A chain that ends where it must."""
@@ -238,6 +238,34 @@ def test_an_adaptive_engine_drafts_both_ways_and_keeps_the_text(pair) -> None:
     assert served(target, head, adaptive=True) == served(target, mounted(draft, chained=False, k=1))
     assert 0 < head.head._runner._step.num_chains < head.stats.rounds
     assert head.stats.rows_used > 0
+
+
+@pytest.mark.parametrize("mode", [Mode.SEQUENTIAL, Mode.OVERLAPPED])
+def test_a_draft_of_one_session_answers_a_miss_by_a_chain(pair, mode: Mode) -> None:
+    """Text, and with a proposal at a time what is drafted and accepted, are those of token by token."""
+    target, draft = pair
+    request = Request(
+        prompt(5, 9, VOCAB),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=60),
+        SpeculationParams(mode=mode, max_draft_tokens=4),
+    )
+    found, chains = [], []
+    for chained in (True, False):
+        runner = draft.runner(32)
+        step = StepByStep(runner._step)
+        if chained:
+            runner._step = step
+        model = ModelDrafter(runner, max_leaves=8, max_prefill_tokens=64, top_m=64)
+        pump = Pump(target, None, drafter=model, adaptive=False, late=0.0, draft_steps=(6, 6))
+        found.append(pump.run({"a": request})["a"])
+        chains.append(step.num_chains)
+        pump.draft.check_integrity()
+    assert found[0].token_ids == found[1].token_ids
+    assert chains[0] > 3
+    assert chains[1] == 0
+    assert found[0].speculation.accepted > 20
+    if mode is Mode.SEQUENTIAL:
+        assert found[0].speculation == found[1].speculation
 
 
 @pytest.mark.slow

@@ -32,10 +32,11 @@ from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, geometr
 from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.protocol import FATAL, Candidates, Drafter, DrafterSessionError, Leaf, StatesDrafter
-from paceline.drafters.ranking import Ranking, Rule, rank
+from paceline.drafters.protocol import FATAL, Candidates, Chainer, Drafter, DrafterSessionError, Leaf, StatesDrafter
+from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Hint, Nodes, OpenSession, SessionFailed, States, ToDraft
+from paceline.model.chain import Stop
 from paceline.model.runner import ModelRunner
 from paceline.types import Acceptance, Execution, Mode, SamplingParams, SpeculationParams
 
@@ -45,6 +46,8 @@ Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
 _MIN_PROB = 0.01
 """Predicted tokens less likely than this are not worth a node. Never applied to a first choice."""
+_LEAST_CHAINED = 0.2
+"""A path of one call ends where it is less likely than this: siblings further up may be the better nodes."""
 _LATE_S = 0.25
 """Longest time that a new anchor waits for the states of its context: they follow the commit, unless they are lost."""
 _NUM_REMEMBERED = 4096
@@ -144,6 +147,7 @@ class DraftEngine:
         self.stats = DraftStats()
         self._drafter = drafter
         self._reads = cast(StatesDrafter, drafter) if hasattr(drafter, "awaits") else None
+        self._chains = cast(Chainer, drafter) if hasattr(drafter, "chain") else None
         self.overlap = None if self._reads is None else Overlap(ahead)
         """Whether drafting ahead pays, of a drafter that reads hidden states."""
         self._emit = emit
@@ -479,6 +483,51 @@ class DraftEngine:
         chosen = self._choose()
         if not chosen:
             return False
+        if not self._chain(chosen):
+            self._expand_all(chosen)
+        self.stats.tree_steps += 1
+        self._step_s = self._clock() - started
+        if self.overlap is not None:
+            self.overlap.depth_s.add(self._step_s)
+        self.stats.step_s += self._step_s
+        return True
+
+    def _chain(self, chosen: Sequence[tuple[DraftSession, TreeNode]]) -> bool:
+        """Expands an anchor that is alone, and the best path below it, by one call: the target may wait for it. False:
+        there is none, or the drafter cannot."""
+        session, anchor = chosen[0]
+        if len(chosen) > 1 or anchor is not session.tree.anchor or session.rule is Rule.REJECTION:
+            return False
+        most = min(session.growth.k, self._tree_budget - len(session.tree))
+        if self._chains is None or most < 2 or not self._chains.chains(session.session_id):
+            return False
+        least = _LEAST_CHAINED if session.ahead else 0.0
+        stop = Stop(*session.calibration.first(), correction=1.0, path=1.0, least=least)
+        try:
+            ranked = self._chains.chain(session.leaf(anchor), most, session.growth.fan_out, stop)
+        except FATAL:
+            raise  # as in _expand
+        except Exception as error:
+            self.stats.forwards += 1
+            self._fail(session, error)
+            return True
+        if not ranked:
+            return False
+        self.stats.forwards += 1
+        self.stats.leaves += len(ranked)
+        node_ids: list[int] = []
+        node: TreeNode | None = anchor
+        for i, (token_ids, scores) in enumerate(ranked):
+            if node is None:
+                break
+            if node is not anchor:
+                node_ids.append(node.node_id)
+            follow = token_ids[0] if i + 1 < len(ranked) else None
+            node = self._publish(session, node, ranking_of(token_ids, scores), follow)
+        self._chains.keep(session.session_id, node_ids)
+        return True
+
+    def _expand_all(self, chosen: Sequence[tuple[DraftSession, TreeNode]]) -> None:
         leaves = [session.leaf(node) for session, node in chosen]
         rows = []
         if self._drafter.tokens_per_leaf == 1:
@@ -491,12 +540,6 @@ class DraftEngine:
             rankings = rank(candidates, [rows[i] for i in indices])
             for i, ranking in zip(indices, rankings, strict=True):
                 self._publish(*chosen[i], ranking)
-        self.stats.tree_steps += 1
-        self._step_s = self._clock() - started
-        if self.overlap is not None:
-            self.overlap.depth_s.add(self._step_s)
-        self.stats.step_s += self._step_s
-        return True
 
     def _choose(self) -> list[tuple[DraftSession, TreeNode]]:
         """The likeliest leaves of all sessions, each session's in the order of its own policy."""

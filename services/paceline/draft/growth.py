@@ -25,6 +25,11 @@ class Growth(Protocol):
     """
 
     @property
+    def k(self) -> int:
+        """Length of the longest proposal."""
+        ...
+
+    @property
     def fan_out(self) -> int:
         """Children to publish below each expanded node."""
         ...
