@@ -162,17 +162,17 @@ def mounted(draft: LoadedModel, *, chained: bool, k: int = 4) -> MountedHead:
     return MountedHead("draft", DraftModelHead(runner, max_leaves=8, max_prefill_tokens=64, top_m=64), num_tokens=k)
 
 
-def served(
-    target: LoadedModel, head: MountedHead, *, adaptive: bool = False, num: int = 3
-) -> dict[str, tuple[int, ...]]:
-    """Texts of requests that follow each other, each alone."""
+def served(target: LoadedModel, head: MountedHead, *, adaptive: bool = False, at_once: bool = False) -> dict:
+    """Texts of three requests that follow each other, each alone, or are served together."""
     pump = Pump(target, None, heads=[head], adaptive=adaptive, max_step_tokens=128)
     pump.target.allocation.trees = adaptive
+    requests = {
+        f"s{i}": Request(prompt(i, 9, VOCAB), SamplingParams(temperature=temperature, seed=i, max_tokens=40))
+        for i, temperature in enumerate((0.0, 0.8, 1.0))
+    }
     texts = {}
-    for i in range(3):
-        name, temperature = f"s{i}", (0.0, 0.8, 1.0)[i % 3]
-        request = Request(prompt(i, 9, VOCAB), SamplingParams(temperature=temperature, seed=i, max_tokens=40))
-        texts[name] = pump.run({name: request})[name].token_ids
+    for part in [requests] if at_once else [{name: request} for name, request in requests.items()]:
+        texts |= {name: result.token_ids for name, result in pump.run(part).items()}
         pump.target.check_integrity()
     return texts
 
@@ -218,24 +218,32 @@ def test_a_chain_that_is_wrong_is_noticed(pair, monkeypatch: pytest.MonkeyPatch,
     assert changed.stats.rows_used < right.stats.rows_used
 
 
-def test_an_adaptive_engine_compares_both_ways() -> None:
-    """Depth by depth is measured first; then chains are preferred where a token of one takes much less time."""
+def test_chains_are_compared_with_trees_by_their_times() -> None:
     gate = HeadGate()
-    assert [gate.chains(4) for _ in range(12)] == [False] * 4 + [True] * 8, "both are measured first"
-    assert gate.chains(4), "nothing is known of it"
+    assert [gate.chains(1, 4) for _ in range(12)] == [False] * 4 + [True] * 8, "both are measured first"
+    assert gate.chains(1, 4), "nothing is known of it"
+    assert not gate.chains(2, 4)
     gate.observe_depth(4, 1.0, first=False)
-    gate.observe_chain(5, 4.0)
-    assert not gate.chains(4)
+    gate.observe_depth(8, 1.2, first=False)
+    gate.observe_chains([5], 4.0)
+    assert not gate.chains(1, 4)
+    assert gate.chains(1, 1), "there are no siblings to choose"
     for _ in range(60):
-        gate.observe_chain(5, 1.0)
-    assert gate.chains(4)
-    assert sum(not gate.chains(4) for _ in range(256)) == 4, "and again, now and then"
+        gate.observe_chains([5, 3], 2.4)
+    assert gate.chain_s == pytest.approx(0.3)
+    assert gate.depth_s(2, first=False) == pytest.approx(0.48, rel=0.01)
+    assert gate.chains(1, 4), "0.3 s a token, where a depth takes one second"
+    assert gate.chains(2, 4), "0.6 where it takes 1.2"
+    assert not gate.chains(3, 4)
+    assert sum(not gate.chains(1, 4) for _ in range(256)) == 4, "and again, now and then"
 
 
-def test_an_adaptive_engine_drafts_both_ways_and_keeps_the_text(pair) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_adaptive_engine_drafts_both_ways_and_keeps_the_text(pair, at_once: bool) -> None:
     target, draft = pair
     head = mounted(draft, chained=True)
-    assert served(target, head, adaptive=True) == served(target, mounted(draft, chained=False, k=1))
+    texts = served(target, head, adaptive=True, at_once=at_once)
+    assert texts == served(target, mounted(draft, chained=False, k=1))
     assert 0 < head.head._runner._step.num_chains < head.stats.rounds
     assert head.stats.rows_used > 0
 

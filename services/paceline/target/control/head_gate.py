@@ -108,21 +108,33 @@ class HeadGate:
             near = self.level_s[known[0]] if known else None
         return None if near is None else near.get(0.0)
 
-    def chains(self, num_leaves: int) -> bool:
-        """True if a path by one call is better than depth by depth with up to ``num_leaves`` leaves each, which brings
-        more tokens: if a token of it takes much less time than such a depth. Counts as being asked."""
+    def chains(self, num_sessions: int, width: int) -> bool:
+        """True if the best path of each session by one call is better than depth by depth with up to ``width`` leaves
+        of each, which brings more tokens: if a token of all the paths takes much less time than such a depth. Counts as
+        being asked."""
+        if width == 1 and num_sessions == 1:
+            return True
         turn, self._num_asked = self._num_asked % _COMPARED_EVERY, self._num_asked + 1
         if turn < 3 * _COMPARED:
             return turn >= _COMPARED
-        tree = self.level_s.get((load_class(num_leaves), False))
-        return self._chain_s is None or tree is None or self._chain_s.get(0.0) < _CHAIN_SHARE * tree.get(0.0)
+        tree_s = self.level_s.get((load_class(num_sessions * width), False)) or self.level_s.get(
+            (load_class(num_sessions), False)
+        )
+        if self.chain_s is None or tree_s is None:
+            return num_sessions == 1
+        return num_sessions * self.chain_s < _CHAIN_SHARE * tree_s.get(0.0)
 
-    def observe_chain(self, num_tokens: int, seconds: float) -> None:
-        """Takes the time of a path of so many tokens by one call."""
+    @property
+    def chain_s(self) -> float | None:
+        """Seconds of a token of a path by one call; None before any was measured."""
+        return None if self._chain_s is None else self._chain_s.get(0.0)
+
+    def observe_chains(self, lengths: Sequence[int], seconds: float) -> None:
+        """Takes the time of a path of so many tokens for each of some sessions."""
         self._chain_s = self._chain_s or Ewma(0.3)
-        self._chain_s.add(seconds / num_tokens)
+        self._chain_s.add(seconds / sum(lengths))
         for first in (True, False):
-            self.observe_depth(1, seconds / num_tokens, first=first)
+            self.observe_depth(len(lengths), seconds / max(lengths), first=first)
 
     def observe_depth(self, num_leaves: int, seconds: float, *, first: bool) -> None:
         """Takes the time of one depth."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -21,7 +22,6 @@ from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.ranking import RankingRow, Rule, rank
-from paceline.model.chain import Ranked
 from paceline.target.control.allocation import expected_tokens
 from paceline.target.control.compared import compare
 from paceline.target.heads.followed import Followed
@@ -104,8 +104,8 @@ class Asking:
         at = [(f, f.deepest()) for f in sessions]
         at = [(f, node) for f, node in at if not node.expanded and self._wants_more(mounted, f, node)]
         first, width = True, MOST_LEAVES if trees and gate.adaptive else 1
-        if len(at) == 1 and self._may_chain(mounted, *at[0], width):
-            self._chain(mounted, *at[0], tokens_per_s)
+        if self._may_chain(mounted, at, width):
+            self._chain(mounted, at, tokens_per_s)
             at = []
         while at:
             started, num_leaves = self._clock(), len(at)
@@ -122,31 +122,37 @@ class Asking:
             if mounted.sessions.get(followed.session.session_id) is followed:
                 self._offer(mounted, followed)
 
-    def _may_chain(self, mounted: MountedHead, followed: Followed, node: TreeNode, width: int) -> bool:
-        """True if the best path of one session comes from one call: the head can, and no other way is better."""
-        chainer, depth = mounted.chainer, self._depth_left(mounted, followed, node)
-        if chainer is None or depth < 2 or followed.rule is Rule.REJECTION or followed.beside is not None:
+    def _may_chain(self, mounted: MountedHead, at: Sequence[tuple[Followed, TreeNode]], width: int) -> bool:
+        """True if the best path of each session comes from one call: the head can, and no other way is better."""
+        if mounted.chainer is None or not at:
             return False
-        return chainer.chains(followed.session.session_id) and (width == 1 or mounted.gate.chains(width))
+        for followed, node in at:
+            if followed.rule is Rule.REJECTION or followed.beside is not None:
+                return False
+            if self._depth_left(mounted, followed, node) < 2 or not mounted.chainer.chains(followed.session.session_id):
+                return False
+        return mounted.gate.chains(len(at), width)
 
-    def _chain(self, mounted: MountedHead, followed: Followed, node: TreeNode, tokens_per_s: float) -> None:
-        """Expands a node, its best child, that one's, .. while the next one is expected to pay, by one call."""
-        gate, session_id, started = mounted.gate, followed.session.session_id, self._clock()
-        least = max(_LEAST_PATH, tokens_per_s * (gate.depth_s(1, first=False) or 0.0)) if gate.adaptive else 0.0
-        stop = followed.stop(node, least)
-        ranked: Ranked = []
+    def _chain(self, mounted: MountedHead, at: Sequence[tuple[Followed, TreeNode]], tokens_per_s: float) -> None:
+        """Expands a node of each session, its best child, that one's, .. while the next one is expected to pay."""
+        gate, started = mounted.gate, self._clock()
+        lengths: list[int] = []
+        least = max(_LEAST_PATH, tokens_per_s * (gate.chain_s or 0.0)) if gate.adaptive else 0.0
+        for followed, node in at:
+            if not mounted.failure:
+                mounted.guarded(partial(self._chain_of, mounted, followed, node, least, lengths))
+        if any(lengths):
+            gate.observe_chains(lengths, self._clock() - started)
+            mounted.stats.depths += max(lengths)
 
-        def ask() -> None:
-            nonlocal ranked
-            assert mounted.chainer is not None
-            most = self._depth_left(mounted, followed, node)
-            ranked = mounted.chainer.chain(_leaf(followed, node), most, FAN_OUT, stop)
-            mounted.chainer.keep(session_id, followed.add_chain(node, ranked))
-
-        mounted.guarded(ask)
-        if ranked:
-            gate.observe_chain(len(ranked), self._clock() - started)
-            mounted.stats.depths += len(ranked)
+    def _chain_of(
+        self, mounted: MountedHead, followed: Followed, node: TreeNode, least: float, lengths: list[int]
+    ) -> None:
+        assert mounted.chainer is not None
+        most, stop = self._depth_left(mounted, followed, node), followed.stop(node, least)
+        ranked = mounted.chainer.chain(_leaf(followed, node), most, FAN_OUT, stop)
+        mounted.chainer.keep(followed.session.session_id, followed.add_chain(node, ranked))
+        lengths.append(len(ranked))
 
     def _worthwhile(
         self, mounted: MountedHead, alone: list[Followed], beside: list[Followed], tokens_per_s: float
