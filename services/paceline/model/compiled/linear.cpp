@@ -30,7 +30,7 @@ constexpr int64_t kRows = 14;                  // that are computed together at 
 constexpr int64_t kPanelPairs = 512;           // of a long sum for many rows: 64 KiB of weights, which stay in the cache
 constexpr int64_t kFewRows = 4 * kRows;        // of more than these a panel is kept too, for the blocks of a group
 constexpr int64_t kBlocks = 4;                 // of a group
-constexpr int64_t kAhead = 64;                 // pairs, 8 KiB: the memory is asked this far ahead
+constexpr int64_t kAhead = 128;                // pairs, 16 KiB: the memory is asked this far ahead
 constexpr int64_t kShared = 128 * 1024;        // weights and more: of these a product is worth the helpers
 constexpr int64_t kPieces = 4;                 // of a product for each thread
 constexpr int64_t kAliasing = 512;             // values: rows a multiple of this apart compete for the same cache lines
@@ -59,7 +59,8 @@ inline __m512bh pair_of(const uint16_t* x) {
 template <int R, int Lines>
 inline void multiply(const Tile& it, __m512 (&sums)[R][2]) {
   for (int64_t k = 0; k < it.pairs; ++k) {
-    for (int i = 0; i < Lines; ++i) _mm_prefetch(it.ahead + 64 * (Lines * k + i), _MM_HINT_T0);
+    // To the second-level cache: what waits for the memory there leaves the first one's few misses to what is needed now.
+    for (int i = 0; i < Lines; ++i) _mm_prefetch(it.ahead + 64 * (Lines * k + i), _MM_HINT_T1);
     const __m512bh low = (__m512bh)_mm512_loadu_si512(it.w + k * kPairValues);
     const __m512bh high = (__m512bh)_mm512_loadu_si512(it.w + k * kPairValues + 32);
 #pragma GCC unroll 14
