@@ -48,7 +48,8 @@ class ModelOptions(Strict):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks that share the weights and the KV cache, each a process with a core or an accelerator of its own."""
     cpu_threads: int = Field(default=1, ge=1, le=64)
-    """Cores that share each product of a compiled bfloat16 model on the CPU; no bit depends on their number."""
+    """Cores that share the products and the attention of a compiled bfloat16 model on the CPU; no bit depends on their
+    number."""
     rank_timeout_s: float = Field(default=10.0, gt=0)
     """Longest delay of a rank at an exchange; a rank that is later counts as hung, and the engine as dead."""
     cuda_graphs: bool | Literal["auto"] = "auto"

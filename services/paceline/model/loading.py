@@ -187,7 +187,7 @@ def load_model(
 
 
 def _share(num_threads: int, loaded: LoadedModel) -> None:
-    """Lets threads share the products of this thread. Raises ConfigError where there are none to share."""
+    """Lets threads share the products and attention of this thread. Raises ConfigError if there are none to share."""
     if cpu_linear.usable():
         cpu_linear.share_products(1)  # those of a model before this one, whose threads have their cores
     reason = cpu_linear.why_not_shared(num_threads, loaded.device, loaded.dtype)

@@ -6,20 +6,22 @@ registers the operator once.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.models import prompt, random_model
 from tests.support.rings import pairs_first
@@ -29,6 +31,7 @@ from paceline.errors import EngineError
 from paceline.model import step_plan
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.paged import paged_attention
+from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.package import CompiledPackage, load_package
 from paceline.model.loading import prepare
 from paceline.model.runner import ModelRunner
@@ -320,6 +323,90 @@ def test_a_model_verifies_what_it_decodes(dtype: torch.dtype, monkeypatch: pytes
         assert torch.equal(logits(sizes), want), sizes
 
 
+# -- nor do they depend on who computes it ----------------------------------------------------------------
+
+
+_PIECE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+_SHARE = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, _PIECE, ctypes.c_void_p)
+ShareBy = Callable[[Callable[[int, Callable[[int], None]], bool]], None]
+
+
+@pytest.fixture
+def share_by() -> Iterator[ShareBy]:
+    """Lets a function do the pieces of attention: it takes their number and what does one, and says if it did them."""
+    functions = []
+
+    def share_by(function: Callable[[int, Callable[[int], None]], bool]) -> None:
+        by = _SHARE(lambda pieces, work, it: function(pieces, partial(work, it)))
+        functions.append(by)
+        cpu_attention.share_by(ctypes.cast(by, ctypes.c_void_p))
+
+    yield share_by
+    cpu_attention.share_by(ctypes.c_void_p(None))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1 << 20),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 4),
+    row_len=st.integers(5, 9) | st.sampled_from([31, 32, 33, 40]),
+    pages=st.integers(2, 5),
+    heads=st.sampled_from([(1, 3), (2, 3), (3, 1)]),
+    dims=st.sampled_from([(64, 64), (40, 24), (48, 96)]),
+    masks=st.sampled_from(["causal", "window", "tree"]),
+)
+def test_bits_do_not_depend_on_pieces(seed, dtype, rows, row_len, pages, heads, dims, masks, share_by: ShareBy) -> None:
+    """They are done in any order; there is one for each KV head and at most 32 places of a row."""
+    it = random_inputs(
+        seed, dtype=dtype, rows=rows, row_len=row_len, pages=pages, kv_heads=heads[0], groups=heads[1],
+        key_dim=dims[0], value_dim=dims[1], masks=masks,
+    )  # fmt: skip
+    asked = []
+
+    def nobody(pieces: int, work: Callable[[int], None]) -> bool:
+        asked.append(pieces)
+        return False
+
+    def in_any_order(pieces: int, work: Callable[[int], None]) -> bool:
+        asked.append(pieces)
+        for piece in torch.randperm(pieces, generator=torch.Generator().manual_seed(seed)).tolist():
+            work(piece)
+        return True
+
+    share_by(nobody)
+    whole = it.attend()
+    share_by(in_any_order)
+    assert torch.equal(bits(it.attend()), bits(whole))
+    assert asked == [rows * -(-row_len // 32) * heads[0]] * 2
+
+
+def test_little_attention_is_not_shared(share_by: ShareBy) -> None:
+    def refuse(pieces: int, work: Callable[[int], None]) -> bool:
+        raise AssertionError(f"{pieces} pieces")
+
+    share_by(refuse)
+    it = random_inputs(rows=1, row_len=1, pages=1)
+    assert (it.attend().double() - by_definition(it)).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_bits_do_not_depend_on_threads(num_threads: int) -> None:
+    """Tokens decoded, verified and prefilled, the same step often enough that helpers begin and end late."""
+    if not cpu_linear.usable():
+        pytest.skip("threads help where the native products run")
+    steps = [random_inputs(n, dtype=torch.bfloat16, rows=16 // n, row_len=n * n, pages=5) for n in (1, 2, 4, 8)]
+    alone = [it.attend() for it in steps]
+    cpu_attention.share_by(cpu_linear.sharer())
+    cpu_linear.share_products(num_threads)
+    try:
+        for it, want in zip(steps * 20, alone * 20, strict=True):
+            assert torch.equal(it.attend(), want)
+    finally:
+        cpu_linear.share_products(1)
+        cpu_attention.share_by(ctypes.c_void_p(None))
+
+
 class _Attention(torch.nn.Module):
     def __init__(self, sinks: Tensor | None) -> None:
         super().__init__()
@@ -390,7 +477,7 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
     "mutate",
     [
         replaced("for (const Block& block : blocks_) {",
-                 "if (places_.size() > 2) std::reverse(blocks_.begin(), blocks_.end());\n"
+                 "if (num_places > 2) std::reverse(blocks_.begin(), blocks_.end());\n"
                  "    for (const Block& block : blocks_) {"),
         replaced("const float level = std::max(state.level, _mm512_reduce_max_ps(top));",
                  "float level = std::max(state.level, _mm512_reduce_max_ps(top));\n"

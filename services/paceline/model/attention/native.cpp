@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -25,6 +26,20 @@ namespace {
 constexpr int kPage = 64;  // keys of a block: the bits of one word of visibility
 // Places of a query row that share a packed block: their sums stay in the second-level cache.
 constexpr int kTokens = 32;
+constexpr int64_t kPacking = 4;       // queries that a block takes as long as to be packed
+constexpr int64_t kShared = 1 << 18;  // multiplications, about 3 us: of these an attention is worth the helpers
+
+// work(it, i) for all i below `pieces`, each once, by this thread and those that help it. False: nobody helps it, and
+// nothing was done. See linear.cpp.
+using Share = bool (*)(int64_t pieces, void (*work)(const void* it, int64_t piece), const void* it);
+std::atomic<Share> share{nullptr};
+
+template <class Work>
+bool shared(int64_t pieces, const Work& work) {
+  const Share by = share.load(std::memory_order_acquire);
+  const auto call = [](const void* it, int64_t piece) { (*static_cast<const Work*>(it))(piece); };
+  return by != nullptr && by(pieces, call, &work);
+}
 
 // Keys that some query of a row sees.
 struct Block {
@@ -69,16 +84,26 @@ class Attention {
     for (int64_t t = 0; t < num_tokens; ++t) {
       if (taker[scatter_[t]] < 0) taker[scatter_[t]] = t;
     }
+    std::vector<Piece> pieces;
+    int64_t queries = 0;
     for (int64_t row = 0; row < s_.num_rows; ++row) {
-      places_.clear();
+      const int64_t* takers = taker.data() + row * s_.row_len;
       for (int64_t j = 0; j < s_.row_len; ++j) {
-        if (taker[row * s_.row_len + j] >= 0) places_.push_back(j);
-        const bool last = j + 1 == s_.row_len;
-        if (places_.size() == kTokens || (last && !places_.empty())) {
-          attend(row, taker.data() + row * s_.row_len);
-          places_.clear();
+        if (takers[j] < 0) continue;
+        if (pieces.empty() || pieces.back().row != row || pieces.back().places.size() == kTokens) {
+          pieces.push_back({row, takers, {}});
         }
+        pieces.back().places.push_back(j), queries += groups_;
       }
+    }
+    const int64_t heads = s_.num_kv_heads, num = pieces.size(), packed = num * kPacking;
+    const auto by_head = [&](int64_t number) {
+      Attention own = *this;  // the last one first: of a prompt it is the longest
+      own.attend(pieces[num - 1 - number / heads], number % heads, number % heads + 1);
+    };
+    const int64_t products = (queries + packed) * heads * s_.num_blocks * kPage * (s_.key_dim + s_.value_dim);
+    if (products < kShared || !shared(num * heads, by_head)) {
+      for (const Piece& piece : pieces) attend(piece, 0, heads);
     }
     const size_t length = s_.num_heads * s_.value_dim;
     for (int64_t t = 0; t < num_tokens; ++t) {
@@ -88,19 +113,27 @@ class Attention {
   }
 
  private:
-  // The places of one query row that are in places_.
-  void attend(int64_t row, const int64_t* taker) {
-    const int64_t heads = s_.num_heads, num = places_.size() * heads;
+  // Places of one query row, which share packed blocks.
+  struct Piece {
+    int64_t row;
+    const int64_t* takers;  // of all places of the row
+    std::vector<int64_t> places;
+  };
+
+  // The queries of `piece` that the KV heads [first, stop) have.
+  void attend(const Piece& piece, int64_t first, int64_t stop) {
+    first_ = first, num_heads_ = (stop - first) * groups_, places_ = piece.places.data();
+    const int64_t row = piece.row, heads = num_heads_, num_places = piece.places.size(), num = num_places * heads;
     auto* q = queries_.of<uint32_t>(num * s_.key_words);
     auto* sums = sums_.of<float>(num * s_.columns);
     auto* states = states_.of<State>(num);
-    auto* seen = seen_.of<uint64_t>(places_.size() * s_.num_blocks);
+    auto* seen = seen_.of<uint64_t>(num_places * s_.num_blocks);
     std::memset(sums, 0, num * s_.columns * sizeof(float));
     const auto* from = static_cast<const Value*>(query_.const_data_ptr());
-    for (size_t i = 0; i < places_.size(); ++i) {
+    for (int64_t i = 0; i < num_places; ++i) {
       const int64_t token = gather_[row * s_.row_len + places_[i]];
       for (int64_t h = 0; h < heads; ++h) {
-        const Value* x = from + h * query_.stride(1) + token * query_.stride(2);
+        const Value* x = from + (first * groups_ + h) * query_.stride(1) + token * query_.stride(2);
         uint32_t* word = q + (i * heads + h) * s_.key_words;
         for (int64_t w = 0; w < s_.key_words; w += 16) {
           const int64_t at = w * T::kPair;
@@ -119,7 +152,7 @@ class Attention {
     blocks_.clear();
     for (int64_t b = 0; b < s_.num_blocks; ++b) {
       Block block = {b, table_[row * s_.num_blocks + b], 0, 0, ~0ull};
-      for (size_t i = 0; i < places_.size(); ++i) {
+      for (int64_t i = 0; i < num_places; ++i) {
         block.any |= seen[i * s_.num_blocks + b];
         block.all &= seen[i * s_.num_blocks + b];
       }
@@ -130,19 +163,20 @@ class Attention {
     }
     for (const Block& block : blocks_) {
       num_active_ = 0;
-      for (size_t i = 0; i < places_.size(); ++i) {
+      for (int64_t i = 0; i < num_places; ++i) {
         if (seen[i * s_.num_blocks + block.number] != 0) active_[num_active_++] = static_cast<int>(i);
       }
-      for (int64_t h = 0; h < s_.num_kv_heads; ++h) add_block(row, block, h, q, sums, states, seen);
+      for (int64_t h = first; h < stop; ++h) add_block(row, block, h, q, sums, states, seen);
     }
-    for (size_t i = 0; i < places_.size(); ++i) {
+    for (int64_t i = 0; i < num_places; ++i) {
       for (int64_t h = 0; h < heads; ++h) {
-        finish(states[i * heads + h], sums + (i * heads + h) * s_.columns, taker[places_[i]], h);
+        finish(states[i * heads + h], sums + (i * heads + h) * s_.columns, piece.takers[places_[i]],
+               first * groups_ + h);
       }
     }
   }
 
-  // A block's keys of head h, for the queries of the active places.
+  // A block's keys of KV head h, for the queries of the active places.
   void add_block(int64_t row, const Block& block, int64_t h, const uint32_t* q, float* sums, State* states,
                  const uint64_t* seen) {
     const int64_t b = block.number;
@@ -162,7 +196,7 @@ class Attention {
       int64_t index[kQueries], place[kQueries];
       for (int i = 0; i < tile; ++i) {
         place[i] = active_[(at + i) / groups_];
-        index[i] = place[i] * s_.num_heads + h * groups_ + (at + i) % groups_;
+        index[i] = place[i] * num_heads_ + (h - first_) * groups_ + (at + i) % groups_;
         rows[i] = q + index[i] * s_.key_words;
         to[i] = scores[i];
       }
@@ -296,7 +330,8 @@ class Attention {
   Value* to_;
   Sizes s_;
   int64_t groups_;
-  std::vector<int64_t> places_;
+  const int64_t* places_ = nullptr;
+  int64_t first_ = 0, num_heads_ = 0;  // of the KV heads and query heads of a piece
   std::vector<Block> blocks_;
   bool biased_[kTokens];
   int active_[kTokens], num_active_ = 0;
@@ -373,6 +408,9 @@ TORCH_LIBRARY_FRAGMENT(paceline, library) {
 TORCH_LIBRARY_IMPL(paceline, CPU, library) { library.impl("attend_pages", attend_pages); }
 
 TORCH_LIBRARY_IMPL(paceline, Meta, library) { library.impl("attend_pages", attend_pages_meta); }
+
+// Attention is shared by `by` from now on, which knows for each thread who helps it.
+extern "C" void paceline_attention_share(Share by) { share.store(by, std::memory_order_release); }
 
 // What compiled models call, without the dispatcher and the interpreter.
 extern "C" AOTITorchError aoti_torch_cpu_attend_pages(

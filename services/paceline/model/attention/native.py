@@ -3,7 +3,8 @@
 Every query takes its keys in blocks of one page, in the order of its rows, by the same operations whatever queries
 share the block: a token's bits are those of being decoded alone, however it is chunked, padded or batched. What a mask
 hides contributes nothing, not even NaN; a block that is hidden whole costs nothing. The operator is in
-``native.cpp``: float32 sums, one thread, called by compiled models without the interpreter's lock.
+``native.cpp``: float32 sums, called by compiled models without the interpreter's lock. Threads that help the one that
+calls it take query rows and KV heads of their own (``share_by``).
 
 It needs AVX-512, and is compiled once for each machine's instruction set: bfloat16 products take two instructions for
 one where AVX512-BF16 is missing, and round otherwise. As with other hardware, replicas that do not all have it, or all
@@ -83,6 +84,15 @@ def attend(
     return out
 
 
+def share_by(share: ctypes.c_void_p) -> None:
+    """Lets attention ask ``share`` for threads that help the one that attends, from now on.
+
+    It is a C function that does pieces of work (``linear.sharer``). What a query computes is the same, whoever does it.
+    ``unavailable`` comes first.
+    """
+    _load().paceline_attention_share(share)
+
+
 def compiled_shims() -> dict[Any, list[str]]:
     """C functions that compiled models call instead of the Python operator, by operator (AOTInductor shims)."""
     tensors = ("query", "keys", "values", "page_table", "gather_index", "scatter_index", "mask")
@@ -92,13 +102,17 @@ def compiled_shims() -> dict[Any, list[str]]:
     return {torch.ops.paceline.attend_pages.default: [declaration]}
 
 
-def _load() -> None:
-    """Registers the operator, compiled if it never was. Raises EngineError with the reason if it cannot be."""
+@functools.cache
+def _load() -> ctypes.CDLL:
+    """The library, whose operator is registered, compiled if it never was. Raises EngineError with the reason if it
+    cannot be."""
     path = compiled(_SOURCE, _digest(), (*_OPTIONS, *torch_options()), "the attention over pages")
     try:
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
     except OSError as error:
         raise EngineError(f"{path.name} could not be loaded: {error}") from error
+    library.paceline_attention_share.restype = None
+    return library
 
 
 def _digest() -> str:

@@ -118,7 +118,7 @@ def cached_step(
     if not any(cache_dir.glob("*.pt2")):  # without reading every weight
         return None
     path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features, midway)}.pt2"
-    return load_package(path) if path.exists() else None
+    return _load(path, kernel) if path.exists() else None
 
 
 def compiled_step(
@@ -161,11 +161,18 @@ def compiled_step(
             _compile(model, layers, sliding_window, kernel, temporary, taps, midway)
             temporary.rename(path)
             log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
-    step = load_package(path)
+    step = _load(path, kernel)
     if share is None:
         return step
     share.group.barrier(timeout_s=_COMPILE_LIMIT_S)
     return _RankStep(step, share.group)
+
+
+def _load(path: Path, kernel: Kernel) -> StepFunction:
+    """The step of a package; threads that help with its products help with its attention, too."""
+    if kernel == "native" and cpu_linear.usable():
+        cpu_attention.share_by(cpu_linear.sharer())
+    return load_package(path)
 
 
 class _RankStep:

@@ -204,10 +204,18 @@ struct Rows {
 
 extern "C" {
 
-// Products of this thread are shared with `count` helpers from now on.
+// What this thread does is shared with `count` helpers from now on.
 void paceline_helpers(int64_t count) {
   helpers.reset();
   if (count > 0) helpers = std::make_unique<paceline::Helpers>(static_cast<int>(count));
+}
+
+// work(it, i) for all i below `pieces`, each once, by this thread and its helpers: whatever else is worth them. False: it
+// has none, and nothing was done.
+bool paceline_share(int64_t pieces, void (*work)(const void* it, int64_t piece), const void* it) {
+  if (helpers == nullptr) return false;
+  helpers->share(pieces, work, it);
+  return true;
 }
 
 // y [m, n] = x [m, k], rows `apart` values apart, by `packed`, + bias [n] float32 unless it is null

@@ -167,7 +167,8 @@ def why_not_shared(num_threads: int, device: torch.device, dtype: torch.dtype) -
 
 
 def share_products(num_threads: int) -> None:
-    """Splits the products of this thread among ``num_threads`` threads from now on, itself among them.
+    """Splits the products of this thread, and what ``sharer`` is given, among ``num_threads`` threads from now on,
+    itself among them.
 
     Each output stays one sum in one order, so that no bit depends on their number. Each thread has a core of its own
     among those on which this one may run. The others end with it, and sleep while there is nothing to do. ``usable``
@@ -176,6 +177,14 @@ def share_products(num_threads: int) -> None:
     library = _library()
     assert library is not None, "usable() comes first"
     library.paceline_helpers(ctypes.c_int64(num_threads - 1))
+
+
+def sharer() -> ctypes.c_void_p:
+    """The C function by which other operators share their work as products are: among the threads that help the one
+    that calls it, if any do. ``usable`` comes first."""
+    library = _library()
+    assert library is not None, "usable() comes first"
+    return ctypes.cast(library.paceline_share, ctypes.c_void_p)
 
 
 def load(source: Path) -> ctypes.CDLL:

@@ -48,8 +48,11 @@ class Helpers {
   // work(i) for all i below `pieces`, each once, in this thread and the helpers; returns when all are done.
   template <class Work>
   void share(int64_t pieces, const Work& work) {
-    call_ = [](const void* it, int64_t piece) { (*static_cast<const Work*>(it))(piece); };
-    work_ = &work, pieces_ = pieces;
+    share(pieces, [](const void* it, int64_t piece) { (*static_cast<const Work*>(it))(piece); }, &work);
+  }
+
+  void share(int64_t pieces, void (*call)(const void* work, int64_t piece), const void* work) {
+    call_ = call, work_ = work, pieces_ = pieces;
     next_.store(0, std::memory_order_relaxed);
     inside_.fetch_and(~kClosed, std::memory_order_acq_rel);  // not set to 0: one that came too late may be leaving
     wake();
