@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+import zipfile
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +20,13 @@ from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.model import selftest, shapes
+from paceline.model.attention import native as cpu_attention
+from paceline.model.compiled import linear as cpu_linear
+from paceline.model.compiled import package
 from paceline.model.loading import prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
-from paceline.model.shapes import padded_tokens
+from paceline.model.shapes import Shapes, padded_tokens
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -118,9 +123,13 @@ def test_prefill_in_any_chunks(dtype: torch.dtype) -> None:
 def test_batch_compositions(dtype: torch.dtype) -> None:
     """Random neighbours, short and long, near and far, before and after: the bits of being alone."""
     runner = make(dtype)
-    if not held_here(runner):
-        return
-    rng = random.Random(0)
+    if held_here(runner):
+        assert num_different_in_batches(runner, rounds=12) == 0
+
+
+def num_different_in_batches(runner: ModelRunner, rounds: int) -> int:
+    """Rows of logits, of 40 a round, that differ from decoding alone."""
+    rng, num_different = random.Random(0), 0
     tokens = prompt(4, 90)
     pages = runner.cache.allocate(2)
     runner.forward([steps_of(tokens, 0, 50, pages)])
@@ -130,7 +139,7 @@ def test_batch_compositions(dtype: torch.dtype) -> None:
     for other, held in zip(others, their_pages, strict=True):
         runner.forward([steps_of(other, 0, 350, held)])
 
-    for _ in range(12):
+    for _ in range(rounds):
         at = 50
         while at < 90:
             size = min(rng.randint(1, 9), 90 - at)
@@ -142,8 +151,9 @@ def test_batch_compositions(dtype: torch.dtype) -> None:
             rng.shuffle(steps)
             out = runner.forward([s for s, _ in steps]).split([s.num_logits for s, _ in steps])
             got = next(rows for rows, (_, ours) in zip(out, steps, strict=True) if ours)
-            assert different(got, want[at - 50 : at - 50 + size]) == 0
+            num_different += different(got, want[at - 50 : at - 50 + size])
             at += size
+    return num_different
 
 
 # -- the self-test itself -------------------------------------------------------------------------------------------
@@ -202,7 +212,7 @@ def test_the_self_test_reaches_the_largest_step_and_the_longest_context(monkeypa
     report = check_invariance(runner, 4096, 512)
     assert report.holds, str(report)
     assert report.max_step_tokens == 512
-    assert max(lengths) == padded_tokens(512, runner.spare_tokens)
+    assert max(lengths) == runner.shapes.tokens(512)
     assert 4096 - PAGE_SIZE < report.max_context <= 4096
     assert f"steps of up to 512 tokens, contexts of up to {report.max_context}" in str(report)
     assert check_invariance(runner, 300).max_context <= 300
@@ -235,38 +245,28 @@ def test_the_self_test_notices_that_prefill_leaves_other_keys_than_decoding() ->
     assert not report.holds
 
 
-@pytest.fixture
-def change_rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, object], None]]:
-    """Changes a rule of shapes, and forgets what was computed by another one."""
-
-    def change(name: str, value: object) -> None:
-        monkeypatch.setattr(shapes, name, value)
-        padded_tokens.cache_clear()
-
-    yield change
-    padded_tokens.cache_clear()
+WITHOUT = {
+    "least_tokens": {"least_tokens": 1},
+    "query_multiple": {"query_multiple": 1},
+    "key_pages": {"key_pages": False},
+}
 
 
 @pytest.mark.parametrize(
     ("rule", "dtype"),
     [
-        ("MIN_TOKENS", torch.float32),
-        *slow([("QUERY_MULTIPLE", torch.bfloat16), ("KEY_PAGES", torch.float32), ("MIN_TOKENS", torch.bfloat16)]),
-        *nightly([("QUERY_MULTIPLE", torch.float32), ("KEY_PAGES", torch.bfloat16)]),
+        ("least_tokens", torch.float32),
+        *slow([("query_multiple", torch.bfloat16), ("key_pages", torch.float32), ("least_tokens", torch.bfloat16)]),
+        *nightly([("query_multiple", torch.float32), ("key_pages", torch.bfloat16)]),
     ],
 )
-def test_each_rule_without_it(change_rule: Callable[[str, object], None], rule: str, dtype: torch.dtype) -> None:
+def test_each_rule_without_it(rule: str, dtype: torch.dtype) -> None:
     """A rule switched off: either the bits differ and the report says so, or this platform does not need the rule.
 
     What must never happen is a report that holds although decoding and verification differ here.
     """
-    if rule == "KEY_PAGES":
-        change_rule("KEY_PAGES", {r: r for r in range(8)})
-    elif rule == "QUERY_MULTIPLE":
-        change_rule("QUERY_MULTIPLE", 1)
-    else:
-        change_rule("MIN_TOKENS", 1)
     runner = make(dtype, pages=8)
+    runner.shapes = replace(runner.shapes, **WITHOUT[rule])
     report = check_invariance(runner)
     assert report.holds == ("NOT batch-invariant" not in str(report))
     tokens = prompt(1, 290)
@@ -277,18 +277,106 @@ def test_each_rule_without_it(change_rule: Callable[[str, object], None], rule: 
     assert (differ > 0) == (not report.holds)
 
 
+EXACT = Shapes.needed(native=True, promised=True, spare_tokens=0)
+
+
 @pytest.mark.slow
-def test_at_least_one_rule_is_needed_in_fp32_where_mkl_is(change_rule: Callable[[str, object], None]) -> None:
+def test_at_least_one_rule_is_needed_in_fp32_where_mkl_is() -> None:
     """The negative control of all of the above: without any rule fp32 differs, if its products come from MKL."""
     if not torch.backends.mkl.is_available():
         assert not torch.backends.mkl.is_available()
         return
-    change_rule("KEY_PAGES", {r: r for r in range(8)})
-    change_rule("QUERY_MULTIPLE", 1)
-    change_rule("MIN_TOKENS", 1)
-    report = check_invariance(make(torch.float32, pages=8))
+    runner = make(torch.float32, pages=8)
+    assert runner.shapes == replace(Shapes(), spare_tokens=runner.shapes.spare_tokens)
+    runner.shapes = EXACT
+    report = check_invariance(runner)
     assert not report.holds
     assert "NOT batch-invariant" in str(report)
+
+
+# -- which rules a model keeps --------------------------------------------------------------------------------------
+
+
+def test_exact_shapes_are_what_a_step_has() -> None:
+    """One token is one token; a step without logits still computes a row, for a size of zero is no shape."""
+    for n in range(1, 600):
+        assert (EXACT.tokens(n), EXACT.row_len(n), EXACT.pages(n)) == (n, n, n)
+    assert EXACT.tokens(0) == 1
+    assert Shapes.needed(native=True, promised=True, spare_tokens=3).tokens(5) == 8
+
+
+def test_a_model_keeps_the_rules_that_it_needs() -> None:
+    """All of them where other libraries multiply; none on native kernels; and none of a draft's are for bits."""
+    assert Shapes.needed(native=False, promised=True, spare_tokens=2) == Shapes(spare_tokens=2)
+    draft = Shapes.needed(native=False, promised=False, spare_tokens=2)
+    assert (draft.tokens(1), draft.row_len(1), draft.pages(4)) == (1, 1, 4)
+    assert draft.tokens(33) == 36, "oneDNN remembers every number of tokens"
+    assert Shapes.needed(native=True, promised=False, spare_tokens=2) == EXACT
+
+
+def test_a_runner_pads_by_what_it_runs() -> None:
+    """A draft's is eager first: its shapes change with its step. A target's are those of a promise until then."""
+    model = prepare(random_model("llama"), compile=False)
+
+    def native(*inputs: object) -> None:
+        raise AssertionError("not run")
+
+    native.is_native = True  # type: ignore[attr-defined]
+    step = steps_of([1, 2, 3], 0, 1, [0])
+    for promised, sizes in ((True, (4, 4)), (False, (1, 1))):
+        runner = model.runner(4, promised=promised)
+        shape, spare = runner.plan([step]).shape, 2 if promised else 0
+        assert (shape.tokens, shape.row_len) == sizes
+        assert runner.shapes.spare_tokens == spare
+        shape = runner.compiled(native).plan([step]).shape
+        assert (shape.tokens, shape.row_len) == (1 + spare, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", *nightly(["gemma3", "qwen3"])])
+def test_a_native_model_has_equal_bits_in_steps_of_any_size(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled in bfloat16 it computes exactly the tokens of a step; verified, batched and prefilled as it decodes."""
+    if not cpu_linear.usable() or cpu_attention.unavailable() is not None:
+        pytest.skip("the native kernels are not for this machine")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    runner = prepare(random_model(family, dtype=torch.bfloat16), compile=True).runner(40)
+    assert runner.shapes == replace(EXACT, spare_tokens=runner.shapes.spare_tokens)
+    assert runner.plan([steps_of([1], 0, 1, [0])]).shape.tokens == 1 + runner.shapes.spare_tokens
+    report = check_invariance(runner, 2048)
+    assert report.holds, str(report)
+    assert num_different_in_batches(runner, rounds=40) == 0
+    tokens = prompt(1, 330)
+    pages = runner.cache.allocate(pages_for(330))
+    want = in_chunks(runner, tokens, 0, [1], pages)
+    for sizes in ([330], [2], [3, 1], [5], [17, 1, 2], [63, 1, 64, 129]):
+        assert different(in_chunks(runner, tokens, 0, sizes, pages), want) == 0, sizes
+
+
+@pytest.mark.parametrize(
+    ("calls", "is_native"),
+    [
+        ((b"packed_linear", b"attend_pages"), True),
+        ((b"packed_linear", b"ranks_sum", b"midway", b"attend_pages"), True),
+        ((), True),
+        ((b"packed_linear", b"_scaled_dot_product_attention"), False),
+        ((b"packed_linear", b"attend_pages", b"bmm_out"), False),
+        ((b"mkldnn__linear_pointwise", b"attend_pages"), False),
+    ],
+)
+def test_a_package_is_native_if_it_calls_no_other_operator(
+    calls: tuple[bytes, ...], is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own source; what only manages tensors does not count."""
+    path, found = tmp_path / "step.pt2", []
+    source = b"aoti_torch_empty_strided(2); " + b"".join(b"aoti_torch_cpu_" + name + b"(x);\n" for name in calls)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("model/step.kernel.cpp", b"for (;;) {}")
+        file.writestr("model/step.wrapper.cpp", source)
+    monkeypatch.setattr(package, "CompiledPackage", lambda path, *, is_native: found.append(is_native))
+    package.load_package(path)
+    assert found == [is_native]
 
 
 def test_padded_pages_cover_and_are_stable() -> None:
@@ -337,10 +425,10 @@ def test_steps_come_in_few_sizes() -> None:
     pages = runner.cache.allocate(4)
     for n in range(60, 90):
         assert runner.forward([SequenceStep([1] * n, range(n), range(n), pages, num_logits=n - 20)]).shape[0] == n - 20
-    spare = runner.spare_tokens  # behind the last token; where there is room anyway it adds nothing
+    spare = runner.shapes.spare_tokens  # behind the last token; where there is room anyway it adds nothing
     assert spare == 2
     assert {size for size, _ in seen} == {60 + spare, 64, 64 + spare, 80, 80 + spare, 96}
-    runner.spare_tokens = 0
+    runner.shapes = Shapes()
     seen.clear()
     for n in range(60, 90):
         runner.forward([SequenceStep([1] * n, range(n), range(n), pages, num_logits=n - 20)])

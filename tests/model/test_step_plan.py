@@ -11,11 +11,18 @@ import torch
 
 from paceline.model import layout, step_plan
 from paceline.model.kv_cache import flat_rows
-from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
+from paceline.model.shapes import QUERY_ROW_LEN, Shapes
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import PAGE_SIZE, pages_for
 
 SCRATCH_ROW = 10_000 * PAGE_SIZE
+SHAPES = (
+    Shapes(),
+    Shapes(spare_tokens=3),
+    Shapes.needed(native=True, promised=True, spare_tokens=0),
+    Shapes.needed(native=False, promised=False, spare_tokens=3),
+    Shapes(spare_tokens=63),
+)
 
 
 def _chain(rng: random.Random, num_tokens: int, start: int) -> SequenceStep:
@@ -67,14 +74,14 @@ def _batch(seed: int) -> list[SequenceStep]:
     return steps
 
 
-def _plain(steps: list[SequenceStep], spare: int) -> dict[str, object]:
+def _plain(steps: list[SequenceStep], shapes: Shapes) -> dict[str, object]:
     """The slow twin: what ``StepPlan.of`` lays out, token by token."""
     lengths = [len(step.token_ids) for step in steps]
-    row_len = padded_row_len(max(lengths))
+    row_len = shapes.row_len(max(lengths))
     if len(steps) > 1 and row_len > QUERY_ROW_LEN and min(lengths) <= row_len // 2:
-        row_len = max(QUERY_ROW_LEN, padded_row_len(min(lengths)))
+        row_len = max(QUERY_ROW_LEN, shapes.row_len(min(lengths)))
     seen = [max(step.rows) + 1 if step.visible is None else step.visible.shape[-1] for step in steps]
-    num_pages = padded_pages(max(pages_for(max(s, max(step.rows) + 1)) for s, step in zip(seen, steps, strict=True)))
+    num_pages = shapes.pages(max(pages_for(max(s, max(step.rows) + 1)) for s, step in zip(seen, steps, strict=True)))
     names = ("tokens", "positions", "logits_index", "write_rows", "write_tokens", "page_table", "gather", "scatter")
     plan: dict[str, list] = {name: [] for name in (*names, "query_rows", "visible", "key_positions")}
     also: list[tuple[int, int]] = []
@@ -107,29 +114,29 @@ def _plain(steps: list[SequenceStep], spare: int) -> dict[str, object]:
             plan["key_positions"].append(position)
     plan["write_tokens"] = [*range(len(plan["tokens"])), *(token for token, _ in also)]
     plan["write_rows"] += [row for _, row in also]
-    scratch = padded_tokens(len(plan["write_rows"]), spare) - len(plan["write_rows"])
+    scratch = shapes.tokens(len(plan["write_rows"])) - len(plan["write_rows"])
     plan["write_rows"] += [SCRATCH_ROW + i % PAGE_SIZE for i in range(scratch)]
     plan["write_tokens"] += [0] * scratch
     for name in ("tokens", "positions", "logits_index", "scatter"):
         count = len(plan[name])
-        plan[name] += [0] * (padded_tokens(count, spare) - count)
+        plan[name] += [0] * (shapes.tokens(count) - count)
     trees = any(step.visible is not None for step in steps)
     return {
         name: np.array(values) for name, values in plan.items() if trees or name not in ("visible", "key_positions")
     }
 
 
-def _is_plain(steps: list[SequenceStep], spare: int) -> bool:
+def _is_plain(steps: list[SequenceStep], shapes: Shapes) -> bool:
     try:
-        _assert_plain(steps, spare)
+        _assert_plain(steps, shapes)
     except AssertionError:
         return False
     return True
 
 
-def _assert_plain(steps: list[SequenceStep], spare: int) -> None:
-    plan = StepPlan.of(steps, SCRATCH_ROW, spare)
-    for name, expected in _plain(steps, spare).items():
+def _assert_plain(steps: list[SequenceStep], shapes: Shapes) -> None:
+    plan = StepPlan.of(steps, SCRATCH_ROW, shapes)
+    for name, expected in _plain(steps, shapes).items():
         assert np.array_equal(getattr(plan.arrays, name).numpy(), expected), name
     assert plan.num_logits == sum(step.num_logits for step in steps)
     assert plan.copies == tuple(pair for step in steps for pair in step.copies)
@@ -147,7 +154,7 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("passes")
 def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
     for seed in range(48):
-        _assert_plain(_batch(seed), (0, 0, 3, 63)[seed % 4])
+        _assert_plain(_batch(seed), SHAPES[seed % len(SHAPES)])
 
 
 def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +163,7 @@ def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(step_plan, "_ragged", lambda starts, counts: right(starts, counts) + (counts[-1] > 1))
     for seed in (1, 2, 3):
         with pytest.raises(AssertionError):
-            _assert_plain(_batch(seed), 0)
+            _assert_plain(_batch(seed), Shapes())
 
 
 @pytest.mark.parametrize(
@@ -183,7 +190,7 @@ def test_a_native_layout_that_is_wrong_is_noticed(
     monkeypatch.setattr(layout, "_SOURCE", changed)
     library = layout._library.__wrapped__()
     monkeypatch.setattr(layout, "_library", lambda: library)
-    assert not all(_is_plain(_batch(seed), 3) for seed in range(48))
+    assert not all(_is_plain(_batch(seed), Shapes(spare_tokens=3)) for seed in range(48))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -191,7 +198,7 @@ def test_native_masks_are_those_of_torch(dtype: torch.dtype) -> None:
     if not layout.usable():
         pytest.skip("there is no C++ compiler")
     for seed in range(24):
-        plan = StepPlan.of(_batch(seed), SCRATCH_ROW)
+        plan = StepPlan.of(_batch(seed), SCRATCH_ROW, SHAPES[seed % len(SHAPES)])
         for window in (None, 1, 50):
             made, expected = plan.masks(dtype, window), step_plan.attention_masks(plan.arrays, dtype, window)
             assert [mask.shape for mask in made] == [mask.shape for mask in expected]
@@ -207,7 +214,7 @@ def test_a_decoded_plan_is_the_encoded_one(seed: int) -> None:
     steps[0].copies = [(3, 4)] * (seed % 3)
     if seed % 2:
         steps.append(_tree(rng, rng.randint(1, 12), rng.randint(0, 200), positions=seed % 4 == 1))
-    plan = StepPlan.of(steps, SCRATCH_ROW)
+    plan = StepPlan.of(steps, SCRATCH_ROW, SHAPES[seed % len(SHAPES)])
     twin = StepPlan.decode(plan.encode())
     assert torch.equal(plan.buffer, twin.buffer)
     for field in ("num_logits", "shape", "copies"):
@@ -229,7 +236,8 @@ def test_the_sliding_window_counts_positions_and_not_rows() -> None:
 
 def test_padding_stays_within_the_page_that_it_may_overwrite() -> None:
     """However much of it a model needs behind the last token."""
-    plan = StepPlan.of([SequenceStep([1] * 65, range(65), range(65), [0, 1], num_logits=1)], SCRATCH_ROW, 63).arrays
+    step = SequenceStep([1] * 65, range(65), range(65), [0, 1], num_logits=1)
+    plan = StepPlan.of([step], SCRATCH_ROW, Shapes(spare_tokens=63)).arrays
     assert len(plan.tokens) >= 65 + 63
     assert int(plan.write_rows[65:].max()) < SCRATCH_ROW + 64
     assert int(plan.write_rows[65:].min()) >= SCRATCH_ROW

@@ -86,10 +86,11 @@ class LoadedModel:
         """The exchange with the other ranks; None if the model is whole."""
         return None if self.share is None else self.share.group
 
-    def runner(self, num_pages: int) -> ModelRunner:
+    def runner(self, num_pages: int, *, promised: bool = True) -> ModelRunner:
         """Makes a runner over a new KV cache of ``num_pages`` pages, the fewest that any rank asks for.
 
-        The first rank's is a LeadingRunner, the others' a RankRunner.
+        The first rank's is a LeadingRunner, the others' a RankRunner. ``promised`` False: no promise depends on the
+        bits of this model, which is a draft; on the CPU its steps are not padded for their sake (``shapes.py``).
         """
         num_pages = agreed(num_pages, self.group)
         leads = self.share is not None and self.share.group.rank == 0
@@ -99,6 +100,7 @@ class LoadedModel:
             "dtype": self.dtype,
             "sliding_window": self.sliding_window,
             "spare_tokens": self.spare_tokens,
+            "promised": promised or self.device.type != "cpu",
             "vocab_size": self.vocab_size,
             "features": self.features,
             "backend": make_backend(cache, self.dtype, self.sliding_window, graphs, self.max_cuda_graphs),

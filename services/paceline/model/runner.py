@@ -13,6 +13,7 @@ from paceline.model.compiled.backend import Backend, HostBackend, StepFunction
 from paceline.model.compiled.buckets import Limits
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache
+from paceline.model.shapes import Shapes
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import Execution
 
@@ -32,6 +33,7 @@ class ModelRunner:
         sliding_window: int | None,
         vocab_size: int,
         spare_tokens: int = 0,
+        promised: bool = True,
         backend: Backend | None = None,
         features: Features | None = None,
         execution: Execution = "",
@@ -45,6 +47,7 @@ class ModelRunner:
             sliding_window: of its layers that have one.
             vocab_size: logits of a row.
             spare_tokens: padding that each step needs behind its last token (``tails.py``).
+            promised: verification must have the bits of decoding (``shapes.py``).
             backend: how steps reach the device; by default one by one, from the host's own memory.
             features: the states that ``step`` returns beside the logits.
             execution: how ``step`` runs, for the status.
@@ -53,11 +56,11 @@ class ModelRunner:
         self.dtype = dtype
         self.sliding_window = sliding_window
         self.vocab_size = vocab_size
-        self.spare_tokens = spare_tokens
         self.features = features
         self.num_forwards = 0
         self.backend = backend or HostBackend(cache, dtype, sliding_window)
-        self._step = step
+        self._spare_tokens, self._promised = spare_tokens, promised
+        self._take(step)
         self._execution = execution
         self._compilation: Compilation | None = None
         self._on_swap: Callable[[], None] = lambda: None
@@ -75,7 +78,8 @@ class ModelRunner:
             dtype=self.dtype,
             sliding_window=self.sliding_window,
             vocab_size=self.vocab_size,
-            spare_tokens=self.spare_tokens,
+            spare_tokens=self._spare_tokens,
+            promised=self._promised,
             backend=self.backend,
             features=self.features,
             execution="compiled",
@@ -99,7 +103,7 @@ class ModelRunner:
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
         """Lays a step of this model out."""
-        return StepPlan.of(steps, self.cache.scratch_row, self.spare_tokens)
+        return StepPlan.of(steps, self.cache.scratch_row, self.shapes)
 
     def close(self) -> None:
         """Gives up what other processes take part in. Idempotent."""
@@ -122,11 +126,17 @@ class ModelRunner:
         self.num_forwards += len(ranked)
         return ranked
 
+    def _take(self, step: StepFunction) -> None:
+        """Runs ``step`` from now on, in the shapes that it needs."""
+        self._step = step
+        native = getattr(step, "is_native", False)
+        self.shapes = Shapes.needed(native=native, promised=self._promised, spare_tokens=self._spare_tokens)
+
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """The logits of a plan; and its states, behind which there may be rows of padding."""
         self.num_forwards += 1
         if self._compilation is not None and (step := self._compilation.take()) is not None:
-            self._step = step
+            self._take(step)
             self._on_swap()
         with torch.no_grad():
             self.cache.copy(plan.copies)

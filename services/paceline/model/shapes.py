@@ -10,15 +10,20 @@ CPU (torch 2.13, oneDNN and MKL, AVX512 without AMX) this was measured to hold, 
 3. the key length of every step is one of ``KEY_PAGES`` pages (modulo 8): within each 512-key block the kernel
    splits the sum over 256 or 320 keys in halves, all other multiples of 64 at the same 192 keys.
 
-The second and third are those of torch's attention. The native one (``attention/native.py``) needs neither, and neither
-costs it anything: it leaves padding out. Masked keys add exact zeros, so padding is free of error. Two more depend on
-the model: ``experts.py`` holds the first for every expert, and ``tails.py`` finds the padding that elementwise kernels
-need. ``selftest.py`` compares the bits at start-up.
+The first is that of libraries' products, the others are those of torch's attention. Where a compiled model computes
+all of them natively (``compiled/linear.py``, ``attention/native.py``), each a sum in one order, a step has exactly its
+tokens; so it has where no promise depends on bits, as of a draft. ``Shapes`` says which rules a model's steps keep.
+
+Masked keys add exact zeros, so padding is free of error. Two more rules depend on the model: ``experts.py`` holds the
+first for every expert, and ``tails.py`` finds the padding that elementwise kernels need. ``selftest.py`` compares the
+bits at start-up, of the shapes that are used.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Self
 
 from paceline.types import PAGE_SIZE
 
@@ -32,24 +37,67 @@ QUERY_ROW_LEN = 16
 """Prefill chunks are cut into query rows of this length when they share a step with short rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The rules that the sizes of a model's steps keep; by default all of them, which any kernels may need."""
+
+    least_tokens: int = MIN_TOKENS
+    """Tokens, and rows of logits, of every step."""
+    query_multiple: int = QUERY_MULTIPLE
+    """Query rows come in multiples of it."""
+    key_pages: bool = True
+    """Key lengths are those of ``KEY_PAGES``; False: as many pages as there are."""
+    few_sizes: bool = True
+    """Numbers of tokens are rounded up to few different ones (``padded_tokens``)."""
+    spare_tokens: int = 0
+    """Padding behind the last token (``tails.py``)."""
+
+    @classmethod
+    def needed(cls, *, native: bool, promised: bool, spare_tokens: int) -> Self:
+        """What a model on the CPU needs.
+
+        Args:
+            native: all of its products and its attention are native ones, as ``compiled/package.py`` finds.
+            promised: verification must have the bits of decoding, as of a target.
+            spare_tokens: what its elementwise kernels need for that.
+        """
+        if native or not promised:
+            return cls(1, 1, key_pages=False, few_sizes=not native, spare_tokens=spare_tokens if promised else 0)
+        return cls(spare_tokens=spare_tokens)
+
+    def tokens(self, num_tokens: int) -> int:
+        """Tokens, or rows of logits, that a step computes for ``num_tokens``: one at least."""
+        if self.few_sizes:
+            return padded_tokens(num_tokens, self.spare_tokens, self.least_tokens)
+        return max(num_tokens + self.spare_tokens, self.least_tokens)
+
+    def row_len(self, num_tokens: int) -> int:
+        """Length of the query row of so many tokens."""
+        return padded_row_len(num_tokens, self.query_multiple)
+
+    def pages(self, num_pages: int) -> int:
+        """Length of the page tables that cover ``num_pages``."""
+        return padded_pages(num_pages) if self.key_pages else num_pages
+
+
 def padded_pages(num_pages: int) -> int:
     """Smallest batch-invariant page count that covers ``num_pages``."""
     blocks, rest = divmod(num_pages, _BLOCK_PAGES)
     return blocks * _BLOCK_PAGES + KEY_PAGES[rest]
 
 
-def padded_row_len(num_tokens: int) -> int:
+def padded_row_len(num_tokens: int, multiple: int = QUERY_MULTIPLE) -> int:
     """Smallest batch-invariant query row length that covers ``num_tokens``."""
-    return -(-num_tokens // QUERY_MULTIPLE) * QUERY_MULTIPLE
+    return -(-num_tokens // multiple) * multiple
 
 
 @functools.lru_cache(4096)
-def padded_tokens(num_tokens: int, spare: int = 0) -> int:
+def padded_tokens(num_tokens: int, spare: int = 0, least: int = MIN_TOKENS) -> int:
     """Tokens, or rows of logits, that a step computes for ``num_tokens``, at least ``spare`` of them padding.
 
     oneDNN keeps code of its own for every number that it has met, some megabytes a model: so there are few. Exact up
     to 16, multiples of 2 up to 32, of 4 up to 64, of 16 up to 256, of 64 beyond.
     """
     multiple = next((m for end, m in ((16, 1), (32, 2), (64, 4), (256, 16)) if num_tokens <= end), 64)
-    padded = max(MIN_TOKENS, -(-num_tokens // multiple) * multiple)
+    padded = max(least, -(-num_tokens // multiple) * multiple)
     return padded if padded - num_tokens >= spare else padded + spare

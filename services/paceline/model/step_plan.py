@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.model import layout
 from paceline.model.kv_cache import KVCache
-from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_row_len, padded_tokens
+from paceline.model.shapes import QUERY_ROW_LEN, Shapes
 from paceline.types import PAGE_SIZE, pages_for
 
 
@@ -183,13 +183,14 @@ def arrays_of(shape: StepShape, buffer: Tensor) -> StepArrays:
     return StepArrays(*views)._replace(visible=bits.reshape(shape.rows, shape.row_len, shape.num_keys))
 
 
+_ALL_RULES = Shapes()
 _NUM_SIZES = 9
 """Integers that begin a frame: the wanted logits, the shape, and how many pages are copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward as integers on the host, padded to the shapes of ``shapes.py``, in one buffer.
+    """One forward as integers on the host, padded by the rules of ``shapes.py``, in one buffer.
 
     T tokens in B query rows of n, with page tables of one length. Everything that a rank needs to take the same step
     as another: page numbers mean the same on all of them.
@@ -205,10 +206,10 @@ class StepPlan:
     """Pages that are copied before the step, on every rank: (from, to) each."""
 
     @classmethod
-    def of(cls, steps: Sequence[SequenceStep], scratch_row: int, spare_tokens: int = 0) -> Self:
-        """Lays the new tokens of sessions out; at least ``spare_tokens`` of padding come behind them."""
+    def of(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes = _ALL_RULES) -> Self:
+        """Lays the new tokens of sessions out, padded to ``shapes``."""
         lengths = [len(step.token_ids) for step in steps]
-        num_tokens, row_len = sum(lengths), _row_len(lengths)
+        num_tokens, row_len = sum(lengths), _row_len(lengths, shapes)
         ids, rows, pages, also = array("q"), array("q"), array("q"), array("q")
         for step in steps:
             for base, row in step.also:
@@ -224,12 +225,12 @@ class StepPlan:
         num_rows = max(max(rows) + 1, *keys)
         num_logits = sum([step.num_logits for step in steps])
         shape = _shape(
-            padded_tokens(num_tokens, spare_tokens),
-            padded_tokens(num_tokens + len(also) // 2, spare_tokens),
-            padded_tokens(num_logits, spare_tokens),
+            shapes.tokens(num_tokens),
+            shapes.tokens(num_tokens + len(also) // 2),
+            shapes.tokens(num_logits),
             sum([-(-length // row_len) for length in lengths]),
             row_len,
-            padded_pages(pages_for(num_rows)),
+            shapes.pages(pages_for(num_rows)),
             is_tree,
         )
         buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
@@ -371,11 +372,11 @@ def _tree_columns(owners: Sequence[tuple[SequenceStep, int, int]], local: NDArra
             into.key_positions[own, : of_step.shape[1]] = step.key_positions.numpy()
 
 
-def _row_len(lengths: Sequence[int]) -> int:
+def _row_len(lengths: Sequence[int], shapes: Shapes) -> int:
     """Query row length: whole sequences, unless long ones share the step with short ones."""
-    shortest, longest = min(lengths), padded_row_len(max(lengths))
+    shortest, longest = min(lengths), shapes.row_len(max(lengths))
     if len(lengths) > 1 and longest > QUERY_ROW_LEN and shortest <= longest // 2:
-        return max(QUERY_ROW_LEN, padded_row_len(shortest))
+        return max(QUERY_ROW_LEN, shapes.row_len(shortest))
     return longest
 
 

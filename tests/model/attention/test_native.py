@@ -28,7 +28,6 @@ from tests.support.rings import pairs_first
 from torch import Tensor
 
 from paceline.errors import EngineError
-from paceline.model import step_plan
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.paged import paged_attention
 from paceline.model.compiled import linear as cpu_linear
@@ -301,11 +300,10 @@ def test_bits_are_those_of_being_alone(seed, dtype, rows, row_len, pages, heads,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_model_verifies_what_it_decodes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_verifies_what_it_decodes(dtype: torch.dtype) -> None:
     """The whole step, at contexts beside the edges of blocks, with the rules for query rows and keys switched off."""
-    monkeypatch.setattr(step_plan, "padded_row_len", lambda n: n)
-    monkeypatch.setattr(step_plan, "padded_pages", lambda n: n)
     runner = prepare(random_model("llama", dtype=dtype), compile=False, attention="native").runner(12)
+    runner.shapes = replace(runner.shapes, query_multiple=1, key_pages=False)
     assert check_invariance(runner).holds
     tokens = prompt(1, 140)
     pages = runner.cache.allocate(3)

@@ -26,6 +26,7 @@ from paceline.model.compiled.package import CompiledPackage
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.selftest import check_invariance
+from paceline.model.shapes import MIN_TOKENS
 from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import Mode, SamplingParams
@@ -116,7 +117,8 @@ IN_CI = [("llama", torch.float32), ("gemma2", torch.bfloat16)]
 def test_compiled_families(family: str, dtype: torch.dtype) -> None:
     """fp32: eager's tokens. bf16 (which rounds differently when fused): the same in every mode, if invariant."""
     compiled = prepare(random_model(family, dtype=dtype), compile=True)
-    if dtype is torch.float32:
+    if dtype is torch.float32:  # whose products are a library's
+        assert compiled.runner(8).shapes.least_tokens == MIN_TOKENS
         same_tokens(compiled, prepare(random_model(family), compile=False))
         return
     report = check_invariance(compiled.runner(8))

@@ -180,6 +180,7 @@ class _RankStep:
 
     def __init__(self, step: StepFunction, group: Collectives) -> None:
         self._step, self._group = step, group
+        self.is_native = getattr(step, "is_native", False)
 
     def __call__(self, *inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
         with self._explained():

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import re
 import tempfile
 import weakref
 import zipfile
@@ -50,6 +51,9 @@ _OPTIONS = ("-march=native",)
 _HUGE_PAGE, _LARGE = 1 << 21, 1 << 24
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux; there are no such files as are read below elsewhere
 _NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
+_LIBRARY_CALL = re.compile(rb"\baoti_torch_cpu_(\w+)\(")
+_NATIVE = {b"packed_linear", b"attend_pages", b"midway", b"ranks_sum", b"ranks_gather"}
+"""Operators of ours, which compute every token alike in steps of any size."""
 
 
 def load_package(path: Path) -> StepFunction:
@@ -60,14 +64,16 @@ def load_package(path: Path) -> StepFunction:
         log.warning("%s calls operators that only torch's loader can: its steps hold up other threads", path.name)
         loaded: StepFunction = torch._inductor.aoti_load_package(str(path))
         return loaded
-    return CompiledPackage(path)
+    return CompiledPackage(path, is_native=all(_NATIVE.issuperset(_LIBRARY_CALL.findall(each)) for each in sources))
 
 
 class CompiledPackage:
     """The one model of a CPU package. ``inputs``: tensors and lists of tensors, as for the export."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises EngineError if the package cannot be loaded here."""
+    def __init__(self, path: Path, *, is_native: bool = False) -> None:
+        """``is_native``: it calls no operators but ours, so that its steps need none of the padding that products and
+        attention of other libraries do (``shapes.py``). Raises EngineError if the package cannot be loaded here."""
+        self.is_native = is_native
         with zipfile.ZipFile(path) as package, tempfile.TemporaryDirectory(prefix="paceline-package-") as folder:
             package.extractall(folder)
             (library,) = Path(folder).rglob("*.so")
