@@ -147,7 +147,7 @@ def _runner(
     require_draft(setup, checkpoint, placement, group)
     model = load_model(checkpoint, options, group, placement, later=begins_eagerly(options, checkpoint, placement))
     max_len = min(setup.max_model_len or model.max_len, model.max_len)
-    return model, model.runner(draft_pages(setup, max_len)), max_len
+    return model, model.runner(draft_pages(setup, max_len), promised=False), max_len
 
 
 def _modelless_drafter(setup: DraftSetup, options: DraftOptions | ModellessOptions, target: Checkpoint) -> _Built:

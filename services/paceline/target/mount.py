@@ -226,7 +226,7 @@ def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, plac
     require_draft(draft_setup, checkpoint, placement)
     model = load_model(checkpoint, options, None, placement, later=begins_eagerly(options, checkpoint, placement))
     max_len = min(setup.options.max_model_len or model.max_len, model.max_len)
-    runner = model.runner(draft_pages(draft_setup, max_len))
+    runner = model.runner(draft_pages(draft_setup, max_len), promised=False)
     num_sessions = setup.options.max_sessions
     max_pages = min(pages_for(max_len + TREE_BUDGET) + 1, runner.cache.num_pages)
     limits = Limits(num_sessions, num_sessions, max_pages, is_tree=True)
