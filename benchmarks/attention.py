@@ -4,7 +4,7 @@ First one layer's attention alone, keys and values written and read, with the he
 model; "cold": after 48 MiB have been written elsewhere, as the weights of a step would have been read. Then whole
 compiled steps of a model. Kernels take turns; printed are first quartiles and their ratio.
 
-    python benchmarks/attention.py [--dtype bfloat16] [--model DIRECTORY] [--rounds 25]
+    python benchmarks/attention.py [--dtype bfloat16] [--model DIRECTORY] [--rounds 25] [--cpu-threads 2]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline.cli.table import table
 from paceline.config import ModelOptions
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.paged import paged_attention
+from paceline.model.compiled import linear as cpu_linear
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.shapes import padded_pages, padded_row_len
 from paceline.model.step_plan import SequenceStep
@@ -96,10 +97,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--model", help="checkpoint to compile and time whole steps of")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--cpu-threads", type=int, default=1, help="that share what is native")
     args = parser.parse_args()
     if reason := cpu_attention.unavailable():
         raise SystemExit(f"the native attention {reason}")
     torch.set_num_threads(1)
+    if args.cpu_threads > 1:
+        if reason := cpu_linear.why_not_shared(args.cpu_threads, torch.device("cpu"), torch.bfloat16):
+            raise SystemExit(f"--cpu-threads is {args.cpu_threads}: {reason}")
+        cpu_attention.share_by(cpu_linear.sharer())
+        cpu_linear.share_products(args.cpu_threads)
     dtype, elsewhere = getattr(torch, args.dtype), torch.zeros(12 << 20)
     kernels: tuple[Kernel, ...] = get_args(Kernel)
     module: Any = SimpleNamespace(layer_idx=0)
