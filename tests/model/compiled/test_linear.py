@@ -21,6 +21,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError
+from paceline.model.attention import native as cpu_attention
+from paceline.model.compiled import aot
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import artifact_key
 from paceline.model.compiled.linear import PackedLinear, linear, pack, pack_layers, replace_linears
@@ -178,6 +180,17 @@ def test_threads_of_one_core_take_turns(shared: Callable[[int], None]) -> None:
             assert torch.equal(linear(x, packed, None, 1024), alone)
 
     in_a_thread(work)
+
+
+@needed
+def test_the_attention_of_a_compiled_step_is_shared_as_its_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int | None] = []
+    monkeypatch.setattr(aot, "load_package", lambda path: path)
+    monkeypatch.setattr(cpu_attention, "share_by", lambda share: given.append(share.value))
+    assert aot._load(Path("step.pt2"), "sdpa") == Path("step.pt2")
+    assert given == []
+    assert aot._load(Path("step.pt2"), "native") == Path("step.pt2")
+    assert given == [cpu_linear.sharer().value]
 
 
 def test_what_cannot_be_shared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
