@@ -33,7 +33,7 @@ _LARGEST_TABLE = 1024
 def size_class(num_tokens: int) -> int:
     """The largest number of tokens whose steps are averaged with those of ``num_tokens``."""
     if num_tokens <= _EXACT:
-        return max(num_tokens, MIN_TOKENS)
+        return num_tokens
     return padded_row_len(num_tokens) if num_tokens <= _LARGE else -(-num_tokens // 64) * 64
 
 
@@ -116,7 +116,7 @@ class StepCost:
         points = _monotone([(at, s.value, float(min(s.count, 32))) for at, s in sorted(self._sizes.items())])
         points = _with_padding(points)
         first, value = points[0]
-        if first > MIN_TOKENS:  # no fewer than these are ever computed
+        if first > MIN_TOKENS:  # some models compute no fewer than these
             value *= MIN_TOKENS / first
             points = [(MIN_TOKENS, value), *points]
         points = [(0, value), *points]
