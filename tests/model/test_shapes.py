@@ -314,22 +314,51 @@ def test_a_model_keeps_the_rules_that_it_needs() -> None:
     assert Shapes.needed(native=True, promised=False, spare_tokens=2) == EXACT
 
 
+class NativeStep:
+    """Says that it needs no padding, and computes nothing."""
+
+    is_native = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return torch.zeros(1, len(inputs[2]), self.vocab_size)
+
+
+class Compiled:
+    """A compilation that has ended."""
+
+    execution = "compiled"
+
+    def __init__(self, step: NativeStep) -> None:
+        self.steps = [step]
+
+    def start(self) -> None:
+        """Nothing is left to do."""
+
+    def take(self) -> NativeStep | None:
+        return self.steps.pop() if self.steps else None
+
+
 def test_a_runner_pads_by_what_it_runs() -> None:
-    """A draft's is eager first: its shapes change with its step. A target's are those of a promise until then."""
+    """A draft is eager first: its shapes change with its step. A target's keep the rules until its step is native."""
     model = prepare(random_model("llama"), compile=False)
-
-    def native(*inputs: object) -> None:
-        raise AssertionError("not run")
-
-    native.is_native = True  # type: ignore[attr-defined]
     step = steps_of([1, 2, 3], 0, 1, [0])
-    for promised, sizes in ((True, (4, 4)), (False, (1, 1))):
+
+    def sizes(runner: ModelRunner) -> tuple[int, int]:
+        shape = runner.plan([step]).shape
+        return shape.tokens, shape.row_len
+
+    for promised, spare in ((True, 2), (False, 0)):
         runner = model.runner(4, promised=promised)
-        shape, spare = runner.plan([step]).shape, 2 if promised else 0
-        assert (shape.tokens, shape.row_len) == sizes
-        assert runner.shapes.spare_tokens == spare
-        shape = runner.compiled(native).plan([step]).shape
-        assert (shape.tokens, shape.row_len) == (1 + spare, 1)
+        assert runner.shapes == Shapes.needed(native=False, promised=promised, spare_tokens=spare)
+        assert sizes(runner) == ((4, 4) if promised else (1, 1))
+        native = NativeStep(runner.vocab_size)
+        assert sizes(runner.compiled(native)) == (1 + spare, 1)
+        runner.follow(Compiled(native))  # type: ignore[arg-type]
+        assert runner.forward([step]).shape == (1, runner.vocab_size)
+        assert runner.shapes == Shapes.needed(native=True, promised=promised, spare_tokens=spare)
 
 
 @pytest.mark.slow
