@@ -4,13 +4,15 @@
 
 A real ``paceline serve``; every client sends one request after the other, and after RESOURCE_EXHAUSTED tries again
 when the service told it to. Printed: answers, tries of each, the time until a refusal, and what is left of the wait of
-those that were served. A try counts if it had ended when the time was over.
+those that were served; and apart from these, what the first crowd was told, of which nothing had ended yet. A try
+counts if it had ended when the time was over.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -25,8 +27,9 @@ from paceline.types import SamplingParams
 from paceline_bench.processes import ServiceProcess
 
 PROMPT = "def read_file(path):"
-WARM_UP_S = 5.0
-"""The first answers of all clients begin at one time: nothing is counted before these are spread."""
+WARM_UP_S = 20.0
+"""The first answers all begin at one time, and the first crowd is told when to come before any has ended: nothing else
+is counted before that crowd should have come back."""
 
 
 @dataclass
@@ -39,13 +42,15 @@ class Seen:
     refused_s: list[float] = field(default_factory=list)
     """Time until each refusal."""
     hints_s: list[float] = field(default_factory=list)
+    first_hints_s: list[float] = field(default_factory=list)
+    """What each client was told by its first try, before it was counted."""
     first_token_s: list[float] = field(default_factory=list)
     """Time until the first token of each answer, from the try that brought it."""
 
 
 async def _client(client: AsyncClient, number: int, max_tokens: int, seen: Seen, begins_s: float) -> None:
     """Requests one after the other, for good."""
-    while True:
+    for attempt in itertools.count():
         started = time.monotonic()
         sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=number, ignore_eos=True)
         try:
@@ -58,6 +63,8 @@ async def _client(client: AsyncClient, number: int, max_tokens: int, seen: Seen,
                 seen.tries += 1
                 seen.refused_s.append(time.monotonic() - started)
                 seen.hints_s.append(error.retry_after_s)
+            elif attempt == 0:
+                seen.first_hints_s.append(error.retry_after_s)
             await asyncio.sleep(error.retry_after_s)
             continue
         except Exception as error:
@@ -124,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"tries an answer  {seen.tries / max(seen.answers, 1):.2f}")
     print(f"refused after    {_quantiles(seen.refused_s)}")
     print(f"told to wait     {_quantiles(seen.hints_s)}")
+    print(f"first crowd told {_quantiles(seen.first_hints_s)}")
     print(f"first token      {_quantiles(seen.first_token_s)}")
     for text in sorted(set(seen.failed)):
         print(f"failed: {text}")

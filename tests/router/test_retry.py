@@ -91,6 +91,21 @@ def test_150_clients_that_obey_try_at_most_twice_for_an_answer(queued: int, serv
             assert day.ended_s <= 1.6 * day.answers * service_s / 16, (seed, again, day)
 
 
+def test_the_first_crowd_is_not_told_to_wait_twice_as_long_as_its_places_take() -> None:
+    """The crowd of benchmarks/crowd.py: nothing has ended by which to tell that a place becomes free every 0.1 s."""
+    told: list[float] = []
+
+    def obey(hint_s: float) -> float:
+        told.append(hint_s)
+        return hint_s
+
+    for seed in range(5):
+        told.clear()
+        serve(150, queued=16, service_s=1.6, again=False, seed=seed, cold=True, obey=obey)
+        first = told[: 150 - 16 - 16]
+        assert max(first) <= 2 * len(first) * 1.6 / 16, (seed, max(first))
+
+
 def test_clients_that_obey_a_constant_hint_try_far_more_often() -> None:
     """The mutants: the least hint there is, and every client the same one."""
     constant: list[Callable[[float], float]] = [lambda _: LEAST_S, lambda _: 1.0]

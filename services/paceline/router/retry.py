@@ -20,8 +20,9 @@ _RECENT_S = 60.0
 _QUIET_S = 5.0
 """A crowd is over when all who were told to come should have come this long ago."""
 _REMEMBERED = 4096
-_ASSUMED_SERVICE_S = 5.0
-"""Duration of a request before any has ended."""
+_ASSUMED_SERVICE_S = 2.5
+"""Duration of a request before any has ended. Who is told to come too early is told again, by what has been seen until
+then; who is told to come too late waits for nothing."""
 _PRIOR_RETURNS = 16.0
 """Clients that come back as told before it counts much how many were refused again."""
 _PRIOR_PLACES = 4.0
