@@ -20,6 +20,7 @@ from paceline.types import Cause
 
 pytestmark = needs_kubectl
 
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=REPOSITORY / "build/prometheus/usr/bin")
 _MONITOR_ONLY = {catalogue.REPLICAS_UP.name}
 """Made by the monitor for its page: no process mirrors it to Ray."""
 _ANYWHERE = {"namespace", "ray_io_cluster", "ReplicaId", "le"}
@@ -269,13 +270,13 @@ def test_pods_are_scraped_by_ports_that_they_have():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is missing")
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing: make promtool")
 def test_alerts_fire_when_they_should_and_only_then(tmp_path):
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": rules()}))
     tests = (K8S / "components" / "monitoring" / "rules_test.yaml").read_text()
     (tmp_path / "rules_test.yaml").write_text(tests)
     for command in (["check", "rules", "rules.yaml"], ["test", "rules", "rules_test.yaml"]):
-        done = subprocess.run(["promtool", *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([PROMTOOL, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
     tested = {case["alertname"] for test in yaml.safe_load(tests)["tests"] for case in test["alert_rule_test"]}
     assert tested == set(alerts())
