@@ -6,6 +6,7 @@ The vocabulary comes in pairs whose rows of the output layer differ by 3e-7, so 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from tests.support.rings import nightly, slow
 from transformers import PreTrainedModel
 
 from paceline.model import experts, loading
+from paceline.model.attention import native as cpu_attention
+from paceline.model.compiled import linear as cpu_linear
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.selftest import check_invariance
+from paceline.model.step import Step
 from paceline.types import Mode, SamplingParams
 
 NUM_SESSIONS = 10
@@ -75,8 +79,11 @@ def changed(target: LoadedModel, draft: LoadedModel | None, mode: Mode) -> int:
 def test_no_session_changes_in_a_batch(family: str, changes: dict) -> None:
     """Plain, sequential and overlapped, experts and odd widths: 0 of 10 sessions; the self-test says the same."""
     model = near_ties(family, changes)
-    draft = prepare(noisy_copy(model, 0.05), compile=False)
-    target = prepare(model, compile=False)
+    check(prepare(model, compile=False), prepare(noisy_copy(model, 0.05), compile=False))
+
+
+def check(target: LoadedModel, draft: LoadedModel) -> None:
+    """Asserts that the self-test holds and that no session changes in a batch, in any mode."""
     report = check_invariance(target.runner(24))
     assert report.holds, str(report)
     assert {mode: changed(target, draft, mode) for mode in (Mode.PLAIN, Mode.SEQUENTIAL, Mode.OVERLAPPED)} == {
@@ -84,6 +91,36 @@ def test_no_session_changes_in_a_batch(family: str, changes: dict) -> None:
         Mode.SEQUENTIAL: 0,
         Mode.OVERLAPPED: 0,
     }
+
+
+@pytest.fixture
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For compiled steps; operators are from the cache that is kept."""
+    cpu_attention.unavailable()
+    cpu_linear.usable()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_empty_cache")
+def test_no_session_of_compiled_experts_changes_in_a_batch() -> None:
+    """A compiled float32 mixture of experts: the same of the code that the compiler has made."""
+    model = near_ties("qwen3_moe", {})
+    target = prepare(model, compile=True)
+    assert not isinstance(target.step, Step), "it is eager"
+    check(target, prepare(noisy_copy(model, 0.05), compile=False))
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("_empty_cache")
+def test_compiled_experts_that_are_not_padded_change_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant of compiled steps."""
+    if not torch.backends.mkl.is_available():
+        return  # products by another library may not need it
+    monkeypatch.setattr(loading, "pad_experts", lambda model: False)
+    target = prepare(near_ties("qwen3_moe", {}), compile=True)
+    assert not check_invariance(target.runner(24)).holds
+    assert changed(target, None, Mode.PLAIN) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *slow(["longcat_flash"])])

@@ -48,7 +48,7 @@ def pad_experts(model: PreTrainedModel) -> bool:
 def padded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """``[T, hidden] -> [T, hidden]`` by the experts ``chosen`` ``[T, k]`` of each token and their ``weights``."""
     out: Tensor = grouped_mm_experts_forward(module, *_with_padding(module.num_experts, hidden, chosen, weights))
-    return out[: len(hidden)]
+    return out[: hidden.shape[0]]  # len() would make a constant of a compiled step's tokens
 
 
 def _padded(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
