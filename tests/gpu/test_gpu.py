@@ -238,6 +238,28 @@ def test_the_local_pipeline_in_threads(tmp_path) -> None:
             assert len(texts[0]) == 48
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_ranks_over_nccl_have_one_text_in_all_modes(tmp_path) -> None:
+    """A target over two devices: every mode says what plain decoding says, and greedily what one device says."""
+    folder = save_pair(tmp_path)
+    options = {"dtype": "float32", "compile": False, "device": DEVICE}
+
+    def texts(num_ranks: int, temperature: float) -> list[tuple[int, ...]]:
+        target = TargetModel(
+            path=str(folder / "target"), max_sessions=4, adaptive=False, tensor_parallel_size=num_ranks, **options
+        )
+        draft = DraftModel(path=str(folder / "draft"), **options)
+        sampling = SamplingParams(max_tokens=48, seed=5, ignore_eos=True, temperature=temperature)
+        with LocalPipeline(LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)) as pipeline:
+            asked = [pipeline.submit(prompt(1, 30), sampling, SpeculationParams(mode=mode)) for mode in Mode]
+            return [generation.result.token_ids for generation in asked]
+
+    greedy, drawn = texts(2, 0.0), texts(2, 0.9)
+    assert greedy == [greedy[0]] * len(Mode) == texts(1, 0.0)
+    assert drawn == [drawn[0]] * len(Mode)
+    assert len(greedy[0]) == len(drawn[0]) == 48
+
+
 def test_memory_does_not_grow() -> None:
     """Neither what is in use nor what is reserved, after the first requests have been served."""
     model = loaded("llama")

@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from paceline.checkpoint.tokenizer import load_tokenizer
-from paceline.config import HeadOptions, LocalConfig
+from paceline.config import HeadOptions, LocalConfig, TargetOptions
 from paceline.core.processors import Row, SamplerState
 from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError, EngineError
@@ -391,6 +392,37 @@ def test_one_rank_needs_no_meeting(checkpoints: Path) -> None:
     rendezvous, followers = process_ranks(config_of(checkpoints, target=3).target_setup())
     assert rendezvous is not None
     assert (rendezvous.degree, rendezvous.rank, len(followers)) == (3, 0, 2)
+
+
+@pytest.mark.parametrize(("seen", "devices"), [(2, [0, 1]), (4, [0, 1]), (1, [0, 0])])
+def test_each_rank_makes_its_own_device_the_current_one(
+    seen: int, devices: list[int], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that a host shows to its ranks the one of its number; the only one that is shown to it alone."""
+    current: list[torch.device] = []
+    joined: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(ranks_module, "_join", lambda rendezvous, device: joined.append(device) or nullcontext())
+    meeting = Rendezvous("tcp:10.0.0.1:6000", degree=2)
+    for rank in range(2):
+        with ranks_module.ranked(str(checkpoints), TargetOptions(device="cuda"), meeting.of(rank)):
+            pass
+    assert current == joined == [torch.device("cuda", number) for number in devices]
+
+
+def test_ranks_of_one_host_that_see_too_few_devices_are_refused(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    meeting = Rendezvous("file:nowhere", degree=2, rank=1)
+    with (
+        pytest.raises(ConfigError, match="is 2 and there are 1 GPUs: at most 1 are allowed here"),
+        ranks_module.ranked(str(checkpoints), TargetOptions(device="cuda"), meeting),
+    ):
+        pass
 
 
 def test_graphs_of_several_ranks_are_refused() -> None:
