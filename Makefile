@@ -104,10 +104,14 @@ $(SUPPLY): requirements-supply.txt
 
 # Without torch and what only torch needs: which build of it is right depends on the device, and it has an index of its
 # own. The same for every machine and Python that is supported.
+# k8s/image/requirements.txt is the part that the image needs.
 lock: $(SUPPLY)
-	echo "torch ; python_version < '0'" | $(SUPPLY)/bin/uv pip compile -q --universal --python-version 3.11 \
-		--generate-hashes --no-header --no-annotate --override - --extra serve --extra quant --extra tracing --extra bench --extra dev \
-		-c constraints.txt -o requirements.txt pyproject.toml
+	$(call lock,requirements.txt,constraints.txt,serve quant tracing bench dev)
+	$(call lock,k8s/image/requirements.txt,requirements.txt,serve tracing)
+
+# $(call lock,FILE,CONSTRAINTS,EXTRAS)
+lock = echo "torch ; python_version < '0'" | $(SUPPLY)/bin/uv pip compile -q --universal --python-version 3.11 \
+	--generate-hashes --no-header --no-annotate --override - $(addprefix --extra ,$(3)) -c $(2) -o $(1) pyproject.toml
 
 # Fails where the advisory database cannot be asked, too: silence is no answer.
 audit: $(SUPPLY)

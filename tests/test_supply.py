@@ -16,9 +16,12 @@ APART = {"torch"}
 """Which build of it is right depends on the device; ``make setup`` and the image take it from an index of its own."""
 
 
-def locked() -> dict[str, tuple[str, list[str]]]:
-    """Name -> version and hashes, of ``requirements.txt``."""
-    text = (REPOSITORY / "requirements.txt").read_text().replace("\\\n", " ")
+IMAGE = "k8s/image/requirements.txt"
+
+
+def locked(file: str = "requirements.txt") -> dict[str, tuple[str, list[str]]]:
+    """Name -> version and hashes, of a file."""
+    text = (REPOSITORY / file).read_text().replace("\\\n", " ")
     found = {}
     for line in text.splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
@@ -73,6 +76,14 @@ def test_nothing_that_the_tree_needs_is_left_out():
     assert not missing, f"{sorted(missing)}: make lock"
 
 
+def test_the_image_installs_a_part_of_the_same_packages_that_leaves_nothing_out():
+    everything, image = locked(), locked(IMAGE)
+    assert {name: everything.get(name) for name in image} == image, "make lock"
+    missing = needed({"serve", "tracing"}) - set(image)
+    assert not missing, f"{sorted(missing)}: make lock"
+    assert not {"pytest", "ruff", "mypy", "matplotlib"} & set(image)
+
+
 def test_the_night_asks_for_known_weaknesses_and_cannot_pass_without_an_answer():
     def plan(target):
         done = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -82,4 +93,5 @@ def test_the_night_asks_for_known_weaknesses_and_cannot_pass_without_an_answer()
     assert "exit 1" in audit
     assert "make audit" in plan("test-nightly") or "pip-audit" in plan("test-nightly")
     assert "cyclonedx-py environment" in plan("sbom")
-    assert "--generate-hashes" in plan("lock")
+    assert plan("lock").count("--generate-hashes") == 2
+    assert f"-o {IMAGE} " in plan("lock")

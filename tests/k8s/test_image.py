@@ -129,7 +129,17 @@ def test_a_digest_reaches_every_container_of_the_image(tmp_path):
 
 def test_the_image_installs_the_service():
     (install,) = (value for value in values(stages()["dependencies"], "RUN") if "torch==" in value)
-    assert '"$(ls /tmp/wheels/*.whl)[serve,tracing]"' in install
+    assert '--no-index "$(ls /tmp/wheels/*.whl)[serve,tracing]"' in install
+
+
+def test_the_image_takes_every_package_but_torch_by_its_hash():
+    """What pip may fetch at all: torch from the index that fits the device, and what the locked file names."""
+    (install,) = (value for value in values(stages()["dependencies"], "RUN") if "torch==" in value)
+    torch, packages, wheel = re.findall(r"pip install --no-cache-dir ([^&]+)|pip install (--no-index [^&]+)", install)
+    assert torch[0].split() == ["--index-url", "${index}", "torch==${TORCH_VERSION}"]
+    assert packages[0].split() == ["--require-hashes", "--no-deps", "-r", "/tmp/requirements.txt"]
+    assert wheel[1].startswith("--no-index")
+    assert "k8s/image/requirements.txt /tmp/requirements.txt" in values(stages()["dependencies"], "COPY")
 
 
 def test_what_the_build_copies_is_there_and_not_ignored():

@@ -1,7 +1,7 @@
 """The steps of the image's Dockerfile, executed without containers: the root of a stage is a folder.
 
 Absolute paths of a step become paths below that folder. Nothing is fetched: the base images have the packages that are
-installed here, so pip installs the wheel alone, and checks its extras and the constraints against them. The build
+installed here, so pip installs the wheel alone, and checks the locked versions and the extras against them. The build
 frontend, which would fetch hatchling, and chown, which is for root, are stand-ins. The steps of ``base-cpu`` and
 ``base-cuda`` change Debian's packages: test_image.py reads them.
 """
@@ -163,7 +163,7 @@ def test_every_step_succeeds_and_pip_installs_the_wheel_alone(image):
     assert image.environment["PYTHONPATH"] == str(site)
     theirs = {"pip", "setuptools", "wheel"}
     installed = {path.name.partition("-")[0] for path in site.glob("*.dist-info")} - theirs
-    assert installed == {"paceline"}, "the others fit constraints.txt as they are"
+    assert installed == {"paceline"}, "the others have the locked versions as they are"
     assert image.shell("paceline --version").split() == ["paceline", __version__]
 
 
