@@ -94,8 +94,13 @@ def test_a_service_that_may_start(capsys, models):
 
 
 def test_json_has_the_same_estimate_and_adds_up(capsys, models):
+    surge = "target_config.deployment_config.max_surge_percent"
     status, found = check_json(capsys, *models)
-    assert (status, found["may_start"], found["findings"]) == (0, True, [])
+    assert (status, found["may_start"]) == (0, True)
+    (finding,) = found["findings"]
+    assert (finding["severity"], finding["key"]) == ("warning", surge)
+    _, surging = check_json(capsys, *models, "--set", f"{surge}=100")
+    assert surging == found | {"findings": [], "left_bytes": surging["left_bytes"]}
     setup = ServiceConfig().target_setup()
     target, draft, router = found["pools"]
     for pool, estimate in (
@@ -133,7 +138,7 @@ def test_it_is_the_start_up_check(capsys, models, memory):
     assert lines[-1] == "The service would not start."
     _, found = check_json(capsys, *flags)
     assert found["may_start"] is False
-    assert [finding["severity"] for finding in found["findings"]] == ["error", "warning"]
+    assert [finding["severity"] for finding in found["findings"]] == ["error", "warning", "warning"]
     config = ServiceConfig.parse(
         {
             "target_config": {

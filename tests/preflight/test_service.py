@@ -97,6 +97,29 @@ def test_nothing_is_wrong_with_the_embedded_pair_and_a_fitting_one(folders):
     require_service(service(folders), ports=False)
 
 
+def test_a_change_in_place_that_leaves_no_target_is_a_warning(folders, caplog):
+    """Not of a service that ends with its command (``surge``), nor where another target or a successor serves."""
+    key = "target_config.deployment_config.max_surge_percent"
+    finding = one(service(folders), surge=True)
+    assert (finding.severity, finding.key) == (WARNING, key)
+    assert finding.message == (
+        f"{key} is null: a change in place stops the only target before its successor serves;"
+        " set it to 100 and have room for one more"
+    )
+    assert one(service(folders, "target", "draft", f"{key}=0"), surge=True).message.startswith(f"{key} is 0: ")
+    scaled = "target_config.deployment_config.autoscaling_config"
+    one(service(folders, "target", "draft", f"{scaled}={{min_replicas: 1, max_replicas: 4}}"), surge=True)
+    for more in (
+        f"{key}=25",
+        "target_config.deployment_config.num_replicas=2",
+        f"{scaled}={{min_replicas: 2, max_replicas: 4}}",
+    ):
+        assert found(service(folders, "target", "draft", more), surge=True) == []
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        require_service(service(folders), ports=False, surge=True)
+    assert finding.message in caplog.text
+
+
 def test_the_checks_need_neither_torch_nor_ray():
     code = (
         "import sys; from paceline.preflight.service import check_service; from paceline.config import ServiceConfig; "

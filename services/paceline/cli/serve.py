@@ -231,7 +231,8 @@ def run_serve(args: argparse.Namespace) -> int:
         return EXIT_DONE
     config = read_config(args)
     local = args.address is None
-    require_service(config, memory=local, cores=False, ports=local)  # our own Ray is told of as many cores as it takes
+    # Our own Ray is told of as many cores as it takes, and what it runs ends with this command.
+    require_service(config, memory=local, cores=False, ports=local, surge=not local)
     with StartView(live=not args.verbose) as view:
         how = {"address": args.address, "dashboard": args.dashboard, "verbose": args.verbose}
         show = view.note if view.is_live else None

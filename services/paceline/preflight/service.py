@@ -112,9 +112,11 @@ class Examination:
         return all(finding.severity is not Severity.ERROR for finding in self.findings)
 
 
-def require_service(config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True) -> None:
+def require_service(
+    config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True, surge: bool = False
+) -> None:
     """Logs the warnings. Raises ConfigError, one clause for each error, if there are any."""
-    findings = check_service(config, memory=memory, cores=cores, ports=ports)
+    findings = check_service(config, memory=memory, cores=cores, ports=ports, surge=surge)
     for finding in findings:
         if finding.severity is Severity.WARNING:
             log.warning("%s", finding.message)
@@ -124,18 +126,21 @@ def require_service(config: ServiceConfig, *, memory: bool = True, cores: bool =
 
 
 def check_service(
-    config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True
+    config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True, surge: bool = False
 ) -> list[Finding]:
     """Everything that is wrong, errors first. The flags are those of ``examine``."""
-    return list(examine(config, memory=memory, cores=cores, ports=ports).findings)
+    return list(examine(config, memory=memory, cores=cores, ports=ports, surge=surge).findings)
 
 
-def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True) -> Examination:
+def examine(
+    config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True, surge: bool = False
+) -> Examination:
     """Examines the pools that would be started, and finds everything that is wrong with them.
 
     ``memory`` and ``cores``: also whether this machine has enough, which is moot where others run the replicas, or
     where Ray is told of more cores than there are. ``ports``: also whether they are free, which they are not where
-    the service runs already.
+    the service runs already. ``surge``: also whether a change in place leaves a target, which is moot for a service
+    that ends with its command.
     """
     findings: list[Finding] = []
     target_setup, draft_setup, draft_config = config.target_setup(), config.draft_setup(), config.draft_config
@@ -165,6 +170,8 @@ def examine(config: ServiceConfig, *, memory: bool = True, cores: bool = True, p
         findings += check_tracing(config)
     if cores:
         findings += _check_cores(config)
+    if surge:
+        findings += _check_surge(config)
     if ports:
         findings += check_access(config)
         findings += check_ports(config.server.host, config.server.grpc_port, config.server.http_port) or (
@@ -543,6 +550,17 @@ def _check_gpus(config: ServiceConfig) -> list[Finding]:
         problem = f"and the other pools reserve {wanted:g} GPUs, and this machine has {gpus}: have fewer replicas"
         findings.append(Finding.error(next(iter(reserved)), problem))
     return findings
+
+
+def _check_surge(config: ServiceConfig) -> list[Finding]:
+    """Serve stops a replica that is replaced before its successor starts, unless it may start one more."""
+    options = config.target_config.deployment_config
+    if options.max_surge_percent or options.first_replicas > 1:
+        return []
+    given = "null" if options.max_surge_percent is None else options.max_surge_percent
+    problem = f"is {given}: a change in place stops the only target before its successor serves"
+    remedy = "set it to 100 and have room for one more"
+    return [Finding.warning(f"{_TARGET}.deployment_config.max_surge_percent", f"{problem}; {remedy}")]
 
 
 def _check_cores(config: ServiceConfig) -> list[Finding]:
