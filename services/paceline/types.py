@@ -242,6 +242,8 @@ class SamplingParams(_RequestParams):
 
     structured_output: StructuredOutput | None = None
     """Forbids the tokens with which the output would not have this form."""
+    allowed_token_ids: tuple[TokenId, ...] | None = None
+    """Forbids all other tokens, those that end the text included; None allows every token."""
     logit_bias: dict[TokenId, float] = Field(default_factory=dict)
     """Added to the logits of these token ids; -inf forbids one."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
@@ -268,6 +270,8 @@ class SamplingParams(_RequestParams):
     """The output ends after so many tokens. The default is lowered to what the prompt leaves of the context."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """The output ends with the first of these."""
+    include_stop_str_in_output: bool = False
+    """The text ends with the stop string that ends it, not before."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
@@ -288,6 +292,8 @@ class SamplingParams(_RequestParams):
         if self.structured_output is not None and self.ignore_eos:
             allowed = "with structured_output, which an end-of-sequence token ends, only false is allowed"
             raise ValueError(f"ignore_eos is true: {allowed}")
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids is empty: at least one token id is needed")
         for words in self.bad_words:
             if not words:
                 raise ValueError("bad_words holds an empty sequence: each needs at least one token id")
@@ -348,7 +354,11 @@ class SamplingParams(_RequestParams):
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError if a field holds a token id outside [0, vocab_size)."""
-        named = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}
+        named: dict[str, Collection[int]] = {
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": self.logit_bias,
+            "stop_token_ids": self.stop_token_ids,
+        }
         for field_name, token_ids in [*named.items(), *(("bad_words", words) for words in self.bad_words)]:
             if max(token_ids, default=0) >= vocab_size:
                 allowed = f"ids in [0, {vocab_size}) are allowed"
@@ -362,8 +372,14 @@ class SamplingParams(_RequestParams):
             "bad_words": {words[0] for words in self.bad_words if len(words) == 1},
             "min_tokens": ends if self.min_tokens else (),
         }
-        if sum(map(len, forbidden.values())) >= vocab_size <= len(set().union(*forbidden.values())):
-            names = " and ".join(name for name, ids in forbidden.items() if ids)
+        allowed = None if self.allowed_token_ids is None else {*self.allowed_token_ids}
+        num = vocab_size if allowed is None else len(allowed)
+        if sum(map(len, forbidden.values())) < num:
+            return
+        ids = set().union(*forbidden.values())
+        if len(ids if allowed is None else ids & allowed) >= num:
+            given = {"allowed_token_ids": allowed, **forbidden}
+            names = " and ".join(name for name, held in given.items() if held)
             raise InvalidRequestError(f"{names} forbid every token: at least one of {vocab_size} must be allowed")
 
 
@@ -371,6 +387,7 @@ class SamplingFields(TypedDict, total=False):
     """Fields of SamplingParams as keyword arguments, for a type checker: each is described there."""
 
     structured_output: StructuredOutput | None
+    allowed_token_ids: Sequence[int] | None
     logit_bias: Mapping[int, float]
     bad_words: Sequence[Sequence[int]]
     min_tokens: int
@@ -383,6 +400,7 @@ class SamplingFields(TypedDict, total=False):
     min_p: float
     max_tokens: int
     stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
     ignore_eos: bool
     seed: int | None
     seed_scope: SeedScope | Literal["prompt", "global"]
@@ -418,6 +436,8 @@ class RequestLimits(_Params, strict=True):
     """Token ids of all sequences of ``bad_words`` together."""
     max_logit_bias: int = Field(default=1024, ge=0)
     """Entries of ``logit_bias``."""
+    max_allowed_token_ids: int = Field(default=1024, ge=1)
+    """Token ids of ``allowed_token_ids``."""
 
     def check(
         self,
@@ -427,6 +447,7 @@ class RequestLimits(_Params, strict=True):
         bad_words: Sized,
         bad_words_sizes: Iterable[int],
         logit_bias: Sized,
+        allowed_token_ids: Sized,
         where: str = "",
     ) -> None:
         """Raises InvalidRequestError for a list that is too long. Nothing is read from the lists before that.
@@ -438,6 +459,7 @@ class RequestLimits(_Params, strict=True):
             "stop_token_ids": (len(stop_token_ids), "ids", self.max_stop_token_ids),
             "bad_words": (len(bad_words), "sequences", self.max_bad_words),
             "logit_bias": (len(logit_bias), "entries", self.max_logit_bias),
+            "allowed_token_ids": (len(allowed_token_ids), "ids", self.max_allowed_token_ids),
         }
         for name, (count, what, limit) in held.items():
             if count > limit:

@@ -242,10 +242,10 @@ def test_version_and_help(capsys):
 def test_every_sampling_flag_reaches_its_field():
     flags = "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --ignore-eos"
     penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
-    kinds = "--seed-scope global --logprobs-mode raw_logprobs --top-logprobs 5"
+    kinds = "--seed-scope global --logprobs-mode raw_logprobs --top-logprobs 5 --include-stop-str-in-output"
     args = build_parser().parse_args(f"generate x {flags} {penalties} {kinds}".split(" "))
     sampling = SamplingParams(**given(args, SamplingParams))
-    others = {"structured_output", "logit_bias", "bad_words", "stop_token_ids"}
+    others = {"structured_output", "allowed_token_ids", "logit_bias", "bad_words", "stop_token_ids"}
     assert sampling.model_dump(exclude=others) == {
         "max_tokens": 9,
         "min_tokens": 2,
@@ -258,6 +258,7 @@ def test_every_sampling_flag_reaches_its_field():
         "presence_penalty": 0.2,
         "frequency_penalty": 0.3,
         "ignore_eos": True,
+        "include_stop_str_in_output": True,
         "seed_scope": "global",
         "logprobs_mode": "raw_logprobs",
         "top_logprobs": 5,

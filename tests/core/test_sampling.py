@@ -32,6 +32,8 @@ def reference(logits, params, prompt, output, eos=()):
     """The distribution after every processor, one token at a time in Python floats. Returns log probs."""
     x = [float(value) for value in logits]
     everything, vocab = [*prompt, *output], range(len(x))
+    if params.allowed_token_ids is not None:
+        x = [value if v in params.allowed_token_ids else -INF for v, value in enumerate(x)]
     for v, bias in params.logit_bias.items():
         x[v] += bias
     for words in params.bad_words:
@@ -79,6 +81,7 @@ TOKEN = st.integers(0, 11)
 # Values on a grid: ties are common, and float32 against float64 does not move a boundary.
 PARAMS = st.builds(
     SamplingParams,
+    allowed_token_ids=st.none() | st.lists(TOKEN, max_size=8).map(lambda ids: (*ids, 11)),
     logit_bias=st.dictionaries(TOKEN, st.sampled_from([-3.0, -0.5, 0.75, 4.0]), max_size=3),
     bad_words=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     min_tokens=st.integers(0, 6),
@@ -314,6 +317,7 @@ def test_top_p_does_not_depend_on_how_many_values_it_looks_at_first(monkeypatch,
 @pytest.mark.parametrize(
     "params",
     [
+        SamplingParams(allowed_token_ids=(1, 12)),
         SamplingParams(logit_bias={12: 1.0}),
         SamplingParams(stop_token_ids=(12,)),
         SamplingParams(bad_words=((1, 12),)),
@@ -336,6 +340,14 @@ def test_options_that_forbid_every_token_are_named():
     session = state(SamplingParams(logit_bias=dict.fromkeys(range(11), -INF), bad_words=((11,),)))
     with pytest.raises(InvalidRequestError, match="logit_bias and bad_words forbid every token at position 2"):
         process(torch.zeros(1, 12), [Row(session)])
+    session = state(SamplingParams(allowed_token_ids=(3, 4), bad_words=((3,), (4,))))
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids and bad_words forbid every token at position 2"):
+        process(torch.zeros(1, 12), [Row(session)])
+
+
+def test_no_token_at_all_cannot_be_allowed():
+    with pytest.raises(ValueError, match="allowed_token_ids is empty: at least one token id is needed"):
+        SamplingParams(allowed_token_ids=())
 
 
 @pytest.mark.parametrize("value", [math.nan, INF])

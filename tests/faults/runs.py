@@ -20,7 +20,13 @@ def requests(num: int = 4, max_tokens: int = 24, **speculation: Any) -> dict[str
     sampling = [
         {"temperature": 1.0},
         {"temperature": 0.0, "repetition_penalty": 1.3},
-        {"temperature": 0.8, "top_k": 40, "frequency_penalty": 0.4, "min_tokens": 3},
+        {
+            "temperature": 0.8,
+            "top_k": 40,
+            "frequency_penalty": 0.4,
+            "min_tokens": 3,
+            "allowed_token_ids": (*range(10, 200), EOS),
+        },
         {"temperature": 1.0, "bad_words": ((20,), (21, 22)), "logit_bias": {EOS: 4.0}},
     ]
     return {

@@ -133,6 +133,8 @@ def test_a_length_that_is_asked_for_must_fit(pipeline: LocalPipeline) -> None:
     "sampling",
     [
         SamplingParams(bad_words=tuple((i,) for i in range(128))),
+        SamplingParams(allowed_token_ids=(5, 6, 5), bad_words=((5,), (6,))),
+        SamplingParams(allowed_token_ids=(127,), stop_token_ids=(127,), min_tokens=1),
         SamplingParams(logit_bias={i: float("-inf") for i in range(127)}, bad_words=((127,),)),
         SamplingParams(logit_bias={i: float("-inf") for i in range(127)}, stop_token_ids=(127,), min_tokens=1),
     ],

@@ -46,6 +46,7 @@ MAX_TOKENS = 20
 
 PROCESSORS: dict[str, dict] = {
     "none": {},
+    "allowed_token_ids": {"allowed_token_ids": (*range(12, 100, 3), EOS)},
     "logit_bias": {"logit_bias": {11: 4.0, 12: -100.0, 40: 2.5}},
     "bad_words": {"bad_words": tuple((a,) for a in range(20, 60)) + tuple((a, a + 1) for a in range(60, 298))},
     "min_tokens": {"min_tokens": 12, "logit_bias": {EOS: 6.0}},
@@ -58,6 +59,7 @@ PROCESSORS: dict[str, dict] = {
     "eos": {"logit_bias": {EOS: 6.0}},
     "stop_id": {"stop_token_ids": tuple(range(100, 200))},
     "all": {
+        "allowed_token_ids": tuple(range(200)),
         "logit_bias": {15: 1.5},
         "bad_words": ((30,), (31, 32)),
         "min_tokens": 4,

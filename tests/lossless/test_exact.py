@@ -207,6 +207,7 @@ PROCESSORS = {
     "top_k": SamplingParams(temperature=1.0, top_k=2),
     "top_p": SamplingParams(temperature=1.0, top_p=0.7),
     "min_p": SamplingParams(temperature=1.0, min_p=0.3),
+    "allowed_token_ids": SamplingParams(temperature=1.0, allowed_token_ids=(2, 0)),
     "logit_bias": SamplingParams(temperature=1.0, logit_bias={0: 1.5, 2: -1.0}),
     "bad_words": SamplingParams(temperature=1.0, bad_words=((1, 2), (0, 0, 1))),
     "min_tokens": SamplingParams(temperature=1.0, min_tokens=2),

@@ -227,9 +227,10 @@ def test_refused_requests():
     text=st.text(alphabet="abcé中🙂", min_size=1, max_size=40),
     stops=st.lists(st.text(alphabet="abcé中🙂", min_size=1, max_size=4), max_size=3),
     sizes=st.lists(st.integers(1, 6), max_size=20),
+    include=st.booleans(),
 )
-def test_chunks_are_the_text_up_to_the_first_stop(text, stops, sizes):
-    session = make(stop=tuple(stops))
+def test_chunks_are_the_text_up_to_the_first_stop(text, stops, sizes, include):
+    session = make(stop=tuple(stops), include_stop_str_in_output=include)
     session.open()
     chunks = feed(session, text, sizes)
     result = session.result
@@ -237,9 +238,10 @@ def test_chunks_are_the_text_up_to_the_first_stop(text, stops, sizes):
     # the obvious twin: character by character, the stop that is complete first ends the text where it begins
     expected = text
     for end in range(1, len(text) + 1):
-        begins = [text[:end].find(s) for s in stops if s in text[:end]]
+        begins = [(text[:end].find(s), i) for i, s in enumerate(stops) if s in text[:end]]
         if begins:
-            expected = text[: min(begins)]
+            at, i = min(begins)
+            expected = text[: at + len(stops[i])] if include else text[:at]
             assert result.finish_reason is FinishReason.STOP
             assert decode(result.token_ids) == text[:end]
             break

@@ -23,6 +23,7 @@ SMALL = RequestLimits(
     max_bad_words=2,
     max_bad_words_tokens=5,
     max_logit_bias=3,
+    max_allowed_token_ids=2,
 )
 BOUNDS = RequestBounds(SMALL, max_model_len=40_000, max_token_bytes=8)
 
@@ -36,6 +37,7 @@ AT_THE_BOUND = {
     "stop_token_ids": [1, 2, 3, 4],
     "bad_words": words(2, 3),
     "logit_bias": {1: 1.0, 2: 1.0, 3: 1.0},
+    "allowed_token_ids": [1, 2],
 }
 OVER = [
     ({"stop": ["a"] * 3}, "sampling_params.stop has 3 strings: at most 2 are allowed"),
@@ -44,6 +46,7 @@ OVER = [
     ({"bad_words": words(1, 1, 1)}, "sampling_params.bad_words has 3 sequences: at most 2 are allowed"),
     ({"bad_words": words(3, 3)}, "sampling_params.bad_words has 6 token ids: at most 5 are allowed"),
     ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "sampling_params.logit_bias has 4 entries: at most 3 are allowed"),
+    ({"allowed_token_ids": [1] * 3}, "sampling_params.allowed_token_ids has 3 ids: at most 2 are allowed"),
 ]
 
 

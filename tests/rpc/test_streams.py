@@ -259,7 +259,8 @@ def test_a_replica_is_told_every_parameter():
     start = OpenSession("s", 0, (1,), 1, 5, SamplingParams(seed=5), SpeculationParams())
     proto = wire.encode_to_target([start]).commands[0].open_session
     said = {field.name for message in (proto.sampling, proto.speculation) for field, _ in message.ListFields()}
-    collections = {"logit_bias", "bad_words", "stop_token_ids", "structured_output"}  # an empty one is the default
+    collections = {"allowed_token_ids", "logit_bias", "bad_words", "stop_token_ids", "structured_output"}
+    # an empty one is the default
     assert said == {*SamplingParams.model_fields, *SpeculationParams.model_fields} - collections
 
 

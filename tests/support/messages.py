@@ -40,6 +40,7 @@ def sampling_params(draw):
         st.fixed_dictionaries(
             {},
             optional={
+                "allowed_token_ids": tokens.filter(bool),
                 "logit_bias": st.dictionaries(uint31, biases, max_size=3),
                 "bad_words": tuples(tuples(uint31, 3).filter(bool), 3),
                 "min_tokens": st.integers(0, 100),
@@ -52,6 +53,7 @@ def sampling_params(draw):
                 "min_p": probs,
                 "max_tokens": st.integers(100, 2**31 - 1),
                 "stop_token_ids": tokens,
+                "include_stop_str_in_output": st.booleans(),
                 "ignore_eos": st.booleans(),
                 "seed": uint64,
             },
@@ -122,6 +124,7 @@ any_sampling = st.builds(
     top_p=any_double,
     min_tokens=uint31,
     max_tokens=uint31,
+    allowed_token_ids=columns,
     logit_bias=st.dictionaries(uint31, any_double, max_size=1),
     bad_words=st.lists(st.builds(types_pb2.TokenSequence, token_ids=columns), max_size=1),
 )

@@ -151,6 +151,10 @@ def test_a_stop_string_ends_the_text_and_is_named(client, pipeline):
     (choice,) = client.completions.create(prompt="lazy", stop=stop, **ASKED).choices
     assert choice.text == text[: text.index(stop)]
     assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    with_it = ASKED | {"extra_body": {**ASKED.get("extra_body", {}), "include_stop_str_in_output": True}}
+    (choice,) = client.completions.create(prompt="lazy", stop=stop, **with_it).choices
+    assert choice.text == text[: text.index(stop) + len(stop)]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
 
 
 def test_every_event_counts_tokens_if_asked(url):

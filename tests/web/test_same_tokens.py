@@ -30,10 +30,12 @@ def drawn(seed):
         "frequency_penalty": -0.4,
         "repetition_penalty": 1.2,
         "min_tokens": 3,
+        "allowed_token_ids": rng.sample(range(10, 300), 40),
         "logit_bias": {str(rng.randrange(10, 300)): rng.choice([4.0, -100.0])},
         "bad_words": [[rng.randrange(10, 300)], prompt(seed, 2)],
         "stop_token_ids": prompt(seed + 1, 3),
         "seed_scope": "global",
+        "include_stop_str_in_output": True,
     }
     sampling |= {name: options[name] for name in options if rng.random() < 0.4}
     speculation = rng.choice(

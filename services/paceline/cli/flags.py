@@ -217,6 +217,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "repetition_penalty",
         "presence_penalty",
         "frequency_penalty",
+        "include_stop_str_in_output",
         "ignore_eos",
         "seed",
         "seed_scope",

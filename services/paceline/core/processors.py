@@ -1,16 +1,17 @@
 """The logit processors of a session, in the order in which they run, each on the logits x that the last one left:
 
 0. structured output    x[v] = -inf if no output of the form goes on with the row's tokens and v
-1. logit bias           x[v] += bias[v]
-2. bad words            x[last] = -inf if the tokens before the row end with the sequence's other tokens
-3. min tokens           x[v] = -inf for end-of-sequence and stop ids while fewer tokens have been emitted
-4. repetition penalty   x[v] = x[v] / r if x[v] > 0 else x[v] * r, for v in prompt or output (1909.05858)
-5. frequency, presence  x[v] -= frequency * count[v] + presence * (count[v] > 0), counts over the output only
-6. temperature          x = (x - max x) / T
-7. top-k                keep the k largest, and all that equal the k-th
-8. top-p                p = softmax(x); keep v if the mass ranking before it is below top_p; of equal ones the lower
+1. allowed token ids    x[v] = -inf for all others
+2. logit bias           x[v] += bias[v]
+3. bad words            x[last] = -inf if the tokens before the row end with the sequence's other tokens
+4. min tokens           x[v] = -inf for end-of-sequence and stop ids while fewer tokens have been emitted
+5. repetition penalty   x[v] = x[v] / r if x[v] > 0 else x[v] * r, for v in prompt or output (1909.05858)
+6. frequency, presence  x[v] -= frequency * count[v] + presence * (count[v] > 0), counts over the output only
+7. temperature          x = (x - max x) / T
+8. top-k                keep the k largest, and all that equal the k-th
+9. top-p                p = softmax(x); keep v if the mass ranking before it is below top_p; of equal ones the lower
                         id ranks first
-9. min-p                keep v if p[v] >= min_p * max p
+10. min-p               keep v if p[v] >= min_p * max p
 
 A row is one position of a session. Its tokens are the committed ones and those of the proposal before it, so
 "output" and "emitted" above count these draft tokens too: a row is processed exactly as plain decoding would
@@ -112,6 +113,11 @@ class SamplerState:
         self.top_p = 1.0 if self.greedy else params.top_p
         self.min_p = 0.0 if self.greedy else params.min_p
 
+        self._others: Tensor | None = None
+        """[vocab] bool: the tokens that ``allowed_token_ids`` forbids."""
+        if params.allowed_token_ids is not None:
+            self._others = torch.ones(vocab_size, dtype=torch.bool, device=device)
+            self._others[upload(list(params.allowed_token_ids), device, torch.int64)] = False
         self._bias_ids = upload(list(params.logit_bias), device, torch.int64)
         self._bias = upload(list(params.logit_bias.values()), device, torch.float32)
         self._stop_ids = [t for t in sorted(stop_ids) if t < vocab_size] if params.min_tokens else []
@@ -153,7 +159,8 @@ class SamplerState:
         """True if a native pass over the logits draws this session's tokens: structured output, top-k and min-p only
         leave out tokens, and no other processor but the temperature ever acts."""
         return not (
-            self.params.logit_bias
+            self._others is not None
+            or self.params.logit_bias
             or self.params.bad_words
             or self._stop_ids
             or self._repeats
@@ -190,7 +197,8 @@ class SamplerState:
     def changes(self) -> bool:
         """True if any processor between structured output and temperature can change logits now."""
         return bool(
-            self.params.logit_bias
+            self._others is not None
+            or self.params.logit_bias
             or self.params.bad_words
             or (self._stop_ids and self.num_output_tokens < self.params.min_tokens)
             or self._repeats
@@ -205,6 +213,8 @@ class SamplerState:
 
     def change_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
         """``edit_`` without structured output. What that forbids stays forbidden in any order: -inf remains -inf."""
+        if self._others is not None:
+            logits.masked_fill_(self._others, -math.inf)
         if self.params.logit_bias:
             logits[:, self._bias_ids] += self._bias
         if self.params.bad_words:

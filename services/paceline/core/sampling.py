@@ -344,7 +344,7 @@ def _check_rows(top: Tensor, logits: Tensor, rows: Sequence[Row]) -> list[int]:
         if value == -math.inf and math.isfinite(raw):
             if (grammar := rows[index].state.grammar) is not None and grammar.failure:
                 raise InvalidRequestError(f"structured_output cannot go on at position {position}: {grammar.failure}")
-            names = ("structured_output", "logit_bias", "bad_words", "min_tokens")
+            names = ("structured_output", "allowed_token_ids", "logit_bias", "bad_words", "min_tokens")
             options = [name for name in names if getattr(params, name)]
             raise InvalidRequestError(f"{' and '.join(options)} forbid every token at position {position}")
         raise EngineError(f"row {index} of the logits (position {position}) has maximum {raw}: not finite")

@@ -552,7 +552,7 @@ class Session:
         if found:
             self._withheld = ""
             at, stop = min(found, key=lambda match: match[0])
-            return text[:at], stop
+            return text[: at + len(stop) * self.sampling.include_stop_str_in_output], stop
         keep = self._stop_prefixes.num_undecided(text)
         self._withheld = text[len(text) - keep :]
         return text[: len(text) - keep], None

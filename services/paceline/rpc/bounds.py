@@ -58,7 +58,8 @@ class RequestBounds:
         """Most bytes of each part of a message; other fields have ``_SCALAR_BYTES`` together."""
         limits = self.limits
         options = limits.max_stop_strings * (4 * limits.max_stop_chars + 8) + 24 * limits.max_logit_bias
-        options += 12 * limits.max_bad_words + 6 * (limits.max_stop_token_ids + limits.max_bad_words_tokens)
+        options += 12 * limits.max_bad_words
+        options += 6 * (limits.max_stop_token_ids + limits.max_bad_words_tokens + limits.max_allowed_token_ids)
         return {
             "text": self.max_model_len * self.max_token_bytes,
             "tokenized": 6 * self.max_model_len + 16,  # a uint32 takes 5 bytes, and a tag where it is not packed

@@ -157,6 +157,7 @@ def _check_limits(proto: types_pb2.SamplingParams, limits: RequestLimits) -> Non
         bad_words=proto.bad_words,
         bad_words_sizes=(len(words.token_ids) for words in proto.bad_words),
         logit_bias=proto.logit_bias,
+        allowed_token_ids=proto.allowed_token_ids,
         where="sampling_params.",
     )
 

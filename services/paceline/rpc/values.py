@@ -43,6 +43,7 @@ _SAMPLING_SCALARS = (
     "frequency_penalty",
     "max_tokens",
     "min_tokens",
+    "include_stop_str_in_output",
     "ignore_eos",
     "seed",
     "seed_scope",
@@ -138,6 +139,7 @@ def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_p
     form = params.structured_output
     return types_pb2.SamplingParams(
         structured_output=None if form is None else _form_to_proto(form),
+        allowed_token_ids=params.allowed_token_ids,
         logit_bias=params.logit_bias,
         bad_words=[types_pb2.TokenSequence(token_ids=words) for words in params.bad_words],
         stop_token_ids=params.stop_token_ids,
@@ -148,6 +150,8 @@ def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_p
 def sampling_fields(proto: types_pb2.SamplingParams) -> dict[str, Any]:
     """Arguments of SamplingParams: the fields that the message holds, so that defaults stand for the rest."""
     fields = _given(proto, _SAMPLING_SCALARS)
+    if proto.allowed_token_ids:
+        fields["allowed_token_ids"] = tuple(proto.allowed_token_ids)
     if proto.logit_bias:
         fields["logit_bias"] = dict(proto.logit_bias)
     if proto.bad_words:

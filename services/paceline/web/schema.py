@@ -45,11 +45,9 @@ INERT: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": NOTHING,
-    "allowed_token_ids": NOTHING,
     "prompt_logprobs": NOTHING,
     "priority": (0,),
 }
@@ -167,6 +165,7 @@ class Body(SamplingParams):
             bad_words=self.bad_words,
             bad_words_sizes=map(len, self.bad_words),
             logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids or (),
         )
         return stop
 
