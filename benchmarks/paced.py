@@ -29,6 +29,7 @@ from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost
 from paceline.runtime.server import EngineServer, describer
+from paceline.security.certificates import Certificates
 from paceline.types import Acceptance, Cause, Chunk, Mode, Request, SamplingParams, SpeculationParams
 
 _START_TIMEOUT_S = 600.0
@@ -360,13 +361,19 @@ def in_turn(
 
 @contextlib.asynccontextmanager
 async def routed(
-    config: LocalConfig, members: dict[str, list[Member]], *, delay_s: float = 0.0
+    config: LocalConfig,
+    members: dict[str, list[Member]],
+    *,
+    delay_s: float = 0.0,
+    certificates: Certificates | None = None,
 ) -> AsyncIterator[Router]:
-    """A router of its own to these replicas; ``delay_s`` is added to each way of its draft links."""
+    """A router of its own to these replicas; ``delay_s`` is added to each way of its draft links, ``certificates`` are
+    what it shows them."""
     info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len or 4096, ())
     pools = StaticPool("target", members["target"]), StaticPool("draft", members["draft"])
     settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S, draft_link_delay_s=delay_s)
-    router = Router(info, *pools, settings, metrics=RouterMetrics(Registry("router"), "paced"))
+    metrics = RouterMetrics(Registry("router"), "paced")
+    router = Router(info, *pools, settings, metrics=metrics, certificates=certificates)
     await router.start()
     try:
         yield router

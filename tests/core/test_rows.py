@@ -111,7 +111,8 @@ def test_a_row_without_a_distribution_is_left_to_the_pipeline(bad):
 
 def test_other_processors_are_left_to_the_pipeline():
     plain = SamplerState(SamplingParams(temperature=1.0), 1, (0,), vocab_size=9)
-    for options in ({"top_p": 0.5}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}, {"bad_words": ((1,),)}):
+    others = ({"top_p": 0.5}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}, {"bad_words": ((1,),)})
+    for options in (*others, {"allowed_token_ids": (1,)}):
         other = SamplerState(SamplingParams(temperature=1.0, **options), 1, (0,), vocab_size=9)
         assert pick_unprocessed(torch.zeros(2, 9), [Row(plain), Row(other)]) is None
     assert pick_unprocessed(torch.zeros(1, 9, dtype=torch.float16), [Row(plain)]) is None

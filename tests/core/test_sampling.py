@@ -81,7 +81,7 @@ TOKEN = st.integers(0, 11)
 # Values on a grid: ties are common, and float32 against float64 does not move a boundary.
 PARAMS = st.builds(
     SamplingParams,
-    allowed_token_ids=st.none() | st.lists(TOKEN, max_size=8).map(lambda ids: (*ids, 11)),
+    allowed_token_ids=st.none() | st.sets(TOKEN, max_size=4).map(lambda others: tuple({*range(12)} - others)),
     logit_bias=st.dictionaries(TOKEN, st.sampled_from([-3.0, -0.5, 0.75, 4.0]), max_size=3),
     bad_words=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     min_tokens=st.integers(0, 6),
