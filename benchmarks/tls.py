@@ -9,7 +9,7 @@ text and with its own TLS (grpc), and through haproxy in clear text and with TLS
 haproxy's files of a running ``paceline serve`` with TLS, starts a second haproxy in clear text before the same routers,
 and lets the same requests take both ways in turn. The third has two routers in this process, each with a target and a
 draft of the embedded pair, and sends the same requests to both in turn: what is encrypted are the streams between a
-router and its replicas, with certificates on both sides.
+router and its replicas, with certificates on both sides. Drafts are always used, whatever either target measures.
 
 Ways alternate within each round, and a ratio is the median of those of the rounds. CPU time is that of server, proxy
 and client together: it can be compared on a machine that does other things too.
@@ -180,7 +180,7 @@ async def links(args: argparse.Namespace, folder: Path, stack: contextlib.AsyncE
     files = CertificateFiles.at("internal_tls", tls.certificate, tls.key, tls.ca)
     shown = Certificates(replace(files, server_name=tls.server_name))
     config = LocalConfig(
-        target=TargetModel(path=str(TARGET_DIR), compile=False, max_sessions=args.streams),
+        target=TargetModel(path=str(TARGET_DIR), compile=False, max_sessions=args.streams, adaptive=False),
         draft=DraftModel(path=str(DRAFT_DIR), compile=False),
     )
     setups = {"target": config.target_setup(), "draft": config.draft_setup()}
