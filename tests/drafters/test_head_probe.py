@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,27 +205,31 @@ def unrolled(drafter: HeadDrafter) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "weight", "advice"),
+    ("name", "weights", "advice"),
     [
         ("eagle3", None, "set norm_before_residual to true in its config.json"),
         ("eagle3_norm_before_residual", None, "set norm_before_residual to false in its config.json"),
         ("eagle3", None, "set norm_output to true in its config.json"),
         ("dflash", None, "set sample_from_anchor to true in its config.json"),
         ("dspark", None, "set sample_from_anchor to false in its config.json"),
-        ("eagle", "fc.weight", "swap their halves"),
-        ("mtp_deepseek", f"model.layers.{LAYERS}.eh_proj.weight", "swap their halves"),
+        ("eagle", r"fc\.weight", "swap their halves"),
+        ("eagle3", r"midlayer\.self_attn\.[qkv]_proj\.weight", "swap their halves"),
+        ("eagle3_two_layers", r"layers\.0\.self_attn\.[qkv]_proj\.weight", "swap their halves"),
+        ("peagle", r"layers\.0\.self_attn\.[qkv]_proj\.weight", "swap their halves"),
+        ("mtp_deepseek", rf"model\.layers\.{LAYERS}\.eh_proj\.weight", "swap their halves"),
     ],
 )
 def test_norms_and_the_order_of_published_heads_are_tried_and_put_back(
-    name: str, weight: str | None, advice: str, tmp_path: Path, target: Checkpoint
+    name: str, weights: str | None, advice: str, tmp_path: Path, target: Checkpoint
 ) -> None:
     """Each change computes what the same file with the other flag, or with its halves swapped, computes."""
     drafter, other = opened(made(name), tmp_path / "own", target), made(name)
-    if weight is None:
+    if weights is None:
         _, flag, _, value, *_ = advice.split()
         other.config[flag] = value == "true"
     else:
-        other.tensors[weight] = other.tensors[weight].roll(32, dims=1)
+        for weight in [weight for weight in other.tensors if re.fullmatch(weights, weight)]:
+            other.tensors[weight] = other.tensors[weight].roll(32, dims=1)
     want, before = unrolled(opened(other, tmp_path / "other", target)), unrolled(drafter)
     (setting,) = [setting for setting in settings_of(drafter, LAYERS) if setting.advice.endswith(advice)]
     with setting.applied(drafter.module):

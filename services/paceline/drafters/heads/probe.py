@@ -163,7 +163,7 @@ def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
     if isinstance(module, BlockHead):
         value = module.form.first_row == 1
         found.append(Setting(own, f"set sample_from_anchor to {str(value).lower()} in its config.json", _other_row))
-    if isinstance(module, Eagle | Mtp):
+    if isinstance(module, Eagle | Eagle3 | Mtp):
         found.append(
             Setting(own, "its weights are for the hidden state before the embedding: swap their halves", _swapped)
         )
@@ -196,15 +196,28 @@ def _other_row(module: HeadModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _swapped(module: HeadModule) -> Iterator[None]:
-    """The projection of [embedding; state] is given [state; embedding]."""
-    assert isinstance(module, Eagle | Mtp)
-    layers: list[Any] = [part.eh_proj for part in module.modules_by_depth] if isinstance(module, Mtp) else [module.fc]
-    hooks = [layer.register_forward_pre_hook(lambda _, x: (x[0].roll(x[0].shape[-1] // 2, -1),)) for layer in layers]
+    """What is made for [embedding; state] is given [state; embedding]."""
+    hooks = [layer.register_forward_pre_hook(_swap_halves) for layer in _concatenated(module)]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _swap_halves(layer: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0].roll(inputs[0].shape[-1] // 2, -1),)
+
+
+def _concatenated(module: HeadModule) -> list[Any]:
+    """The linear layers of a head that take the embedding and the state side by side."""
+    if isinstance(module, Mtp):
+        return [part.eh_proj for part in module.modules_by_depth]
+    if isinstance(module, Eagle):
+        return [module.fc]
+    assert isinstance(module, Eagle3)
+    attention = module.layers[0].self_attn
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 
 @dataclass(frozen=True, slots=True)
