@@ -76,16 +76,21 @@ def norm(size: int = SIZE) -> Tensor:
     return 1 + 0.3 * torch.randn(size, generator=_GENERATOR)
 
 
-def layer(prefix: str, wide: int = SIZE, *, bias: bool = False, qk_norm: bool = False) -> dict[str, Tensor]:
-    """Attention, MLP and the norm between them."""
-    out = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM, "o": SIZE}
-    made = {f"self_attn.{n}_proj.weight": normal(rows, wide if n != "o" else SIZE) for n, rows in out.items()}
+def layer(
+    prefix: str, wide: int = 0, *, size: int = SIZE, bias: bool = False, qk_norm: bool = False
+) -> dict[str, Tensor]:
+    """Attention, MLP and the norm between them. ``wide``: what the attention takes; 0: ``size``."""
+    out = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM, "o": size}
+    made = {
+        f"self_attn.{n}_proj.weight": normal(rows, (wide or size) if n != "o" else HEADS * DIM)
+        for n, rows in out.items()
+    }
     if bias:
         made |= {f"self_attn.{n}_proj.bias": 0.3 * normal(rows) for n, rows in out.items()}
     if qk_norm:
         made |= {"self_attn.q_norm.weight": norm(DIM), "self_attn.k_norm.weight": norm(DIM)}
-    made |= {f"mlp.{n}_proj.weight": normal(INNER, SIZE) for n in ("gate", "up")}
-    made |= {"mlp.down_proj.weight": normal(SIZE, INNER), "post_attention_layernorm.weight": norm()}
+    made |= {f"mlp.{n}_proj.weight": normal(INNER, size) for n in ("gate", "up")}
+    made |= {"mlp.down_proj.weight": normal(size, INNER), "post_attention_layernorm.weight": norm(size)}
     return {f"{prefix}.{name}": tensor for name, tensor in made.items()}
 
 
@@ -102,8 +107,9 @@ LAYER = {
 }
 
 
-def medusa(form: str, num_heads: int = 5, num_layers: int = 1) -> HeadFile:
-    """FasterDecoding's version 1 (``v1``), version 2 (``v2``), blocks of vLLM (``blocks``, ``tied``, ``mapped``)."""
+def medusa(form: str, num_heads: int = 5, num_layers: int = 1, *, bias: bool = False) -> HeadFile:
+    """FasterDecoding's version 1 (``v1``), version 2 (``v2``), blocks of vLLM (``blocks``, ``tied``, ``mapped``), which
+    have a ``bias`` or none."""
     tensors: dict[str, Tensor] = {}
     blocks = form not in ("v1", "v2")
     rows = DRAFT if form == "mapped" else VOCAB
@@ -111,7 +117,7 @@ def medusa(form: str, num_heads: int = 5, num_layers: int = 1) -> HeadFile:
         for j in range(num_layers):
             at = f"blocks.{i}.layers.{j}" if blocks else f"{i}.{j}.linear"
             tensors[f"{at}.weight"] = normal(SIZE, SIZE)
-            if not blocks:
+            if bias or not blocks:
                 tensors[f"{at}.bias"] = 0.3 * normal(SIZE)
         if form == "v1":
             tensors[f"{i}.{num_layers}.weight"] = normal(VOCAB, SIZE)
@@ -121,7 +127,7 @@ def medusa(form: str, num_heads: int = 5, num_layers: int = 1) -> HeadFile:
     if blocks:
         config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": num_heads}
         config |= {"num_hidden_layers": num_layers, "hidden_size": SIZE, "vocab_size": VOCAB, "topk": 10}
-        config |= {"max_paths": 64, "max_seq_len": 512, "medusa_fc_bias": False, "original_lm_head": form == "tied"}
+        config |= {"max_paths": 64, "max_seq_len": 512, "medusa_fc_bias": bias, "original_lm_head": form == "tied"}
     if form == "mapped":
         tensors["token_map"] = torch.randperm(VOCAB, generator=_GENERATOR)[:DRAFT]
         config["truncated_vocab_size"] = DRAFT
@@ -174,6 +180,7 @@ def eagle3(
     prefix: str = "midlayer",
     embed: bool = False,
     draft: int = DRAFT,
+    size: int = SIZE,
     own_size: bool = False,
     speculators: bool = False,
     mask: bool = False,
@@ -183,17 +190,17 @@ def eagle3(
     attention_bias: bool = False,
     **flags: bool,
 ) -> HeadFile:
-    """EAGLE-3 and, with ``mask``, P-EAGLE. ``own_size``: its states are wider than the head, which has the target's."""
+    """EAGLE-3 and, with ``mask``, P-EAGLE. ``size``: of the head. ``own_size``: its configuration says the target's."""
     used = boundaries or (2, LAYERS // 2, LAYERS - 3)
     wide = len(used) * SIZE
-    tensors = {"fc.weight": normal(SIZE, wide), "norm.weight": norm(), "lm_head.weight": normal(draft, SIZE)}
-    tensors |= layer(prefix, 2 * SIZE, bias=attention_bias, qk_norm=qk_norm)
-    tensors |= {f"{prefix}.hidden_norm.weight": norm(), f"{prefix}.input_layernorm.weight": norm()}
+    tensors = {"fc.weight": normal(size, wide), "norm.weight": norm(size), "lm_head.weight": normal(draft, size)}
+    tensors |= layer(prefix, 2 * size, size=size, bias=attention_bias, qk_norm=qk_norm)
+    tensors |= {f"{prefix}.hidden_norm.weight": norm(size), f"{prefix}.input_layernorm.weight": norm(size)}
     for i in range(1, num_layers):
-        tensors |= layer(f"layers.{i}", bias=attention_bias, qk_norm=qk_norm)
-        tensors[f"layers.{i}.input_layernorm.weight"] = norm()
+        tensors |= layer(f"layers.{i}", size=size, bias=attention_bias, qk_norm=qk_norm)
+        tensors[f"layers.{i}.input_layernorm.weight"] = norm(size)
     if embed:
-        tensors["embed_tokens.weight"] = normal(VOCAB, SIZE) * SIZE**0.5
+        tensors["embed_tokens.weight"] = normal(VOCAB, size) * size**0.5
     if draft != VOCAB:
         ids = torch.randperm(VOCAB, generator=_GENERATOR)[:draft].sort().values
         t2d = torch.zeros(VOCAB, dtype=torch.bool)
@@ -206,6 +213,8 @@ def eagle3(
     if mask:
         tensors["mask_hidden"] = torch.randn(1, 1, wide, generator=_GENERATOR)
     own = {**LAYER, "num_hidden_layers": num_layers, "attention_bias": attention_bias}
+    if size != SIZE:
+        own |= {"hidden_size": size, "head_dim": DIM}
     if qk_norm:
         own |= {"model_type": "qwen3", "head_dim": DIM}
     rest: dict[str, Any] = {"draft_vocab_size": draft, **flags}
@@ -214,7 +223,8 @@ def eagle3(
     if speculators:
         kind = "peagle" if mask else "eagle3"
         config = {"speculators_model_type": kind, "architectures": [f"{kind.title()}Speculator"], **rest}
-        config |= {"speculators_version": "0.9.0", "transformer_layer_config": own, "target_hidden_size": None}
+        config |= {"target_hidden_size": SIZE if own_size else None}
+        config |= {"speculators_version": "0.9.0", "transformer_layer_config": own}
         config |= {"eagle_aux_hidden_state_layer_ids": list(used), "embed_requires_grad": embed}
         config |= {"speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "x", "architectures": []}}}
     else:
@@ -357,6 +367,7 @@ FILES: dict[str, Callable[[], HeadFile]] = {
     "medusa_v1_pt": lambda: _in(medusa("v1", num_layers=2), "medusa_lm_head.pt"),
     "medusa_v2": lambda: medusa("v2"),
     "medusa_blocks": lambda: medusa("blocks"),
+    "medusa_blocks_bias": lambda: medusa("blocks", num_layers=2, bias=True),
     "medusa_blocks_one_lm_head": lambda: medusa("tied"),
     "medusa_blocks_token_map": lambda: medusa("mapped", num_layers=2),
     "mlp": lambda: mlp_speculator(tied=False, scale=False),
@@ -371,6 +382,10 @@ FILES: dict[str, Callable[[], HeadFile]] = {
     "eagle3_layers": lambda: eagle3(prefix="layers.0", embed=True),
     "eagle3_whole_vocabulary": lambda: eagle3(draft=VOCAB),
     "eagle3_target_size": lambda: eagle3(own_size=True, embed=True),
+    "eagle3_narrower": lambda: eagle3(size=SIZE // 2, own_size=True, embed=True, fc_norm=True),
+    "eagle3_narrower_speculators": lambda: eagle3(
+        size=SIZE // 2, own_size=True, embed=True, speculators=True, prefix="layers.0", norm_before_fc=True
+    ),
     "eagle3_norm_before_residual": lambda: eagle3(norm_before_residual=True),
     "eagle3_fc_norm": lambda: eagle3(fc_norm=True, boundaries=(1, 4)),
     "eagle3_norm_before_fc": lambda: eagle3(norm_before_fc=True, boundaries=(1, 4, LAYERS)),
@@ -380,6 +395,7 @@ FILES: dict[str, Callable[[], HeadFile]] = {
     ),
     "eagle3_two_layers": lambda: eagle3(prefix="layers.0", num_layers=2),
     "peagle": lambda: eagle3(mask=True, prefix="layers.0", embed=True, num_layers=2, attention_bias=True),
+    "peagle_narrower": lambda: eagle3(size=SIZE // 2, own_size=True, mask=True, prefix="layers.0", embed=True),
     "peagle_speculators": lambda: eagle3(mask=True, speculators=True, prefix="layers.0", embed=True),
     "dflash": lambda: block(),
     "dflash_llama": lambda: block(family="llama", embed=True, num_layers=1),
