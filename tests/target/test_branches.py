@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +20,14 @@ from transformers import MixtralConfig
 
 from paceline.core.tree import Proposal
 from paceline.model.attention import native
+from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.compiled.buckets import Limits
 from paceline.model.loading import prepare
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, LeadingRunner
 from paceline.model.runner import ModelRunner
+from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
 from paceline.types import PAGE_SIZE, pages_for
@@ -94,11 +99,15 @@ class Case:
         return rows
 
 
+def unchanged(steps: list[SequenceStep]) -> None:
+    """Leaves branches where they are."""
+
+
 def num_different(
     runner: ModelRunner,
     num_rows: int,
     seed: int = 0,
-    change: Callable[[list[SequenceStep]], None] = lambda steps: None,
+    change: Callable[[list[SequenceStep]], None] = unchanged,
 ) -> tuple[int, int, int]:
     """Rows of random subtrees compared with plain decoding, how many of them differ in any bit, and after how many
     accepted paths the next row does."""
@@ -154,25 +163,43 @@ KERNELS = [
     "sdpa",
     pytest.param("native", marks=pytest.mark.skipif(native.unavailable() is not None, reason="needs AVX-512")),
 ]
+NO_TRITON = importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
+interpreted = pytest.mark.skipif(NO_TRITON, reason="needs triton and TRITON_INTERPRET=1")
+DTYPES = ["float32", "bfloat16"]
+
+
+def runner_of(model: str, kernel: Kernel, dtype: str) -> ModelRunner:
+    """An eager model of ``MODELS``. Triton's interpreter has it on the CPU, where no configuration puts that kernel."""
+    made = random_model(MODELS[model], dtype=getattr(torch, dtype))
+    loaded = prepare(made, compile=False, attention="sdpa" if kernel == "triton" else kernel)
+    return (replace(loaded, step=Step(made, kernel)) if kernel == "triton" else loaded).runner(PAGES)
 
 
 @pytest.mark.parametrize(
-    ("model", "num_rows"),
+    ("model", "dtype", "num_rows"),
     [
-        *[("llama", 200), ("sliding windows", 100), ("experts", 100)],
-        *slow([("llama", 2_000)]),
-        *nightly([("llama", 10_000), ("sliding windows", 10_000), ("experts", 10_000)]),
+        *[(model, dtype, 100) for model in MODELS for dtype in DTYPES],
+        *slow([("llama", dtype, 2_000) for dtype in DTYPES]),
+        *nightly([(model, dtype, 10_000) for model in MODELS for dtype in DTYPES]),
     ],
 )
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_of_subtrees_have_the_bits_of_plain_decoding(model: str, num_rows: int, kernel: str) -> None:
-    runner = prepare(random_model(MODELS[model]), compile=False, attention=kernel).runner(PAGES)
-    compared, *faults = num_different(runner, num_rows)
+def test_rows_of_subtrees_have_the_bits_of_plain_decoding(
+    model: str, dtype: str, num_rows: int, kernel: Kernel
+) -> None:
+    compared, *faults = num_different(runner_of(model, kernel, dtype), num_rows)
     assert compared >= num_rows
     assert faults == [0, 0]
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(("model", "dtype"), [("llama", "float32"), *slow([*itertools.product(MODELS, DTYPES)][1:])])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_branch_at_a_shifted_row_is_caught(model: str, dtype: str, kernel: Kernel) -> None:
+    """In bfloat16 fewer rows differ, and each of the cases has some."""
+    assert num_different(runner_of(model, kernel, dtype), 150, change=shifted)[1] > 0
+
+
+@interpreted
 def test_triton_reads_a_copied_page_as_it_reads_the_first() -> None:
     """In any query row. Places within one are not compared: the interpreter multiplies by numpy, whose sums depend on
     the place in a block, in chains as well."""
@@ -195,11 +222,6 @@ def test_triton_reads_a_copied_page_as_it_reads_the_first() -> None:
     assert not torch.equal(attend([[0, 1], [0, 4]]), plain)
 
 
-def test_a_branch_at_a_shifted_row_is_caught() -> None:
-    runner = prepare(random_model("llama"), compile=False).runner(PAGES)
-    assert num_different(runner, 150, change=shifted)[1] > 0
-
-
 def unshared(steps: list[SequenceStep]) -> None:
     """Leaves shared tokens out of the pages of the branches that did not compute them."""
     for step in steps:
@@ -217,36 +239,67 @@ def test_a_branch_without_what_it_shares_is_caught(mutant: Callable[[Sequence[Se
     assert num_different(runner, 60, change=mutant)[1] > 0
 
 
-def _on_rank(group: Collectives, path: str, num_rows: int) -> tuple[int, int, int] | None:
-    model = load(group, path, torch.float32)
+def _on_rank(
+    group: Collectives, path: str, dtype: torch.dtype, num_rows: int, change: Callable[[list[SequenceStep]], None]
+) -> tuple[int, int, int] | None:
+    model = load(group, path, dtype)
     if group.rank > 0:
         follower = Follower(model.runner(PAGES))
         while follower.step():
             pass
         return None
     runner = model.runner(PAGES)
-    result = num_different(runner, num_rows)
+    result = num_different(runner, num_rows, change=change)
     assert isinstance(runner, LeadingRunner)
     runner.end()
     return result
 
 
-@pytest.mark.parametrize("num_rows", [*slow([300]), *nightly([10_000])])
-def test_rows_of_subtrees_have_the_bits_of_plain_decoding_on_two_ranks(num_rows: int, tmp_path: Path) -> None:
+def on_two_ranks(
+    model: str, dtype: str, num_rows: int, folder: Path, change: Callable[[list[SequenceStep]], None] = unchanged
+) -> tuple[int, int, int]:
+    """``num_different`` of a model that two ranks share."""
+    random_model(MODELS[model]).save_pretrained(folder / "model")
+    with Ranks(2, folder) as ranks:
+        result: tuple[int, int, int] = ranks.run(
+            _on_rank, str(folder / "model"), getattr(torch, dtype), num_rows, change
+        )[0]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "num_rows"),
+    [
+        *slow([("llama", dtype, 300) for dtype in DTYPES]),
+        *nightly([(model, dtype, 10_000) for model in MODELS for dtype in DTYPES]),
+    ],
+)
+def test_rows_of_subtrees_have_the_bits_of_plain_decoding_on_two_ranks(
+    model: str, dtype: str, num_rows: int, tmp_path: Path
+) -> None:
     """Pages are copied on every rank."""
-    random_model("llama").save_pretrained(tmp_path / "model")
-    with Ranks(2, tmp_path) as ranks:
-        compared, *faults = ranks.run(_on_rank, str(tmp_path / "model"), num_rows)[0]
+    compared, *faults = on_two_ranks(model, dtype, num_rows, tmp_path)
     assert compared >= num_rows
     assert faults == [0, 0]
 
 
-@pytest.mark.parametrize("num_rows", [*slow([2_000]), *nightly([10_000])])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [*slow([("llama", "bfloat16")]), *nightly(itertools.product(MODELS, DTYPES))]
+)
+def test_a_branch_at_a_shifted_row_is_caught_on_two_ranks(model: str, dtype: str, tmp_path: Path) -> None:
+    assert on_two_ranks(model, dtype, 150, tmp_path, shifted)[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"),
+    [*slow([("float32", 2_000), ("bfloat16", 500)]), *nightly([(dtype, 10_000) for dtype in DTYPES])],
+)
 def test_rows_of_subtrees_have_the_bits_of_plain_decoding_when_compiled(
-    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    compared, *faults = num_different(prepare(random_model("llama"), compile=True).runner(PAGES), num_rows)
+    model = random_model("llama", dtype=getattr(torch, dtype))
+    compared, *faults = num_different(prepare(model, compile=True).runner(PAGES), num_rows)
     assert compared >= num_rows
     assert faults == [0, 0]
 
