@@ -123,7 +123,7 @@ def test_fed_in_any_chunks_on_any_pages_the_tree_is_that_of_one_forward(kind: st
         twin.catch_up(lengths, most)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "dspark", "jetspec"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "mtp", "mtp2", "dflash", "dspark", "jetspec"])
 def test_pages_of_a_prefix_serve_another_session(kind: str) -> None:
     """A second session that begins behind a cached page computes what the first one would."""
     twin = Twin(kind)

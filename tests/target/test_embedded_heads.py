@@ -24,7 +24,7 @@ from paceline.model.loading import load_pretrained
 from paceline.target.build import build_target_engine
 from paceline.target.control.head_gate import HeadGate
 from paceline.target.engine import TargetEngine
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import PAGE_SIZE, Mode, SamplingParams, SpeculationParams
 
 DEPTHS, NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 40, 60
 OPTIONS = {"dtype": "float32", "device": "cpu", "compile": False, "batch_invariant": "off", "adaptive": False}
@@ -39,21 +39,25 @@ def built(method: str) -> TargetEngine:
     return engine
 
 
-def prompts() -> list[tuple[int, ...]]:
+def prompts(num_tokens: int = PROMPT_TOKENS) -> list[tuple[int, ...]]:
     """The beginnings of held-out files."""
     tokenizer, library = Checkpoint.open(str(TARGET_DIR)).tokenizer, Path(sysconfig.get_paths()["stdlib"])
     texts = [(library / name).read_text(encoding="utf-8") for name in held_out_files() if (library / name).exists()]
-    encoded = [tokenizer.encode(text[400:2000])[:PROMPT_TOKENS] for text in texts]
-    return [ids for ids in encoded if len(ids) == PROMPT_TOKENS][:NUM_PROMPTS]
+    encoded = [tokenizer.encode(text[400:2000])[:num_tokens] for text in texts]
+    return [ids for ids in encoded if len(ids) == num_tokens][:NUM_PROMPTS]
 
 
 def rounds(
-    engine: TargetEngine, mode: Mode, temperature: float, max_tokens: int = NEW_TOKENS
+    engine: TargetEngine,
+    mode: Mode,
+    temperature: float,
+    max_tokens: int = NEW_TOKENS,
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> list[list[tuple[int, ...]]]:
     """The tokens of each outcome of each session."""
     engine.sent.clear()
     names = [f"{mode}{temperature}{i}" for i in range(NUM_PROMPTS)]
-    for i, (name, ids) in enumerate(zip(names, prompts(), strict=True)):
+    for i, (name, ids) in enumerate(zip(names, prompts(prompt_tokens), strict=True)):
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i, ignore_eos=True)
         speculation = SpeculationParams(mode=mode, max_draft_tokens=DEPTHS)
         engine.receive([OpenSession(name, 1, ids, len(ids), i, sampling, speculation)])
@@ -112,6 +116,29 @@ def test_what_a_head_brings_is_what_its_replay_says(method: str) -> None:
         wanted = expected.accepted_per_round(DEPTHS)
         print(f"{method} T={temperature:g}: {accepted / num_rounds:.3f} per round, replay {wanted:.3f} +- {error:.3f}")
         assert abs(accepted / num_rounds - wanted) <= 2 * error
+    assert not mounted.failure
+
+
+@pytest.mark.parametrize(("method", "is_spoiled"), slow([("mtp", False), ("eagle3", False), ("mtp", True)]))
+def test_prompts_from_the_prefix_cache_keep_their_acceptance(method: str, is_spoiled: bool) -> None:
+    """Every round of a prompt whose first pages are cached brings what it brought when they were computed, at both
+    temperatures. The mutant has lost what the head keeps there."""
+    engine, prompt_tokens, are_equal = built(method), 2 * PAGE_SIZE + 20, []
+    (mounted,) = engine.heads.mounted
+    for temperature in (0.0, 1.0):
+        fresh = rounds(engine, Mode.OVERLAPPED, temperature, 40, prompt_tokens)
+        num_cached = engine.stats.cached_tokens
+        if is_spoiled:
+            for pool in (engine.runner.cache.keys, engine.runner.cache.values):
+                for layer in pool[-len(mounted.head.layers) :]:
+                    layer.zero_()
+        cached = rounds(engine, Mode.OVERLAPPED, temperature, 40, prompt_tokens)
+        assert engine.stats.cached_tokens - num_cached >= NUM_PROMPTS * (2 * PAGE_SIZE - 1)
+        texts = [[[*itertools.chain(*parts)] for parts in found] for found in (fresh, cached)]
+        assert texts[0] == texts[1]
+        assert sum(len(part) - 1 for parts in fresh for part in parts) > NUM_PROMPTS
+        are_equal.append(cached == fresh)
+    assert all(are_equal) is not is_spoiled
     assert not mounted.failure
 
 
