@@ -8,7 +8,6 @@ import math
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from paceline.model.loading import prepare
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, LeadingRunner
 from paceline.model.runner import ModelRunner
-from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
 from paceline.types import PAGE_SIZE, pages_for
@@ -169,10 +167,9 @@ DTYPES = ["float32", "bfloat16"]
 
 
 def runner_of(model: str, kernel: Kernel, dtype: str) -> ModelRunner:
-    """An eager model of ``MODELS``. Triton's interpreter has it on the CPU, where no configuration puts that kernel."""
+    """An eager model of ``MODELS``."""
     made = random_model(MODELS[model], dtype=getattr(torch, dtype))
-    loaded = prepare(made, compile=False, attention="sdpa" if kernel == "triton" else kernel)
-    return (replace(loaded, step=Step(made, kernel)) if kernel == "triton" else loaded).runner(PAGES)
+    return prepare(made, compile=False, attention=kernel).runner(PAGES)
 
 
 @pytest.mark.parametrize(
