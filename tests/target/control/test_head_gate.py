@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from paceline.target.control.allocation import expected_tokens
+from paceline.target.control.allocation import Allocation, expected_tokens
 from paceline.target.control.head_gate import HeadGate
+from paceline.target.heads.driver import Heads
+from paceline.target.heads.mounted import MountedHead
 
 PLAIN = 100.0
 """Tokens per second of plain decoding."""
@@ -121,3 +125,24 @@ def test_loads_are_judged_apart_and_a_head_that_pays_again_is_on_again() -> None
 
 def test_without_adaptive_it_is_never_paused() -> None:
     assert run(HeadGate(adaptive=False), 60.0, accepted=0.0, cost_s=0.02) == 1.0
+
+
+@pytest.mark.parametrize(("drafted", "is_paused"), [(0.0, False), (50.0, False), (90.0, False), (200.0, True)])
+def test_beside_a_draft_a_head_is_booked_against_what_the_draft_makes(drafted: float, is_paused: bool) -> None:
+    """A token of the head in 8 ms: more than plain decoding's 100 tokens/s, and less than 200 tokens/s with a draft. By
+    the rate of plain decoding alone it would stay on in all cases, and make a service with a draft slower."""
+    allocation, now = Allocation(), 0.0
+    for _ in range(20):
+        allocation.observe_step(1, 1 / PLAIN)
+        allocation.observe_step(2, 1 / PLAIN)
+    if drafted:
+        allocation.tokens_per_s.add(drafted)
+    mounted = MountedHead("oracle", cast(Any, SimpleNamespace(features=None)), num_tokens=4)
+    cache = cast(Any, SimpleNamespace(num_pages=1))
+    heads = Heads([mounted], cache, vocab_size=8, allocation=allocation, clock=lambda: now)
+    for _ in range(64):
+        now += 0.02
+        mounted.accepted, mounted.spent_s = 1, 0.008
+        heads.book(1)
+    assert heads.asks(mounted, 1) is not is_paused
+    assert (mounted.gate.num_pauses > 0) is is_paused

@@ -8,9 +8,10 @@ tokens so far and b the tokens expected without it (prompt lookup), it is asked 
 R being the tokens per second that are made now, by plain decoding at least. That is asked again before each further
 depth, with the path probabilities that are then known. Where a session's draft has tokens, what counts is what the head
 would bring beside them, and the time that these sessions add to T. What that leaves out,
-feeding the head with every step, is in its *account*: at each load its accepted tokens are set against those that plain
-decoding would have made in all the time that it took. A head whose account falls short is paused there: neither asked
-nor fed, for 2, 4, 8, .. 64 s.
+feeding the head with every step, is in its *account*: at each load its accepted tokens are set against those that are
+made, at R, in all the time that it took. R includes what the head brings, which does not change the sign: a tokens in
+h seconds beside c tokens in T bring a - (c + a) / (T + h) h > 0 if and only if (c + a) / (T + h) > c / T. A head whose
+account falls short is paused there: neither asked nor fed, for 2, 4, 8, .. 64 s.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Account:
 
     steps: int = 0
     net: float = 0.0
-    """Accepted tokens, less those that plain decoding would have made in the time that the head took."""
+    """Accepted tokens, less those that are made in as much time as the head took."""
     lost_s: float = 0.0
     failures: int = 0
     on_trial: bool = False
@@ -185,7 +186,7 @@ class HeadGate:
             num_sessions: sessions of the step.
             accepted: tokens of the head that were accepted.
             seconds: that it took: to be fed, to be asked, and to have its tokens verified.
-            tokens_per_s: of plain decoding.
+            tokens_per_s: that are made now, by plain decoding at least.
             now: the time.
         """
         account = self._loads.setdefault(load_class(num_sessions), _Account())

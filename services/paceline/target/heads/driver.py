@@ -232,7 +232,7 @@ class Heads:
                     followed.beside = None
                     asked.setdefault(i, ([], []))[beside].append(followed)
                     break
-        rate = max(self._tokens_per_s(len(ready)), self._allocation.tokens_per_s.get(0.0))
+        rate = self._tokens_per_s(len(ready))
         for i, (alone, joining) in asked.items():
             mounted = self.mounted[i]
             before = self._clock()
@@ -254,9 +254,9 @@ class Heads:
                 mounted.rejection.forget()
 
     def _tokens_per_s(self, num_sessions: int) -> float:
-        """Tokens per second of plain decoding; 0 before any step was measured."""
+        """Tokens per second that are made now, by plain decoding at least; 0 before any step was measured."""
         plain_s = self._allocation.plain_s(num_sessions) if self._allocation.cost.known else 0.0
-        return num_sessions / plain_s if plain_s > 0 else 0.0
+        return max(num_sessions / plain_s if plain_s > 0 else 0.0, self._allocation.tokens_per_s.get(0.0))
 
     def _on(self, mounted: MountedHead, num_sessions: int, now: float) -> bool:
         return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), now)
