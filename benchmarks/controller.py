@@ -182,13 +182,14 @@ class Bench:
         return Comparison(self._draft, temperature, sessions, speeds, best, over_best, over_plain, different)
 
 
-def _unit(
-    pipelines: dict[str, LocalPipeline], setting: str, prompts: Sequence[Prompt], temperature: float, max_tokens: int
+def unit(
+    pipeline: LocalPipeline, k: int, prompts: Sequence[Prompt], temperature: float, max_tokens: int
 ) -> tuple[Amount, list[tuple[int, ...]]]:
-    """One request per prompt, all at once: tokens after each one's first, from the first of all to the last."""
-    k = max(FIXED) if setting == AUTO else int(setting)
+    """One request per prompt, all at once: tokens after each one's first, from the first of all to the last.
+
+    ``k``: draft tokens that a request allows; 0 for plain decoding.
+    """
     speculation = SpeculationParams(mode=Mode.OVERLAPPED if k else Mode.PLAIN, max_draft_tokens=max(k, 1))
-    pipeline = pipelines[AUTO if setting == AUTO else "fixed"]
     started = time.perf_counter()
     generations = [
         pipeline.submit(
@@ -203,15 +204,22 @@ def _unit(
     return Amount(sum(r.usage.completion_tokens for r in results), seconds), [r.token_ids for r in results]
 
 
+def _unit(
+    pipelines: dict[str, LocalPipeline], setting: str, prompts: Sequence[Prompt], temperature: float, max_tokens: int
+) -> tuple[Amount, list[tuple[int, ...]]]:
+    """``unit`` of one setting."""
+    if setting == AUTO:
+        return unit(pipelines[AUTO], max(FIXED), prompts, temperature, max_tokens)
+    return unit(pipelines["fixed"], int(setting), prompts, temperature, max_tokens)
+
+
 def render(comparisons: Sequence[Comparison]) -> str:
     """One row for each workload."""
     rows = [["draft", "T", "sessions", "auto", "plain", "best fixed", "auto / best fixed", "auto / plain"]]
     for c in comparisons:
         best = f"K={c.best} {c.tokens_per_s[c.best]:.1f}"
         speeds = [f"{c.tokens_per_s[AUTO]:.1f}", f"{c.tokens_per_s['0']:.1f}", best]
-        rows.append(
-            [c.draft, f"{c.temperature:g}", str(c.sessions), *speeds, _shown(c.over_best), _shown(c.over_plain)]
-        )
+        rows.append([c.draft, f"{c.temperature:g}", str(c.sessions), *speeds, shown(c.over_best), shown(c.over_plain)])
     lines = table(rows)
     if worst := min((c.over_best.value for c in comparisons), default=None):
         least = min(c.over_plain.value for c in comparisons)
@@ -221,7 +229,8 @@ def render(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Ratio) -> str:
+def shown(value: Ratio) -> str:
+    """With its interval."""
     return f"{value.value:.3f} ({value.low:.3f}-{value.high:.3f})"
 
 

@@ -3,15 +3,17 @@
 One session of a compiled target, steps of all ways in turn:
 
     plain              no head, no states
-    states             a target whose steps return states (EAGLE-3's, three boundaries); nobody reads them
-    HEAD               an embedded head is fed with every step and asked for K tokens before the next, always; all
-                       K are verified
+    states             plain decoding, too, of a target whose steps return states (EAGLE-3's, three boundaries), which
+                       nothing reads; no head follows the session
+    HEAD               a head is fed with every step and asked for K tokens before the next, always; all K are
+                       verified. Heads are the embedded ones; the MLP speculator has random weights, tied, of the
+                       target's width: it shows what it costs, and nothing of what it brings
 
 The head's share is what it took (fed and asked) over a plain step; the verified rows are not part of it. Medians of the
 thread's own time over all steps after the first ones. Each text must be that of plain decoding by the same target: one
 that returns states is compiled by itself, and rounds otherwise than one that does not.
 
-    python benchmarks/head_cost.py [--target-size 150M] [--heads medusa mtp eagle3] [--json FILE]
+    python benchmarks/head_cost.py [--target-size 150M] [--heads medusa mlp_speculator mtp eagle3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
+from paceline.drafters.heads.mlp import MLPSpeculator
 from paceline.embedded import TARGET_DIR
 from paceline.router.session import Session
 from paceline.target.build import build_target_engine
@@ -39,7 +44,8 @@ from paceline_bench.machine import environment
 from paceline_bench.models import grown
 from paceline_bench.prompts import held_out_prompts
 
-PLAIN, STATES = "plain", "states"
+PLAIN, STATES, MLP = "plain", "states", "mlp_speculator"
+HEADS = ("medusa", MLP, "mtp", "eagle3")
 
 
 @dataclass
@@ -55,13 +61,27 @@ class Way:
     accepted: float = 0.0
 
 
-def ways(path: str, heads: Sequence[str], k: int) -> list[Way]:
-    """A target for each way."""
+def random_mlp(folder: Path, target: str, k: int) -> str:
+    """Writes an MLP speculator for ``target`` with random weights; returns its directory."""
+    size = json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
+    vocab_size, width = size["vocab_size"], size["hidden_size"]
+    module = MLPSpeculator(vocab_size, width, k, tie_weights=True, scale_input=True)
+    tensors = {f"speculator.{name}": value.detach().bfloat16() for name, value in module.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"vocab_size": vocab_size, "emb_dim": width, "n_predict": k, "tie_weights": True, "scale_input": True}
+    (folder / "config.json").write_text(json.dumps({"model_type": MLP, **config}), encoding="utf-8")
+    return str(folder)
+
+
+def ways(path: str, heads: Sequence[str], k: int, mlp: str) -> list[Way]:
+    """A target for each way; ``mlp``: directory of the MLP speculator."""
     made = []
     for name in (PLAIN, STATES, *heads):
         method = {PLAIN: None, STATES: "eagle3"}.get(name, name)
         options = [
-            HeadOptions(method=m, model=f"paceline/embedded-{m}", num_speculative_tokens=k, probe=False)
+            HeadOptions(
+                method=m, model=mlp if m == MLP else f"paceline/embedded-{m}", num_speculative_tokens=k, probe=False
+            )
             for m in (method,)
             if m is not None
         ]
@@ -114,7 +134,7 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-size", type=parse_size, help="grown to (default: as it is)")
-    parser.add_argument("--heads", nargs="*", default=["medusa", "mtp", "eagle3"], choices=["medusa", "mtp", "eagle3"])
+    parser.add_argument("--heads", nargs="*", default=HEADS, choices=HEADS)
     parser.add_argument("--draft-tokens", type=int, default=4, help="K (default 4)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=60, help="of each way in a round (default 60)")
@@ -124,13 +144,15 @@ def main() -> None:
     torch.set_num_threads(1)
     path = grown(str(TARGET_DIR), options.target_size, "bfloat16") if options.target_size else str(TARGET_DIR)
     prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), options.rounds)
-    found = ways(path, options.heads, options.draft_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        mlp = random_mlp(Path(folder), path, options.draft_tokens)
+        found = ways(path, options.heads, options.draft_tokens, mlp)
     for number, prompt in enumerate(prompts):
         for way in found:
             sampling = SamplingParams(max_tokens=600, temperature=options.temperature, seed=number, ignore_eos=True)
             texts = []
             for mode in (Mode.PLAIN, Mode.OVERLAPPED) if way.engine.heads.mounted else (Mode.PLAIN,):
-                timed = mode is Mode.OVERLAPPED or way.name == PLAIN
+                timed = (mode is Mode.PLAIN) == (way.name in (PLAIN, STATES))  # heads follow other sessions
                 speculation = SpeculationParams(max_draft_tokens=options.draft_tokens, mode=mode)
                 name = f"{way.name} {number} {mode}"
                 session = Session(name, prompt.token_ids, sampling, speculation, decode=lambda _: "")

@@ -5,9 +5,11 @@
 Models, engines, trees and policies are those of production; only time is not (`simulate.py`). A step of the target
 lasts one unit up to `--free-rows` rows and in proportion beyond, so rows are free up to there; a tree step of the draft
 lasts `--draft-step` units beside it, a call of the head `--head-step` units before it. One session at a time; the first
-`--warm-up` texts do not count. Each text must be that of the first way.
+`--warm-up` texts do not count. Each text must be that of the first way. Tokens per unit have their standard error over
+texts, and so has their ratio to the better of the draft and the head alone, by the jackknife over the same texts.
 
-    draft           the draft alone, siblings of its own included
+    draft, chains   the draft alone, no siblings verified
+    draft           the same, siblings of its own included
     head            the head alone
     head, path      the same, one path of the head and the tokens beside it
     backup          both; the head is asked where the draft has nothing
@@ -19,8 +21,9 @@ Misses are steps for which the draft had nothing.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +58,21 @@ class Way:
     draft: bool = True
     leaves: int = asking.MOST_LEAVES
     joins: bool = True
+    trees: bool = True
 
 
-def ways(heads: Sequence[str]) -> Iterator[Way]:
+Texts = Sequence[tuple[int, float]]
+"""Tokens after the first outcome and units of each text of a way."""
+
+
+def ways(heads: Sequence[str], *, paths: bool) -> Iterator[Way]:
     """The draft alone, then each head in all ways."""
+    yield Way("draft, chains", trees=False)
     yield Way("draft")
     for head in heads:
         yield Way(head, head, draft=False)
-        yield Way(f"{head}, path", head, draft=False, leaves=1)
+        if paths:
+            yield Way(f"{head}, path", head, draft=False, leaves=1)
         yield Way(f"{head}, backup", head, joins=False)
         yield Way(f"{head}, merged", head)
 
@@ -101,7 +111,7 @@ def mounted(way: Way, target: LoadedModel, checkpoint: Checkpoint, clock: simula
     if not way.head:
         return []
     options = HeadOptions(method=way.head, model=f"paceline/embedded-{way.head}", num_speculative_tokens=k, probe=False)
-    setup = TargetSetup(str(TARGET_DIR), TargetOptions(dtype="float32", device="cpu", heads=[options]))
+    setup = TargetSetup(str(TARGET_DIR), TargetOptions(device="cpu", heads=[options]))
     (found,) = load_heads(setup, open_heads(setup, checkpoint), checkpoint, target, None)
     return [MountedHead(found.name, TimedHead(found.head, clock, units), num_tokens=found.num_tokens)]  # type: ignore[arg-type]
 
@@ -113,10 +123,10 @@ def measure(
     checkpoint: Checkpoint,
     prompts: Sequence[Prompt],
     temperature: float,
-) -> tuple[list[list[int]], tuple[str, ...]]:
-    """The texts of a way, and its row of the table."""
+) -> tuple[list[list[int]], Texts, tuple[str, ...]]:
+    """The texts of a way, what each of those that count took, and the rest of its row of the table."""
     clock = simulate.Clock()
-    target = models[way.head or "target"]
+    target = models["target"]
     heads = mounted(way, target, checkpoint, clock, options.head_step, options.head_tokens)
     simulation = simulate.Simulation(
         target,
@@ -128,8 +138,9 @@ def measure(
         cost=lambda num_rows: max(1.0, num_rows / options.free_rows),
         heads=heads,
         clock=clock,
+        trees=way.trees,
     )
-    engine, texts, num_tokens, units = simulation._target, [], 0, 0.0
+    engine, texts, took = simulation._target, [], []
     engine.calibrate()
     speculation, before = SpeculationParams(max_draft_tokens=options.draft_tokens), counts(engine)
     on_misses: list[int] = []
@@ -140,19 +151,32 @@ def measure(
             )
             session = Session(f"s{index}", prompt.token_ids, sampling, speculation, decode=lambda _: "")
             with seen(session) as outcomes:
-                tokens, first, took = simulation.run(session, draft_available=way.draft)
+                tokens, first, units = simulation.run(session, draft_available=way.draft)
             texts.append(tokens)
             if index + 1 == options.warm_up:
                 before = counts(engine)
             if index >= options.warm_up:
-                num_tokens, units = num_tokens + len(tokens) - first, units + took
+                took.append((len(tokens) - first, units))
                 on_misses += [len(each.token_ids) for each in outcomes[1:] if not of_draft(each)]
     rounds, rows, calls, *used = (now - then for now, then in zip(counts(engine), before, strict=True))
     steps = rounds - len(prompts) + options.warm_up
     shares = (f"{each / steps:.2f}" for each in used)
-    figures = f"{num_tokens / units:.3f}", f"{num_tokens / steps:.3f}", f"{rows / steps:.1f}"
+    figures = f"{sum(num_tokens for num_tokens, _ in took) / steps:.3f}", f"{rows / steps:.1f}"
     missed = f"{len(on_misses) / steps:.2f}", f"{statistics.mean(on_misses):.2f}" if on_misses else "-"
-    return texts, (way.name, *figures, *shares, *missed, f"{calls / steps:.2f}")
+    return texts, took, (*figures, *shares, *missed, f"{calls / steps:.2f}")
+
+
+def rate(texts: Texts) -> float:
+    """Tokens per unit of all texts together."""
+    return sum(num_tokens for num_tokens, _ in texts) / sum(units for _, units in texts)
+
+
+def jackknifed(figure: Callable[..., float], *ways: Texts) -> str:
+    """A figure of ways that wrote the same texts, and its standard error over texts (the jackknife's)."""
+    num = len(ways[0])
+    others = [figure(*([*way[:i], *way[i + 1 :]] for way in ways)) for i in range(num if num > 1 else 0)]
+    error = math.sqrt((num - 1) * statistics.pvariance(others)) if others else math.nan
+    return f"{figure(*ways):.3f} ± {error:.3f}"
 
 
 @contextmanager
@@ -191,31 +215,30 @@ def main() -> None:
     parser.add_argument("--head-step", type=float, default=0.03, help="in steps of the target (default 0.03)")
     parser.add_argument("--draft-tokens", type=int, default=8, help="K (default 8)")
     parser.add_argument("--head-tokens", type=int, default=4, help="of a head (default 4)")
-    parser.add_argument("--heads", nargs="*", default=["mtp", "eagle3"], choices=["mtp", "eagle3"])
-    parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--heads", nargs="*", default=["mtp", "eagle3", "medusa"], choices=["mtp", "eagle3", "medusa"])
+    parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--no-paths", dest="paths", action="store_false", help='without the rows "head, path"')
+    parser.add_argument("--compile", action="store_true", help="in bfloat16: faster; compiles once per machine")
     options = parser.parse_args()
     torch.set_num_threads(1)
     checkpoint = Checkpoint.open(str(TARGET_DIR))
     prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), options.prompts)
+    options_of = [HeadOptions(method=head, model=f"paceline/embedded-{head}", probe=False) for head in options.heads]
+    opened = open_heads(TargetSetup(str(TARGET_DIR), TargetOptions(heads=options_of)), checkpoint)
+    dtype = torch.bfloat16 if options.compile else torch.float32
     models = {
-        name: prepare(load_pretrained(Checkpoint.open(str(path)), torch.float32), compile=False)
-        for name, path in (("target", TARGET_DIR), ("draft", DRAFT_DIR))
+        name: prepare(load_pretrained(Checkpoint.open(str(path)), dtype), compile=options.compile, features=features)
+        for name, path, features in (("target", TARGET_DIR, features_of(opened)), ("draft", DRAFT_DIR, None))
     }
-    for head in options.heads:
-        setup = TargetSetup(
-            str(TARGET_DIR),
-            TargetOptions(heads=[HeadOptions(method=head, model=f"paceline/embedded-{head}", probe=False)]),
-        )
-        features = features_of(open_heads(setup, checkpoint))
-        models[head] = prepare(load_pretrained(checkpoint, torch.float32), compile=False, features=features)
     given = vars(options)
     print(", ".join(f"{name.replace('_', ' ')} {given[name]}" for name in given))
     for temperature in options.temperatures:
         columns = (
             "tokens/unit",
+            "of the better alone",
             "tokens/step",
             "rows/step",
             "of the draft",
@@ -227,11 +250,17 @@ def main() -> None:
         )
         rows: list[tuple[str, ...]] = [(f"temperature {temperature:g}", *columns)]
         texts: list[list[int]] | None = None
-        for way in ways(options.heads):
-            found, row = measure(options, way, models, checkpoint, prompts, temperature)
+        alone: dict[str, Texts] = {}
+        for way in ways(options.heads, paths=options.paths):
+            found, took, row = measure(options, way, models, checkpoint, prompts, temperature)
             texts = texts or found
             assert found == texts, f"{way.name}: another text than the first way's"
-            rows.append(row)
+            if way.name in ("draft", way.head):
+                alone[way.name] = took
+            both = bool(way.head) and way.draft
+            better = max(alone["draft"], alone[way.head], key=rate) if both else took
+            ratio = jackknifed(lambda way, other: rate(way) / rate(other), took, better) if both else "-"
+            rows.append((way.name, jackknifed(rate, took), ratio, *row))
         print("", *table(rows), sep="\n", flush=True)
 
 

@@ -134,9 +134,10 @@ class Simulation:
         hint_after: float = 0.0,
         clock: Clock | None = None,
         adaptive: bool = True,
+        trees: bool = True,
     ) -> None:
         """``cost``: units of a target's step by its rows. ``heads``: bound already, on ``clock`` if they take time.
-        ``hint_after``: units from the beginning of a step to its hints."""
+        ``hint_after``: units from the beginning of a step to its hints. ``trees``: siblings may be verified."""
         self._draft_step_s = draft_step * UNIT_S
         self._clock = clock or Clock()
         self._events: list[tuple[float, Any]] = []
@@ -152,6 +153,7 @@ class Simulation:
             max_step_tokens=256,
             max_model_len=target.max_len,
             adaptive=adaptive,
+            trees=trees,
             heads=heads,
             hints=hints,
             clock=self._clock,
