@@ -24,14 +24,16 @@ from paceline.drafters.protocol import Leaf
 from paceline.errors import ConfigError
 from paceline.messages import DraftState, OpenSession, Outcome, SessionFailed
 from paceline.model.compiled.linear import PackedLinear
+from paceline.model.device import Placement
 from paceline.model.loading import load_model
 from paceline.model.step_plan import SequenceStep
 from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, target_estimate
 from paceline.preflight.heads import heads_size
+from paceline.target import mount
 from paceline.target.build import build_target_engine
 from paceline.target.control.report import explain
 from paceline.target.engine import TargetEngine
-from paceline.target.mount import open_heads
+from paceline.target.mount import open_heads, with_own_mtp
 from paceline.types import Mode, SamplingParams, SpeculationParams, pages_for
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "compile": False, "batch_invariant": "off", "max_step_tokens": 40}
@@ -264,6 +266,77 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             built(target, [head])
+
+
+def own_mtp(folder: Path, without: str = "", **config) -> Path:
+    """A target with an MTP module of random weights in its files, and a tokenizer; ``without`` one of its tensors."""
+    file = made("mtp_deepseek")
+    file.config |= config
+    file.tensors = {name: tensor for name, tensor in file.tensors.items() if not (without and name.endswith(without))}
+    file.write(folder)
+    letters_tokenizer(VOCAB).save_pretrained(folder)
+    return folder
+
+
+def test_mtp_modules_of_the_target_draft_where_no_head_is_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, prompts = own_mtp(tmp_path / "target"), prompts_of(VOCAB)
+    monkeypatch.setattr(probe_module, "judge", lambda name, scores, by_chance: None)  # the weights are random
+    with caplog.at_level("INFO", "paceline.target.mount"):
+        engine = built(source, [], adaptive=True)
+    (mounted,) = engine.heads.mounted
+    assert mounted.name == "mtp"
+    assert "comes with 1 MTP modules, which draft unless mtp_modules is 'off'" in caplog.text
+    plain = built(source, [], adaptive=True, mtp_modules="off")
+    assert not plain.heads.mounted
+    assert plain.runner.features is None
+    expected = texts(plain, prompts, Mode.OVERLAPPED)
+    assert texts(engine, prompts, Mode.OVERLAPPED) == expected
+    assert mounted.stats.depths > 0
+    assert mounted.failure == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "why"),
+    [
+        ({}, {"adaptive": False}, "adaptive is false"),
+        ({}, {"quantization": "int8"}, "quantization is 'int8': MTP layers are run as plain weights only"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantized: MTP layers"),
+        ({"without": ".eh_proj.weight"}, {}, "no weight file holds 'model.layers."),
+    ],
+)
+def test_mtp_modules_that_cannot_be_run_leave_the_target_as_it_was(
+    config: dict, options: dict, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = own_mtp(tmp_path / "target", **config)
+    setup = TargetSetup(str(source), TargetOptions(**OPTIONS | options))
+    placement = Placement(torch.device("cpu"), torch.float32)
+    assert with_own_mtp(setup, Checkpoint.open(str(source)), placement) is setup
+    assert "comes with 1 MTP modules, which do not draft: " in caplog.text
+    assert why in caplog.text
+
+
+def test_a_target_starts_without_mtp_modules_that_do_not_fit_or_predict_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both are errors where the head is configured."""
+    source, prompts = own_mtp(tmp_path / "target"), prompts_of(VOCAB)
+    with pytest.raises(ConfigError, match="head mtp predicts 0"):
+        built(source, [HeadOptions(method="mtp")])
+    engine = built(source, [], adaptive=True)
+    assert "which do not draft: head mtp predicts 0" in caplog.text
+    assert not engine.heads.mounted
+    assert texts(engine, prompts, Mode.OVERLAPPED) == texts(engine, prompts, Mode.PLAIN)
+    caplog.clear()
+
+    def no_room(setup: TargetSetup, *_) -> None:
+        if setup.options.heads:
+            raise ConfigError("max_sessions is 16: there is room for 2")
+
+    monkeypatch.setattr(mount, "require_target", no_room)
+    assert not built(source, [], adaptive=True).heads.mounted
+    assert "which do not draft: max_sessions is 16" in caplog.text
 
 
 def test_a_draft_model_beside_the_target(tmp_path: Path) -> None:

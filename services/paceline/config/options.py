@@ -281,6 +281,10 @@ class TargetOptions(ModelOptions):
     heads: list[HeadOptions] = Field(default=[], max_length=8)
     """Drafters inside the target replica. A session whose draft has nothing, or that has no draft, is given the tokens
     of the first one that is ready for it; one whose draft has tokens is given them besides, where that pays."""
+    mtp_modules: Literal["auto", "off"] = "auto"
+    """MTP modules in the target's own files. ``auto``: with ``adaptive`` they are a head where no other is configured,
+    here or in the draft pool; where they cannot be, the target runs without them, and the log says why. ``off``: only
+    those of ``heads`` draft."""
     hints: HintOptions | None = None
     """Hints to the drafts while a step runs. None: none, and nothing is computed for them."""
 

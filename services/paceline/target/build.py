@@ -36,10 +36,12 @@ from paceline.target.mount import (
     load_heads,
     load_hints,
     load_link,
+    load_own_mtp,
     open_heads,
     open_link,
     probe_of,
     require_hints,
+    with_own_mtp,
 )
 from paceline.types import PAGE_SIZE, Rendezvous
 
@@ -84,9 +86,10 @@ def _runner(
     options = setup.options
     torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
     placement = resolve(options, None if group is None else group.device)
-    opened, linked = open_heads(setup, checkpoint), open_link(setup, checkpoint)
     require_hints(setup, checkpoint, placement)
     require_target(setup, checkpoint, placement, group)
+    configured, setup = setup, with_own_mtp(setup, checkpoint, placement, group)
+    opened, linked = open_heads(setup, checkpoint), open_link(setup, checkpoint)
     probe = probe_of(opened, checkpoint)
     later = begins_eagerly(options, checkpoint, placement)
     features, midway = features_of(opened, linked), None if options.hints is None else options.hints.boundary
@@ -97,7 +100,8 @@ def _runner(
             f"max_model_len is {max_len}: the target {setup.source!r} was made for at most {model.max_len}"
         )
     leads = group is None or group.rank == 0
-    heads = load_heads(setup, opened, checkpoint, model, probe) if leads else []
+    load = load_heads if setup is configured else load_own_mtp
+    heads = load(setup, opened, checkpoint, model, probe) if leads else []
     link = load_link(linked, model) if linked is not None and leads else None
     if options.kv_fraction is None:
         num_pages = target_pages(options, max_len)

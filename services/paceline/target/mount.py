@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,9 @@ from paceline.model.compiled.graphs import record_steps
 from paceline.model.device import Placement
 from paceline.model.kv_cache import KVCache
 from paceline.model.loading import LoadedModel, load_model
+from paceline.model.parallel.collectives import Collectives
 from paceline.model.step import Step
-from paceline.preflight.device import begins_eagerly, require_draft
+from paceline.preflight.device import begins_eagerly, require_draft, require_target
 from paceline.preflight.heads import TREE_BUDGET, draft_setup_of, require_hint_boundary
 from paceline.preflight.host_memory import draft_pages
 from paceline.target.heads.asking import MOST_LEAVES
@@ -42,6 +43,7 @@ from paceline.types import PAGE_SIZE, pages_for
 log = logging.getLogger(__name__)
 
 _TOP_M = 64
+_NO_MTP = "the target %r comes with %d MTP modules, which do not draft: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,33 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
                 boundaries=boundaries,
             )
         opened.append(OpenedHead(options, plan))
-    methods = {options.method for options in (*setup.options.heads, setup.link) if options is not None}
-    if "mtp" not in methods and (count := mtp_layers(target)):
-        log.info("the target %r comes with %d MTP modules, which draft if heads has {method: mtp}", target.path, count)
     return opened
+
+
+def with_own_mtp(
+    setup: TargetSetup, target: Checkpoint, placement: Placement, group: Collectives | None = None
+) -> TargetSetup:
+    """The setup with the MTP modules of the target's own files as its head, where it has no other (``mtp_modules``).
+
+    It is as it was, and the log says why, where they cannot be run or there is no room for them. ``group``: the
+    target's ranks, all of which must ask.
+    """
+    options = setup.options
+    if options.mtp_modules == "off" or options.heads or setup.link is not None or not (count := mtp_layers(target)):
+        return setup
+    found = replace(setup, options=options.model_copy(update={"heads": [HeadOptions(method="mtp")]}))
+    try:
+        if not options.adaptive:
+            raise ConfigError("adaptive is false, so they would be asked even where they do not pay")
+        if options.quantization is not None:
+            raise ConfigError(f"quantization is {options.quantization!r}: MTP layers are run as plain weights only")
+        probe_of(open_heads(found, target), target)
+        require_target(found, target, placement, group)
+    except ConfigError as error:
+        log.warning(_NO_MTP, target.path, count, error)
+        return setup
+    log.info("the target %r comes with %d MTP modules, which draft unless mtp_modules is 'off'", target.path, count)
+    return found
 
 
 def open_link(setup: TargetSetup, target: Checkpoint) -> HeadPlan | None:
@@ -190,6 +215,17 @@ def load_heads(
         heads.append(mounted)
         log.info("target: head %s is loaded", head.options)
     return heads
+
+
+def load_own_mtp(
+    setup: TargetSetup, opened: Sequence[OpenedHead], target: Checkpoint, model: LoadedModel, probe: HeadProbe | None
+) -> list[MountedHead]:
+    """``load_heads`` for a setup of ``with_own_mtp``; none where that refuses, with the reason in the log."""
+    try:
+        return load_heads(setup, opened, target, model, probe)
+    except ConfigError as error:
+        log.warning(_NO_MTP, target.path, mtp_layers(target), error)
+        return []
 
 
 def bind_heads(heads: Sequence[MountedHead], cache: KVCache) -> None:
