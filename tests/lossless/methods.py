@@ -28,6 +28,7 @@ class Column(StrEnum):
     RANKS = "tensor parallel"
     PREFIX = "prefix cache"
     PROCESSORS = "processors"
+    GRAMMAR = "structured output"
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,14 @@ class Row:
 
     @property
     def trained(self) -> bool:
-        """True if its tokens are better than chance at the target of the run, so that some are accepted."""
+        """True if its tokens are better than chance at the target of the run."""
         return not (self.model or "").startswith("synthetic:")
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Those of its runs. Of random weights the second one leaves nearly uniform distributions: the noise, which is
+        the target's too, all but decides what is drawn, so that some of it is accepted."""
+        return (0.0, 1.0) if self.trained else (0.0, 10.0)
 
 
 _DRAFT = Row("paceline/embedded-draft")
@@ -99,9 +106,9 @@ Written by `python -m tests.test_docs` from `drafters/catalogue.py` and `tests/l
 [Drafters](drafters.md) describes how they work; [`paceline advise`](plan.md#which-method) chooses among them.
 
 ✓ is a run of `tests/lossless/test_methods.py` with that method alone: the text is that of plain decoding, token by
-token, and tokens of the method were verified and, where its weights are trained, accepted. A number is a sentence below
-the table. Under the rejection rule at temperature 1 there is no one text, so it is compared at temperature 0;
-[lossless](lossless.md) has the law.
+token, and tokens of the method were verified and some accepted. Where its weights are random, 10 takes the place of
+temperature 1, at which some are accepted all the same. A number is a sentence below the table. Under the rejection rule
+above temperature 0 there is no one text, so it is compared at temperature 0; [lossless](lossless.md) has the law.
 
 Mirror speculative decoding is no row: its [hints](drafters.md#hints-while-the-target-runs) change what any overlapped
 draft expands first. The embedded pair gains nothing by them.
@@ -116,6 +123,7 @@ _COLUMNS = """
 | tensor parallel | a target of two ranks |
 | prefix cache | prompts whose beginning is cached by earlier ones |
 | processors | logit bias, bad words, minimum length, all penalties, top-k, top-p, min-p together |
+| structured output | a regular expression, at temperatures 0 and 1; outputs that have ended have its form |
 """
 
 
