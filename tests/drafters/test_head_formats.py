@@ -248,6 +248,28 @@ def block_form(**changes: object) -> Callable[[Loaded], None]:
     return mutate
 
 
+def without_mask_state(head: Loaded) -> None:
+    """The state of the places that the target has not computed is nothing."""
+    head.head.module.mask_hidden.data.zero_()
+
+
+def token_before_the_mask(head: Loaded) -> None:
+    head.head.module.mask_token_id -= 1
+
+
+def rows_at_one_position(head: Loaded) -> None:
+    """Every depth is rotated by the position of the anchor."""
+    step = head.head.module.step
+    head.head.module.step = lambda ids, state, at, attend, depth: step(ids, state, at - depth, attend, depth)
+
+
+def without_residual(head: Loaded) -> None:
+    """Of a Medusa head, what its block adds to the state alone."""
+    module = head.head.module
+    for depth in range(module.num_variants):
+        module.get_submodule(f"{depth}.0").register_forward_hook(lambda _, args, out: out - args[0])
+
+
 def other_mask(head: Loaded) -> None:
     """Rows see the whole block where they saw those before them, or the other way round."""
     module = head.head.module
@@ -298,6 +320,10 @@ MUTANTS = {
     "eagle3: no norm of one boundary": ("eagle3_fc_norm", without("fc_norm.1")),
     "eagle3: own embedding ignored": ("eagle3_layers", ignore_embedding),
     "peagle: rows one too late": ("peagle", next_row),
+    "peagle: rows at one position": ("peagle", rows_at_one_position),
+    "peagle: stale states": ("peagle", stale_states),
+    "peagle: no state of the mask": ("peagle", without_mask_state),
+    "peagle: another token than the mask's": ("peagle", token_before_the_mask),
     "mtp: state before embedding": ("mtp_deepseek", swap_inputs),
     "mtp: last norm skipped": ("mtp_deepseek", without("modules_by_depth.0.norm")),
     "mtp: last norm twice": ("mtp_deepseek", doubled("modules_by_depth.0.norm")),
@@ -308,12 +334,17 @@ MUTANTS = {
     "mlp: LayerNorm": ("mlp", layer_norm),
     "mlp: input not scaled": ("mlp_tied", unscaled),
     "medusa: heads one too far": ("medusa_v1", next_head),
+    "medusa: stale states": ("medusa_v1", stale_states),
+    "medusa: no residual": ("medusa_v1", without_residual),
     "dflash: the anchor's row": ("dflash", block_form(first_row=0)),
     "dspark: the row behind the anchor's": ("dspark", block_form(first_row=1)),
     "dflash: state not normed": ("dflash", without("hidden_norm")),
     "dflash: last norm skipped": ("dflash", without("norm")),
     "dflash: rows see those before them only": ("dflash", other_mask),
     "jetspec: rows see the whole block": ("jetspec", other_mask),
+    "jetspec: rows one position late": ("jetspec", rows_late),
+    "jetspec: stale states": ("jetspec", stale_states),
+    "jetspec: the row before": ("jetspec", block_form(first_row=0)),
     "dflash: windows of the speculators library open": ("dflash_speculators", other_mask),
     "dflash: no windows": ("dflash_windows", without_windows),
     "dflash: rows one position late": ("dflash", rows_late),

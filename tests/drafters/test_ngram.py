@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.processors import SamplerState
+from paceline.drafters import ngram
 from paceline.drafters.ngram import NgramDrafter, NgramIndex
 from paceline.drafters.protocol import DrafterSessionError, Leaf
 from paceline.types import SamplingParams
@@ -75,6 +78,33 @@ def test_drafter_prefills_in_chunks_and_follows_commits() -> None:
     drafter.check_integrity()
     with pytest.raises(DrafterSessionError):
         drafter.expand(leaves)
+
+
+def _a_token_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What followed the token before the last one of a path."""
+    candidates = NgramIndex.candidates
+    monkeypatch.setattr(NgramIndex, "candidates", lambda self, path, m: candidates(self, path[:-1], m))
+
+
+def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Committed tokens are never indexed."""
+    monkeypatch.setattr(NgramDrafter, "advance", lambda self, session_id, token_ids, node_ids, kept: None)
+
+
+@pytest.mark.parametrize("mutant", [_a_token_behind, _stale], ids=lambda m: m.__name__.strip("_"))
+def test_mutants_are_caught(mutant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_drafter_prefills_in_chunks_and_follows_commits()
+
+
+def test_the_wrong_order_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant takes the followers that came least often."""
+    index = NgramIndex([5, 1, 5, 1, 5, 2, 5], 1, 3, counts=True)
+    index.extend(9)
+    assert index.candidates([], 2) == scan(index.tokens, [], 1, 3, 2) == ([1, 2], [2 / 3, 1 / 3])
+    monkeypatch.setattr(ngram.heapq, "nlargest", heapq.nsmallest)
+    assert index.candidates([], 2) != scan(index.tokens, [], 1, 3, 2)
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(0, 3), (3, 2)])

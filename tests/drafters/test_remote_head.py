@@ -260,9 +260,15 @@ def _tokens_of_the_same_position(session: Session) -> None:
     known.tokens[:-1] = known.tokens[1:]
 
 
-@pytest.mark.parametrize("mutant", [_states_of_the_next_position, _tokens_of_the_same_position])
-def test_a_shift_by_one_is_noticed(mutant: Callable[[Session], None]) -> None:
-    session = Session("eagle3", 30)
+@pytest.mark.parametrize(
+    ("mutant", "kind"),
+    [
+        *((_states_of_the_next_position, kind) for kind in ATTENDING),
+        *((_tokens_of_the_same_position, kind) for kind in ONE_BY_ONE),
+    ],
+)
+def test_a_shift_by_one_is_noticed(mutant: Callable[[Session], None], kind: str) -> None:
+    session = Session(kind, 30)
     expected = session.text.whole(29, ())
     mutant(session)
     session.feed(0, 29)
@@ -270,9 +276,10 @@ def test_a_shift_by_one_is_noticed(mutant: Callable[[Session], None]) -> None:
     assert not torch.allclose(spread(session.after()), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_head_that_forgets_to_correct_its_own_states_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ATTENDING)
+def test_a_head_that_forgets_to_correct_its_own_states_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: states come, and the rows that were made of guesses stay."""
-    session = Session("eagle3", 30)
+    session = Session(kind, 30)
     session.feed(0, 29)
     session.prefill()
     session.commit(2)
