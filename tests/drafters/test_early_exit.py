@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from paceline.cli.flags import heads_of
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.drafters.heads import early_exit
 from paceline.drafters.heads.early_exit import EarlyExit, layers_below, open_exit, truncated
+from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.lent import lend
 from paceline.drafters.heads.paged import Paged
 from paceline.drafters.protocol import Candidates, Leaf
@@ -316,13 +317,30 @@ def adapted(family: str, folder: Path) -> tuple[Pump, MountedHead, Watched, Any]
     return pump, mounted, head, said
 
 
-@pytest.mark.parametrize("is_applied", [True, False])
+def _not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded, and that is all."""
+    monkeypatch.setattr(early_exit, "_adapt", lambda model, adapter, name: None)
+
+
+def _without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it adds to a state takes the state's place."""
+    forward = ExitAdapter.forward
+    monkeypatch.setattr(ExitAdapter, "forward", lambda self, state: forward(self, state) - state)
+
+
+def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state is adapted two times."""
+    forward = ExitAdapter.forward
+    monkeypatch.setattr(ExitAdapter, "forward", lambda self, state: forward(self, forward(self, state)))
+
+
+@pytest.mark.parametrize("mutant", [None, _not_applied, _without_residual, _twice])
 def test_an_exit_head_changes_what_is_said_and_no_text(
-    is_applied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[pytest.MonkeyPatch], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against plain lines; one that is loaded and not applied is noticed."""
-    if not is_applied:
-        monkeypatch.setattr(early_exit, "_adapt", lambda model, adapter, name: None)
+    """Against plain lines; a mutant is noticed."""
+    if mutant is not None:
+        mutant(monkeypatch)
     pump, mounted, head, said = adapted("llama", tmp_path)
     assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
     assert not mounted.failure
@@ -331,7 +349,7 @@ def test_an_exit_head_changes_what_is_said_and_no_text(
     for tokens, _, ids, log_q in head.asked[:: max(1, len(head.asked) // NUM_COMPARED)]:
         some = log_q.isfinite()
         worst = max(worst, float((said(tokens)[ids[some]] - log_q[some]).abs().max()))
-    assert worst < 1e-3 if is_applied else worst > 1e-2
+    assert worst < 1e-3 if mutant is None else worst > 1e-2
 
 
 def test_an_exit_head_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ ring all cells.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -34,7 +35,8 @@ from paceline.config.options import HeadMethod
 from paceline.draft.build import build_draft_engine
 from paceline.drafters.catalogue import METHODS, Method, Place, method_named
 from paceline.drafters.heads.drafter import HeadDrafter
-from paceline.drafters.protocol import Candidates
+from paceline.drafters.protocol import Candidates, Leaf
+from paceline.drafters.suffix import SuffixDrafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.local import LocalPipeline
 from paceline.model.device import resolve
@@ -307,11 +309,14 @@ def check_ranks(method: Method, folder: Path) -> None:
 
 
 def require_tokens(method: Method, column: Column, counted: Counter[str]) -> None:
-    """Raises AssertionError unless the method had tokens that were accepted, where it should have."""
+    """Raises AssertionError unless the method had tokens that were accepted, where it should have, and enough of them
+    under the coupled rule."""
     if column is Column.REJECTION and column in ROWS[method.name].limits:
         assert counted["drafted"] == 0
         return
     assert 0 < counted["accepted"] <= counted["drafted"]
+    if column is Column.COUPLED:
+        assert counted["accepted"] >= ROWS[method.name].least * counted["drafted"]
 
 
 FAST = {
@@ -397,6 +402,30 @@ def _accepts_anything(patch: pytest.MonkeyPatch) -> None:
         ]
 
     patch.setattr(target_engine, "decide", mutant)
+
+
+def _one_position_late(patch: pytest.MonkeyPatch, drafter: Any) -> None:
+    """The candidates of a leaf are those of the position behind it."""
+    expand = drafter.expand
+
+    def mutant(self: Any, leaves: Sequence[Leaf]) -> Candidates:
+        first = expand(self, leaves).token_ids[:, 0].tolist()
+        later = [replace(leaf, path=(*leaf.path, token)) for leaf, token in zip(leaves, first, strict=True)]
+        found: Candidates = expand(self, later)
+        return found
+
+    patch.setattr(drafter, "expand", mutant)
+
+
+@pytest.mark.parametrize("name", slow(["plugin", "suffixes, in the target"]))
+def test_a_drafter_that_is_one_position_late_is_noticed(
+    name: str, files: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text stays plain's and some of its tokens are accepted, but too few."""
+    plugin = importlib.import_module("my_drafters").Bigrams
+    _one_position_late(monkeypatch, plugin if name == "plugin" else SuffixDrafter)
+    with pytest.raises(AssertionError):
+        check(method_named(name), Column.COUPLED, files)
 
 
 @pytest.mark.parametrize("mutant", [_wrong_tokens, _raises, _accepts_anything], ids=lambda m: m.__name__.strip("_"))

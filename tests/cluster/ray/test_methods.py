@@ -1,0 +1,60 @@
+"""Cascades and heads in the draft pool, through the real service: the text is that of plain decoding.
+
+``benchmarks/methods_service.py`` does the same with every method, over more prompts.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.client import Client
+from paceline.config import LocalConfig
+from paceline.drafters.catalogue import method_named
+from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from paceline.local import LocalPipeline
+from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline_bench.processes import ServiceProcess
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+MODEL = {"dtype": "float32", "device": "cpu", "compile": False}
+PROMPTS = ("def read_file(path):", "import os\n\nclass Reader:\n    def __init__(self, path):\n        self.path = ")
+PLAIN = SpeculationParams(mode=Mode.PLAIN)
+WAITS = SpeculationParams(mode=Mode.SEQUENTIAL)
+"""A draft is waited for, however busy this machine is."""
+
+
+def configuration(name: str) -> dict:
+    """That of docs/methods.md, with the checkpoints of the package, eager."""
+    method = method_named(name)
+    is_head = method.kind == "head"
+    model = HEAD_DIRS[method.options["method"]] if is_head else DRAFT_DIR
+    tree = method.configuration(str(TARGET_DIR), str(model))
+    tree["target_config"]["engine_kwargs"] = MODEL | {"adaptive": False}
+    if is_head:
+        tree["draft_config"]["engine_kwargs"] |= {"dtype": "float32", "device": "cpu"}
+    else:
+        tree["draft_config"]["engine_kwargs"]["drafters"][0]["options"] = MODEL
+    return tree
+
+
+@pytest.mark.parametrize("name", ["cascade, horizontal", "EAGLE-3, in the pool"])
+def test_a_drafter_of_the_pool_is_served_and_the_text_is_that_of_plain_decoding(name):
+    asked = [
+        (prompt, SamplingParams(temperature=temperature, max_tokens=24, seed=seed, ignore_eos=True))
+        for temperature in (0.0, 1.0)
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+    target = MODEL | {"path": str(TARGET_DIR)}
+    with LocalPipeline(LocalConfig(target=target, worker="thread", pin_cores=False)) as pipeline:
+        expected = [pipeline.generate(prompt, sampling, PLAIN).result for prompt, sampling in asked]
+    with ServiceProcess(configuration(name)) as service, Client(service.address) as client:
+        results = [client.generate(prompt, sampling, speculation=WAITS).result for prompt, sampling in asked]
+    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in expected]
+    counted = [result.speculation for result in results]
+    assert all(each.head_drafted == each.lookup_drafted == 0 for each in counted)
+    assert 0 < sum(each.accepted for each in counted) < sum(each.drafted for each in counted)
