@@ -3,7 +3,7 @@
 The embedded pair, one session after another, both engines in turn: before each target step the draft grows its tree
 until it has nothing more to do, so that every step has the best proposal that there is. The budget is given rows that
 cost nothing up to a number of draft tokens, and no further ones; branches cost nothing either. So a chain has that many
-tokens (at most 16, the longest that a request may ask for), and a subtree the likeliest nodes that there are. What
+tokens (at most 16), and a subtree the likeliest nodes that there are. What
 rows and branches really cost is for the machine to say: `paceline bench` with `tree_verification` auto and off.
 """
 
@@ -27,8 +27,11 @@ from paceline.model.loading import LoadedModel, load_model
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
-from paceline.types import MAX_DRAFT_TOKENS, SamplingParams, SpeculationParams
+from paceline.types import SamplingParams, SpeculationParams
 from paceline_bench.prompts import held_out_prompts
+
+_CHAIN = 16
+"""Tokens of the longest chain."""
 
 
 class FreeRows:
@@ -81,7 +84,7 @@ def tokens_per_step(
     for i, prompt in enumerate(prompts):
         name = f"s{i}"
         sampling = SamplingParams(temperature=temperature, max_tokens=96, ignore_eos=True)
-        session = Session(name, prompt, sampling, SpeculationParams(max_draft_tokens=MAX_DRAFT_TOKENS), decode=str)
+        session = Session(name, prompt, sampling, SpeculationParams(max_draft_tokens=_CHAIN), decode=str)
         relay.sessions[name] = session
         deliver(session.open(draft_available=True))
         sizes: list[int] = []

@@ -28,7 +28,7 @@ from pydantic import (
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.errors.refusals import explain_parameter
 
-MAX_DRAFT_TOKENS = 16
+MAX_DRAFT_TOKENS = 32
 """Longest proposal that the service accepts (K)."""
 
 MAX_TOKENS = 2**31

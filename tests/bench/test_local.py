@@ -40,7 +40,7 @@ from paceline_bench.report.text import local_text
         (["--baselines", "none,assisted"], "'none'"),
         (["--temperatures", "0,warm"], "'warm'"),
         (["--temperatures", "-1"], "'-1'"),
-        (["--draft-tokens", "17"], "1 to 16"),
+        (["--draft-tokens", "33"], "1 to 32"),
         (["--sequential-draft-tokens", "2,x"], "'x'"),
         (["--prompts", "0"], "at least 1"),
         (["--repeats", "1.5"], "'1.5'"),

@@ -55,7 +55,7 @@ SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE
         (["--draft-link-delay-ms", "-1"], "'-1'"),
         (["--draft-link-delay-ms", "0,soon"], "'soon'"),
         (["--temperatures", "warm"], "'warm'"),
-        (["--draft-tokens", "17"], "1 to 16"),
+        (["--draft-tokens", "33"], "1 to 32"),
         (["--prompts", "0"], "at least 1"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--json", "/nonexistent/out.json"], "--json"),

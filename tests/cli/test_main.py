@@ -76,7 +76,7 @@ def refused(capsys, *arguments):
         (["--repetition-penalty", "0"], ["--repetition-penalty is 0.0", "more than 0"]),
         (["--presence-penalty", "3"], ["--presence-penalty is 3.0", "at most 2"]),
         (["--frequency-penalty", "-3"], ["--frequency-penalty is -3.0", "at least -2"]),
-        (["--draft-tokens", "17"], ["--draft-tokens is 17", "at most 16"]),
+        (["--draft-tokens", "33"], ["--draft-tokens is 33", "at most 32"]),
         (["--mode", "fast"], ["--mode", "fast", "overlapped"]),
         (["--acceptance", "none"], ["--acceptance", "coupled"]),
         (["--dtype", "float16"], ["--dtype", "float16", "bfloat16"]),

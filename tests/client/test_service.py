@@ -67,7 +67,7 @@ def test_what_is_served_and_how_it_is(server, client):
     model, state = info(client, server)
     assert (model, state) == asyncio.run(async_info(server))
     assert (model.model_id, model.draft_model_id, model.eos_token_ids) == ("big", "small", (0, 7))
-    assert (model.vocab_size, model.max_context_length, model.max_draft_tokens) == (1024, 2048, 16)
+    assert (model.vocab_size, model.max_context_length, model.max_draft_tokens) == (1024, 2048, 32)
     assert model.modes == ("plain", "sequential", "overlapped")
     assert list(state.pools) == ["target", "draft"]
     assert state.pools["draft"] == ()

@@ -45,7 +45,7 @@ def test_targets_and_drafts_are_told_of_the_same_head() -> None:
         ({"method": "mtp", "boundaries": [3]}, "boundaries is [3] beside method 'mtp'"),
         ({**EAGLE3, "quantization": "int8"}, "quantization is 'int8', but there is no such key"),
         ({**EAGLE3, "tensor_parallel_size": 2}, "tensor_parallel_size is 2, but there is no such key"),
-        ({**EAGLE3, "num_speculative_tokens": 17}, "num_speculative_tokens is 17: it must be"),
+        ({**EAGLE3, "num_speculative_tokens": 33}, "num_speculative_tokens is 33: it must be"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:

@@ -83,7 +83,7 @@ def mixed_batch(temperature: float, max_tokens: int = MAX_TOKENS) -> dict[str, R
             tokens,
             SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1000 + i, **PROCESSORS[name]),
             SpeculationParams(
-                max_draft_tokens=(8, 3, 1, 16)[i % 4],
+                max_draft_tokens=(8, 3, 1, 32)[i % 4],
                 growth=("best_first", "uniform", "geometric")[i % 3],
             ),
             eos_token_ids=(EOS,),

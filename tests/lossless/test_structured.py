@@ -67,7 +67,7 @@ def requests_of(count: int, temperature: float, **speculation: Any) -> dict[str,
             structured_output=form_of(i),
             **PROCESSORS[i % len(PROCESSORS)],
         )
-        options = {"max_draft_tokens": (8, 3, 16)[i % 3]} | speculation
+        options = {"max_draft_tokens": (8, 3, 32)[i % 3]} | speculation
         found[f"form-{i}"] = Request(prompt(i, 3 + i), sampling, SpeculationParams(**options), eos_token_ids=(EOS,))
     return found
 

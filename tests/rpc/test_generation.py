@@ -159,7 +159,7 @@ SAMPLING_FAULTS = [
     ({"stop": ["ok", ""]}, ("sampling_params.stop[1] is ''", "at least one character")),
 ]
 SPECULATION_FAULTS = [
-    ({"max_draft_tokens": 17}, ("speculation.max_draft_tokens is 17", "at least 0 and at most 16")),
+    ({"max_draft_tokens": 33}, ("speculation.max_draft_tokens is 33", "at least 0 and at most 32")),
     ({"mode": "fast"}, ("speculation.mode is 'fast'", "'plain', 'sequential' or 'overlapped'")),
     ({"mode": ""}, ("speculation.mode is ''", "'plain', 'sequential' or 'overlapped'")),
     ({"acceptance": "maybe"}, ("speculation.acceptance is 'maybe'", "'coupled' or 'rejection'")),

@@ -213,7 +213,7 @@ class FakeService(GenerationServiceServicer, health_pb2_grpc.HealthServicer):
             dtype="float32",
             modes=["plain", "sequential", "overlapped"],
             acceptances=["coupled", "rejection"],
-            max_draft_tokens=16,
+            max_draft_tokens=32,
         )
 
     async def Check(self, request, context):

@@ -107,7 +107,7 @@ def test_random_load_keeps_every_invariant(seed: int, monkeypatch: pytest.Monkey
         f"s{i}": Request(
             [*prompt(999, rng.choice((0, 64, 80))), *prompt(i, rng.randint(1, 90))],
             SamplingParams(temperature=rng.choice((0, 1)), max_tokens=rng.randint(1, 25), seed=i),
-            SpeculationParams(mode=rng.choice(list(Mode)), max_draft_tokens=rng.randint(0, 16)),
+            SpeculationParams(mode=rng.choice(list(Mode)), max_draft_tokens=rng.randint(0, 32)),
         )
         for i in range(14)
     }

@@ -473,7 +473,7 @@ class HeadDraftOptions(Growing):
     drafts. None, for ``mtp`` only: the modules are in the target's own files."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
     """Hidden states to read in place of those that the checkpoint names, as of a head in the target."""
-    num_speculative_tokens: int = Field(default=MAX_DRAFT_TOKENS, ge=1, le=MAX_DRAFT_TOKENS)
+    num_speculative_tokens: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
     """The most tokens behind the last one whose state has come that a head predicts by one pass (``peagle``,
     ``dflash``, ``dspark``, ``jetspec``)."""
     ahead: bool | Literal["auto"] = "auto"

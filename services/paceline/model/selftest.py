@@ -21,7 +21,7 @@ from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape
 from paceline.types import PAGE_SIZE, pages_for
 
-_CHUNKS = (2, 5, 9, 17)
+_CHUNKS = (2, 5, 9, 17, 33)
 _NUM_TOKENS = 96
 _MAX_STEP_TOKENS = 256
 _LAST = 5

@@ -22,8 +22,8 @@ ASSUMED: dict[str, dict[Text, tuple[float, str]]] = {
     "lookahead": {
         "chat": (0.28, "benchmarks/results/methods.txt: greedy text of the embedded target, 1.37 tokens a step")
     },
-    "ngram": {"chat": (0.4, _LOOKUP), "edits": (0.91, f"{_EDITS}, 5.32 accepted a round")},
-    "suffix": {"chat": (0.4, _LOOKUP), "edits": (0.97, f"{_EDITS}, 6.95 accepted a round")},
+    "ngram": {"chat": (0.4, _LOOKUP), "edits": (0.91, f"{_EDITS}, 5.28 accepted a round")},
+    "suffix": {"chat": (0.4, _LOOKUP), "edits": (0.97, f"{_EDITS}, 6.96 accepted a round")},
     "medusa": {"chat": (0.5, "Spec-Bench, Vicuna-7B: 2.31 tokens a step, with trees")},
     "mlp_speculator": {"chat": (0.5, "as Medusa")},
     "mtp": {"chat": (0.7, "one module used for 7 tokens: 3.20 tokens a step")},

@@ -446,7 +446,7 @@ class SpeculationOptions(_message.Message):
     mode says.
     """
     max_draft_tokens: _builtins.int
-    """The longest proposal. Range [0, 16], default 8."""
+    """The longest proposal. Range [0, 32], default 8."""
     mode: _builtins.str
     """"plain", "sequential" or "overlapped" (default)."""
     acceptance: _builtins.str

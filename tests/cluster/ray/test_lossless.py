@@ -29,7 +29,7 @@ MODES = [
     SpeculationParams(),
     SpeculationParams(mode=Mode.SEQUENTIAL),
     SpeculationParams(max_draft_tokens=0),
-    SpeculationParams(max_draft_tokens=16, growth="uniform"),
+    SpeculationParams(max_draft_tokens=32, growth="uniform"),
     SpeculationParams(max_draft_tokens=1, growth="geometric"),
     SpeculationParams(max_draft_tokens=5, mode=Mode.SEQUENTIAL),
     SpeculationParams(acceptance=Acceptance.REJECTION),
