@@ -40,6 +40,7 @@ def test_every_configuration_that_it_prints_is_taken_and_fits_the_devices(capsys
     assert found["refused"]["early exit"].startswith("target_config.engine_kwargs.tensor_parallel_size is 2 beside")
     assert {"plain", "n-grams", "suffixes", "Medusa", "MTP", "EAGLE-3", "draft model, overlapped"} < set(names)
     assert {"cascade, vertical", "cascade, horizontal", "lookahead"} < set(names)
+    assert {"MTP, in the pool", "EAGLE-3, in the pool"} < set(names)
     assert found["refused"]["plugin"].startswith("what a plugin brings is known to its author alone")
     for name in names:
         found = advised(capsys, *arguments, "--method", name)
@@ -52,7 +53,7 @@ def test_every_configuration_that_it_prints_is_taken_and_fits_the_devices(capsys
         assert target.engine_kwargs.max_step_tokens >= target.engine_kwargs.max_sessions
         drafts = 0 if draft is None else draft.deployment_config.num_replicas
         assert drafts == forecast["drafts"]
-        model_drafts = drafts if name.startswith(("draft model", "cascade")) else 0
+        model_drafts = drafts if name.startswith(("draft model", "cascade")) or name.endswith("in the pool") else 0
         assert 2 * forecast["targets"] + model_drafts <= 6
         for head in target.engine_kwargs.heads:
             assert head.num_speculative_tokens == forecast["predicted"]["k"]
@@ -102,6 +103,31 @@ def test_a_run_of_threads_gives_times_acceptance_and_cpu_threads(
     assert colder == pytest.approx(0.563, abs=1e-3)
 
 
+def test_a_head_in_the_pool_is_forecast_ahead_only_with_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    def mode(*arguments: str) -> str:
+        found = advised(capsys, "--devices", "2", *STEP, *arguments)
+        return next(f["predicted"]["mode"] for f in found["forecasts"] if f["name"] == "MTP, in the pool")
+
+    assert mode() == mode("--kept", "0.2") == "sequential"
+    assert mode("--kept", "1") == "overlapped"
+    assert main(["advise", "--devices", "2", *STEP]) == 0
+    printed = capsys.readouterr().out
+    assert "heads in the draft pool draft in turn with the target: what is left of it ahead is measured" in printed
+
+
+def test_a_plugin_is_forecast_by_what_was_measured_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = advised(capsys, *STEP, "--plugin", "bigrams=0.5,0.2", "--method", "plugin")
+    assert found["acceptance"]["plugin"] == {"value": 0.5, "source": "given, --plugin bigrams"}
+    assert found["configuration"]["draft_config"]["kind"] == "plugin"
+    assert ServiceConfig.parse(found["configuration"]).draft_config.engine_kwargs.drafter == "bigrams"
+    slower = advised(capsys, *STEP, "--plugin", "bigrams=0.5,20")
+    rates = [
+        next(f["predicted"]["tokens_per_s"] for f in each["forecasts"] if f["name"] == "plugin")
+        for each in (found, slower)
+    ]
+    assert rates[0] > rates[1]
+
+
 def test_the_text_ends_with_the_configuration_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "--devices", "2", *STEP]) == 0
     lines, _, tree = capsys.readouterr().out.partition("\n# ")
@@ -111,7 +137,7 @@ def test_the_text_ends_with_the_configuration_of_the_best(capsys: pytest.Capture
     assert "plain" in rows
     assert ServiceConfig.parse(yaml.safe_load(tree)).target_config.model_loading_config.model_id
     assert "not MLP speculator: no checkpoint of it is at hand: name one with --head mlp_speculator=DIRECTORY" in lines
-    assert "acceptance of MTP: assumed, one module used for 7 tokens: 3.20 tokens a step" in lines
+    assert "acceptance of MTP, MTP, in the pool: assumed, one module used for 7 tokens: 3.20 tokens a step" in lines
 
 
 def test_what_does_not_fit_is_named_with_the_reason(
@@ -149,6 +175,10 @@ def test_what_does_not_fit_is_named_with_the_reason(
         (["--from", "/nowhere"], "/nowhere cannot be read as JSON"),
         (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it is at hand"),
         (["--method", "magic"], "--method is 'magic': possible on these devices are "),
+        (["--plugin", "mine"], "argument --plugin: 'mine': NAME=A,MS is needed, A from 0 and below 1, MS above 0"),
+        (["--plugin", "mine=1,2"], "argument --plugin: 'mine=1,2': NAME=A,MS is needed"),
+        (["--kept", "1.5"], "argument --kept: '1.5': a number above 0 and at most 1 is needed"),
+        (["--method", "plugin"], "--method is 'plugin': what a plugin brings is known to its author alone: give what"),
         (["--head", "magic=/x"], "--head magic=/x: method is 'magic': it must be "),
         (["--target", "/nowhere"], "/nowhere"),
     ],

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.drafters.at_hand import UNFORECAST
+from paceline.drafters.at_hand import head_kind
 from paceline.drafters.catalogue import METHODS
 from paceline.plan import advice
 from paceline.plan.advice import Candidate, Forecast, Site, forecasts
 from paceline.plan.assumed import ASSUMED, TEXTS, assumed
-from paceline.plan.closed_form import Load, System, colocated, overlapped, plain
+from paceline.plan.closed_form import Load, System, colocated, overlapped, plain, sequential
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
 
@@ -162,7 +162,7 @@ def test_rows_that_ride_make_the_steps_of_the_target_longer() -> None:
 
 
 def test_every_method_has_an_assumption_with_its_source() -> None:
-    kinds = {method.kind for method in METHODS} - {"", *UNFORECAST}
+    kinds = {head_kind(method) for method in METHODS} - {"", "plugin"}
     assert kinds <= set(ASSUMED)
     for kind in kinds:
         for text in TEXTS:
@@ -170,3 +170,40 @@ def test_every_method_has_an_assumption_with_its_source() -> None:
             assert 0 < value < 1
             assert source.startswith("assumed, ")
     assert assumed("peagle", "code")[0] > assumed("peagle", "edits")[0] == assumed("peagle", "chat")[0]
+
+
+def test_a_head_apart_is_drafted_with_in_turn_and_its_states_take_their_time() -> None:
+    head = draft(0.7, apart=True, state_bytes=1 << 20)
+    where = site(2, sessions=4)
+    system, load = advice._system(where, head, 3), Load(4, 1, 1)
+    found, without = advice._predict(where, head, load, 3), sequential(system, load, 3)
+    bytes_of_round = 4 * found.tokens_per_round * head.state_bytes
+    assert found.tokens_per_round == pytest.approx(without.tokens_per_round)
+    assert found.round_s > without.round_s
+    slow = replace(system, link_s=system.link_s + bytes_of_round / 1.25e9 / 2)
+    assert found.round_s == pytest.approx(sequential(slow, load, 3).round_s)
+    assert advice._predict(replace(where, link_bytes_per_s=1e15), head, load, 3).round_s == pytest.approx(
+        without.round_s
+    )
+
+
+@pytest.mark.parametrize(("share", "limit"), [(0.1, 1 / 1.3), (0.5, 1 / 2.5)])
+def test_a_head_apart_drafts_ahead_only_where_enough_of_it_is_left(share: float, limit: float) -> None:
+    """With three tokens, R must exceed 1 / (1 + 3 t_d / T_v); the step of the target has rows of four tokens, too."""
+    load, where = Load(1, 1, 1), site(2, sessions=1)
+
+    def predicted(kept: float) -> str:
+        head = draft(0.7, share=share, apart=True, state_bytes=8192, kept=kept)
+        return advice._predict(where, head, load, 3).mode
+
+    assert predicted(limit - 0.02) == "sequential"
+    assert predicted(limit + 0.02) == "overlapped"
+
+
+def test_what_is_left_of_a_head_ahead_is_its_acceptance_there() -> None:
+    load, where = Load(1, 1, 1), site(2, sessions=1)
+    whole = draft(0.7, apart=True, state_bytes=1, kept=1.0)
+    most, less = (advice._predict(where, replace(whole, kept=kept), load, 3) for kept in (1.0, 0.9))
+    assert most.tokens_per_round > less.tokens_per_round
+    other = advice._predict(where, replace(whole, state_bytes=0), load, 3)
+    assert most.tokens_per_round == pytest.approx(other.tokens_per_round, rel=1e-3)

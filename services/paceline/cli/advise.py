@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _RIDGE = 295
 """Tokens of a bf16 step whose arithmetic takes as long as reading the weights on an H100, as in ``paceline plan``."""
 _BANDWIDTH_GB_S = 3350.0
+_LINK_GB_S = 1.25
+"""10 Gbit/s."""
 _LOOKUP = StepTable.affine(1e-4, 1e-5)
 """Seconds of a step of a drafter without weights, by its places: Python dictionaries."""
 _MOST_TOKENS = 8
@@ -52,6 +54,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft", metavar="ID_OR_PATH", help="a smaller model with the target's tokenizer")
     group.add_argument(
         "--head", action="append", metavar="METHOD=MODEL", help="a head, as for paceline generate (repeatable)"
+    )
+    group.add_argument(
+        "--plugin",
+        type=_plugin,
+        metavar="NAME=A,MS",
+        help="a drafter of your own: its measured acceptance and the milliseconds of one of its forwards",
     )
     group = parser.add_argument_group("service")
     group.add_argument("--devices", type=_count, default=1, metavar="N", help="of all replicas together (default 1)")
@@ -75,6 +83,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         dest="source",
         metavar="FILE",
         help="JSON of paceline bench local with this target and draft: times, by --cpu-threads too, and acceptance",
+    )
+    group.add_argument(
+        "--link-gb-s",
+        type=_positive,
+        default=_LINK_GB_S,
+        metavar="GB/S",
+        help=f"from a target to the draft pool, for the states that a head there reads (default {_LINK_GB_S:g})",
+    )
+    group.add_argument(
+        "--kept",
+        type=_share,
+        metavar="R",
+        help="share of the accepted tokens that heads in the draft pool keep where they draft ahead, of paceline "
+        "status (default: they draft in turn with the target)",
     )
     group.add_argument("--text", choices=TEXTS, default="chat", help="what is written, for assumed acceptance")
     group = parser.add_argument_group("measurement")
@@ -109,6 +131,35 @@ def _positive(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 and at most 1 is needed")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """What was measured of a drafter of the user's own."""
+
+    name: str
+    acceptance: float
+    step_s: float
+
+
+def _plugin(text: str) -> Plugin:
+    name, _, figures = text.partition("=")
+    try:
+        acceptance, step_ms = map(float, figures.split(","))
+    except ValueError:
+        acceptance = step_ms = math.nan
+    if not (name and 0 <= acceptance < 1 and 0 < step_ms < math.inf):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: NAME=A,MS is needed, A from 0 and below 1, MS above 0, such as bigrams=0.4,0.1"
+        )
+    return Plugin(name, acceptance, step_ms / 1e3)
+
+
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """Acceptance of a method's tokens, and where it is from."""
@@ -133,7 +184,7 @@ def run_advise(args: argparse.Namespace) -> int:
     size = checkpoint.size()
     if size is None:
         raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
-    found = methods_at_hand(checkpoint, draft and resolve(draft), heads)
+    found = methods_at_hand(checkpoint, draft and resolve(draft), heads, args.plugin and args.plugin.name)
     found = [_if_served(each, target, args.target_devices) for each in found]
     run = None if args.source is None else read_one(args.source, args.temperature, "--temperature")
     site, bytes_per_s = _site(args, size.weights_bytes, run)
@@ -147,7 +198,7 @@ def run_advise(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(site, ranked, acceptances, found, tree), indent=2))
     else:
-        print("\n".join(report(site, ranked, acceptances, found)))
+        print("\n".join(report(site, ranked, acceptances, found, args.kept)))
         if run is not None and site.devices > 1 and site.devices not in site.shared:
             print(f"not forecast: targets of {site.devices} cores. {how_to_measure([site.devices])}")
         print(f"\n# {chosen.name}, of a service (--config); each request: --draft-tokens {chosen.predicted.k}")
@@ -202,12 +253,14 @@ def _site(args: argparse.Namespace, weights_bytes: int, run: Measurements | None
     if run is not None:
         periods = {cores: times.period for cores, times in run.cores.items()}
         target = periods.pop(1, run.system.target)
-        site = Site(target, args.devices, 1, args.sessions, run.system.link_s, shared=periods)
+        rate = args.link_gb_s * 1e9
+        site = Site(target, args.devices, 1, args.sessions, run.system.link_s, rate, shared=periods)
         return site, weights_bytes / target.seconds(1)
     bytes_per_s, share = (args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9, weights_bytes / args.target_devices
     if args.target_step_ms is not None:
         bytes_per_s = share / (args.target_step_ms / 1e3)
-    return Site(_steps(share, bytes_per_s), args.devices, args.target_devices, args.sessions), bytes_per_s
+    site = Site(_steps(share, bytes_per_s), args.devices, args.target_devices, args.sessions)
+    return replace(site, link_bytes_per_s=args.link_gb_s * 1e9), bytes_per_s
 
 
 def _steps(weights_bytes: float, bytes_per_s: float) -> StepTable:
@@ -229,6 +282,10 @@ def _candidate(
     if run is not None and each.method.kind in _OF_RUNS:
         shared = {cores: times.draft for cores, times in run.cores.items()}
         return replace(found, step=run.system.draft, shared=shared)
+    if each.method.kind == "plugin":
+        return replace(found, step=StepTable.affine(args.plugin.step_s, 0.0))
+    if each.method.kind == "head":
+        return replace(found, state_bytes=each.state_bytes, kept=args.kept)
     if each.method.kind == "lookahead":
         return replace(found, riding_rows=_riding_rows(each))
     if each.method.kind != "cascade":
@@ -262,11 +319,15 @@ def _weighed(
 
 
 def _acceptance(args: argparse.Namespace, target: str, each: AtHand, run: Measurements | None) -> Acceptance:
+    from paceline.drafters.at_hand import head_kind
+
+    if each.method.kind == "plugin" and not args.measure:
+        return Acceptance(args.plugin.acceptance, f"given, --plugin {args.plugin.name}")
     if not args.measure:
         if run is not None and each.method.kind in _OF_RUNS:
             source = f"measured, {args.source} at temperature {run.temperature:g}"
             return Acceptance(run.system.outcomes.acceptance, source)
-        return Acceptance(*assumed(each.method.kind, args.text))
+        return Acceptance(*assumed(head_kind(each.method), args.text))
     from paceline.cli.measure import acceptance_of
 
     return Acceptance(*acceptance_of(target, each, _prompts(args.prompts_file), args.temperature or 0.0))
@@ -342,7 +403,11 @@ def as_json(
 
 
 def report(
-    site: Site, ranked: Sequence[Forecast], acceptances: dict[str, Acceptance], found: Sequence[AtHand]
+    site: Site,
+    ranked: Sequence[Forecast],
+    acceptances: dict[str, Acceptance],
+    found: Sequence[AtHand],
+    kept: float | None,
 ) -> Iterator[str]:
     """The lines that are printed before the configuration."""
     yield (
@@ -358,6 +423,8 @@ def report(
     for name, acceptance in acceptances.items():
         by_source.setdefault(acceptance.source, []).append(name)
     yield from (f"acceptance of {', '.join(names)}: {source}" for source, names in by_source.items())
+    if any(each.method.kind == "head" and not each.refusal for each in found) and kept is None:
+        yield "heads in the draft pool draft in turn with the target: what is left of it ahead is measured, --kept R"
     yield "prompt lookup is always on beside these, where its tokens are likely to be accepted"
     shown = {forecast.name for forecast in ranked}
     for each in found:

@@ -12,18 +12,14 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import HeadOptions, LookaheadOptions
-from paceline.drafters.catalogue import METHODS, Method, Place
+from paceline.drafters.catalogue import METHODS, Method
 from paceline.drafters.heads.early_exit import open_exit
 from paceline.drafters.heads.load import mtp_layers, open_head
 from paceline.drafters.heads.streaming import open_streams
 from paceline.errors import ConfigError, PacelineError
+from paceline.messages import STATE_BYTES
 from paceline.types import MAX_DRAFT_TOKENS, Mode
 
-UNFORECAST = {
-    "plugin": "what a plugin brings is known to its author alone",
-    "head": "what drafting over the link leaves of a head's acceptance is not forecast",
-}
-"""Kinds of drafters that can be configured, but not weighed against the others -> why."""
 _OF_DRAFTS = ("model", "draft_model", "cascade")
 """Kinds that read the checkpoint of a draft model."""
 
@@ -43,15 +39,20 @@ class AtHand:
     """One forward makes all tokens of a proposal; else one forward makes one."""
     most_tokens: int = MAX_DRAFT_TOKENS
     """Tokens that it can draft in a row."""
+    state_bytes: int = 0
+    """Bytes that the target sends for every token, of a head in the draft pool."""
 
 
-def methods_at_hand(target: Checkpoint, draft: str | None, heads: Sequence[HeadOptions]) -> list[AtHand]:
+def methods_at_hand(
+    target: Checkpoint, draft: str | None, heads: Sequence[HeadOptions], plugin: str | None = None
+) -> list[AtHand]:
     """Every method of the catalogue that draws no comparison only, with its refusal where there is one.
 
     Args:
         target: the target, on this machine.
         draft: directory or id of a smaller model; None: there is none.
         heads: heads that are at hand, at most one of a method counts.
+        plugin: name of a user's own drafter of which figures are known; None: there is none.
     """
     found = []
     for method in METHODS:
@@ -62,27 +63,42 @@ def methods_at_hand(target: Checkpoint, draft: str | None, heads: Sequence[HeadO
         if given is None and method.kind in _OF_DRAFTS:
             source = draft
         try:
-            found.append(_examined(method, target, source, given))
+            if method.kind == "plugin":
+                found.append(_plugin(method, plugin))
+            else:
+                found.append(_examined(method, target, source, given))
         except PacelineError as error:
             found.append(AtHand(method, source, " ".join(str(error).split())))
     return found
 
 
+def _plugin(method: Method, name: str | None) -> AtHand:
+    """Raises ConfigError for one that is not named."""
+    if name is None:
+        raise ConfigError(
+            "what a plugin brings is known to its author alone: give what you have measured, --plugin NAME=A,MS"
+        )
+    return AtHand(replace(method, options={**method.options, "drafter": name}))
+
+
+def head_kind(method: Method) -> str:
+    """The kind of head that a method is, wherever it runs; of others their own kind."""
+    return str(method.options["method"]) if method.kind == "head" else method.kind
+
+
 def _is_of(method: Method, head: HeadOptions) -> bool:
     """True if a head is one of the method: exits with weights of their own are another one than those without."""
-    return head.method == method.kind and (
+    return head.method == head_kind(method) and (
         method.kind != "early_exit" or method.needs_model == (head.model is not None)
     )
 
 
 def _examined(method: Method, target: Checkpoint, source: str | None, given: HeadOptions | None) -> AtHand:
     """Raises ConfigError or TokenizerMismatchError if the method cannot be used."""
-    size = target.size()
+    size, kind = target.size(), head_kind(method)
     assert size is not None
-    if method.kind in UNFORECAST:
-        raise ConfigError(f"{UNFORECAST[method.kind]}: measure it with paceline bench local")
     if method.needs_model and source is None:
-        flag = "--draft DIRECTORY" if method.kind in _OF_DRAFTS else f"--head {method.kind}=DIRECTORY"
+        flag = "--draft DIRECTORY" if method.kind in _OF_DRAFTS else f"--head {kind}=DIRECTORY"
         raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")
     if method.kind == "early_exit":
         if given is None or (given.boundaries is None and source is None):
@@ -110,10 +126,11 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
         return AtHand(method, source, forward_bytes=drafts.weights_bytes, one_pass=at_once > 1)
     if method.kind == "lookahead":
         return AtHand(method, most_tokens=LookaheadOptions(**method.options["lookahead"]).ngram - 1)
-    if method.place is Place.POOL or method.kind == "suffix":
+    if kind in ("ngram", "suffix"):
         return AtHand(method)
-    if method.kind == "mtp" and source is None and not mtp_layers(target):
+    if kind == "mtp" and source is None and not mtp_layers(target):
         raise ConfigError(f"the target {target.path!r} comes without MTP modules: --head mtp=DIRECTORY names others")
-    head = open_head(method.kind, source, target)
+    head = open_head(kind, source, target)
     most = head.most_tokens or MAX_DRAFT_TOKENS
-    return AtHand(method, source, "", head.num_read * size.item_bytes, head.one_pass, most)
+    state_bytes = STATE_BYTES * head.state_size if method.kind == "head" else 0
+    return AtHand(method, source, "", head.num_read * size.item_bytes, head.one_pass, most, state_bytes)

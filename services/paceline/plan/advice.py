@@ -1,7 +1,9 @@
 """The best use of some devices for one target with each drafter that is at hand, in closed form (``closed_form.py``).
 
 A drafter inside the target is drafted with and verified in turn, on the target's own devices; one in the draft pool
-runs while the target verifies, on devices that could have been targets. So every forecast is held against plain
+runs while the target verifies, on devices that could have been targets. A head there needs the states of what was
+decided, so it is drafted with in turn, too, and its states take time on the link; unless it has been measured what it
+brings ahead of them. So every forecast is held against plain
 decoding by targets on all devices. CPU cores may also share the products of a target, by as many as were measured.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.plan.closed_form import Load, Prediction, System, colocated, overlapped, plain
+from paceline.plan.closed_form import Load, Prediction, System, colocated, overlapped, plain, sequential
 from paceline.plan.layouts import divisions
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
@@ -32,6 +34,8 @@ class Site:
     """Number of sessions at once, on all targets together."""
     link_s: float = 0.0002
     """One way between target and draft."""
+    link_bytes_per_s: float = 1.25e9
+    """Of what a target sends, for states: 10 Gbit/s."""
     shared: Mapping[int, StepTable] = field(default_factory=dict)
     """``target`` by the cores that share a target's products (``cpu_threads``), where that was measured."""
 
@@ -73,6 +77,10 @@ class Candidate:
     cascade)."""
     riding_rows: int = 0
     """Rows of each session that ride in each step of the target (lookahead)."""
+    state_bytes: int = 0
+    """Bytes that the target sends for every token that it decides (a head apart)."""
+    kept: float | None = None
+    """R, the share of a head's accepted tokens that is left where it drafts ahead of its states; None: not known."""
     shared: Mapping[int, StepTable] = field(default_factory=dict)
     """``step`` of a drafter inside a target whose products so many cores share; as ``step`` where it is missing."""
 
@@ -131,7 +139,21 @@ def _loads(site: Site, candidate: Candidate) -> Iterator[Load]:
 
 def _predict(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction:
     system = _system(site, candidate, k)
+    if candidate.state_bytes:
+        return _of_states(site, candidate, system, load, k)
     return overlapped(system, load, k) if candidate.apart else colocated(system, load, k)
+
+
+def _of_states(site: Site, candidate: Candidate, system: System, load: Load, k: int) -> Prediction:
+    """A head in the draft pool: ahead of its states where R > 1 / (1 + K t_d / T_v), as the service decides it."""
+    accepted = expected(candidate.acceptance, k)
+    states_s = load.batch * (1.0 + accepted) * candidate.state_bytes / site.link_bytes_per_s
+    system = replace(system, link_s=system.link_s + states_s / 2)  # once a round, where the link counts twice
+    drafting_s, verify_s = k * system.draft.seconds(1), system.target.seconds(load.batch * (1 + k))
+    if candidate.kept is None or candidate.kept <= 1.0 / (1.0 + drafting_s / verify_s):
+        return sequential(system, load, k)
+    left = Outcomes.derived(equivalent(candidate.kept * accepted, k))
+    return overlapped(replace(system, outcomes=left), load, k)
 
 
 def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
