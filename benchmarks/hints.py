@@ -14,6 +14,8 @@ step ends elsewhere between two steps of the draft, which changes more than hint
 `--draft-step` units and expands `--leaves` nodes. Each text must be that without hints.
 
     python benchmarks/hints.py --served
+
+`--head FOLDER --boundaries 4`: both by an exit head of that boundary, as `paceline train-head early_exit` trains it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.cli.table import table
 from paceline.config import HintOptions
 from paceline.drafters.heads.lent import Continued, layers_from, lend
+from paceline.drafters.heads.load import open_head
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.router.session import Session
 from paceline.target.hints import Hints
+from paceline.target.mount import behind
 from paceline.types import SamplingParams, SpeculationParams
 from paceline_bench.prompts import Prompt, held_out_prompts
 
@@ -72,8 +76,13 @@ def rank(args: argparse.Namespace) -> None:
         noise = -torch.log(-torch.log(torch.rand(p.shape, generator=generator))) * temperature  # the rule's own
         chosen = (p + noise).argmax(-1)
         exits = range(1, len(out.hidden_states) - 1)
-        for layer in (0, *exits):
-            state = target.model.norm(out.hidden_states[layer][:, at])
+        layers = exits if args.head is None else args.boundaries
+        for layer in (0, *layers):
+            state = out.hidden_states[layer][:, at]
+            if args.head is not None and layer:
+                plan = open_head("early_exit", args.head, checkpoint, boundaries=(layer,))
+                state = plan.load_module(torch.float32, torch.device("cpu"))(state)
+            state = target.model.norm(state)
             e = target.lm_head(state).log_softmax(-1) if layer else q
             mixed = {w: (1 - w) * q + w * e + noise for w in (WEIGHTS if layer else (0.0,))}
             best = max(mixed, key=lambda w: hits(mixed[w][::2], chosen[::2], FITTED))
@@ -119,7 +128,11 @@ def serve(
     if boundary is not None:
         network: Any = target.step
         rest = Continued(lend(partial(layers_from, target.size.num_layers), network.model))
-        hints = Hints(HintOptions(boundary=boundary), rest.logits)
+        exit = rest.logits
+        if args.head is not None:
+            plan = open_head("early_exit", args.head, Checkpoint.open(str(TARGET_DIR)), boundaries=(boundary,))
+            exit = behind(plan.load_module(torch.float32, torch.device("cpu")), exit)
+        hints = Hints(HintOptions(boundary=boundary, model=args.head), exit)
         hint_after = boundary / target.size.num_layers
     simulation = simulate.Simulation(
         target,
@@ -163,6 +176,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--served", action="store_true", help="print the second table")
     parser.add_argument("--boundaries", type=int, nargs="+", default=[6, 7], help="of the second table")
+    parser.add_argument("--head", metavar="FOLDER", help="exit head of the boundary, of both tables")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="of the second table")
     parser.add_argument("--leaves", type=int, nargs="+", default=[4], help="of a tree step of the draft")
     parser.add_argument("--draft-step", type=float, default=0.2, help="in steps of the target (default 0.2)")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tests.drafters.head_files import write_exit
 from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, in_mode
 from tests.support.rings import slow
@@ -17,6 +21,7 @@ from transformers import PreTrainedModel
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HintOptions, LocalConfig, ServiceConfig, TargetOptions, TargetSetup
 from paceline.core.noise import Stream, gumbel_at, seed_bits
+from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.lent import Continued, layers_from, lend
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
@@ -26,10 +31,11 @@ from paceline.model.device import Placement
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.midway import heard_by
 from paceline.model.step_plan import SequenceStep
+from paceline.preflight.heads import heads_size
 from paceline.target import hints as hints_module
 from paceline.target.control.report import explain
 from paceline.target.hints import Hints
-from paceline.target.mount import require_hints
+from paceline.target.mount import behind, require_hints
 from paceline.target.scheduler import Scheduled
 from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
 
@@ -319,14 +325,63 @@ def test_what_cannot_work_is_refused() -> None:
         LocalConfig.model_validate({"target": {"path": str(TARGET_DIR), "hints": {"boundary": 6}}})
 
 
+def exit_head(folder: Path, boundary: int = BOUNDARY, size: int = 64, num_layers: int = 4) -> Path:
+    """One that changes what is said."""
+    return write_exit(folder / f"exit{boundary}", size, num_layers, boundary)
+
+
+def test_an_exit_head_has_its_say_in_a_hint(tmp_path: Path) -> None:
+    """By its own equation, at the state of the boundary; without it, the mutant, the hint is another one."""
+    model = loaded()
+    folder, hints = exit_head(tmp_path), hints_for(model)
+    states = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    weights = load_file(folder / "model.safetensors")
+    plain, n = hints._exit(states), F.rms_norm(states, (64,), weights["norm.weight"], 1e-6)
+    inner = F.silu(n @ weights["gate_proj.weight"].T) * (n @ weights["up_proj.weight"].T)
+    adapter = ExitAdapter(64, 24, 1e-6)
+    adapter.load_state_dict(weights)
+    found = behind(adapter, hints._exit)(states)
+    torch.testing.assert_close(found, hints._exit(states + inner @ weights["down_proj.weight"].T))
+    assert not torch.allclose(found, plain)
+
+
+def test_an_exit_head_of_another_boundary_or_target_is_refused(tmp_path: Path) -> None:
+    def hints(boundary: int, folder: Path) -> dict[str, Any]:
+        return {"boundary": boundary, "model": str(folder)}
+
+    right = exit_head(tmp_path, 6, 384, 8)
+    accepted = TargetSetup(str(TARGET_DIR), TargetOptions(hints=hints(6, right)))
+    require_hints(accepted, Checkpoint.open(str(TARGET_DIR)), Placement(torch.device("cpu"), torch.float32))
+    assert "was trained at [6]" in refused(hints(5, right))
+    assert refused(hints(2, exit_head(tmp_path, 2, 384, 4))).startswith("num_target_layers")
+    assert "nowhere" in refused(hints(6, tmp_path / "nowhere"))
+
+
+def test_an_exit_head_is_counted_and_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    target = Checkpoint.open(str(TARGET_DIR)).size()
+    assert target is not None
+
+    def weights_bytes(**hints: Any) -> int:
+        options = TargetOptions(compile=False, hints=HintOptions(**hints))
+        return heads_size(TargetSetup(str(TARGET_DIR), options), target, 64).weights_bytes
+
+    head = exit_head(tmp_path, 6, 384, 8)
+    own = sum(tensor.numel() for tensor in load_file(head / "model.safetensors").values())
+    assert weights_bytes(boundary=6) == 0
+    assert weights_bytes(boundary=6, model=str(head)) == own * target.item_bytes
+    with pytest.raises(ConfigError, match=r"boundaries is \[5\]: the exit head .* was trained at \[6\]"):
+        weights_bytes(boundary=5, model=str(head))
+
+
 @pytest.mark.slow
-def test_a_pipeline_with_hints_has_the_text_of_one_without() -> None:
+def test_a_pipeline_with_hints_has_the_text_of_one_without(tmp_path: Path) -> None:
     run = {"dtype": "float32", "compile": False, "device": "cpu"}
     texts = []
-    for hints in (None, {"boundary": 6}):
+    head = exit_head(tmp_path, 6, 384, 8)
+    for hints in (None, {"boundary": 6}, {"boundary": 6, "model": str(head)}):
         options = run | {"adaptive": False, "batch_invariant": "off", "hints": hints}
         config = {"target": {"path": str(TARGET_DIR), **options}, "draft": {"path": str(DRAFT_DIR), **run}}
         with LocalPipeline(LocalConfig.model_validate(config | {"worker": "thread", "pin_cores": False})) as pipeline:
             sampling = [SamplingParams(max_tokens=24, temperature=t, seed=3) for t in (0.0, 1.0)]
             texts.append([tuple(pipeline.generate("def main():\n", each).result.token_ids) for each in sampling])
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]

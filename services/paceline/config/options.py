@@ -248,10 +248,20 @@ class HintOptions(Strict):
 
     boundary: int = Field(ge=1)
     """Layers below it run before the hint, by the final norm and the LM head; fewer than the target has."""
+    model: str | None = Field(default=None, min_length=1)
+    """Directory of an exit head of that boundary, which ``paceline train-head early_exit`` writes, or an id that
+    transformers resolves: it makes of the state what the final norm is to have. None: that has the state as it is."""
     top: int = Field(default=8, ge=1, le=64)
     """Tokens for each place of a proposal."""
     weight: float = Field(default=0.5, gt=0, le=1)
     """w, where an outcome counts with q^(1 - w) e^w: q is the draft's probability, e the hint's."""
+
+    @property
+    def head(self) -> HeadOptions | None:
+        """The exit head, as if it drafted; None: there is none."""
+        if self.model is None:
+            return None
+        return HeadOptions(method="early_exit", model=self.model, boundaries=[self.boundary])
 
 
 class TargetOptions(ModelOptions):

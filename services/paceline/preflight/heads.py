@@ -74,6 +74,10 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
     if setup.options.hints is not None and compiles(setup.options, on_gpu):
         tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # read again, the embedding with them
         total = replace(total, weights_bytes=total.weights_bytes + tables)
+    if setup.options.hints is not None and (adapter := setup.options.hints.head) is not None:
+        _trained_boundary(adapter, read_json(_folder(adapter), "config.json"), target)
+        own = _numbers(_shapes(adapter, target)) * target.item_bytes
+        total = replace(total, weights_bytes=total.weights_bytes + own)
     if setup.link is None:
         return total
     width, fuse = _link_size(setup.link, target)

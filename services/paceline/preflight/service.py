@@ -321,7 +321,7 @@ def _check_heads(setup: TargetSetup, target: _Model) -> list[Finding]:
     for i, head in enumerate(options.heads):
         key = f"{_TARGET}.engine_kwargs.heads[{i}]"
         try:
-            alone = options.model_copy(update={"heads": [head]})
+            alone = options.model_copy(update={"heads": [head], "hints": None})
             heads_size(replace(setup, options=alone), target.size, max_len)
             if head.method == "draft_model" and head.source is not None and local_folder(head.source) is not None:
                 require_same_tokens(target.tokenizer, load_tokenizer(head.source, options.trust_remote_code))
@@ -331,9 +331,11 @@ def _check_heads(setup: TargetSetup, target: _Model) -> list[Finding]:
 
 
 def _check_hints(setup: TargetSetup, target: _Model) -> list[Finding]:
-    """Checks that the hints of a target come from a layer that it has."""
+    """Checks that the hints of a target come from a layer that it has, by an exit head that fits it."""
+    alone = setup.options.model_copy(update={"heads": []})
     try:
         require_hint_boundary(setup, target.size.num_layers)
+        heads_size(replace(setup, options=alone, link=None), target.size, max_len=1)
     except ConfigError as error:
         return [Finding.error(f"{_TARGET}.engine_kwargs.hints", f"is unfit: {error}")]
     return []

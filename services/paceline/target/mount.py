@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
-from paceline.config import HeadOptions, LookaheadOptions, SuffixMatching, TargetSetup
+from paceline.config import HeadOptions, HintOptions, LookaheadOptions, SuffixMatching, TargetSetup
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
 from paceline.drafters.heads.lent import Continued, layers_from, lent_or_read, require_lendable
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head, remote_plan
+from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.heads.streaming import StreamsPlan, open_streams
@@ -145,7 +148,8 @@ def require_hints(setup: TargetSetup, target: Checkpoint, placement: Placement) 
     """Checks that a target can send hints, if it is to, without reading a weight.
 
     Raises:
-        ConfigError: the boundary is outside of it, or its steps are replayed as CUDA graphs, or it is quantized.
+        ConfigError: the boundary is outside of it, or not that of the exit head, or that cannot be read, or the
+            target's steps are replayed as CUDA graphs, or it is quantized.
     """
     if (hints := setup.options.hints) is None:
         return
@@ -154,20 +158,37 @@ def require_hints(setup: TargetSetup, target: Checkpoint, placement: Placement) 
     if placement.device.type == "cuda" and setup.options.cuda_graphs is not False:
         raise ConfigError("hints need steps that call back, and CUDA graphs do not: set cuda_graphs to false")
     require_lendable(f"hints.boundary is {hints.boundary}", target, partial(layers_from, num_layers), ())
+    _hint_adapter(hints, target)
+
+
+def _hint_adapter(options: HintOptions, target: Checkpoint) -> HeadPlan | None:
+    """The exit head of hints, of which no weight has been read; None: there is none. Raises ConfigError."""
+    if (head := options.head) is None:
+        return None
+    return open_head(head.method, head.source, target, boundaries=(options.boundary,))
 
 
 def load_hints(setup: TargetSetup, target: Checkpoint, model: LoadedModel) -> Hints | None:
-    """What sends hints, by the target's own final norm and LM head; None: it is to send none.
+    """What sends hints, by the target's own final norm and LM head behind the exit head, if there is one; None: it is
+    to send none.
 
     Raises:
-        ConfigError: the target's files cannot be read.
+        ConfigError: the target's files cannot be read, or those of the exit head.
     """
     if (options := setup.options.hints) is None:
         return None
     part = partial(layers_from, model.size.num_layers)
     rest = Continued(lent_or_read(part, _lasting(model), target, model.dtype, model.device))
     log.info("target: hints are the %d likeliest tokens at boundary %d", options.top, options.boundary)
-    return Hints(options, rest.logits)
+    if (adapter := _hint_adapter(options, target)) is None:
+        return Hints(options, rest.logits)
+    return Hints(options, behind(adapter.load_module(model.dtype, model.device), rest.logits))
+
+
+def behind(adapter: HeadModule, finish: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Logits of states by an exit head and what is behind it."""
+    adapter = adapter.eval().requires_grad_(False)
+    return lambda states: finish(adapter(states))
 
 
 def probe_of(opened: Sequence[OpenedHead], target: Checkpoint) -> HeadProbe | None:
