@@ -17,13 +17,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from methods import runs
+from methods import measure, ours, total
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.drafters.catalogue import method_named
 from paceline.drafters.heads.exit_adapter import MODEL_TYPE as EXIT
 from paceline.embedded import TARGET_DIR
 from paceline_bench.prompts import held_out_prompts
+
+TEMPERATURES = (0.0, 1.0)
 
 
 def main() -> None:
@@ -46,11 +48,12 @@ def main() -> None:
             method = replace(method, options={**method.options, "boundaries": [boundary]})
         else:
             method = method_named("speculative streaming")
-        for temperature in (0.0, 1.0):
-            found = []
-            for source in (None, model) if is_exit else (model,):
-                run = runs(method, source, prompts, args.draft_tokens, args.max_tokens, temperature)
-                found.append(f"{(run.accepted or 0) / run.steps:.2f}")
+        sources = (None, model) if is_exit else (model,)
+        openers = [ours(method, source, args.draft_tokens, "thread") for source in sources]
+        _, *measured = measure(openers, prompts, args.max_tokens, TEMPERATURES, "thread")
+        for temperature in TEMPERATURES:
+            answers = [row.answers[temperature] for row in measured]
+            found = [f"{total(each, 'accepted') / total(each, 'steps'):.2f}" for each in answers]
             without = [] if is_exit else ["-"]
             rows.append((method.name, str(boundary), f"{temperature:g}", *without, *found))
     print("", *table(rows, sys.stdout), sep="\n")

@@ -4,7 +4,11 @@
     assisted       ``generate`` with the draft as ``assistant_model``; one prompt after the other, it takes no batch
     lookup         ``generate`` with ``prompt_lookup_num_tokens``; one prompt after the other
     continuous     continuous batching over its paged cache
+    universal      as assisted, across tokenizers: with the tokenizers of both
+    early_exit     ``generate`` with ``assistant_early_exit`` at three quarters of the target's layers
+    mtp            ``generate`` with ``use_mtp``
 
+The last three are asked for by `benchmarks/methods.py` alone.
 The process is pinned like the target engine. It waits in ``recv`` between requests, so it is idle while the
 engines run, and they are while it runs.
 """
@@ -35,6 +39,8 @@ NAMES = {
 """Names in reports."""
 _LOOKUP_TOKENS = 10
 """The value of transformers' documentation."""
+_EXIT = 3, 4
+"""The share of the layers below an early exit."""
 _BLOCK_TOKENS = 256
 """Page size of transformers' cache."""
 _BATCH_TOKENS = 512
@@ -46,7 +52,7 @@ class GenerateRequest:
     """Prompts that are submitted together."""
 
     mode: str
-    """Mode of transformers, one of ``MODES``."""
+    """Mode of transformers: one of ``MODES``, or ``universal``, ``early_exit`` or ``mtp``."""
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
     """Limit of each prompt."""
@@ -110,14 +116,28 @@ def _transformers(target: str, draft: str | None, dtype: DType) -> Iterator[Call
     yield lambda request: _generate(models, request)
 
 
+def _options(models: Sequence[Any], mode: str) -> dict[str, Any]:
+    """Arguments of ``generate`` that choose one of the modes that take one prompt after the other."""
+    if mode == "assisted":
+        return {"assistant_model": models[1]}
+    if mode == "universal":
+        from transformers import AutoTokenizer
+
+        tokenizer, other = (AutoTokenizer.from_pretrained(model.name_or_path) for model in models)
+        return {"assistant_model": models[1], "tokenizer": tokenizer, "assistant_tokenizer": other}
+    if mode == "early_exit":
+        part, of = _EXIT
+        return {"assistant_early_exit": models[0].config.num_hidden_layers * part // of}
+    return {"use_mtp": True} if mode == "mtp" else {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
+
+
 def _generate(models: Sequence[Any], request: GenerateRequest) -> list[Reply]:
     if request.mode == "continuous":
         return _continuous(models[0], request)
     started_s = time.perf_counter()
     if request.mode == "transformers":
         return _batch(models[0], request, {}, started_s)
-    options = {"assistant_model": models[1]} if request.mode == "assisted" else {}
-    options = options or {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
+    options = _options(models, request.mode)
     replies: list[Reply] = []
     for i, (prompt, max_tokens) in enumerate(zip(request.prompts, request.max_tokens, strict=True)):
         one = GenerateRequest(request.mode, (prompt,), (max_tokens,), request.temperature, request.seed + i)
