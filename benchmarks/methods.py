@@ -152,11 +152,12 @@ def model_of(method: Method, heads: Path | None, folder: Path, pard_steps: int) 
 
 
 def local_config(method: Method, model: str | None, k: int, worker: Worker) -> LocalConfig:
-    """The configuration of the page on this machine, every token asked for and verified. In overlapped mode a head in
-    the pool drafts ahead of outcomes."""
+    """The configuration of the page on this machine, every token asked for and verified, and heads as they are, however
+    little they were trained. In overlapped mode a head in the pool drafts ahead of outcomes."""
     config = ServiceConfig.parse(method.configuration("paceline/embedded-target", model))
     setup, draft_setup = config.target_setup(), config.draft_setup()
-    heads = [{**head.model_dump(exclude_unset=True), "num_speculative_tokens": k} for head in setup.options.heads]
+    given = {"num_speculative_tokens": k, "probe": False}
+    heads = [head.model_dump(exclude_unset=True) | given for head in setup.options.heads]
     target = MODEL | {"path": setup.source, "adaptive": not method.kind, "heads": heads}
     draft = draft_setup and draft_setup.options
     if draft_setup is not None and draft_setup.source is not None:
