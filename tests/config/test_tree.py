@@ -65,7 +65,8 @@ TARGET_VALUES = {
     "dtype": "float32", "compile": False, "background_compilation": False, "device": "cpu", "quantization": "int8",
     "tensor_parallel_size": 2,
     "rank_timeout_s": 3.0, "cuda_graphs": False, "max_cuda_graphs": 9, "attention": "sdpa", "max_sessions": 3,
-    "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "tree_verification": "off", "kv_pages": 20,
+    "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "tree_verification": "off", "mtp_modules": "off",
+    "kv_pages": 20,
     "kv_fraction": None, "cpu_threads": 1, "hints": None,
     "trust_remote_code": True, "batch_invariant": "require",
     "heads": [{
