@@ -133,6 +133,8 @@ class TrainingOptions:
         for flag, value in positive.items():
             if not value > 0:
                 raise ConfigError(f"{flag} is {value:g}: it must be more than 0")
+        if self.held_out_rows < 2:
+            raise ConfigError("--held-out-rows is 1: it must be at least 2, one greedy and one at temperature 1")
         if self.prompt_tokens < _LEAST_PROMPT:
             raise ConfigError(f"--prompt-tokens is {self.prompt_tokens}: it must be at least {_LEAST_PROMPT}")
         least = self.prompt_tokens + self.form.depths + 1
