@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.models import random_model
@@ -25,7 +26,7 @@ from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import aot
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import artifact_key
-from paceline.model.compiled.linear import PackedLinear, linear, pack, pack_layers, replace_linears
+from paceline.model.compiled.linear import PackedLinear, gated_silu, linear, pack, pack_layers, replace_linears
 from paceline.model.loading import prepare
 from paceline.model.selftest import check_invariance
 
@@ -121,6 +122,49 @@ def test_no_bit_depends_on_the_number_of_threads(num_threads: int, shared: Calla
         for pause_s in (0.0, 0.0, 0.002):
             time.sleep(pause_s)
             assert torch.equal(linear(x, packed, bias, outputs), alone), (tokens, outputs, inputs)
+
+
+@needed
+@pytest.mark.parametrize("size", [1, 16, 37, 1024])
+def test_a_gate_is_silu_times_the_other_half_with_the_same_bits_in_every_batch(
+    size: int, shared: Callable[[int], None]
+) -> None:
+    """Whatever else is gated, and by however many threads; rounded once, of numbers of every size."""
+    x = values(1, 40, 2 * size) * 4
+    x[0], x[1] = -300, 300
+    shared(1)
+    together = gated_silu(x)
+    a, b = x.double().chunk(2, -1)
+    torch.testing.assert_close(together.double(), a * torch.sigmoid(a) * b, rtol=2**-8 + 1e-5, atol=1e-37)
+    assert torch.equal(together, torch.cat([gated_silu(row[None]) for row in x]))
+    for num_threads in (2, 3):
+        shared(num_threads)
+        assert torch.equal(gated_silu(x), together)
+
+
+@needed
+def test_a_gate_that_is_one_is_one_operator_and_others_stay() -> None:
+    """Halves in the other order, of two products, or read twice, are computed as they were."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(32, 64, bias=False).bfloat16() for _ in range(3))
+
+        def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+            first = F.silu(self.a(x)) * self.b(x)
+            half = self.a(other)
+            return first, F.silu(half) * self.b(other) + half, F.silu(self.b(x + 1)) * self.c(x - 1)
+
+    x, other = values(1, 3, 32), values(2, 3, 32)
+    exported = torch.export.export(Gated(), (x, other))
+    expected = exported.module()(x, other)
+    assert replace_linears(exported) == 6
+    targets = [node.target for node in exported.graph.nodes]
+    assert targets.count(torch.ops.paceline.gated_silu.default) == 1
+    assert targets.count(torch.ops.aten.silu.default) == 2
+    for found, wanted in zip(exported.module()(x, other), expected, strict=True):
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=0.03, atol=0.03)
 
 
 @needed

@@ -29,7 +29,7 @@ from paceline.types import PAGE_SIZE
 
 DTYPES = (torch.bfloat16, torch.float32)
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_HEADER = Path(__file__).with_name("lanes.h")
+_HEADERS = (_SOURCE.with_name("lanes.h"), _SOURCE.parents[1] / "exponential.h")
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno")
 _PAGE_SIZE = 64
 log = logging.getLogger(__name__)
@@ -118,4 +118,5 @@ def _load() -> ctypes.CDLL:
 def _digest() -> str:
     """Digest of the sources, their compiler options, torch's version and the machine's instruction set."""
     facts = f"{torch.__version__} {machine()} {_OPTIONS}"
-    return hashlib.blake2b(_HEADER.read_bytes() + _SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()
+    sources = b"".join([path.read_bytes() for path in (*_HEADERS, _SOURCE)])
+    return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "../exponential.h"
 #include "threads.h"
 
 namespace {
@@ -33,6 +34,7 @@ constexpr int64_t kBlocks = 4;                 // of a group
 constexpr int64_t kAhead = 128;                // pairs, 16 KiB: the memory is asked this far ahead
 constexpr int64_t kShared = 128 * 1024;        // weights and more: of these a product is worth the helpers
 constexpr int64_t kPieces = 4;                 // of a product for each thread
+constexpr int64_t kGated = 16 * 1024;          // values that are gated and more: these are worth the helpers
 constexpr int64_t kAliasing = 512;             // values: rows a multiple of this apart compete for the same cache lines
 
 struct Tile {
@@ -200,6 +202,20 @@ struct Rows {
   }
 };
 
+// silu(x[:n]) * x[n:] in float32, rounded once; value by value, whatever is computed beside it.
+void gate(const uint16_t* x, int64_t n, uint16_t* y) {
+  const auto widen = [](__mmask16 mask, const uint16_t* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
+  };
+  const __m512 one = _mm512_set1_ps(1.0f), minus_log2e = _mm512_set1_ps(-1.44269504f);
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = n - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (n - i)) - 1);
+    const __m512 a = widen(mask, x + i), b = widen(mask, x + n + i);
+    const __m512 silu = _mm512_div_ps(a, _mm512_add_ps(one, paceline::exp2(_mm512_mul_ps(a, minus_log2e))));
+    _mm256_mask_storeu_epi16(y + i, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(silu, b)));
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -226,7 +242,41 @@ void paceline_linear(const uint16_t* x, int64_t apart, const uint16_t* packed, c
   multiply_all({rows.x, rows.apart, packed, bias, y, m, n, (k + 1) / 2});
 }
 
+// y [m, n] = silu(x[:, :n]) * x[:, n:] of x [m, 2 n]
+void paceline_gated_silu(const uint16_t* x, uint16_t* y, int64_t m, int64_t n) {
+  const auto gate_row = [&](int64_t row) { gate(x + row * 2 * n, n, y + row * n); };
+  if (helpers != nullptr && m > 1 && m * n >= kGated) {
+    helpers->share(m, gate_row);
+    return;
+  }
+  for (int64_t row = 0; row < m; ++row) gate_row(row);
+}
+
 // What compiled models call, without the dispatcher and the interpreter.
+AOTITorchError aoti_torch_cpu_gated_silu(AtenTensorHandle x, AtenTensorHandle* out) {
+  int64_t dim = 0, count = 0, *sizes = nullptr;
+  bool contiguous = false;
+  void *from = nullptr, *to = nullptr;
+  if (aoti_torch_get_dim(x, &dim) || dim < 1 || aoti_torch_get_sizes(x, &sizes) || aoti_torch_get_numel(x, &count) ||
+      aoti_torch_is_contiguous(x, &contiguous) || !contiguous || sizes[dim - 1] % 2 || aoti_torch_get_data_ptr(x, &from)) {
+    return AOTI_TORCH_FAILURE;
+  }
+  try {
+    std::vector<int64_t> shape(sizes, sizes + dim), apart(dim, 1);
+    const int64_t n = shape.back() /= 2;
+    for (int64_t i = dim - 1; i > 0; --i) apart[i - 1] = apart[i] * shape[i];
+    if (aoti_torch_empty_strided(dim, shape.data(), apart.data(), aoti_torch_dtype_bfloat16(),
+                                 aoti_torch_device_type_cpu(), 0, out) ||
+        aoti_torch_get_data_ptr(*out, &to)) {
+      return AOTI_TORCH_FAILURE;
+    }
+    if (n > 0) paceline_gated_silu(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), count / (2 * n), n);
+  } catch (const std::bad_alloc&) {
+    return AOTI_TORCH_FAILURE;
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+
 AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias,
                                             int64_t outputs, AtenTensorHandle* out) {
   int64_t dim = 0, *sizes = nullptr, *strides = nullptr;

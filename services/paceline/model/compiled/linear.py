@@ -31,7 +31,7 @@ from paceline.errors import EngineError
 BLOCK = 32
 """Outputs whose weights lie together."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_THREADS = _SOURCE.with_name("threads.h")
+_HEADERS = (_SOURCE.with_name("threads.h"), _SOURCE.parents[1] / "exponential.h")
 _OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-pthread")
 _LOADING = threading.Lock()
 """Models in threads load side by side; operators are registered once."""
@@ -54,18 +54,21 @@ def key() -> str:
 
 
 def shims() -> dict[Any, list[str]]:
-    """The operator with the C function that a compiled model calls; empty where it is not usable."""
+    """The operators with the C functions that a compiled model calls; empty where they are not usable."""
     if not usable():
         return {}
-    declaration = (
+    product = (
         "AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle packed, "
         "AtenTensorHandle* bias, int64_t outputs, AtenTensorHandle* out)"
     )
-    return {torch.ops.paceline.packed_linear.default: [declaration]}
+    gate = "AOTITorchError aoti_torch_cpu_gated_silu(AtenTensorHandle x, AtenTensorHandle* out)"
+    ours = torch.ops.paceline
+    return {ours.packed_linear.default: [product], ours.gated_silu.default: [gate]}
 
 
 def replace_linears(exported: ExportedProgram) -> int:
     """Turns every bfloat16 product by a parameter into the operator, those of one input into one; how many there were.
+    What then is the SiLU of one half of a product times the other half is an operator, too, as helpers share it.
 
     The packing is left to the compiler, which folds what it does to constants and drops what nothing else reads.
     """
@@ -82,6 +85,8 @@ def replace_linears(exported: ExportedProgram) -> int:
         _join(graph, nodes)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default  # what was whole may be a slice now
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
+        _gate(graph, node)
     exported.graph_module.recompile()
     return sum(map(len, groups.values()))
 
@@ -152,6 +157,25 @@ def multiply(library: ctypes.CDLL, x: Tensor, packed: Tensor, bias: Tensor | Non
     return y
 
 
+def gated_silu(x: Tensor) -> Tensor:
+    """``silu(x[.., :n]) * x[.., n:]`` of ``[.., 2 n]`` in bfloat16: in float32, rounded once."""
+    library = _library()
+    assert library is not None, "usable() comes first"
+    return gate(library, x)
+
+
+def gate(library: ctypes.CDLL, x: Tensor) -> Tensor:
+    """``gated_silu`` by a library that was loaded."""
+    x, size = x.contiguous(), x.shape[-1] // 2
+    assert x.dtype == torch.bfloat16, "of bfloat16"
+    assert x.shape[-1] == 2 * size, "two halves"
+    y = x.new_empty(*x.shape[:-1], size)
+    at = [ctypes.c_void_p(t.data_ptr()) for t in (x, y)]
+    if size:
+        library.paceline_gated_silu(*at, ctypes.c_int64(y.numel() // size), ctypes.c_int64(size))
+    return y
+
+
 def why_not_shared(num_threads: int, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the products of a model cannot be shared by so many threads of this process; None: they can be."""
     if device.type != "cpu":
@@ -189,10 +213,11 @@ def sharer() -> ctypes.c_void_p:
 
 def load(source: Path) -> ctypes.CDLL:
     """The library of ``source``, compiled if it never was. Raises EngineError or OSError if it cannot be had."""
-    options = (*_OPTIONS, f"-I{_THREADS.parent}", *torch_options())
+    options = (*_OPTIONS, f"-I{_SOURCE.parent}", *torch_options())
     path = compiled(source, _digest(source), options, "the products of linear layers")
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
-    library.paceline_linear.restype = library.paceline_helpers.restype = None
+    for function in (library.paceline_linear, library.paceline_helpers, library.paceline_gated_silu):
+        function.restype = None
     return library
 
 
@@ -233,6 +258,31 @@ def _join(graph: Graph, nodes: list[Node]) -> None:
         graph.erase_node(node)
 
 
+def _gate(graph: Graph, silu: Node) -> None:
+    """One operator in the place of silu(x[.., :n]) * x[.., n:] of a product x of 2 n outputs; anything else stays."""
+    aten, ours = torch.ops.aten, torch.ops.paceline
+    (gate,), users = silu.args, list(silu.users)
+    if len(users) != 1 or users[0].target is not aten.mul.Tensor or not isinstance(gate, Node):
+        return
+    others = [other for other in users[0].args if other is not silu]
+    if len(others) != 1 or not isinstance(others[0], Node):
+        return
+    halves = gate, others[0]
+    if any(half.target is not aten.slice.Tensor or len(half.users) != 1 for half in halves):
+        return
+    x, size = halves[0].args[0], silu.meta["val"].shape[-1]
+    if not isinstance(x, Node) or x.target is not ours.packed_linear.default or x.args[3] != 2 * size:
+        return
+    if [half.args for half in halves] != [(x, -1, 0, size), (x, -1, size, 2 * size)]:
+        return
+    with graph.inserting_before(users[0]):
+        gated = graph.call_function(ours.gated_silu.default, (x,))
+    gated.meta.update(users[0].meta)
+    users[0].replace_all_uses_with(gated)
+    for node in (users[0], silu, *halves):
+        graph.erase_node(node)
+
+
 def _library() -> ctypes.CDLL | None:
     with _LOADING:
         return _loaded()
@@ -263,6 +313,9 @@ def _register() -> None:
     torch.library.define("paceline::packed_linear", "(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
     torch.library.impl("paceline::pack_linear", "CPU", pack)
     torch.library.impl("paceline::packed_linear", "CPU", linear)
+    torch.library.define("paceline::gated_silu", "(Tensor x) -> Tensor")
+    torch.library.impl("paceline::gated_silu", "CPU", gated_silu)
+    torch.library.register_fake("paceline::gated_silu", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
     torch.library.register_fake("paceline::pack_linear", pack)
     torch.library.register_fake(
         "paceline::packed_linear", lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs)
@@ -273,4 +326,5 @@ def _register() -> None:
 def _digest(source: Path) -> str:
     """Digest of an operator's source, its compiler options and torch's version."""
     facts = f"{torch.__version__} {_OPTIONS} torch_cpu"
-    return hashlib.blake2b(source.read_bytes() + _THREADS.read_bytes() + facts.encode(), digest_size=8).hexdigest()
+    sources = b"".join([path.read_bytes() for path in (source, *_HEADERS)])
+    return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
