@@ -34,6 +34,7 @@ GUARDS_ELSEWHERE = {
     "k8s/test_manifests.py::test_a_policy_without_one_of_them_is_noticed": {"tools"},
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": {"tools"},
     "k8s/test_weights.py::test_one_option_with_two_values_is_noticed": {"tools"},
+    "lossless/test_methods.py::test_a_drafter_that_is_one_position_late_is_noticed": {"slow"},
     "lossless/test_pool_drafters.py::test_a_wrong_q_is_caught": {"slow"},
     "model/attention/test_native.py::test_mutants_are_noticed": {"slow"},
     "model/test_quantized.py::test_verifying_with_another_copy_of_the_weights_is_caught": {"slow"},
@@ -42,6 +43,8 @@ GUARDS_ELSEWHERE = {
     "service/hostile/test_clients.py::test_a_host_that_waits_for_ever_is_caught": {"slow"},
     "service/hostile/test_clients.py::test_a_host_without_the_guard_is_caught": {"fast", "slow"},
     "service/hostile/test_drafts.py::test_a_tree_without_the_guard_is_caught": {"fast", "slow"},
+    "target/test_branches.py::test_a_branch_at_a_shifted_row_is_caught": {"fast", "slow"},
+    "target/test_branches.py::test_a_branch_at_a_shifted_row_is_caught_on_two_ranks": {"slow", "nightly"},
     "target/control/test_session_gate.py::test_a_draft_that_has_become_good_is_noticed_by_short_sessions": {"slow"},
 }
 """Outside the fast ring, as they compile a kernel, start processes or wait for a limit."""
@@ -74,6 +77,7 @@ MANY_CASES = {
     "rpc/test_streams.py::test_columns_that_do_not_fit_together_are_dropped_and_counted": "every column",
     "rpc/test_streams.py::test_malformed_to_target_is_dropped_and_counted": _TABLE,
     "target/control/test_allocation.py::test_the_choice_is_the_best_of_all": "all but twelve are nightly",
+    "target/test_branches.py::test_rows_of_subtrees_have_the_bits_of_plain_decoding": "every kernel, family and dtype",
     "test_docs.py::test_a_page_is_true_of_the_tree": "one case per page",
     "test_layering.py::test_every_import_is_an_arrow_of_the_picture": "one case per module",
     "web/test_chat.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,

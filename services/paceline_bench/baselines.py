@@ -123,7 +123,8 @@ def _options(models: Sequence[Any], mode: str) -> dict[str, Any]:
     if mode == "universal":
         from transformers import AutoTokenizer
 
-        tokenizer, other = (AutoTokenizer.from_pretrained(model.name_or_path) for model in models)
+        paths = [model.name_or_path for model in models]
+        tokenizer, other = (AutoTokenizer.from_pretrained(path, trust_remote_code=False) for path in paths)
         return {"assistant_model": models[1], "tokenizer": tokenizer, "assistant_tokenizer": other}
     if mode == "early_exit":
         part, of = _EXIT

@@ -89,10 +89,11 @@ FLAGS = {
     "generate": f"{MODEL} --json --logprobs --top-logprobs --local --verbose --address --timeout --request-id "
     f"--resume --no-resume {CONNECTION} --json-schema --json-object --regex --grammar --choice --structural-tag "
     "--stop --max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty "
-    "--frequency-penalty --ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
+    "--frequency-penalty --ignore-eos --include-stop-str-in-output --seed --seed-scope --logprobs-mode --mode "
+    "--acceptance --draft-tokens",
     "chat": f"{MODEL} --system --chat-template --local --verbose --address --api-key --tls-ca --stop --max-tokens "
     "--min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty "
-    "--ignore-eos --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
+    "--ignore-eos --include-stop-str-in-output --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --local --address --dashboard --print-environment --verbose",
     "check": f"{SERVICE} --json --against",
     "config": f"{SERVICE} --markdown --schema",

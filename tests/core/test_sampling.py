@@ -87,7 +87,7 @@ PARAMS = st.builds(
     min_tokens=st.integers(0, 6),
     stop_token_ids=st.lists(TOKEN, max_size=2).map(tuple),
     ignore_eos=st.booleans(),
-    repetition_penalty=st.sampled_from([1.0, 1.25, 0.8]),
+    repetition_penalty=st.sampled_from([1.0, 2.0, 0.5]),
     presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
     frequency_penalty=st.sampled_from([0.0, 0.25, -0.5]),
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),

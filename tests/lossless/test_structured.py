@@ -45,7 +45,7 @@ FORMS = {
 PROCESSORS: tuple[dict[str, Any], ...] = (
     {},
     {"top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
-    {"logit_bias": {EOS: 3.0}, "min_p": 0.02, "allowed_token_ids": tuple(range(200))},
+    {"logit_bias": {EOS: 3.0}, "min_p": 0.02, "allowed_token_ids": tuple({*range(300)} - {253, 260, 267})},
     {"bad_words": ((17, 18), (110,)), "top_k": 9},
 )
 

@@ -355,7 +355,8 @@ def share_by() -> Iterator[ShareBy]:
     masks=st.sampled_from(["causal", "window", "tree"]),
 )
 def test_bits_do_not_depend_on_pieces(seed, dtype, rows, row_len, pages, heads, dims, masks, share_by: ShareBy) -> None:
-    """They are done in any order; there is one for each KV head and at most 32 places of a row."""
+    """They are done in any order; there is one for each KV head and at most 32 places of a row. Little work is not
+    shared, 2^18 products always are."""
     it = random_inputs(
         seed, dtype=dtype, rows=rows, row_len=row_len, pages=pages, kv_heads=heads[0], groups=heads[1],
         key_dim=dims[0], value_dim=dims[1], masks=masks,
@@ -376,7 +377,8 @@ def test_bits_do_not_depend_on_pieces(seed, dtype, rows, row_len, pages, heads, 
     whole = it.attend()
     share_by(in_any_order)
     assert torch.equal(bits(it.attend()), bits(whole))
-    assert asked == [rows * -(-row_len // 32) * heads[0]] * 2
+    if asked or rows * row_len * math.prod(heads) * pages * PAGE_SIZE * sum(dims) >= 1 << 18:
+        assert asked == [rows * -(-row_len // 32) * heads[0]] * 2
 
 
 def test_little_attention_is_not_shared(share_by: ShareBy) -> None:
