@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.statistics import Ewma
 from paceline.core.tree import Producer
 from paceline.core.verification import Verdict
 from paceline.target.control.allocation import Allocation
@@ -151,6 +152,7 @@ class StepMeter:
         self._wait_policy = wait_policy
         self._gate = gate
         self._started = self._forward_at = 0.0  # of the step in progress
+        self._ahead_s = Ewma(0.1)  # from the one to the other in steps without branches
         self._emitted_before = 0  # tokens emitted by all steps before it
         self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
         self._decided_at = 0.0  # of the last step
@@ -213,9 +215,12 @@ class StepMeter:
         )
         if num_context == len(parts):  # one token each; the costs above are those known before this step
             self._wait_policy.step_s.add(now - self._started)
-            if num_branches + num_guessed:
-                self._allocation.observe_branches(num_branches + num_guessed, num_tokens, now - self._forward_at)
+            ahead_s = self._forward_at - self._started
+            if num_branches + num_guessed:  # pages of branches are forked before the forward
+                seconds = now - self._forward_at + max(0.0, ahead_s - self._ahead_s.get(ahead_s))
+                self._allocation.observe_branches(num_branches + num_guessed, num_tokens, seconds)
             else:
+                self._ahead_s.add(ahead_s)
                 self._allocation.observe_step(num_tokens, now - self._forward_at)
         self.stats.steps += 1
         self.stats.step_s += now - self._started
