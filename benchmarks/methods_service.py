@@ -1,7 +1,7 @@
 """Every drafting method through the real service: each text is that of plain decoding.
 
     python benchmarks/methods_service.py > benchmarks/results/methods-service.txt
-    python benchmarks/methods_service.py --method PARD --method lookahead --heads /tmp/heads
+    python benchmarks/methods_service.py --method PARD --method lookahead --heads heads
 
 For each method of docs/methods.md that can draft for the embedded target, a ``paceline serve`` of its own is started
 with the configuration of the page; held-out prompts are streamed over gRPC at temperatures 0 and 1, some at once, and
