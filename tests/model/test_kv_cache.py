@@ -177,6 +177,26 @@ def test_pages_that_are_taken_together_are_zeroed_by_one_call() -> None:
         assert pool[taken].eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_copies_and_zeros_are_those_of_the_operators(dtype: torch.dtype) -> None:
+    """Pools of several sizes of a page, those of a head among them."""
+    caches = [KVCache([LayerSpec(1, 2, 3), LayerSpec(2, 4, 4)], 6, dtype, "cpu") for _ in range(2)]
+    assert caches[0]._native, "this machine has a compiler"
+    caches[1]._native = False
+    for cache in caches:
+        cache.add_layers([LayerSpec(1, 8, 8)])
+        torch.manual_seed(0)
+        for pool in (*cache.keys, *cache.values):
+            pool.normal_()
+        cache.copy([(1, 4), (1, 0), (3, 5)])
+        cache.clear([2, 3])
+    native, plain = ((*cache.keys, *cache.values) for cache in caches)
+    assert all(torch.equal(a, b) for a, b in zip(native, plain, strict=True))
+    assert torch.equal(native[0][4], native[0][0])
+    assert native[0][4].ne(0).any()
+    assert native[0][2:4].eq(0).all()
+
+
 def test_flat_rows() -> None:
     """Rows to pages."""
     assert flat_rows([5, 2], PAGE_SIZE - 1, PAGE_SIZE + 1) == [6 * PAGE_SIZE - 1, 2 * PAGE_SIZE]

@@ -26,6 +26,7 @@ import torch
 
 from paceline.core.deferred import upload
 from paceline.errors import ResourceExhaustedError
+from paceline.model import layout
 from paceline.types import (
     PAGE_SIZE,  # both also belong to what this module offers
 )
@@ -64,6 +65,7 @@ class KVCache:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # hashed and unreferenced, oldest first
         self.clearing_at_once = Clearing(self)
+        self._native = torch.device(device).type == "cpu" and layout.usable()
 
     def _allocate(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (self.num_pages + 1, PAGE_SIZE)
@@ -134,18 +136,28 @@ class KVCache:
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages for a new owner: masked rows weigh exactly zero, but 0 * NaN is NaN."""
-        if pages:
-            index = upload(pages, self.keys[0].device)
-            for pool in (*self.keys, *self.values):
-                pool.index_fill_(0, index, 0)
+        if not pages:
+            return
+        pools = (*self.keys, *self.values)
+        if self._native:
+            layout.clear_pages(pools, pages)
+            return
+        index = upload(pages, pools[0].device)
+        for pool in pools:
+            pool.index_fill_(0, index, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, (from, to) each, in all layers. No page is both copied from and copied to."""
-        if pairs:
-            index = upload(pairs, self.keys[0].device)
-            source, target = index[:, 0], index[:, 1]
-            for pool in (*self.keys, *self.values):
-                pool.index_copy_(0, target, pool.index_select(0, source))
+        if not pairs:
+            return
+        pools = (*self.keys, *self.values)
+        if self._native:
+            layout.copy_pages(pools, pairs)
+            return
+        index = upload(pairs, pools[0].device)
+        source, target = index[:, 0], index[:, 1]
+        for pool in pools:
+            pool.index_copy_(0, target, pool.index_select(0, source))
 
     def release(self, pages: Sequence[int]) -> None:
         """Gives up one reference to each page; hashed pages stay as cached prefixes."""

@@ -130,4 +130,19 @@ void paceline_masks(const int64_t* sizes, int64_t* from, int64_t window, int64_t
   paceline::make_masks(s, Fields(from, s), window, bytes, whole, near);
 }
 
+// KVCache.copy and KVCache.clear. `pools` [n]: each a page of `bytes` behind the other; `pairs` [count, 2]: from, to.
+void paceline_copy_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, int64_t count, const int64_t* pairs) {
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < count; ++j) {
+      std::memcpy(pools[i] + pairs[2 * j + 1] * bytes[i], pools[i] + pairs[2 * j] * bytes[i], bytes[i]);
+    }
+  }
+}
+
+void paceline_clear_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, int64_t count, const int64_t* pages) {
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < count; ++j) std::memset(pools[i] + pages[j] * bytes[i], 0, bytes[i]);
+  }
+}
+
 }  // extern "C"

@@ -1,8 +1,9 @@
-"""Native passes over the integers of a step, in ``layout.cpp``: one call in place of a hundred on small arrays.
+"""Native passes over the integers and pages of a step, in ``layout.cpp``: one call in place of a hundred small ones.
 
-Each has a twin that gives the same integers, and stands in for it where there is no compiler: ``lay_out`` that of
-``step_plan.py``, ``pack`` that of ``compiled/buckets.py``, ``masks`` ``step_plan.attention_masks``. They take some
-microseconds and keep the interpreter lock, which another thread would not give back so soon.
+Each has a twin that gives the same bits, and stands in for it where there is no compiler: ``lay_out`` that of
+``step_plan.py``, ``pack`` that of ``compiled/buckets.py``, ``masks`` ``step_plan.attention_masks``, ``copy_pages`` and
+``clear_pages`` the operators of ``kv_cache.py``. They take some microseconds and keep the interpreter lock, which
+another thread would not give back so soon.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ HEADER = _SOURCE.with_suffix(".h")
 """The buffer of a step, for other libraries that read it."""
 _OPTIONS = ("-march=native",)
 _MASKS = (torch.bfloat16, torch.float32)
-_ARGUMENTS = {"paceline_lay_out": "iaaaaaiapapiap", "paceline_pack": "apapi", "paceline_masks": "apiipp"}
+_ARGUMENTS = {
+    "paceline_lay_out": "iaaaaaiapapiap",
+    "paceline_pack": "apapi",
+    "paceline_masks": "apiipp",
+    "paceline_copy_pages": "iaaia",
+    "paceline_clear_pages": "iaaia",
+}
 """Of each function: integers, arrays and pointers."""
 Sizes = Sequence[int]
 """Tokens, writes, wanted logits, rows, row length, pages, and 1 if the step has trees: a ``StepShape``."""
@@ -98,6 +105,22 @@ def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) ->
     given = array("q", sizes)
     _call("paceline_masks", given, plan.data_ptr(), window or 0, dtype.itemsize, made[0].data_ptr(), near)
     return made
+
+
+def copy_pages(pools: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies pages, (from, to) each, in every pool: a contiguous tensor [pages, ..] in the host's memory."""
+    _call("paceline_copy_pages", *_pages_of(pools), len(pairs), array("q", [page for pair in pairs for page in pair]))
+
+
+def clear_pages(pools: Sequence[Tensor], pages: Sequence[int]) -> None:
+    """Zeroes pages in every pool: a contiguous tensor [pages, ..] in the host's memory."""
+    _call("paceline_clear_pages", *_pages_of(pools), len(pages), array("q", pages))
+
+
+def _pages_of(pools: Sequence[Tensor]) -> tuple[int, array[int], array[int]]:
+    """How many pools there are, their addresses, and the bytes of a page of each."""
+    bytes_of = [pool.stride(0) * pool.element_size() for pool in pools]
+    return len(pools), array("q", [pool.data_ptr() for pool in pools]), array("q", bytes_of)
 
 
 def _call(name: str, *arguments: object) -> None:
