@@ -266,9 +266,9 @@ def test_wrong_guesses_are_noticed(mutate: Callable, monkeypatch: pytest.MonkeyP
 # -- window and pool --------------------------------------------------------------------------------------------------
 
 
-def opened(window: int, ngram: int, guesses: int) -> LookaheadHead:
-    head = LookaheadHead(window, ngram, guesses)
-    head.open("s", [5, 6, 7], SamplerState(SamplingParams(), 1, [5, 6, 7], vocab_size=100))
+def opened(window: int, ngram: int, guesses: int, *prompt: int) -> LookaheadHead:
+    head, text = LookaheadHead(window, ngram, guesses), prompt or (5, 6, 7)
+    head.open("s", text, SamplerState(SamplingParams(), 1, text, vocab_size=100))
     return head
 
 
@@ -281,7 +281,7 @@ def candidates(head: LookaheadHead, *path: int) -> list[int]:
 @pytest.mark.parametrize("ngram", [3, 5])
 def test_the_window_moves_up_and_its_columns_become_ngrams(window: int, ngram: int) -> None:
     """A target that always says the next number: after N - 2 steps every column is a run of numbers."""
-    head = opened(window, ngram, 3)
+    head = opened(window, ngram, 3, 7, 8, 9)  # of which the text goes on as a run, too
     for step in range(ngram + 2):
         tree = head.guesses("s")
         assert len(tree) == head.num_guesses == window * (ngram - 1) - 1
@@ -297,6 +297,19 @@ def test_the_window_moves_up_and_its_columns_become_ngrams(window: int, ngram: i
         for tail in tails:
             run = [*tail] if window == 1 or key >= 10 else [key, *tail]
             assert all(b == (a + 1) % 100 for a, b in pairwise(run[1:])), (key, tail)
+
+
+def test_the_pool_has_the_ngrams_of_prompt_and_answer() -> None:
+    """As prompt lookup: what followed a token before is proposed after it, across the end of the prompt, too."""
+    head = opened(2, 4, 2, 1, 2, 3, 4, 5)
+    assert [*head._session("s").pool.items()] == [(1, {(2, 3, 4): None}), (2, {(3, 4, 5): None})]
+    head.advance("s", [1], [1], [])
+    assert candidates(head) == [2]
+    assert candidates(head, 2) == [3], "the n-gram goes on, and so does the one that begins with 2"
+    head.advance("s", [6, 7, 3], [2, 3, 4], [])
+    assert candidates(head) == [4]
+    assert (4, 5, 1) in head._session("s").pool[3]
+    head.check_integrity()
 
 
 def test_the_pool_keeps_what_was_seen_last_and_answers_along_a_path() -> None:

@@ -11,8 +11,8 @@ each step, and the likeliest token after each column is the next level::
     likeliest        y0          y1     y2        N-grams: anchor a0 b0 y0,  x1 a1 b1 y1,  x2 a2 b2 y2
 
 The N-grams go to a pool of the session, at most G of each first token, the least recently seen one leaving first. Then
-all levels move up: a1 a2 are the next chain, and the y are level N - 2. Those of the pool that begin with the anchor
-are proposed as a head's tokens are. What rides binds nothing: these are query rows with pages of their own, which no
+all levels move up: a1 a2 are the next chain, and the y are level N - 2. The pool has the N-grams of the session's own
+text, too, as prompt lookup has. Those that begin with the anchor are proposed as a head's tokens are. What rides binds nothing: these are query rows with pages of their own, which no
 committed row sees.
 """
 
@@ -49,6 +49,8 @@ class _Session:
     riding: list[list[int]] = field(default_factory=list)
     """The levels that ride in the running step; [] if none do."""
     pool: Pool = field(default_factory=OrderedDict)
+    text: Sequence[int] = ()
+    """The last N - 1 tokens of the text, whose N-grams are in the pool."""
 
 
 class LookaheadHead(Stateless):
@@ -75,7 +77,8 @@ class LookaheadHead(Stateless):
         """Takes any session; its first guesses are tokens of its prompt, drawn by a seed of their own."""
         draw, seen = random.Random(len(token_ids)), token_ids[-_SEEDS:]
         levels = [draw.choices(seen, k=self._window) for _ in range(self._num_levels)]
-        self._sessions[session_id] = _Session(token_ids[-1], levels)
+        self._sessions[session_id] = session = _Session(token_ids[-1], levels)
+        self._read(session, token_ids[-_MOST_KEYS:])
 
     def prefill(self) -> bool:
         """Does nothing: there is no prompt to compute."""
@@ -132,7 +135,9 @@ class LookaheadHead(Stateless):
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Moves the anchor on; the guesses stay as they are, since they move with every step that they ride in."""
-        self._session(session_id).anchor = token_ids[-1]
+        session = self._session(session_id)
+        session.anchor = token_ids[-1]
+        self._read(session, token_ids)
 
     def close(self, session_id: str) -> None:
         """Drops the session."""
@@ -156,6 +161,13 @@ class LookaheadHead(Stateless):
             return self._sessions[session_id]
         except KeyError:
             raise DrafterSessionError(session_id, "not open in this head") from None
+
+    def _read(self, session: _Session, token_ids: Sequence[int]) -> None:
+        """Puts the N-grams of further text into the pool."""
+        text = [*session.text, *token_ids]
+        for start in range(len(text) - self._num_levels):
+            self._keep(session.pool, text[start], tuple(text[start + 1 : start + self._num_levels + 1]))
+        session.text = text[-self._num_levels :]
 
     def _keep(self, pool: Pool, key: int, tail: tuple[int, ...]) -> None:
         """Puts an n-gram into the pool, as the one that was seen last."""
