@@ -5,6 +5,7 @@ The vocabulary comes in pairs whose rows of the output layer differ by 3e-7, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.support.models import noisy_copy, prompt
 from tests.support.pump import Pump, Request, in_mode, plain_reference
 from tests.support.rings import nightly, slow
 from transformers import PreTrainedModel
+from transformers.integrations.moe import grouped_mm_experts_forward
 
 from paceline.model import experts, loading
 from paceline.model.attention import native as cpu_attention
@@ -132,6 +134,27 @@ def test_experts_that_are_not_padded_change_sessions(family: str, monkeypatch: p
     target = prepare(near_ties(family, {}), compile=False)
     assert not check_invariance(target.runner(24)).holds
     assert changed(target, None, Mode.PLAIN) > 0
+
+
+def test_no_token_of_bfloat16_experts_changes_in_a_batch() -> None:
+    """An expert that one token alone has chosen multiplies one row: without padding one result in 20,000 is another."""
+    model = prepare(checkpoint(small_config("mixtral", intermediate_size=64)).to(torch.bfloat16), compile=False).step
+    layer = next(module for name, module in model.named_modules() if name.endswith("mlp.experts"))
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2000, layer.num_experts, layer.hidden_dim, generator=generator).bfloat16()
+    chosen = torch.arange(layer.num_experts)[:, None]  # one token for each expert
+    weights = torch.ones(len(chosen), 1)
+
+    def num_changed(forward: Callable[..., torch.Tensor]) -> int:
+        alone = torch.cat([forward(layer, tokens, chosen, weights) for tokens in hidden])
+        n = len(hidden)
+        return int((alone != forward(layer, hidden.flatten(0, 1), chosen.repeat(n, 1), weights.repeat(n, 1))).sum())
+
+    with torch.inference_mode():
+        assert num_changed(experts.padded_experts) == 0
+        layer._is_expert_parallel = False
+        if torch.backends.mkl.is_available():  # products by another library may not need it
+            assert num_changed(grouped_mm_experts_forward) > 0
 
 
 def test_without_padding_behind_the_last_token_bits_differ() -> None:
