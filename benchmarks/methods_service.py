@@ -96,7 +96,7 @@ def served(made: Path, heads: Path, names: Sequence[str], num_steps: int) -> Ite
         if method.kind == "plugin" or (names and method.name not in names):
             continue
         kind = str(method.options.get("method", method.kind))
-        if (model := model_of(method, made, num_steps)) is None and method.needs_model and kind in get_args(Kind):
+        if (model := model_of(method, None, made, num_steps)) is None and method.needs_model and kind in get_args(Kind):
             model = made_head(kind, heads / kind, num_steps)
         yield method, model
 
@@ -106,6 +106,8 @@ def configuration(method: Method, model: str | None, at_once: int) -> dict[str, 
     tree = method.configuration(TARGET, model)
     engine = tree["target_config"].setdefault("engine_kwargs", {})
     engine |= MODEL | {"adaptive": not method.kind, "max_sessions": at_once}
+    for head in engine.get("heads", ()):
+        head["probe"] = False  # which would refuse heads that were hardly trained
     if method.place is Place.POOL:
         draft = tree["draft_config"].setdefault("engine_kwargs", {})
         if method.kind == "model":

@@ -12,8 +12,8 @@ each step, and the likeliest token after each column is the next level::
 
 The N-grams go to a pool of the session, at most G of each first token, the least recently seen one leaving first. Then
 all levels move up: a1 a2 are the next chain, and the y are level N - 2. The pool has the N-grams of the session's own
-text, too, as prompt lookup has. Those that begin with the anchor are proposed as a head's tokens are. What rides binds nothing: these are query rows with pages of their own, which no
-committed row sees.
+text, too, as prompt lookup has. Those that begin with the anchor are proposed as a head's tokens are. What rides binds
+nothing: these are query rows with pages of their own, which no committed row sees.
 """
 
 from __future__ import annotations

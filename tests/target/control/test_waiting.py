@@ -50,6 +50,31 @@ def test_wait_after_a_miss_while_the_gain_exceeds_the_cost() -> None:
     assert policy(link_s=0.01, first_acceptance=0.85).wait_until(session(), 0.0, others_ready=False) is not None
 
 
+def test_a_wait_is_worth_all_that_such_waits_have_brought() -> None:
+    """Waits that brought 1.7 tokens in 24 ms: 1 token more than the first, for 8 ms more, which is 0.4 tokens."""
+    known = policy(link_s=0.01, answer_tokens=1.7, answer_wait_s=0.024)
+    assert known.wait_until(session(), 0.0, others_ready=False) == pytest.approx(3 * 0.016)
+    # A gain of 1.3 tokens against 0.8 of the wait, and what a proposal at hand is worth: 0.3, or 0.7.
+    for prob, waits in ((0.3, True), (0.7, False)):
+        until = known.wait_until(session(), 0.0, others_ready=False, fallback=(prob,))
+        assert (until is not None) is waits
+    longer = policy(link_s=0.01, answer_tokens=1.7, answer_wait_s=0.04)  # 24 ms more: 1.2 tokens
+    assert longer.wait_until(session(), 0.0, others_ready=False) is None
+
+
+def test_before_the_first_wait_an_answer_is_worth_what_drafts_bring() -> None:
+    """A round with draft tokens brings 1.7: a wait for 0.8 tokens is tried, and what it brings counts from then on."""
+    new = policy(link_s=0.01, draft_tokens=1.7)
+    assert new.wait_until(session(), 0.0, others_ready=False) is not None
+    new.observe_answer(0, 0.016)
+    assert new.wait_until(session(), 0.0, others_ready=False) is None
+    for _ in range(60):  # bad luck fades
+        new.observe_round(0, 0, 1, 0.02)
+        new.link_s.value, new.tokens_per_round.value, new.round_s.value = 0.01, 2.0, 0.04
+    assert new.answer_tokens.get(0.0) == pytest.approx(1.7 * (1 - 0.98**60))
+    assert new.wait_until(session(), 0.0, others_ready=False) is not None
+
+
 def test_what_has_been_waited_already_is_sunk() -> None:
     """After 5 of 16 ms the rest costs 50 * 11 ms = 0.55 tokens; past three times the expected delay: give up."""
     slow = policy(link_s=0.01)

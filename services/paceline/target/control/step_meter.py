@@ -15,7 +15,7 @@ from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.scheduler import Scheduled
 from paceline.target.session import TargetSession
-from paceline.types import Cause
+from paceline.types import MISSES, Cause
 
 _LEAST_DECODING = 0.5
 """Steps that spend less than this share of their time on decoding say nothing about drafting."""
@@ -264,6 +264,8 @@ class StepMeter:
             self._wait_policy.observe_round(num_tried, num_used, num_emitted, step.decided_at - session.outcome_at)
             if session.draft_available:
                 waited_s = 0.0 if session.waiting_since is None else step.started - session.waiting_since
+                if waited_s > 0.0 and num_nodes and session.cause in MISSES:
+                    self._wait_policy.observe_answer(num_used, waited_s)
                 lost_s = waited_s + step.row_s * num_nodes
                 lost = lost_s / step.plain_s if step.plain_s > 0 else 0.0
                 self._gate.observe(session, num_nodes, num_trimmed, num_used, lost)

@@ -4,7 +4,9 @@ Waiting is beneficial while the tokens it is expected to add exceed those that t
 (Dinkelbach's criterion for maximizing tokens / time): wait iff ``gain > rate * cost``, with
 
 - gain: the probability that the draft token waited for comes in time, by the share of earlier waits that were
-  answered, and is accepted, path included; less the worth of a proposal that is available without waiting;
+  answered, and is accepted, path included; less the worth of a proposal that is available without waiting. A wait for
+  a first token is worth what such waits have brought so far, the tokens that came with it or were waited for behind it
+  included;
 - cost: the expected time until it arrives, from the delays measured on earlier rounds, and the time that verifying
   it takes (``step_cost.py``);
 - rate: the tokens per second of sessions so far, at least those of plain decoding, which can be had at any time: vain
@@ -29,6 +31,7 @@ DRAFT_TIMEOUT_S = 1.0
 """A draft that has sent nothing for so long while a session waited counts as silent until it sends again."""
 _GIVE_UP = 3.0
 """Waiting ends at this multiple of the expected delay."""
+_IDLE_KEEP = 0.98
 
 
 def worth_waiting(gain: float, cost_s: float, tokens_per_s: float) -> bool:
@@ -69,6 +72,12 @@ class WaitPolicy:
     """Share of first draft tokens of a proposal that are accepted."""
     acceptance: Ewma = field(default_factory=lambda: Ewma(0.02, 0.7))
     """Share of draft tokens that are accepted if all before them were."""
+    draft_tokens: Ewma = field(default_factory=lambda: Ewma(0.05))
+    """Draft tokens accepted in a round that had any to verify;"""
+    answer_tokens: Ewma = field(default_factory=lambda: Ewma(0.05))
+    """and in one that waited for its first one. Taken for the former before there was a wait."""
+    answer_wait_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    """How long it waited in all."""
     tokens_per_round: Ewma = field(default_factory=lambda: Ewma(0.05))
     round_s: Ewma = field(default_factory=lambda: Ewma(0.05))
 
@@ -76,12 +85,21 @@ class WaitPolicy:
         """Takes a finished round of one session; ``round_s`` is the time since its previous outcome."""
         if num_drafted:
             self.first_acceptance.add(1.0 if num_accepted else 0.0)
+            self.draft_tokens.add(float(num_accepted))
         for i in range(min(num_drafted, num_accepted + 1)):
             self.acceptance.add(1.0 if i < num_accepted else 0.0)
         self.tokens_per_round.add(float(num_tokens))
         self.round_s.add(round_s)
-        if not num_drafted:
-            self.link_s.value = 0.98 * self.link_s.get(0.0)  # so that a slow spell does not end waiting permanently
+        if not num_drafted:  # a slow or unlucky spell must not end waiting permanently
+            self.link_s.value = _IDLE_KEEP * self.link_s.get(0.0)
+            if self.answer_tokens.value is not None:
+                far = self.draft_tokens.get(0.0) - self.answer_tokens.value
+                self.answer_tokens.value += (1.0 - _IDLE_KEEP) * far
+
+    def observe_answer(self, num_accepted: int, waited_s: float) -> None:
+        """Takes a round that waited for its first draft token, and had it."""
+        self.answer_tokens.add(float(num_accepted))
+        self.answer_wait_s.add(waited_s)
 
     def observe_nodes(self, session: TargetSession, message: Nodes, now: float, *, resolved: bool) -> None:
         """Takes the arrival of nodes; ``resolved``: a session without a proposal has one now."""
@@ -151,6 +169,9 @@ class WaitPolicy:
             return None
         cost, rate = max(expected - elapsed, expected / 4) + row_s, self._rate()
         if not probs:
+            further = self.answer_tokens.get(self.draft_tokens.get(0.0)) - self.first_acceptance.get(0.7)
+            further -= rate * max(0.0, self.answer_wait_s.get(0.0) - expected)
+            gain += self.answered.get(1.0) * max(0.0, further)
             gain -= max(0.0, worth_now(fallback, row_s, rate) - rate * fallback_s)
         return since + limit_s if worth_waiting(gain, cost, rate) else None
 
