@@ -113,6 +113,26 @@ def test_what_the_service_is_like(changes, text):
 
 
 @pytest.mark.parametrize(
+    ("draft_s", "words"),
+    [
+        (0.0005, "; draft beside its target is faster: `paceline advise` writes its configuration"),
+        (0.005, "with the draft apart: draft beside its target 0."),
+    ],
+)
+def test_another_layout_that_would_be_faster_is_named(draft_s, words):
+    """By the times of both kinds of replicas; one session."""
+    steps = {"steps": 500.0, "bubble_s": 0.5, "bubble_steps": 500.0}
+    times = {"step_seconds:1": 0.015, "step_seconds:4": 0.015, "step_seconds:16": 0.03, "acceptance": 0.7}
+    target = ReplicaStatus("t1", "target", 1, 1, 0, 4, counters=steps, measures=times)
+    draft = ReplicaStatus("d1", "draft", 1, 1, 0, 4, counters={"tree_steps": 200.0, "step_s": 200.0 * draft_s})
+    pools = {"target": (target,), "draft": (draft,)}
+    (line,) = [line for line in report(replace(INFO, pools=pools, sessions_running=1)) if line.startswith("layout: ")]
+    assert line.startswith("layout: with the times measured here, 1 sessions on the same devices would have")
+    assert words in line
+    assert ("is faster" in line) is ("is faster" in words)
+
+
+@pytest.mark.parametrize(
     ("verdict", "words"),
     [
         ("yes", "target t1: batch-invariant: verification and decoding give the same bits"),

@@ -103,6 +103,7 @@ def report(info: ServerInfo) -> Iterator[str]:
     yield from _invariance(info)
     yield from _executions(info)
     yield from _controllers(info)
+    yield from _layouts(info)
     if info.scaling:
         yield ""
         yield from table([_SCALING_HEADER, *map(_scaling_row, info.scaling)], sys.stdout)
@@ -181,6 +182,25 @@ def _controllers(info: ServerInfo) -> Iterator[str]:
     yield (
         f"controllers: {verified:.2f} draft tokens verified per round, {trimmed:.2f} not worth verifying; "
         f"drafting of a session was paused {paused:.0f} times and resumed {resumed:.0f} times"
+    )
+
+
+def _layouts(info: ServerInfo) -> Iterator[str]:
+    """What the same devices would yield with drafts elsewhere, or without."""
+    if not info.pools.get("draft"):
+        return  # before the planner is imported
+    from paceline.plan.standing import APART, layouts_now
+
+    predicted = layouts_now(info)
+    if not predicted:
+        return
+    now = predicted[APART]
+    others = ", ".join(f"{name} {rate / now:.2f}" for name, rate in predicted.items() if name != APART)
+    best = max(predicted, key=lambda name: predicted[name])
+    advice = "" if best == APART else f"; {best} is faster: `paceline advise` writes its configuration"
+    yield (
+        f"layout: with the times measured here, {info.sessions_running} sessions on the same devices would have, "
+        f"times what they have with the draft apart: {others}{advice}"
     )
 
 
