@@ -386,8 +386,11 @@ class TargetEngine:
                 if session.tree.lost:
                     self._check_tree(session)
                 if session.draft_available:
+                    num_ahead = session.num_ahead()
                     self.stats.ahead_rounds += 1
-                    self.stats.ahead_depth_total += session.num_ahead()
+                    self.stats.ahead_depth_total += num_ahead
+                    if session.mode is Mode.OVERLAPPED:
+                        self.wait_policy.observe_hit(after_draft=session.verified_draft, hit=num_ahead > 0)
 
     def _announce(self, parts: Sequence[Scheduled]) -> None:
         """Tells the drafts what is in flight, so that they grow below it while it is verified."""

@@ -127,6 +127,8 @@ class TargetSession:
         self.draft_available = self.k > 0
         self.draft_silent = False
         """The draft was waited for in vain and has sent nothing to propose since."""
+        self.verified_draft = False
+        """The last round verified tokens of the draft."""
         self.idle_context_len = -1
         """Length of the context for which the draft has announced to send nothing more."""
         self.nodes_context_len = -1

@@ -62,6 +62,20 @@ def test_a_wait_is_worth_all_that_such_waits_have_brought() -> None:
     assert longer.wait_until(session(), 0.0, others_ready=False) is None
 
 
+def test_a_wait_counts_what_it_does_to_the_next_round() -> None:
+    """Waiting costs 0.8 tokens for 0.7: it pays if the next such wait, worth as much, is spared half as often again."""
+    for hits_after_draft, waits in ((0.9, True), (0.5, False), (0.1, False)):
+        known = policy(link_s=0.01)
+        for after_draft, share in ((True, hits_after_draft), (False, 0.5)):
+            known.observe_hit(after_draft=after_draft, hit=True)
+            known.hits[after_draft].value = share
+        assert (known.wait_until(session(), 0.0, others_ready=False) is not None) is waits
+    sure = policy(link_s=0.005)  # 0.55 tokens for 0.7, and 0.4 * 0.55 for the waits that stepping at once would spare
+    assert sure.wait_until(session(), 0.0, others_ready=False) is not None
+    sure.hits[True].value, sure.hits[False].value = 0.5, 0.9
+    assert sure.wait_until(session(), 0.0, others_ready=False) is None
+
+
 def test_before_the_first_wait_an_answer_is_worth_what_drafts_bring() -> None:
     """A round with draft tokens brings 1.7: a wait for 0.8 tokens is tried, and what it brings counts from then on."""
     new = policy(link_s=0.01, draft_tokens=1.7)

@@ -239,6 +239,7 @@ class StepMeter:
         makers = proposal.makers()
         used = [makers[index] for index in path[:num_accepted]]
         num_nodes, num_used = makers.count(Producer.DRAFT), used.count(Producer.DRAFT)
+        session.verified_draft = num_nodes > 0
         compared = compare_all(proposal, path)
         self.ranks.add(proposal, path)
         num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0

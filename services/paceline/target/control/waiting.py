@@ -6,7 +6,8 @@ Waiting is beneficial while the tokens it is expected to add exceed those that t
 - gain: the probability that the draft token waited for comes in time, by the share of earlier waits that were
   answered, and is accepted, path included; less the worth of a proposal that is available without waiting. A wait for
   a first token is worth what such waits have brought so far, the tokens that came with it or were waited for behind it
-  included;
+  included. What follows counts as well: the next round has the draft's tokens in time more or less often than after a
+  step without them, and is spared that wait;
 - cost: the expected time until it arrives, from the delays measured on earlier rounds, and the time that verifying
   it takes (``step_cost.py``);
 - rate: the tokens per second of sessions so far, at least those of plain decoding, which can be had at any time: vain
@@ -78,6 +79,9 @@ class WaitPolicy:
     """and in one that waited for its first one. Taken for the former before there was a wait."""
     answer_wait_s: Ewma = field(default_factory=lambda: Ewma(0.05))
     """How long it waited in all."""
+    hits: dict[bool, Ewma] = field(default_factory=lambda: {True: Ewma(0.05), False: Ewma(0.05)})
+    """Share of rounds whose draft had tokens when they began, after rounds that verified tokens of it (True) and after
+    others."""
     tokens_per_round: Ewma = field(default_factory=lambda: Ewma(0.05))
     round_s: Ewma = field(default_factory=lambda: Ewma(0.05))
 
@@ -95,6 +99,10 @@ class WaitPolicy:
             if self.answer_tokens.value is not None:
                 far = self.draft_tokens.get(0.0) - self.answer_tokens.value
                 self.answer_tokens.value += (1.0 - _IDLE_KEEP) * far
+
+    def observe_hit(self, *, after_draft: bool, hit: bool) -> None:
+        """Takes whether a draft had tokens when a round began; ``after_draft``: the one before has verified some."""
+        self.hits[after_draft].add(float(hit))
 
     def observe_answer(self, num_accepted: int, waited_s: float) -> None:
         """Takes a round that waited for its first draft token, and had it."""
@@ -171,7 +179,8 @@ class WaitPolicy:
         if not probs:
             further = self.answer_tokens.get(self.draft_tokens.get(0.0)) - self.first_acceptance.get(0.7)
             further -= rate * max(0.0, self.answer_wait_s.get(0.0) - expected)
-            gain += self.answered.get(1.0) * max(0.0, further)
+            further = max(0.0, further) + self._more_hits() * rate * expected
+            gain += self.answered.get(1.0) * further
             gain -= max(0.0, worth_now(fallback, row_s, rate) - rate * fallback_s)
         return since + limit_s if worth_waiting(gain, cost, rate) else None
 
@@ -182,6 +191,11 @@ class WaitPolicy:
     def _answer_s(self) -> float:
         """Expected seconds of the draft's own steps after a miss: half of the one it is in, and one for the answer."""
         return 1.5 * self._next_s()
+
+    def _more_hits(self) -> float:
+        """By how much a round is more likely to begin with tokens of the draft after one that verified some."""
+        after_draft, after_others = (self.hits[which].value for which in (True, False))
+        return 0.0 if after_draft is None or after_others is None else after_draft - after_others
 
     def _rate(self) -> float:
         step_s = max(self.step_s.get(0.02), 1e-6)
