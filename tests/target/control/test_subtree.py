@@ -209,7 +209,8 @@ def test_the_price_of_a_branch_is_measured_and_fades() -> None:
         allocation.observe_step(8, 0.010)
         allocation.observe_step(16, 0.012)
     allocation.tokens_per_s.add(100.0)
-    assert allocation.offers_trees()
+    offered = [allocation.offers_trees() for _ in range(320)]
+    assert offered.count(False) == 10, "now and then a step has chains only, to measure branches by"
     for _ in range(50):
         allocation.observe_branches(2, 16, 0.032)
     assert allocation.branch_s == pytest.approx(0.01, rel=0.2)
@@ -276,10 +277,11 @@ def test_a_chain_of_one_producer_is_compared_as_if_its_nodes_named_it(maker: Pro
 
 
 @pytest.mark.parametrize(
-    ("cost", "branch_s", "gain"), [(gpu_cost, 0.0002, 1.05), *slow([(gpu_cost, 0.004, 0.98), (cpu_cost, 0.0002, 0.98)])]
+    ("cost", "branch_s", "gain"), [(gpu_cost, 0.0002, 1.05), *slow([(gpu_cost, 0.004, 0.96), (cpu_cost, 0.0002, 0.96)])]
 )
 def test_siblings_never_cost_throughput(cost, branch_s: float, gain: float) -> None:
-    """On the virtual time line: where rows are free they bring some, where branches are dear nothing is lost."""
+    """On the virtual time line: where rows are free they bring some, where branches are dear nothing is lost; runs of
+    other tokens differ by 3 %."""
     rates = []
     for trees in (False, True):
         simulation = Simulation(acceptance=0.5, cost=cost, trees=trees, branch_s=branch_s, calibrate=True).run(8.0)

@@ -37,6 +37,8 @@ _SESSION_KEEP = 0.98
 _ENGINE_KEEP = 0.998
 _IDLE_KEEP = 0.97
 _BRANCH_KEEP, _BRANCH_WEIGHT, _BRANCH_IDLE_KEEP = 0.99, 8.0, 0.999
+_CHAINS_EVERY = 32
+"""Of so many steps one has chains only: what branches cost is what a step with them takes beyond one without."""
 _MOST_BRANCH_TOKENS = 0.5
 """A sibling is never likelier than this: where a branch costs as much, there is none to look for."""
 
@@ -269,6 +271,8 @@ class Allocation:
     """The same while serving: seconds beyond the cost of the rows, for each branch."""
     tokens_per_s: Ewma = field(default_factory=lambda: Ewma(0.1))
     """Tokens per second of the steps."""
+    _num_offers: int = 0
+    """Steps for which siblings were asked about."""
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Takes the seconds of a step that only decoded."""
@@ -284,8 +288,11 @@ class Allocation:
         return max(0.0, self.branch.value(self.branch_prior_s))
 
     def offers_trees(self) -> bool:
-        """True if a sibling could pay now. What branches were found to cost fades while there are none."""
+        """True if a sibling could pay in this step. What branches were found to cost fades while there are none."""
         if not (self.trees and self.adaptive and self.cost.known):
+            return False
+        self._num_offers += 1
+        if self._num_offers % _CHAINS_EVERY == 0:
             return False
         self.branch.fade(_BRANCH_IDLE_KEEP)
         return self.branch_s * self.tokens_per_s.get(0.0) < _MOST_BRANCH_TOKENS
