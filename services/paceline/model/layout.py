@@ -119,7 +119,7 @@ def clear_pages(pools: Sequence[Tensor], pages: Sequence[int]) -> None:
 
 def _pages_of(pools: Sequence[Tensor]) -> tuple[int, array[int], array[int]]:
     """How many pools there are, their addresses, and the bytes of a page of each."""
-    bytes_of = [pool.stride(0) * pool.element_size() for pool in pools]
+    bytes_of = [pool.nbytes // len(pool) for pool in pools]  # none, where a layer keeps keys alone
     return len(pools), array("q", [pool.data_ptr() for pool in pools]), array("q", bytes_of)
 
 
