@@ -27,7 +27,7 @@ from paceline_bench.prompts import held_out_prompts
 
 WAYS = ("auto", "off")
 _K = 8
-_FEWEST_UNITS = 3
+_FEWEST_UNITS, _FEWEST_PROMPTS = 3, 24
 
 
 def config(target: str, draft: str, trees: str, max_sessions: int, *, overlapped: bool) -> LocalConfig:
@@ -63,7 +63,8 @@ def main() -> None:
             way: stack.enter_context(LocalPipeline(config(target, draft, way, most, overlapped=args.overlapped)))
             for way in WAYS
         }
-        prompts = held_out_prompts(pipelines["auto"].tokenizer, most)
+        num_prompts = max(_FEWEST_PROMPTS, most)
+        prompts = held_out_prompts(pipelines["auto"].tokenizer, num_prompts)
         for pipeline in pipelines.values():
             unit(pipeline, 0, prompts, 0.0, 2)  # from now on they are found in the cache
         rows: list[tuple[str, ...]] = [("temperature", "sessions", "units", "trees", "chains", "trees / chains")]
@@ -72,8 +73,8 @@ def main() -> None:
                 amounts: dict[str, list[Amount]] = {way: [] for way in WAYS}
                 until, turn = time.monotonic() + args.seconds, -1
                 while turn < _FEWEST_UNITS or time.monotonic() < until:
-                    first = max(turn, 0) * sessions % most
-                    chosen = [prompts[(first + i) % most] for i in range(sessions)]
+                    first = max(turn, 0) * sessions
+                    chosen = [prompts[(first + i) % num_prompts] for i in range(sessions)]
                     texts = {}
                     for way in WAYS if turn % 2 else WAYS[::-1]:
                         amount, texts[way] = unit(pipelines[way], _K, chosen, temperature, args.max_tokens)
