@@ -127,7 +127,7 @@ def test_another_layout_that_would_be_faster_is_named(draft_s, words):
     draft = ReplicaStatus("d1", "draft", 1, 1, 0, 4, counters={"tree_steps": 200.0, "step_s": 200.0 * draft_s})
     pools = {"target": (target,), "draft": (draft,)}
     (line,) = [line for line in report(replace(INFO, pools=pools, sessions_running=1)) if line.startswith("layout: ")]
-    assert line.startswith("layout: with the times measured here, 1 sessions on the same devices would have")
+    assert line.startswith("layout: with the times measured here, 1 session on the same devices would have")
     assert words in line
     assert ("is faster" in line) is ("is faster" in words)
 

@@ -186,7 +186,7 @@ def _controllers(info: ServerInfo) -> Iterator[str]:
 
 
 def _layouts(info: ServerInfo) -> Iterator[str]:
-    """What the same devices would yield with drafts elsewhere, or without."""
+    """The yield of the same devices with drafts elsewhere, or without."""
     if not info.pools.get("draft"):
         return  # before the planner is imported
     from paceline.plan.standing import APART, layouts_now
@@ -198,8 +198,9 @@ def _layouts(info: ServerInfo) -> Iterator[str]:
     others = ", ".join(f"{name} {rate / now:.2f}" for name, rate in predicted.items() if name != APART)
     best = max(predicted, key=lambda name: predicted[name])
     advice = "" if best == APART else f"; {best} is faster: `paceline advise` writes its configuration"
+    running = f"{info.sessions_running} session{'s' if info.sessions_running > 1 else ''}"
     yield (
-        f"layout: with the times measured here, {info.sessions_running} sessions on the same devices would have, "
+        f"layout: with the times measured here, {running} on the same devices would have, "
         f"times what they have with the draft apart: {others}{advice}"
     )
 

@@ -1,4 +1,4 @@
-"""What the devices of a running service would yield with another layout, by the times that it has measured itself."""
+"""Layouts of the devices of a running service compared by the times that it has measured itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.types import Mode, ReplicaStatus, ServerInfo
 APART, COLOCATED, PLAIN = "draft apart", "draft beside its target", "plain"
 _STEP = "step_seconds:"
 _LEAST_STEPS = 100
-"""Of drafts and of targets, before their times mean anything."""
+"""Steps of drafts, and of targets, from which on their times mean something."""
 _LONGEST = 8
 
 

@@ -38,7 +38,7 @@ _ENGINE_KEEP = 0.998
 _IDLE_KEEP = 0.97
 _BRANCH_KEEP, _BRANCH_WEIGHT, _BRANCH_IDLE_KEEP = 0.99, 8.0, 0.999
 _CHAINS_EVERY = 32
-"""Of so many steps one has chains only: what branches cost is what a step with them takes beyond one without."""
+"""One step in so many has chains only: what branches cost is what a step with them takes beyond one without."""
 _MOST_BRANCH_TOKENS = 0.5
 """A sibling is never likelier than this: where a branch costs as much, there is none to look for."""
 
