@@ -200,7 +200,7 @@ class ModelDrafter:
         """
         session = self._session(leaf.session_id)
         pending = session.tokens[session.num_cached :]
-        first = self._single(session, leaf, NO_TAIL, pending)
+        first = self._alone(session, [(leaf, NO_TAIL)], pending)
         if first is None:
             return []
         taken = list(first.step.rows)
@@ -343,7 +343,7 @@ class ModelDrafter:
         """
         num_tokens = len(session.tokens)
         pending = session.tokens[session.num_cached :]
-        if len(leaves) == 1 and (part := self._single(session, *leaves[0], pending)) is not None:
+        if (part := self._alone(session, leaves, pending)) is not None:
             return part
         missing: dict[int, tuple[int, int]] = {}  # token and position by node, ancestors first
         for leaf, _ in leaves:
@@ -389,32 +389,43 @@ class ModelDrafter:
             at += count
         return Part(session, tree_step(session, tokens, positions, rows, num_logits, seen), num_pending, kept)
 
-    def _single(self, session: RowSession, leaf: Leaf, tail: Tail, pending: list[int]) -> Part | None:
-        """``_part`` of one leaf without a tail that is the anchor, or whose pending tokens and ancestors have their
+    def _alone(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]], pending: list[int]) -> Part | None:
+        """``_part`` of the anchor, or of leaves without tails below pending tokens and ancestors that all have their
         rows: nearly every part there is. None: it is another."""
-        path, num_tokens = leaf.path, len(session.tokens)
-        if tail.inputs or (path and pending):
-            return None
-        if not path:
+        num_tokens, node_rows = len(session.tokens), session.node_rows
+        if not leaves[0][0].path:
+            if len(leaves) > 1 or leaves[0][1].inputs:
+                return None
             rows = session.take_rows(self._cache, len(pending))
             positions = range(session.num_cached, num_tokens)
             for row, position in zip(rows, positions, strict=True):
                 session.positions[row] = position
             own_rows = [rows[: i + 1] for i in range(len(rows))]
             return Part(session, chain_step(session, pending, positions, rows, own_rows), len(pending), {})
-        node_rows = session.node_rows
-        above = []
-        for node_id in leaf.path_ids[:-1]:
-            if (row_above := node_rows.get(node_id)) is None:
+        if pending:
+            return None
+        tokens, depths, seen = [], [], []
+        for leaf, tail in leaves:
+            path = leaf.path
+            if tail.inputs or not path:
                 return None
-            above.append(row_above)
-        token_id = self._own(path[-1])
-        assert token_id is not None, "_usable comes first"
-        rows = session.take_rows(self._cache, 1)
-        row, position = rows[0], num_tokens + len(path) - 1
-        session.positions[row] = position
-        above.append(row)
-        return Part(session, chain_step(session, [token_id], [position], rows, [above]), 0, {leaf.node_id: row})
+            above = []
+            for node_id in leaf.path_ids[:-1]:
+                if (row_above := node_rows.get(node_id)) is None:
+                    return None
+                above.append(row_above)
+            token_id = self._own(path[-1])
+            assert token_id is not None, "_usable comes first"
+            tokens.append(token_id)
+            depths.append(num_tokens + len(path) - 1)
+            seen.append(above)
+        rows = session.take_rows(self._cache, len(tokens))
+        kept = {}
+        for (leaf, _), row, depth, above in zip(leaves, rows, depths, seen, strict=True):
+            session.positions[row] = depth
+            above.append(row)
+            kept[leaf.node_id] = row
+        return Part(session, chain_step(session, tokens, depths, rows, seen, len(tokens)), 0, kept)
 
     def _publish(self, session: RowSession) -> None:
         while (len(session.hashes) + 1) * PAGE_SIZE <= session.num_cached:

@@ -140,13 +140,14 @@ def chain_step(
     positions: Sequence[int],
     rows: Sequence[int],
     own_rows: Sequence[Sequence[int]],
+    num_logits: int = 1,
 ) -> SequenceStep:
-    """``tree_step`` of tokens that attend to all committed rows, each to ``own_rows`` besides; logits of the last one.
+    """``tree_step`` of tokens that attend to all committed rows, each to ``own_rows`` besides.
 
     The step reads the session's arrays, which must not change before it is laid out.
     """
     visible, key_positions = torch.from_numpy(session.committed), torch.from_numpy(session.positions)
-    return SequenceStep(tokens, positions, rows, session.pages, 1, visible, key_positions, own_rows)
+    return SequenceStep(tokens, positions, rows, session.pages, num_logits, visible, key_positions, own_rows)
 
 
 def prompt_chunk(session: RowSession, stop: int) -> SequenceStep:
