@@ -50,6 +50,9 @@ class Pace:
 class PacedRunner:
     """A runner whose forwards keep a pace. Everything else is the runner's."""
 
+    chains = False
+    """Several steps in one native call would keep no pace."""
+
     def __init__(self, runner: Any, pace: Pace) -> None:
         self._runner, self._pace = runner, pace
 

@@ -54,6 +54,9 @@ SIMULATED_S = 60.0
 class Disturbed:
     """A runner whose logits a target that computes the right ones accepts only in part."""
 
+    chains = False
+    """Several steps in one native call would be undisturbed."""
+
     def __init__(self, runner: Any, share: float, temperature: float) -> None:
         self._runner, self._share, self._greedy = runner, share, temperature == 0.0
         self._generator = torch.Generator().manual_seed(0)
