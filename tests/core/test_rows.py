@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core import noise, rows
+from paceline.core import noise, rows, sparse
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import best_coupled, draft_candidates, pick, pick_unprocessed, process, rank_coupled
 from paceline.core.tree import Proposal
 from paceline.core.verification import decide, verify
+from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams, StructuredOutput
 
 SIZES = st.sampled_from([1, 3, 16, 127, 128, 129, 1001, 5000])
@@ -379,6 +380,44 @@ def test_noise_without_native_code_is_the_same(monkeypatch):
     slow_best, slow_ids = gumbel_max(x, seeds, positions, Stream.COUPLED, 12)
     assert torch.equal(ids, slow_ids)
     assert torch.equal(best, slow_best)
+
+
+FAULTS: dict[str, Any] = {
+    "none": lambda ids, probs, at: None,
+    "no mass": lambda ids, probs, at: probs.__setitem__(0, 0.0),
+    "negative": lambda ids, probs, at: probs.__setitem__(at, -0.1),
+    "above 1": lambda ids, probs, at: probs.__setitem__(at, 1.1),
+    "NaN": lambda ids, probs, at: probs.__setitem__(at, math.nan),
+    "infinite": lambda ids, probs, at: probs.__setitem__(at, math.inf),
+    "sum": lambda ids, probs, at: probs.__setitem__(at, probs[at] + 1e-5 if probs[at] < 0.5 else probs[at] - 1e-5),
+    "repeated": lambda ids, probs, at: ids.__setitem__(at, ids[at - 1]),
+    "below": lambda ids, probs, at: ids.__setitem__(at, -1),
+    "beyond": lambda ids, probs, at: ids.__setitem__(at, 600),
+    "least": lambda ids, probs, at: ids.__setitem__(at, np.iinfo(np.int32).min),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_distribution_is_refused_for_the_same_faults_with_and_without_native_code(fault, monkeypatch):
+    rng, drawable = np.random.default_rng(7), 0
+    for size in (1, 2, 3, 256, 600):
+        for _ in range(20):
+            ids, probs = rng.permutation(600)[:size].astype(np.int32), rng.dirichlet(np.ones(size))
+            FAULTS[fault](ids, probs, int(rng.integers(size)))
+            q = sparse.packed(ids, probs)
+            for token_id in (int(ids[0]), 601, -1):
+                native = sparse.drawable(q, token_id, 600)
+                with monkeypatch.context() as patch:
+                    patch.setattr(rows, "drawable", lambda *_: None)
+                    assert sparse.drawable(q, token_id, 600) is native
+                drawable += native
+    assert drawable == (100 if fault == "none" else 20 if fault == "repeated" else 0)
+
+
+def test_columns_of_unequal_length_are_refused():
+    assert not sparse.drawable(SparseDistribution(b"", b""), 0, 600)
+    for ids, probs in ((b"1234", b""), (b"", b"12345678"), (b"12345", b"12345678"), (b"1234", b"123456789")):
+        assert not sparse.drawable(SparseDistribution(ids, probs), 0, 600)
 
 
 def test_without_a_compiler_torch_draws_and_says_so_once(monkeypatch, tmp_path, caplog):

@@ -510,4 +510,23 @@ void paceline_cut_below(float* x, int64_t rows, int64_t n, int64_t stride, const
     for (int64_t i = 0; i < n; ++i) x[i] = x[i] < limit ? -kInfinity : x[i];
   }
 }
+
+// 1 if `probs` [n] is a distribution over the distinct tokens `ids` [n], all below `vocab`, that can yield `token`;
+// its sum may differ from 1 by `tolerance`. Neither is taken to be aligned.
+int paceline_drawable(const char* ids, const char* probs, int64_t n, int64_t token, int64_t vocab, double tolerance) {
+  std::vector<bool> seen(vocab);
+  bool yields = false;
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    int32_t id;
+    double p;
+    std::memcpy(&id, ids + 4 * i, 4);
+    std::memcpy(&p, probs + 8 * i, 8);
+    if (id < 0 || id >= vocab || seen[id] || !(p >= 0 && p <= 1)) return 0;  // NaN, too
+    seen[id] = true;
+    yields |= id == token && p > 0;
+    sum += p;
+  }
+  return yields && std::abs(sum - 1) <= tolerance;
+}
 }

@@ -174,6 +174,15 @@ def cut_below_(x: Tensor, limits: Sequence[float]) -> None:
     _call("paceline_cut_below", _at(x), _size(rows), _size(tokens), _size(x.stride(0)), given)
 
 
+def drawable(ids: bytes, probs: bytes, token_id: int, vocab_size: int, tolerance: float) -> bool | None:
+    """``sparse.drawable`` of packed columns of equal length, int32 and float64; None: there is no library here."""
+    library = _library()
+    if library is None:
+        return None
+    arguments = _size(len(ids) // 4), _size(token_id), _size(vocab_size), ctypes.c_double(tolerance)
+    return bool(library.paceline_drawable(ids, probs, *arguments))
+
+
 def _rows(x: Tensor) -> tuple[object, ...]:
     rows, tokens = x.shape
     return _at(x), _KINDS[x.dtype], _size(rows), _size(tokens), _size(x.stride(0))
