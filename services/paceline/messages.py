@@ -206,7 +206,7 @@ class States:
     epoch: int
     """Epoch under which the session was opened on the draft, as in ``Nodes``."""
     position: int
-    """Of the first state; the others follow without a gap."""
+    """Position of the first state; the others follow without a gap."""
     width: int
     """Numbers of one state."""
     packed: bytes

@@ -36,16 +36,16 @@ from paceline_bench.steps import WatchedFactory, learning_target
 
 _K = 4
 WAYS = {Drafting.PLAIN: (Mode.PLAIN, 0), Drafting.COLOCATED: (Mode.OVERLAPPED, _K)}
-"""What is measured of each, and the mode and K of its requests."""
+"""Mode and K of the requests by which each is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoresRecord:
-    """What was measured of a target with so many threads."""
+    """Measurements of a target with so many threads."""
 
     cpu_threads: int
     tokens_per_s: Mapping[Drafting, Mapping[float, float]]
-    """Of plain and of co-located decoding, by temperature."""
+    """Rates of plain and of co-located decoding, keyed by temperature."""
     target_s: Sequence[tuple[int, float]]
     """(tokens, seconds) of a step."""
     draft_s: Sequence[tuple[int, float]]
@@ -94,7 +94,7 @@ class SharedTargets:
         """Raises ConfigError: as ``configs``."""
         self._configs = configs(settings)
         self.learned: dict[int, dict[str, Any]] = {}
-        """What the controllers of each target know, by its threads; filled in when the pipelines have ended."""
+        """The knowledge of the controllers of each target, by its threads; filled in when the pipelines have ended."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -121,7 +121,7 @@ class SharedTargets:
 
 
 def records(settings: LocalSettings, measured: Sequence[RequestRecord], shared: SharedTargets) -> list[CoresRecord]:
-    """What was measured of each target of a run that has ended."""
+    """The measurements of each target of a run that has ended."""
     return [_record(settings, measured, threads, learned) for threads, learned in sorted(shared.learned.items())]
 
 
@@ -156,7 +156,7 @@ def text(records: Sequence[CoresRecord]) -> str:
 
 
 def as_json(record: CoresRecord) -> dict[str, Any]:
-    """What ``paceline plan --from`` reads."""
+    """The record that ``paceline plan --from`` reads."""
     rates = [
         {"temperature": at, "k": _K} | {way.value: record.tokens_per_s[way][at] for way in WAYS}
         for at in record.tokens_per_s[Drafting.PLAIN]

@@ -1,4 +1,4 @@
-"""What proposes tokens in ``paceline bench local``: a draft, heads of the target, or neither; what that rules out."""
+"""The producer of tokens in ``paceline bench local``: a draft, heads of the target, or neither; what that rules out."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Method:
     cores: int = 1
     """Number of cores that it is given."""
     shared: Drafting | None = None
-    """What it is of a target whose products ``cores`` threads share."""
+    """The same of a target whose products ``cores`` threads share."""
     peer: Peer | None = None
     """The engine, if it is neither ours nor transformers."""
 

@@ -36,7 +36,7 @@ _STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a process is started for; ``peer_worker.py`` reads these names."""
+    """The jobs that a process is started for; ``peer_worker.py`` reads these names."""
 
     engine: str
     target: str

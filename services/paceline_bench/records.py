@@ -30,7 +30,7 @@ class RoundRecord:
     at_s: float
     """Seconds from the submission of the request until the client saw the round."""
     producer: str = ""
-    """What proposed the tokens: ``draft``, ``head`` or ``lookup``; empty if none were, or where that is not known."""
+    """The producer of the tokens: ``draft``, ``head`` or ``lookup``; empty if none were, or where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def require_path(path: str) -> None:
 
 
 def _other_form(directory: Path) -> str:
-    """What a directory without a config.json is."""
+    """Description of a directory without a config.json."""
     if (directory / "adapter_config.json").is_file():
         return "is a LoRA adapter, which is not supported unless it is merged into its model"
     if next(directory.glob("*.gguf"), None) is not None:

@@ -140,7 +140,7 @@ def _share(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """What was measured of a drafter of the user's own."""
+    """Measurements of a drafter of the user's own."""
 
     name: str
     acceptance: float

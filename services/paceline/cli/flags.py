@@ -168,7 +168,7 @@ class _Drafters(tuple[str, ...]):
 
 
 def drafters(*more: str) -> Sequence[str]:
-    """What ``--drafter`` may name; ``more``: beside drafters, such as ``none``."""
+    """The names that ``--drafter`` takes; ``more``: beside drafters, such as ``none``."""
     return _Drafters(("model", *MODELLESS, *plugin_names(), *_CASCADES, *more))
 
 

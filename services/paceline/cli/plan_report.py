@@ -1,4 +1,4 @@
-"""What ``paceline plan`` says: the assumptions, the fleets it found, and the same devices used in other ways."""
+"""The report of ``paceline plan``: the assumptions, the fleets it found, and the same devices used in other ways."""
 
 from __future__ import annotations
 

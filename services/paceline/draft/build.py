@@ -318,5 +318,5 @@ def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) ->
 
 
 def _ahead(options: DraftOptions | ModellessOptions) -> bool | None:
-    """Whether a head drafts ahead of outcomes; None: where it pays."""
+    """True if a head drafts ahead of outcomes; None: where it pays."""
     return options.ahead if isinstance(options, HeadDraftOptions) and options.ahead != "auto" else None

@@ -149,7 +149,7 @@ class DraftEngine:
         self._reads = cast(StatesDrafter, drafter) if hasattr(drafter, "awaits") else None
         self._chains = cast(Chainer, drafter) if hasattr(drafter, "chain") else None
         self.overlap = None if self._reads is None else Overlap(ahead)
-        """Whether drafting ahead pays, of a drafter that reads hidden states."""
+        """Measures if drafting ahead pays; None: the drafter reads no hidden states."""
         self._emit = emit
         self._vocab_size = vocab_size
         self._tree_budget = tree_budget

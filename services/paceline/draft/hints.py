@@ -1,4 +1,4 @@
-"""What a target's hint makes of the outcomes that a draft expects: the two rankings multiplied.
+"""The outcomes that a draft expects, ranked with a target's hint: the two rankings multiplied.
 
 A hint says which tokens an early exit of the target finds likely behind the nodes of a step that runs
 (``target/hints.py``). It is ranked as the draft's own candidates are, by the noise that the target's rule draws with.
@@ -29,7 +29,7 @@ _LEAST_PROB = 1e-9
 
 
 def read_hint(session: DraftSession, hint: Hint) -> Hinted:
-    """What a hint says of nodes that the session's tree has.
+    """The part of a hint about nodes that the session's tree has.
 
     Raises:
         InvalidRequestError: it holds no tokens, or such as are in no vocabulary, or no probabilities.

@@ -28,7 +28,7 @@ def explain(engine: DraftEngine) -> str:
 
 
 def _states(stats: DraftStats) -> str:
-    """What has come of the target's states."""
+    """Counts of the target's states that have come."""
     if not stats.states:
         return "no states have come from a target"
     text = f"{stats.states} states have come, {stats.states_bytes / stats.states:.0f} bytes each"

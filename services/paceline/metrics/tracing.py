@@ -298,7 +298,7 @@ def round_attributes(index: int, stats: Round, num_tokens: int) -> dict[str, str
 
 
 def _request_attributes(request: Request, model_id: str) -> dict[str, _Attribute]:
-    """What a request asks for, by the semantic conventions for generative AI; parameters that it leaves out are not."""
+    """Span attributes of a request, by the semantic conventions for generative AI; parameters left out have none."""
     sampling, speculation = request.sampling, request.speculation
     found: dict[str, _Attribute] = {
         "gen_ai.operation.name": "text_completion",

@@ -44,7 +44,7 @@ class Stop:
     slopes: Sequence[float]
     mass: float
     correction: float
-    """What each of these probabilities is multiplied by."""
+    """Factor on each of these probabilities."""
     path: float
     """Probability of the path to the first token."""
     least: float
@@ -67,4 +67,4 @@ class Chain:
 
 
 Ranked = list[tuple[list[int], list[float]]]
-"""Of each place the tokens that were ranked, best first, and their scores; -inf: there are no more."""
+"""The tokens that were ranked at each place, best first, and their scores; -inf: there are no more."""

@@ -34,7 +34,7 @@ _ARGUMENTS = {
     "paceline_copy_pages": "iaaia",
     "paceline_clear_pages": "iaaia",
 }
-"""Of each function: integers, arrays and pointers."""
+"""Arguments of each function: integers, arrays and pointers."""
 Sizes = Sequence[int]
 """Tokens, writes, wanted logits, rows, row length, pages, and 1 if the step has trees: a ``StepShape``."""
 log = logging.getLogger(__name__)

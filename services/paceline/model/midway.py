@@ -32,11 +32,11 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class _Here(threading.local):
-    """What one thread listens with."""
+    """The listener of one thread."""
 
     listener: Listener | None = None
     error: BaseException | None = None
-    """What it has raised, for the step to raise: no exception passes a compiled model."""
+    """The exception that it has raised, for the step to raise: no exception passes a compiled model."""
 
 
 _here = _Here()

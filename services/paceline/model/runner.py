@@ -121,7 +121,7 @@ class ModelRunner:
         return own is not None and isinstance(self.backend, HostBackend) and own(self.dtype)
 
     def run_chain(self, chain: Chain) -> Ranked:
-        """What a chain of steps of this model ranks, by one call. ``chains`` comes first."""
+        """The tokens that a chain of steps of this model ranks, by one call. ``chains`` comes first."""
         ranked: Ranked = self._step.run_chain(chain, self.cache, self.dtype, self.sliding_window)  # type: ignore[attr-defined]
         self.num_forwards += len(ranked)
         return ranked

@@ -54,7 +54,7 @@ class Shapes:
 
     @classmethod
     def needed(cls, *, native: bool, promised: bool, spare_tokens: int) -> Self:
-        """What a model on the CPU needs.
+        """The shapes that a model on the CPU needs.
 
         Args:
             native: all of its products and its attention are native ones, as ``compiled/package.py`` finds.

@@ -51,7 +51,7 @@ class SequenceStep:
     """int64 [num_rows]: rotary position of each visible row, where rows are no positions (sliding windows need them).
     """
     own_rows: Sequence[Sequence[int]] = ()
-    """Of each token the rows that it sees beside those of ``visible``; (): ``visible`` says all."""
+    """The rows that each token sees beside those of ``visible``; (): ``visible`` says all."""
     also: Sequence[tuple[int, int]] = ()
     """Further flat KV rows that tokens of this step are written to: (index among ``token_ids``, row) each."""
     copies: Sequence[tuple[int, int]] = ()

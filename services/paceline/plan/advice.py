@@ -35,7 +35,7 @@ class Site:
     link_s: float = 0.0002
     """One way between target and draft."""
     link_bytes_per_s: float = 1.25e9
-    """Of what a target sends, for states: 10 Gbit/s."""
+    """Rate at which a target sends states: 10 Gbit/s."""
     shared: Mapping[int, StepTable] = field(default_factory=dict)
     """``target`` by the cores that share a target's products (``cpu_threads``), where that was measured."""
 

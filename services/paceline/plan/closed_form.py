@@ -213,7 +213,7 @@ class Subtree:
 
 @lru_cache(maxsize=4096)
 def subtree(system: System, batch: int, k: int) -> Subtree:
-    """What a co-located draft of ``k`` depths lets a target verify at this concurrency: a chain, or the tree of the
+    """The proposal of a co-located draft of ``k`` depths at this concurrency: a chain, or the tree of the
     likeliest nodes with the most tokens per second, by the engine's own rule."""
     outcomes = system.outcomes
     chain = Subtree(k, tuple(outcomes.acceptance**depth for depth in range(1, k + 1)))

@@ -56,14 +56,14 @@ class CoreTimes:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was measured on one machine with one target; by default nothing."""
+    """Measurements on one machine with one target; by default nothing."""
 
     cores: Mapping[int, CoreTimes] = field(default_factory=dict)
-    """By threads of the target."""
+    """Keyed by threads of the target."""
     sessions: int = 0
     """At once."""
     tokens_per_s: Mapping[tuple[Drafting, int], float] = field(default_factory=dict)
-    """Of all sessions, without prefill, by threads of the target."""
+    """Rate of all sessions, without prefill, keyed by threads of the target."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,13 +62,13 @@ class Measurements:
     system: System
     rows: tuple[Row, ...]
     cores: Mapping[int, CoreTimes] = field(default_factory=dict)
-    """By the cores that share a target's products; empty: not measured."""
+    """Keyed by the cores that share a target's products; empty: not measured."""
     core_rows: tuple[CoreRow, ...] = ()
     """Their tokens per second."""
 
     @property
     def run(self) -> Run:
-        """What layouts of cores are chosen by."""
+        """The measurements by which layouts of cores are chosen."""
         rates = {(row.drafting, row.cores): row.tokens_per_s for row in self.core_rows}
         if together := [row.tokens_per_s for row in self.rows if row.mode is Mode.OVERLAPPED]:
             rates[Drafting.OVERLAPPED, 1] = max(together)

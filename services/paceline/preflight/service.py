@@ -256,7 +256,7 @@ def _read_model(
 
 
 def _check_threads(pool: str, options: ModelOptions) -> list[Finding]:
-    """Whether threads of this machine can share the products of the pool's model."""
+    """True if threads of this machine can share the products of the pool's model."""
     from paceline.preflight.device import why_not_shared
 
     if (reason := why_not_shared(options)) is None:

@@ -421,7 +421,7 @@ class _Form(NamedTuple):
     write: Callable[[Sequence[Any], Any], None]
     """Adds at least one message to the entries of a batch."""
     readers: Mapping[str, Callable[[Any], tuple[list[Any], int]]]
-    """By the field in the oneof of an entry: the valid messages in it, and the number of the others."""
+    """Keyed by the field in the oneof of an entry: the valid messages in it, and the number of the others."""
 
 
 def _singly(field: str, write: Callable[[Any, Any], None], read: Callable[[Any], Any]) -> _Form:

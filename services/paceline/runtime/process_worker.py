@@ -60,7 +60,7 @@ class _Executed:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What the engine's process does now, while it builds the engine."""
+    """The phase of the engine's process, while it builds the engine."""
 
     doing: str
 

@@ -171,7 +171,7 @@ def _engine(
 
 
 def _compilation(setup: TargetSetup, model: LoadedModel, max_len: int, *, tests: bool) -> Compilation | None:
-    """What compiles the model while it serves eagerly, not started yet; None: it runs as it is to run."""
+    """The worker that compiles the model while it serves eagerly, not started yet; None: it runs as it is to run."""
     if model.load_compiled is None:
         return None
     test = SelfTest(max_len, setup.options.max_step_tokens) if tests else None

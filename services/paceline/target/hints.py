@@ -81,6 +81,6 @@ def _wanted(session: TargetSession) -> bool:
 
 
 def _places(part: Scheduled) -> dict[int, int]:
-    """What the draft calls the token before each row of a part, without those that it does not know."""
+    """The draft's node of the token before each row of a part, without those that it does not know."""
     nodes = {row: i for row, i in enumerate(part.proposal.node_ids, 1) if Producer.of(i) is Producer.DRAFT}
     return {0: 0, **nodes}

@@ -31,7 +31,7 @@ _STEP_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class _Followed:
-    """What is kept and sent of one session."""
+    """State of one session: kept and sent."""
 
     attachment: int = -1
     """The session's pages that it speaks of (``TargetSession.attachment``)."""
@@ -72,7 +72,7 @@ class StatesLink:
 
     @property
     def layer(self) -> LayerSpec:
-        """What it keeps on the target's pages per token."""
+        """Size of what it keeps on the target's pages per token."""
         return LayerSpec(1, self.width, 0)
 
     def bind(self, cache: KVCache, states: Features) -> None:

@@ -138,7 +138,7 @@ def features_of(opened: Sequence[OpenedHead], linked: HeadPlan | None = None) ->
 
 
 def load_link(linked: HeadPlan, model: LoadedModel) -> StatesLink:
-    """What sends a target's states to its drafts; ``StatesLink.bind`` follows."""
+    """The sender of a target's states to its drafts; ``StatesLink.bind`` follows."""
     fuse = linked.load_fuse(model.dtype, model.device)
     log.info("target: states for the draft's %s head have %d numbers", linked.method, linked.state_size)
     return StatesLink(fuse, linked.features, linked.state_size)
@@ -169,7 +169,7 @@ def _hint_adapter(options: HintOptions, target: Checkpoint) -> HeadPlan | None:
 
 
 def load_hints(setup: TargetSetup, target: Checkpoint, model: LoadedModel) -> Hints | None:
-    """What sends hints, by the target's own final norm and LM head behind the exit head, if there is one; None: it is
+    """Sender of hints, by the target's own final norm and LM head behind the exit head, if there is one; None: it is
     to send none.
 
     Raises:

@@ -73,7 +73,7 @@ class ResponseBody(ToolsBody):
     n: int = Field(default=1, ge=1, le=1)
     """One answer."""
     include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
-    """What the answer also shows: the log probability of each token of its text."""
+    """Parts of the answer that are left out by default: the log probability of each token of its text."""
 
     @model_validator(mode="after")
     def _top_logprobs(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a report begins with: the speed-ups that its runs measured, each with its interval."""
+"""The beginning of a report: the speed-ups that its runs measured, each with its interval."""
 
 from __future__ import annotations
 

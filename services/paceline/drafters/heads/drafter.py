@@ -48,7 +48,7 @@ class _Session:
     states: list[Tensor] = field(default_factory=list)
     """[state_size] behind the last fed token, by variant of the module."""
     ahead: Tensor | None = None
-    """What one pass has made for all depths: states [max_depth, state_size] of a ``parallel`` head, logits [max_depth,
+    """Results of one pass for all depths: states [max_depth, state_size] of a ``parallel`` head, logits [max_depth,
     draft vocabulary] of another unconditional one; None: not computed since the last feed, or of no such head."""
     nodes: dict[int, Tensor] = field(default_factory=dict)
     """[state_size] behind each expanded node below the anchor."""

@@ -115,7 +115,7 @@ class _LeftOut(nn.Module):
         self.attention_type = getattr(layer, "attention_type", None)  # which some decoders ask for
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What came in."""
+        """The value that came in."""
         return hidden_states
 
 

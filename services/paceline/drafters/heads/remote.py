@@ -39,7 +39,7 @@ class _Session:
     tokens: list[int]
     """The whole context."""
     node_ids: list[int]
-    """Of each token behind the context that it was opened with; 0 for that."""
+    """The nodes of the tokens behind the context that it was opened with; 0 for that."""
     num_opened: int
     num_fed: int = 0
     """Positions below it have rows of the target's states, or are holes."""

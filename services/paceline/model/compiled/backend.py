@@ -64,7 +64,7 @@ class HostBackend:
 
 
 def run_plan(step: StepFunction, plan: StepPlan, cache: KVCache, dtype: torch.dtype, window: int | None) -> Any:
-    """What ``step`` returns for a plan: by its own ``run_plan``, if there is one, which makes no tensors of them."""
+    """The result of ``step`` for a plan: by its own ``run_plan``, if there is one, which makes no tensors of them."""
     own = getattr(step, "run_plan", None)
     return step(*plan.inputs(cache, dtype, window)) if own is None else own(plan, cache, dtype, window)
 

@@ -132,7 +132,7 @@ class CompiledPackage:
         return self._num_outputs == 1 and self._native(dtype) is not None and rows.addresses() is not None
 
     def run_chain(self, chain: Chain, cache: KVCache, dtype: torch.dtype, window: int | None) -> Ranked:
-        """What a chain of steps ranks, all on the CPU. ``chains`` comes first."""
+        """The tokens that a chain of steps ranks, all on the CPU. ``chains`` comes first."""
         library, passes = self._native(dtype), rows.addresses("paceline_pick", "paceline_largest", "paceline_rank")
         assert library is not None, "chains comes first"
         assert passes is not None, "chains comes first"

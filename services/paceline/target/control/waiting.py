@@ -193,7 +193,7 @@ class WaitPolicy:
         return 1.5 * self._next_s()
 
     def _more_hits(self) -> float:
-        """By how much a round is more likely to begin with tokens of the draft after one that verified some."""
+        """Added probability that a round begins with tokens of the draft, after one that verified some."""
         after_draft, after_others = (self.hits[which].value for which in (True, False))
         return 0.0 if after_draft is None or after_others is None else after_draft - after_others
 

@@ -1,4 +1,4 @@
-"""What heads are fed with: the states of a step, cut to each session's committed tokens.
+"""The input of heads: the states of a step, cut to each session's committed tokens.
 
 A head whose features want every position is fed with each position once, in order. A session that shares pages with
 another lacks the state of the last shared position, which the head's first row needs: it is kept for each full page.

@@ -62,7 +62,7 @@ class MountedHead:
         self.coupled, self.rejection = AcceptanceHistory(), AcceptanceHistory()
         """Acceptance of its tokens in all sessions, by rule."""
         self.share = DecayingRatio(SHARE_KEEP, SHARE_WEIGHT)
-        """What it brings beside drafts (``Followed.share``)."""
+        """Its share beside drafts (``Followed.share``)."""
         self.calibrations = {rule: Calibration(FAN_OUT) for rule in Rule}
         self.sessions: dict[str, Followed] = {}
         self.failure = ""
