@@ -32,6 +32,7 @@ constexpr int64_t kPanelPairs = 512;           // of a long sum for many rows: 6
 constexpr int64_t kFewRows = 4 * kRows;        // of more than these a panel is kept too, for the blocks of a group
 constexpr int64_t kBlocks = 4;                 // of a group
 constexpr int64_t kAhead = 128;                // pairs, 16 KiB: the memory is asked this far ahead
+constexpr int64_t kReading = 5;                // rows that never wait but for the memory: the processor fetches ahead best
 constexpr int64_t kShared = 128 * 1024;        // weights and more: of these a product is worth the helpers
 constexpr int64_t kPieces = 4;                 // of a product for each thread
 constexpr int64_t kGated = 16 * 1024;          // values that are gated and more: these are worth the helpers
@@ -143,9 +144,10 @@ void multiply_blocks(const Product& it, int64_t first, int64_t stop, float* sums
       for (int64_t block = first; block < stop; ++block) {
         const int64_t n = block * kOutputs;
         tile.w = it.w + (block * it.pairs + k) * kPairValues;
-        // One pass: the stream itself, some way ahead. Several: the first two fetch half each of the panel that follows.
+        // One pass of more than a few rows: the stream itself, some way ahead. Several: the first two fetch half each of the
+        // panel that follows.
         const int64_t ahead = passes == 1 ? kAhead : (tile.last ? (blocks - 1) * it.pairs : 0) + tile.pairs;
-        tile.lines = passes == 1 ? 2 : pass < 2;
+        tile.lines = passes > 1 ? pass < 2 : it.m > kReading ? 2 : 0;
         tile.ahead = reinterpret_cast<const char*>(tile.w + ahead * kPairValues) + (pass == 1 ? 64 * tile.pairs : 0);
         tile.y = it.y + row * it.n + n;
         tile.outputs = std::min(kOutputs, it.n - n);
