@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import noise, rows, sparse
-from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max
+from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max, uniform
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import best_coupled, draft_candidates, pick, pick_unprocessed, process, rank_coupled
 from paceline.core.tree import Proposal
@@ -382,6 +382,15 @@ def test_noise_without_native_code_is_the_same(monkeypatch):
     assert torch.equal(best, slow_best)
 
 
+@pytest.mark.parametrize("lane", [0, 1, 7])
+def test_uniform_numbers_without_native_code_are_the_same(lane, monkeypatch):
+    seeds, positions, _ = keys_of(6, 500)
+    numbers = uniform(seeds, positions, Stream.ACCEPT, lane)
+    assert len(set(numbers.tolist())) == 500
+    without_native(monkeypatch)
+    assert torch.equal(numbers, uniform(seeds, positions, Stream.ACCEPT, lane))
+
+
 FAULTS: dict[str, Any] = {
     "none": lambda ids, probs, at: None,
     "no mass": lambda ids, probs, at: probs.__setitem__(0, 0.0),
@@ -406,11 +415,14 @@ def test_a_distribution_is_refused_for_the_same_faults_with_and_without_native_c
             FAULTS[fault](ids, probs, int(rng.integers(size)))
             q = sparse.packed(ids, probs)
             for token_id in (int(ids[0]), 601, -1):
-                native = sparse.drawable(q, token_id, 600)
+                native = sparse.probability(q, token_id, 600)
                 with monkeypatch.context() as patch:
-                    patch.setattr(rows, "drawable", lambda *_: None)
-                    assert sparse.drawable(q, token_id, 600) is native
-                drawable += native
+                    patch.setattr(rows, "probability", lambda *_: None)
+                    assert sparse.probability(q, token_id, 600) == native
+                drawable += sparse.drawable(q, token_id, 600)
+                if native and fault == "none":
+                    normal_ids, normal = sparse.normalized(q)
+                    assert native == normal[normal_ids == token_id][0]
     assert drawable == (100 if fault == "none" else 20 if fault == "repeated" else 0)
 
 

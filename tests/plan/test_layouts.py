@@ -185,12 +185,12 @@ NAMES = {
 
 
 def test_the_recorded_layouts_are_forecast() -> None:
-    """Errors as docs/plan.md states them. At temperature 1 the forecast of a co-located draft is too low, and would be
-    lower without siblings."""
+    """Errors as docs/plan.md states them. Forecasts of a co-located draft are too low: they take a step of the draft
+    for every token, where a path of several comes from one call."""
+    colocated = ["co-located, 1 core", "co-located, 2 threads"]
     bounds = {
-        0.0: dict.fromkeys(NAMES, (-0.1, 0.1)),
-        1.0: dict.fromkeys(NAMES, (-0.1, 0.1))
-        | dict.fromkeys(["co-located, 1 core", "co-located, 2 threads"], (-0.14, 0.0)),
+        0.0: dict.fromkeys(NAMES, (-0.11, 0.11)) | dict.fromkeys(colocated, (-0.12, 0.0)),
+        1.0: dict.fromkeys(NAMES, (-0.11, 0.11)) | dict.fromkeys(colocated, (-0.22, 0.0)),
     }
     for run in read(RESULTS / "local-light.json"):
         rates = recorded()[run.temperature]

@@ -123,6 +123,10 @@ def fast_gumbel_at(
 
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream, lane: int = 0) -> Tensor:
     """[rows] float64 multiples of 2^-53 in [0, 1). Lanes of one position and stream are independent."""
+    if seeds.device.type == "cpu":
+        found = native.uniform(_native_keys(seeds, positions, None), stream, lane)
+        if found is not None:
+            return torch.tensor(found, dtype=torch.float64)
     lanes = torch.full_like(positions, lane)
     words = philox(_counter(lanes, positions, stream, None), _key(seeds))
     return ((words[0] << 21) | (words[1] >> 11)).to(torch.float64) * 2.0**-53

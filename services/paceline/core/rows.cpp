@@ -511,12 +511,12 @@ void paceline_cut_below(float* x, int64_t rows, int64_t n, int64_t stride, const
   }
 }
 
-// 1 if `probs` [n] is a distribution over the distinct tokens `ids` [n], all below `vocab`, that can yield `token`;
-// its sum may differ from 1 by `tolerance`. Neither is taken to be aligned.
-int paceline_drawable(const char* ids, const char* probs, int64_t n, int64_t token, int64_t vocab, double tolerance) {
+// The probability of `token` by `probs` [n], normalized, a distribution over the distinct tokens `ids` [n], all below
+// `vocab`; 0 if it is none or cannot yield the token. Its sum, taken from the first to the last, may differ from 1 by
+// `tolerance`. Neither is taken to be aligned.
+double paceline_probability(const char* ids, const char* probs, int64_t n, int64_t token, int64_t vocab, double tolerance) {
   std::vector<bool> seen(vocab);
-  bool yields = false;
-  double sum = 0;
+  double found = 0, sum = 0;
   for (int64_t i = 0; i < n; ++i) {
     int32_t id;
     double p;
@@ -524,9 +524,18 @@ int paceline_drawable(const char* ids, const char* probs, int64_t n, int64_t tok
     std::memcpy(&p, probs + 8 * i, 8);
     if (id < 0 || id >= vocab || seen[id] || !(p >= 0 && p <= 1)) return 0;  // NaN, too
     seen[id] = true;
-    yields |= id == token && p > 0;
+    if (id == token) found = p;
     sum += p;
   }
-  return yields && std::abs(sum - 1) <= tolerance;
+  return std::abs(sum - 1) <= tolerance ? found / sum : 0;
+}
+
+// noise.uniform of `rows` keys: seed, position and nonce of each.
+void paceline_uniform(const int64_t* keys, int64_t rows, int stream, int64_t lane, double* out) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
+    const uint64_t high = philox_word(4 * lane, key), low = philox_word(4 * lane + 1, key);
+    out[row] = static_cast<double>((high << 21) | (low >> 11)) * 0x1p-53;
+  }
 }
 }

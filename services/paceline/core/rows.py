@@ -174,13 +174,25 @@ def cut_below_(x: Tensor, limits: Sequence[float]) -> None:
     _call("paceline_cut_below", _at(x), _size(rows), _size(tokens), _size(x.stride(0)), given)
 
 
-def drawable(ids: bytes, probs: bytes, token_id: int, vocab_size: int, tolerance: float) -> bool | None:
-    """``sparse.drawable`` of packed columns of equal length, int32 and float64; None: there is no library here."""
+def probability(ids: bytes, probs: bytes, token_id: int, vocab_size: int, tolerance: float) -> float | None:
+    """``sparse.probability`` of packed columns of equal length, int32 and float64; None: there is no library here."""
     library = _library()
     if library is None:
         return None
     arguments = _size(len(ids) // 4), _size(token_id), _size(vocab_size), ctypes.c_double(tolerance)
-    return bool(library.paceline_drawable(ids, probs, *arguments))
+    found: float = library.paceline_probability(ids, probs, *arguments)
+    return found
+
+
+def uniform(keys: Sequence[int], stream: int, lane: int) -> list[float] | None:
+    """``noise.uniform`` of seed bits, position and nonce of each row, flat; None: there is no library here."""
+    library = _library()
+    if library is None:
+        return None
+    rows = len(keys) // 3
+    found = (ctypes.c_double * rows)()
+    library.paceline_uniform(_int64s(keys), _size(rows), stream, _size(lane), found)
+    return found[:]
 
 
 def _rows(x: Tensor) -> tuple[object, ...]:
@@ -221,10 +233,12 @@ def _call(name: str, *arguments: object) -> None:
 def _library() -> ctypes.CDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
-        return ctypes.CDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the passes over vocabulary rows")))
+        library = ctypes.CDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the passes over vocabulary rows")))
     except (EngineError, OSError) as error:
         log.warning("tokens are drawn by torch, which is slower: %s", error)
         return None
+    library.paceline_probability.restype = ctypes.c_double
+    return library
 
 
 def _digest() -> str:

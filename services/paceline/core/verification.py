@@ -32,7 +32,7 @@ from paceline.core.logprobs import logprobs_at
 from paceline.core.noise import Stream, gumbel_argmax, uniform
 from paceline.core.processors import Row
 from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
-from paceline.core.sparse import Columns, drawable, normalized, packed
+from paceline.core.sparse import Columns, normalized, packed, probability
 from paceline.core.tree import Proposal, num_equal
 from paceline.errors import EngineError
 from paceline.messages import SparseDistribution, record
@@ -351,12 +351,12 @@ def _reject(
     for proposal, start in zip(proposals, starts, strict=True):
         num_accepted, q_rejected = 0, None
         for x, q in zip(proposal.token_ids, proposal.qs, strict=False):
-            if q is None or not drawable(q, x, log_probs.shape[-1]):
+            q_x = 0.0 if q is None else probability(q, x, log_probs.shape[-1])
+            if q is None or not q_x:
                 break
-            ids, probs = normalized(q)
             p_x = math.exp(log_p_by_row[start + num_accepted])
-            if not choices.accept(start + num_accepted, acceptance_probability(p_x, float(probs[ids == x][0]))):
-                q_rejected = ids, probs
+            if not choices.accept(start + num_accepted, acceptance_probability(p_x, q_x)):
+                q_rejected = normalized(q)
                 break
             num_accepted += 1
         ends.append(start + num_accepted)

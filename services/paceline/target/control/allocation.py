@@ -190,14 +190,14 @@ def allocate_draft_tokens(
     base_s = overhead_s + cost.seconds(num_sessions) - cost.seconds(num_context)  # D(m) = base_s + C(t + m)
     tokens = float(num_sessions)  # E(m)
     best = tokens / (base_s + cost.seconds(num_context))
+    at, next_floor_s = num_context, cost.floor(num_context)
     while heap and len(order) < limit:
         negative, i, path, begins = heap[0]
-        at = num_context + len(order)
-        floor_s = cost.floor(at)
+        floor_s, next_floor_s = next_floor_s, cost.floor(at + 1)
         # No further path is likelier than this one's worth and a branch's price. With j more: at most
         # (tokens + j * most) / (floor + j * slope), which lies between these two.
         most = branch_tokens - negative
-        if most <= best * (cost.floor(at + 1) - floor_s) and tokens <= best * (base_s + floor_s):
+        if most <= best * (next_floor_s - floor_s) and tokens <= best * (base_s + floor_s):
             break
         tokens += path
         base_s += branch_s * begins
@@ -208,7 +208,8 @@ def allocate_draft_tokens(
             heapq.heapreplace(heap, (-token[0], i, *token[1:]))
         else:
             heapq.heappop(heap)
-        value = tokens / (base_s + cost.seconds(at + 1))
+        at += 1
+        value = tokens / (base_s + cost.seconds(at))
         if value > best:
             best, num_best = value, len(order)
     for i in order[num_best:]:
