@@ -15,9 +15,18 @@ from hypothesis import strategies as st
 from paceline.core import noise, rows, sparse
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max, uniform
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import best_coupled, draft_candidates, pick, pick_unprocessed, process, rank_coupled
+from paceline.core.sampling import (
+    best_coupled,
+    draft_candidates,
+    pick,
+    pick_unprocessed,
+    process,
+    rank_coupled,
+    unlisted,
+)
 from paceline.core.tree import Proposal
-from paceline.core.verification import decide, verify
+from paceline.core.verification import decide, sample_draft, verify
+from paceline.drafters.ranking import RankingRow, Rule, guess_siblings
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams, StructuredOutput
 
@@ -344,6 +353,90 @@ def test_ranking_without_native_code_agrees(monkeypatch):
         token_ids[:1], log_q[:1], torch.tensor([0]), torch.tensor([1]), torch.zeros(1, dtype=torch.bool)
     )
     assert ranked[0, :6].tolist() == found[0]
+
+
+def sessions(num_rows: int, size: int, num_guessed: int = 4, **options: Any) -> list[Row]:
+    params = SamplingParams(**{"temperature": 1.0} | options)
+    states = [SamplerState(params, i, (0,), vocab_size=size, num_guessed=num_guessed) for i in range(num_rows)]
+    return [Row(state, (i, 1)) for i, state in enumerate(states)]
+
+
+def test_draft_tokens_without_native_code_are_drawn_alike(monkeypatch):
+    """The same tokens, and the q that each was drawn from."""
+    generator = torch.Generator().manual_seed(3)
+    num_rows = 200
+    logits = torch.randn(num_rows, 300, generator=generator) * 3
+    token_ids, log_q = draft_candidates(logits, sessions(num_rows, 300), 70)
+    log_q[::7, 3:] = -math.inf
+    seeds, positions, nonces = keys_of(5, num_rows)
+    arguments = token_ids, log_q, seeds, positions, nonces, [1.0, 0.25] * (num_rows // 2), [2, 3, 70, 0] * 50
+    found = sample_draft(*arguments)
+    without_native(monkeypatch)
+    for quick, slow in zip(found, sample_draft(*arguments), strict=True):
+        assert quick.token_id == slow.token_id
+        assert quick.q.token_ids == slow.q.token_ids
+        assert quick.q.probs == pytest.approx(slow.q.probs, rel=1e-12)
+        assert sparse.probability(quick.q, quick.token_id, 300) > 0
+    assert len({sample.token_id for sample in found}) > num_rows / 4, "tokens are drawn at random"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"min_p": 0.02}, {"top_k": 50}])
+def test_unlisted_tokens_are_the_best_by_the_dense_noise(dtype, options):
+    size, m, num_rows = 1001, 20, 12
+    logits = (2 * torch.randn(num_rows, size, generator=torch.Generator().manual_seed(1))).to(dtype)
+    batch = sessions(num_rows, size, **options)
+    token_ids, log_q = draft_candidates(logits, batch, m)
+    found = unlisted(logits, batch, token_ids, log_q)
+    assert found is not None
+    ids, values = found
+    seeds, positions, texts = (
+        torch.tensor(part) for part in zip(*((r.state.seed_bits, r.position, r.text_key) for r in batch), strict=True)
+    )
+    noise = gumbel(seeds, positions, Stream.RECOVER, size, texts).double()
+    temperature = options.get("temperature", 1.0)
+    for row in range(num_rows):
+        weights = (logits[row].float() - logits[row].float().max()) / temperature
+        weights[weights < math.log(options.get("min_p", 0.0) or 1e-30)] = -math.inf
+        weights[token_ids[row]] = -math.inf
+        order = (weights.double() + noise[row]).argsort(descending=True)
+        wanted = [int(v) for v in order[:4] if weights[v] > -math.inf]
+        assert ids[row, : len(wanted)].tolist() == wanted
+        assert values[row, len(wanted) :].tolist() == [-math.inf] * (4 - len(wanted))
+        of_them = weights[wanted] + log_q[row, 0]
+        torch.testing.assert_close(values[row, : len(wanted)], of_them)
+    assert bool((values > -math.inf).any()), "there are some"
+
+
+def test_there_is_nothing_unlisted_where_no_one_asks_or_all_is_listed():
+    logits = torch.randn(3, 100)
+    for batch, m in ((sessions(3, 100, num_guessed=0), 10), (sessions(3, 100), 100), (sessions(3, 100, top_k=10), 10)):
+        assert unlisted(logits, batch, *draft_candidates(logits, batch, m)) is None
+    batch = [*sessions(1, 100), *sessions(2, 100, num_guessed=0)]
+    found = unlisted(logits, batch, *draft_candidates(logits, batch, 10))
+    assert found is not None
+    assert (found[1] > -math.inf).sum(-1).tolist() == [4, 0, 0]
+
+
+@pytest.mark.parametrize("saguaro", [1.0, 0.5])
+@pytest.mark.parametrize("further", [False, True])
+def test_guessed_siblings_without_native_code_agree(further, saguaro, monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    logits = 2 * torch.randn(60, 500, generator=generator)
+    batch = sessions(60, 500)
+    token_ids, log_q = draft_candidates(logits, batch, 40)
+    log_q[4, 5:], log_q[5, 1:] = -math.inf, -math.inf
+    beyond = unlisted(logits, batch, token_ids, log_q) if further else None
+    wanted = [RankingRow(row, Rule.REJECTION, 1 + i % 6, saguaro) for i, row in enumerate(batch)]
+    drawn = token_ids[:, 1].tolist()
+    found = guess_siblings(token_ids, log_q, drawn, wanted, beyond)
+    without_native(monkeypatch)
+    for i, (quick, slow) in enumerate(zip(found, guess_siblings(token_ids, log_q, drawn, wanted, beyond), strict=True)):
+        assert quick[0] == slow[0]
+        assert drawn[i] not in quick[0]
+        assert quick[1] == pytest.approx(slow[1], abs=4e-6)
+        assert quick[2] == pytest.approx(slow[2], abs=4e-6)
+        assert len(quick[2]) == 1 + len(quick[0]) <= 1 + i % 6
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0, 20.0])

@@ -202,7 +202,7 @@ def check_calibration() -> None:
         if told:
             step.engine.receive([step.hint(0, absent)])
             assert parent.children[absent].rank >= step.session.growth.fan_out
-        step.engine._observe(step.session, [absent])
+        step.session.observe([absent])
         calibration = step.session.calibration
         ratios.append(calibration.probabilities(Evidence(parent.gaps, (0.1,) * len(parent.gaps))))
     assert ratios[0] == ratios[1]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafters.calibration import Calibration, Evidence, ranked, sampled
+from paceline.drafters.calibration import Calibration, Evidence, guessed, ranked, sampled
 
 RANKS = 3
 
@@ -125,3 +125,16 @@ def test_the_sampled_token_has_no_part_in_its_own_probability() -> None:
         for drawn in range(4)
     }
     assert len(first) == 1
+
+
+def test_a_guess_of_a_bonus_token_is_as_likely_as_its_score_says() -> None:
+    """The sampled token, with which no guess begins here, has no part in it: as little as a gap of 3 nats deserves."""
+    evidence = guessed([0.0, 1.0, 3.0])
+    assert evidence.gaps == (1.0, 1.0, 3.0)
+    scale = evidence.priors[0]
+    assert evidence.priors == pytest.approx([scale, scale * math.exp(-1), scale * math.exp(-3)])
+    assert sum(evidence.priors) == pytest.approx(0.95)
+    assert guessed([2.0]).priors == pytest.approx((0.95 * math.exp(-2),)), "the best is no child: it takes the rest"
+    assert guessed([0.0]).gaps == (math.inf,)
+    assert guessed([math.inf, math.inf]).gaps == (math.inf, math.inf)
+    assert guessed([]) == Evidence((), ())

@@ -43,14 +43,20 @@ def test_batch_equals_single_rows_and_the_definition(rules: list[Rule]) -> None:
             assert found.q is not None
             assert math.fsum(found.q.probs) == pytest.approx(1)
             assert found.token_ids[0] in found.q.token_ids
-            siblings = found.token_ids[1:]
-            if row.saguaro == 1:
-                key = [torch.tensor([value]) for value in (i, row.row.position, row.row.text_key)]
-                noise = gumbel_at(key[0], key[1], Stream.RECOVER, candidates.token_ids[i : i + 1], key[2])[0]
-                scores = {t: s + g for (t, s), g in zip(scores.items(), noise.tolist(), strict=True)}
-            others = sorted((t for t in ids if t != found.token_ids[0]), key=lambda t: -scores[t])
-            assert len(siblings) == row.fan_out - 1
-            assert [scores[t] for t in siblings] == [scores[t] for t in others[: len(siblings)]]
+            key = [torch.tensor([value]) for value in (i, row.row.position, row.row.text_key)]
+            noise = gumbel_at(key[0], key[1], Stream.RECOVER, candidates.token_ids[i : i + 1], key[2])[0]
+            drawn_by = {t: s + g for (t, s), g in zip(scores.items(), noise.tolist(), strict=True)}
+            by = (drawn_by if row.saguaro == 1 else scores), drawn_by
+            orders = [sorted(ids, key=lambda t, by=by: -by[t]) for by in by]
+            in_turn = dict.fromkeys(t for pair in zip(*orders, strict=True) for t in pair if t != found.token_ids[0])
+            siblings = [*in_turn][: row.fan_out - 1]
+            assert sorted(found.token_ids[1:]) == sorted(siblings)
+            assert found.evidence.gaps[1:] == tuple(sorted(found.evidence.gaps[1:]))
+            best = max(drawn_by.values())
+            behind = [best - drawn_by[t] for t in found.token_ids]
+            assert [gap for gap in found.bonus if gap < math.inf] == pytest.approx(
+                [gap for gap, own in zip(behind, found.bonus, strict=True) if own < math.inf], abs=1e-5
+            )
             continue
         if row.rule is Rule.COUPLED:
             seeds, positions = torch.tensor([i]), torch.tensor([row.row.position])

@@ -79,11 +79,13 @@ class SamplerState:
         device: str | torch.device = "cpu",
         grammar: Grammar | None = None,
         num_ranked: int = 0,
+        num_guessed: int = 0,
     ) -> None:
         """Starts from a prompt, and after a failure from the tokens emitted since.
 
         ``grammar``: that of ``params.structured_output``, after ``output_token_ids``. ``num_ranked``: children of a
-        node, at most, of drafts that draw with the target's noise; 0: there is no such draft.
+        node, at most, of drafts that draw with the target's noise; 0: there is no such draft. ``num_guessed``: tokens
+        that drafts by the rejection rule guess for those that the target draws itself; 0: none.
 
         Raises:
             InvalidRequestError: an id outside the vocabulary, or a structured output without its grammar.
@@ -107,6 +109,7 @@ class SamplerState:
         self._check("the output", output_token_ids)
         self.greedy = params.temperature == 0
         self.num_ranked = 0 if self.greedy else num_ranked
+        self.num_guessed = 0 if self.greedy else num_guessed
         self.temperature = 1.0 if self.greedy else max(params.temperature, _MIN_TEMPERATURE)
         # Greedy rows are never truncated: it would not change the argmax, only what its logprob means.
         self.top_k = vocab_size if self.greedy or params.top_k == 0 else min(params.top_k, vocab_size)

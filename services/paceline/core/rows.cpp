@@ -53,14 +53,14 @@ struct Key {
   int stream;
 };
 
-// Philox4x32-10 of kCounters counters from `first`: words[4 * i + j] is word j of counter first + i.
-inline void philox(uint32_t first, const Key& key, uint32_t* __restrict words) {
-  uint32_t x0[kCounters], x1[kCounters], x2[kCounters], x3[kCounters];
+// Philox4x32-10 of kCounters counters at once: x0 holds the counters, and word j of each comes into xj.
+inline void philox_rounds(const Key& key, uint32_t* __restrict x0, uint32_t* __restrict x1, uint32_t* __restrict x2,
+                          uint32_t* __restrict x3) {
   const uint32_t position = static_cast<uint32_t>(key.position);
   const uint32_t high = (static_cast<uint32_t>(key.position >> 32) & 0xFFFFFF) | static_cast<uint32_t>(key.stream) << 24;
   const uint32_t nonce = static_cast<uint32_t>(key.nonce);
   for (int i = 0; i < kCounters; ++i) {
-    x0[i] = first + i, x1[i] = position, x2[i] = high, x3[i] = nonce;
+    x1[i] = position, x2[i] = high, x3[i] = nonce;
   }
   uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
   for (int round = 0; round < 10; ++round) {
@@ -72,8 +72,26 @@ inline void philox(uint32_t first, const Key& key, uint32_t* __restrict words) {
     }
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
+}
+
+// words[4 * i + j] is word j of counter first + i, of kCounters counters.
+inline void philox(uint32_t first, const Key& key, uint32_t* __restrict words) {
+  uint32_t x0[kCounters], x1[kCounters], x2[kCounters], x3[kCounters];
+  for (int i = 0; i < kCounters; ++i) x0[i] = first + i;
+  philox_rounds(key, x0, x1, x2, x3);
   for (int i = 0; i < kCounters; ++i) {
     words[4 * i] = x0[i], words[4 * i + 1] = x1[i], words[4 * i + 2] = x2[i], words[4 * i + 3] = x3[i];
+  }
+}
+
+// The words of kCounters tokens, or of `count` of them.
+inline void philox_of(const int64_t* tokens, int64_t count, const Key& key, uint32_t* __restrict words) {
+  uint32_t x0[kCounters], x1[kCounters], x2[kCounters], x3[kCounters];
+  for (int i = 0; i < kCounters; ++i) x0[i] = i < count ? static_cast<uint32_t>(tokens[i] >> 2) : 0;
+  philox_rounds(key, x0, x1, x2, x3);
+  for (int i = 0; i < kCounters && i < count; ++i) {
+    const int64_t j = tokens[i] & 3;
+    words[i] = j == 0 ? x0[i] : j == 1 ? x1[i] : j == 2 ? x2[i] : x3[i];
   }
 }
 
@@ -309,6 +327,31 @@ inline float value_of(uint64_t key) {
   return x;
 }
 
+// A value that m of n values reach for certain: the m-th largest of the maxima of some groups of them. -inf: not known.
+template <typename T>
+float reached_by(const Values<T>& x, int64_t n, int64_t m) {
+  const int64_t blocks = (n + kBlock - 1) / kBlock;
+  const int64_t together = std::max<int64_t>(1, blocks * kLanes / (4 * m));  // about four times as many groups as m
+  const int64_t rounds = (blocks + together - 1) / together;
+  if (rounds * kLanes < m) return -kInfinity;
+  std::vector<float> most(rounds * kLanes);
+  alignas(64) float block[kBlock];
+  for (int64_t round = 0; round < rounds; ++round) {
+    Lanes best = Lanes{} - kInfinity;
+    const int64_t end = std::min(n, (round + 1) * together * kBlock);
+    for (int64_t base = round * together * kBlock; base < end; base += kBlock) {
+      if (!x.load(base, n - base, block)) continue;
+      for (int i = 0; i < kBlock; i += kLanes) {
+        const Lanes v = load_lanes(block + i);
+        best = v > best ? v : best;
+      }
+    }
+    std::memcpy(&most[round * kLanes], &best, sizeof best);
+  }
+  std::nth_element(most.begin(), most.begin() + (m - 1), most.end(), std::greater<float>());
+  return most[m - 1];
+}
+
 // Puts the m largest of n values into the first m places of `kept`, in any order but for the smallest, which is last.
 template <typename T>
 void gather_largest(const Values<T>& x, int64_t n, int64_t m, std::vector<uint64_t>& kept) {
@@ -317,22 +360,30 @@ void gather_largest(const Values<T>& x, int64_t n, int64_t m, std::vector<uint64
   const auto descending = [](uint64_t a, uint64_t b) { return a > b; };
   alignas(64) float block[kBlock];
   int64_t size = 0;
-  float least = -kInfinity;  // ties with it come too late, once there are m
-  bool full = false;
+  float least = reached_by(x, n, m);
+  bool full = false;  // there are m: ties with the least come too late
   for (int64_t base = 0; base < n; base += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, n - base));
+    const bool any = least > -kInfinity || full;  // not every value is wanted
     if (!x.load(base, count, block)) {
-      if (full) continue;
+      if (any) continue;
       std::fill(block, block + kBlock, -kInfinity);
     }
-    if (full) {
-      int32_t any = 0;
-      for (int i = 0; i < kBlock; ++i) any |= block[i] > least;
-      if (!any) continue;
-    }
-    for (int i = 0; i < count; ++i) {
-      kept[size] = sortable(block[i], base + i);
-      size += !full || block[i] > least;
+    for (int i = 0; i < count; i += kLanes) {
+      if (any) {
+        const Lanes v = load_lanes(block + i);
+        const auto reaching = full ? v > least : v >= least;
+        int32_t some = 0;
+        for (int j = 0; j < kLanes; ++j) some |= reaching[j];
+        if (!some) continue;
+      }
+      int places[kLanes];  // of the values that are wanted
+      int wanted = 0;
+      for (int j = i; j < std::min(i + kLanes, count); ++j) {
+        places[wanted] = j;
+        wanted += !any || (full ? block[j] > least : block[j] >= least);
+      }
+      for (int j = 0; j < wanted; ++j) kept[size++] = sortable(block[places[j]], base + places[j]);
     }
     if (size > room - kBlock && base + kBlock < n) {
       std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
@@ -419,6 +470,40 @@ void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& 
   }
 }
 
+template <typename T>
+void unlisted_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& cuts, const float* temperatures,
+                   const int64_t* keys, int stream, const int64_t* listed, int64_t m, int64_t wanted, int64_t* tokens,
+                   float* weights) {
+  const int64_t num_bytes = (n + 7) / 8;
+  std::vector<uint8_t> mask(num_bytes);
+  std::vector<Best> best(wanted);
+  for (int64_t row = 0; row < rows; ++row, x += stride, listed += m, tokens += wanted, weights += wanted) {
+    std::fill(tokens, tokens + wanted, 0);
+    std::fill(weights, weights + wanted, -kInfinity);
+    const float top = value(x[listed[0]]), temperature = temperatures[row], floor = cuts.floors[row];
+    if (!(std::fabs(top) < kInfinity)) continue;
+    if (cuts.masks) std::memcpy(mask.data(), cuts.masks + row * cuts.mask_stride, num_bytes);
+    else std::fill(mask.begin(), mask.end(), 0xFF);
+    for (int64_t i = 0; i < m; ++i) mask[listed[i] >> 3] &= ~(1 << (listed[i] & 7));
+    const Values<T> at{x, mask.data()};
+    const auto scaled = [at, top, temperature](int64_t i) { return (at[i] - top) / temperature; };
+    const auto load = [&](int64_t begin, int count, float* out) {
+      alignas(64) float block[kBlock];
+      if (!at.load(begin, count, block)) return false;
+      for (int i = 0; i < count; ++i) {
+        const float v = (block[i] - top) / temperature;
+        out[i] = v >= floor && v < kInfinity ? v : -kInfinity;
+      }
+      return true;
+    };
+    const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
+    gumbel_best(n, 0, key, -std::numeric_limits<double>::infinity(), wanted, best.data(), load,
+                [&](int64_t i) { return static_cast<double>(scaled(i)); });
+    for (int64_t i = 0; i < wanted && best[i].score > -std::numeric_limits<double>::infinity(); ++i)
+      tokens[i] = best[i].token, weights[i] = scaled(best[i].token);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -448,6 +533,19 @@ void paceline_pick(const void* x, int kind, int64_t rows, int64_t n, int64_t str
   if (kind == 2) pick(static_cast<const Bf16*>(x));
 }
 
+// The `wanted` tokens with the largest weight (x - x of the first listed token) / temperature + noise of each row after
+// its cuts, but for the m tokens `listed`, and their weights, -inf where there are fewer. Returns [rows, wanted].
+void paceline_unlisted(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
+                       int64_t mask_stride, const float* floors, const float* temperatures, const int64_t* keys,
+                       int stream, const int64_t* listed, int64_t m, int64_t wanted, int64_t* tokens, float* weights) {
+  const Cuts cuts{masks, mask_stride, nullptr, floors};
+  const auto find = [&](const auto* of) {
+    unlisted_rows(of, rows, n, stride, cuts, temperatures, keys, stream, listed, m, wanted, tokens, weights);
+  };
+  if (kind == 0) find(static_cast<const float*>(x));
+  if (kind == 2) find(static_cast<const Bf16*>(x));
+}
+
 // The m largest of each row, largest first, of equal ones the lower id first; NaN, and what its mask has no bit for,
 // counts as -inf.
 void paceline_largest(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
@@ -466,11 +564,13 @@ void paceline_rank(const int64_t* ids, const float* log_q, int64_t rows, int64_t
     double* scores = best_scores + row * wanted;
     int64_t size = 0;
     float reached = kInfinity;
+    uint32_t words[kCounters];
     for (int64_t i = 0; i < m; ++i) {
+      if (!greedy[row] && i % kCounters == 0) philox_of(ids + i, m - i, key, words);
       const float q = std::fabs(log_q[i]) < kInfinity ? log_q[i] : -kInfinity;
       double score = q;
       if (!greedy[row] && q > -kInfinity) {
-        const uint32_t word = philox_word(ids[i], key);
+        const uint32_t word = words[i % kCounters];
         if (size == wanted && !(log2_below(word) <= q * kLog2e + reached)) continue;
         score += static_cast<double>(gumbel(word));
       }
@@ -481,6 +581,107 @@ void paceline_rank(const int64_t* ids, const float* log_q, int64_t rows, int64_t
       for (int64_t j = size - 1; j > at; --j) tokens[j] = tokens[j - 1], scores[j] = scores[j - 1];
       tokens[at] = ids[i], scores[at] = score;
       if (size == wanted) reached = std::isfinite(scores[size - 1]) ? offset(scores[size - 1]) : kInfinity;
+    }
+  }
+}
+
+// Draws from q of each row: exp(log_q), of the first `scaled` candidates times `scale`, normalized. The noise is that of
+// the candidates' places, not of their ids. Returns the tokens [rows], and the ids and probabilities of the candidates
+// that q can yield, `sizes` of each row, row after row with room for m.
+void paceline_sample(const int64_t* ids, const float* log_q, int64_t rows, int64_t m, const int64_t* keys, int stream,
+                     const double* scale, const int64_t* scaled, int64_t* tokens, int32_t* q_ids, double* q_probs,
+                     int64_t* sizes) {
+  for (int64_t row = 0; row < rows; ++row, ids += m, log_q += m, q_ids += m, q_probs += m) {
+    const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
+    const double shift = std::log(scale[row]);
+    const auto weight = [&](int64_t i) { return static_cast<double>(log_q[i]) + (i < scaled[row] ? shift : 0.0); };
+    Best best;
+    gumbel_best(
+        m, 0, key, -std::numeric_limits<double>::infinity(), 1, &best,
+        [&](int64_t begin, int count, float* out) {
+          for (int i = 0; i < count; ++i) out[i] = static_cast<float>(weight(begin + i));
+          return true;
+        },
+        weight);
+    tokens[row] = ids[best.token];
+    double total = 0;
+    int64_t size = 0;
+    for (int64_t i = 0; i < m; ++i) {
+      const double q = std::exp(weight(i));
+      q_ids[size] = static_cast<int32_t>(ids[i]), q_probs[size] = q;
+      total += q, size += q > 0;
+    }
+    for (int64_t i = 0; i < size; ++i) q_probs[i] /= total;
+    sizes[row] = size;
+  }
+}
+
+// What the target may draw itself where `drawn` is the draft's token (ranking.py): the first candidates by `bonus` =
+// log_q + noise and by `recovered`, the same with the first `listed` log_q moved by `shift`, or with `likeliest` those
+// log_q alone. Of each row's twice `fan_out` best by either, `fan_out` - 1 are taken in turn, without `drawn`, and are put
+// in the order of `recovered`. Returns them [rows, width], how many there are, by how much they are behind the best as
+// recovered tokens, and by how much `drawn` and they are as bonus tokens [rows, width + 1].
+void paceline_guess(const int64_t* ids, const float* log_q, int64_t rows, int64_t m, int64_t listed, float shift,
+                    const int64_t* keys, int stream, const int64_t* drawn, const int64_t* fan_out,
+                    const uint8_t* likeliest, int64_t width, int64_t* found, int64_t* counts, double* behind,
+                    double* behind_bonus) {
+  struct Guess {
+    double score;
+    int64_t token;
+  };
+  std::vector<Guess> bonus, recovered;
+  const auto insert = [](std::vector<Guess>& best, int64_t most, double score, int64_t token) {
+    auto at = best.end();
+    while (at != best.begin() && (score > at[-1].score || (score == at[-1].score && token < at[-1].token))) --at;
+    if (at == best.end() && static_cast<int64_t>(best.size()) == most) return;
+    if (static_cast<int64_t>(best.size()) == most) best.pop_back();
+    best.insert(at, Guess{score, token});
+  };
+  const auto score_of = [](const std::vector<Guess>& best, int64_t token) {
+    for (const Guess& guess : best)
+      if (guess.token == token) return guess.score;
+    return -std::numeric_limits<double>::infinity();
+  };
+  uint32_t words[kCounters];
+  for (int64_t row = 0; row < rows; ++row, ids += m, log_q += m) {
+    const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
+    const int64_t most = 2 * fan_out[row];
+    bonus.clear(), recovered.clear();
+    bonus.reserve(most + 1), recovered.reserve(most + 1);
+    for (int64_t i = 0; i < m; ++i) {
+      if (i % kCounters == 0) philox_of(ids + i, m - i, key, words);
+      const float q = log_q[i], moved = i < listed ? q + shift : q;
+      if (!(std::fabs(q) < kInfinity)) continue;
+      const auto reaches = [&](const std::vector<Guess>& best, float weight) {
+        return static_cast<int64_t>(best.size()) < most ||
+               log2_below(words[i % kCounters]) <= weight * kLog2e + offset(best.back().score);
+      };
+      const bool may_be = reaches(bonus, q), may_recover = !likeliest[row] && reaches(recovered, moved);
+      if (may_be || may_recover) {
+        const double noise = static_cast<double>(gumbel(words[i % kCounters]));
+        if (may_be) insert(bonus, most, static_cast<double>(q) + noise, ids[i]);
+        if (may_recover) insert(recovered, most, static_cast<double>(moved) + noise, ids[i]);
+      }
+      if (likeliest[row] && i < std::min(most, listed)) recovered.push_back({static_cast<double>(q), ids[i]});
+    }
+    int64_t count = 0;
+    int64_t* siblings = found + row * width;
+    const auto take = [&](const std::vector<Guess>& best, int64_t i) {
+      if (i >= static_cast<int64_t>(best.size()) || count == fan_out[row] - 1 || best[i].token == drawn[row]) return;
+      if (std::find(siblings, siblings + count, best[i].token) == siblings + count) siblings[count++] = best[i].token;
+    };
+    for (int64_t i = 0; i < most; ++i) take(recovered, i), take(bonus, i);
+    std::stable_sort(siblings, siblings + count, [&](int64_t a, int64_t b) {
+      return score_of(recovered, a) > score_of(recovered, b);
+    });
+    counts[row] = count;
+    const auto behind_best = [&](const std::vector<Guess>& best, int64_t token) {
+      return (best.empty() ? 0.0 : best[0].score) - score_of(best, token);
+    };
+    behind_bonus[row * (width + 1)] = behind_best(bonus, drawn[row]);
+    for (int64_t i = 0; i < count; ++i) {
+      behind[row * width + i] = behind_best(recovered, siblings[i]);
+      behind_bonus[row * (width + 1) + 1 + i] = behind_best(bonus, siblings[i]);
     }
   }
 }

@@ -118,6 +118,40 @@ def pick(
     return ids, logprobs
 
 
+def unlisted(
+    x: Tensor,
+    temperatures: Sequence[float],
+    keys: Sequence[int],
+    stream: int,
+    listed: Tensor,
+    *,
+    masks: Masks | None = None,
+    floors: Sequence[float] | None = None,
+    wanted: int,
+) -> tuple[Tensor, Tensor]:
+    """The tokens of each row with the largest weight + noise but for those ``listed``, and their weights.
+
+    A weight is (x - x of the first listed token) / temperature.
+
+    Args:
+        x: [rows, tokens].
+        temperatures, keys, stream, masks, floors: as of ``pick``.
+        listed: [rows, m] int64.
+        wanted: tokens of each row.
+
+    Returns:
+        [rows, wanted] int64 and float32, the largest sum first; -inf: there are fewer.
+    """
+    rows = len(x)
+    listed = listed.contiguous()
+    ids, weights = torch.empty(rows, wanted, dtype=torch.int64), torch.empty(rows, wanted, dtype=torch.float32)
+    given = ctypes.c_float * rows
+    cuts = *_masks(masks, x), given(*(floors or (-math.inf,) * rows)), given(*temperatures)
+    within = _at(listed), _size(listed.shape[1]), _size(wanted)
+    _call("paceline_unlisted", *_rows(x), *cuts, _int64s(keys), stream, *within, _at(ids), _at(weights))
+    return ids, weights
+
+
 def largest(x: Tensor, m: int, masks: Masks | None = None) -> tuple[Tensor, Tensor]:
     """The m largest values of each row [rows, m] float32, descending, and their ids int64; of equal ones the lower id.
 
@@ -155,6 +189,64 @@ def rank(
     )
     starts = range(0, rows * wanted, wanted)
     return [ids[i : i + wanted] for i in starts], [scores[i : i + wanted] for i in starts]
+
+
+def sample(
+    token_ids: Tensor,
+    log_q: Tensor,
+    keys: Sequence[int],
+    stream: int,
+    scales: Sequence[float],
+    num_scaled: Sequence[int],
+) -> list[tuple[int, bytes, bytes]]:
+    """Draws a token from each row's q, exp(log q) [rows, m] with its first ``num_scaled`` values scaled, normalized.
+
+    Returns:
+        of each row the token, and the packed columns of q (``sparse.py``), without what it cannot yield.
+    """
+    rows, m = token_ids.shape
+    token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
+    tokens, sizes = (ctypes.c_int64 * rows)(), (ctypes.c_int64 * rows)()
+    ids, probs = np.empty((rows, m), np.int32), np.empty((rows, m), np.float64)
+    scale, scaled = (ctypes.c_double * rows)(*scales), _int64s(num_scaled)
+    given = _at(token_ids), _at(log_q), _size(rows), _size(m), _int64s(keys), stream, scale, scaled
+    columns = (ctypes.c_void_p(x.__array_interface__["data"][0]) for x in (ids, probs))
+    _call("paceline_sample", *given, tokens, *columns, sizes)
+    of_rows = zip(tokens, ids, probs, sizes, strict=True)
+    return [(token, q_ids[:size].tobytes(), q[:size].tobytes()) for token, q_ids, q, size in of_rows]
+
+
+def guess(
+    token_ids: Tensor,
+    log_q: Tensor,
+    num_listed: int,
+    shift: float,
+    keys: Sequence[int],
+    stream: int,
+    drawn: Sequence[int],
+    fan_outs: Sequence[int],
+    likeliest: Sequence[bool],
+) -> list[tuple[list[int], list[float], list[float]]]:
+    """The siblings of the tokens ``drawn`` (``ranking.py``), from [rows, m] candidates, the last ones unlisted.
+
+    Returns:
+        of each row the siblings, by how much each is behind the best as a recovered token, and by how much the drawn
+        token and each of them is as a bonus token, in nats.
+    """
+    rows, m = token_ids.shape
+    token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
+    width = max(fan_outs) - 1
+    found, counts = (ctypes.c_int64 * (rows * width))(), (ctypes.c_int64 * rows)()
+    behind, bonus = (ctypes.c_double * (rows * width))(), (ctypes.c_double * (rows * (width + 1)))()
+    candidates = _at(token_ids), _at(log_q), _size(rows), _size(m), _size(num_listed), ctypes.c_float(shift)
+    flags = (ctypes.c_uint8 * rows)(*likeliest)
+    wanted = _int64s(keys), stream, _int64s(drawn), _int64s(fan_outs), flags, _size(width)
+    _call("paceline_guess", *candidates, *wanted, found, counts, behind, bonus)
+    listed = []
+    for row, count in enumerate(counts):
+        at, own = row * width, row * (width + 1)
+        listed.append((found[at : at + count], behind[at : at + count], bonus[own : own + 1 + count]))
+    return listed
 
 
 def keep_largest_(x: Tensor, limits: Sequence[float], rooms: Sequence[int]) -> None:

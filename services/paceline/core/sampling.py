@@ -209,6 +209,47 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
     return token_ids, log_q
 
 
+def unlisted(logits: Tensor, rows: Sequence[Row], token_ids: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Rejection rule: tokens beyond a draft's candidates that the target may draw for one that it rejects.
+
+    A draft token is drawn from the candidates alone, so all of the target's probability elsewhere is left to the tokens
+    that it draws itself: of a flat distribution half of them come from there.
+
+    Args:
+        logits: [rows, vocab], those that the candidates are of.
+        token_ids, log_q: [rows, m] from ``draft_candidates``.
+
+    Returns:
+        token_ids and log_q [rows, w] with the normalization of the candidates; -inf where there is none. Of the
+        sessions with ``num_guessed`` the tokens with the largest log q + noise, by ``Stream.RECOVER``. None: there are
+        none in any row, or no native pass draws them (another device or dtype, another processor).
+    """
+    m = token_ids.shape[1]
+    at = [i for i, row in enumerate(rows) if (s := row.state).num_guessed and s.picks_at_once and s.top_k > m]
+    if not at or m >= logits.shape[1] or not native.usable(logits, torch.float32, torch.bfloat16):
+        return None
+    whole = len(at) == len(rows)
+    of_rows = rows if whole else [rows[i] for i in at]
+    raw, listed, listed_q = (logits, token_ids, log_q) if whole else (logits[at], token_ids[at], log_q[at])
+    ids, values = native.unlisted(
+        raw,
+        [row.state.temperature for row in of_rows],
+        [part for row in of_rows for part in (row.state.seed_bits, row.position, row.text_key)],
+        Stream.RECOVER,
+        listed,
+        masks=masks_of(of_rows, raw.shape[1]),
+        floors=[row.state.log_min_p for row in of_rows],
+        wanted=max(row.state.num_guessed for row in of_rows),
+    )
+    values += listed_q[:, :1]
+    if whole:
+        return ids, values
+    all_ids = torch.zeros(len(rows), ids.shape[1], dtype=torch.int64)
+    all_values = torch.full(all_ids.shape, -math.inf)
+    all_ids[at], all_values[at] = ids, values
+    return all_ids, all_values
+
+
 def _noisiest(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
     """The tokens of each row with the largest log q + noise, as ``draft_candidates`` returns them."""
     most = max(row.state.num_ranked for row in rows)

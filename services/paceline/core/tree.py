@@ -69,6 +69,7 @@ class TreeNode:
         "aliases",
         "alive",
         "best",
+        "bonus",
         "children",
         "claims",
         "expanded",
@@ -109,7 +110,17 @@ class TreeNode:
         self.expanded = False
         """Draft only: its children were requested from the drafter."""
         self.gaps: tuple[float, ...] = ()
-        """Draft only: score gaps of its candidates when it was expanded (``drafters/calibration.py``)."""
+        """Draft only: score gaps of its candidates when it was expanded (``drafters/calibration.py``),"""
+        self.bonus: tuple[float, ...] = ()
+        """and under the rejection rule those of the same candidates as guesses of a bonus token."""
+
+    def shift(self, by: float) -> None:
+        """Makes the paths to this node, and to all below it, likelier by a factor, whose logarithm is ``by``."""
+        below = [self]
+        while below:
+            node = below.pop()
+            node.log_path += by
+            below += node.children.values()
 
     def expected(self, factors: Sequence[float]) -> float:
         """Probability of its token given its parent: the largest claim after each producer's factor, at most 1."""

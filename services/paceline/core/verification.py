@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core import rows as native
 from paceline.core.deferred import Check, DeferredChecks, download, upload
 from paceline.core.logprobs import logprobs_at
 from paceline.core.noise import Stream, gumbel_argmax, uniform
@@ -465,6 +466,10 @@ def sample_draft(
         nonces: [rows] int64, different whenever a position is drafted again (the node id): no value is drawn twice.
         saguaro, num_predicted: one per row, see ``draft_distributions``.
     """
+    if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):
+        keys = torch.stack((seeds, positions, nonces), dim=-1).flatten().tolist()
+        drawn_at_once = native.sample(token_ids, log_q, keys, Stream.DRAFT, saguaro, num_predicted)
+        return [DraftSample(token, SparseDistribution(ids, probs)) for token, ids, probs in drawn_at_once]
     q = draft_distributions(log_q, saguaro, num_predicted)
     # Noise is keyed by rank here, not by token: any choice among the support with these probabilities will do.
     drawn = gumbel_argmax(q.log(), seeds, positions, Stream.DRAFT, nonces)

@@ -161,6 +161,7 @@ class DraftEngine:
         self._step_s = 0.0
         self._sessions: dict[str, DraftSession] = {}
         self._calibrations = {rule: Calibration(16) for rule in Rule}
+        self._bonus = Calibration(16)
         self._failures: list[SessionFailed] = []
         self._ended: OrderedDict[str, int] = OrderedDict()
         """Epochs in which the most recently ended sessions ended here."""
@@ -243,6 +244,8 @@ class DraftEngine:
             num_prompt_tokens = message.num_prompt_tokens
             sampling, grammar = self._constrained(message)
             growth = self._growth(message.speculation)
+            coupled = message.speculation.acceptance is Acceptance.COUPLED
+            guessed = 0 if coupled or growth.fan_out == 1 else growth.fan_out
             sampler = SamplerState(
                 sampling,
                 message.seed,
@@ -252,9 +255,10 @@ class DraftEngine:
                 vocab_size=self._vocab_size,
                 device=self._device,
                 grammar=grammar,
-                num_ranked=growth.fan_out if message.speculation.acceptance is Acceptance.COUPLED else 0,
+                num_ranked=growth.fan_out if coupled else 0,
+                num_guessed=guessed,
             )
-            session = DraftSession(message, sampler, growth, self._calibrations)
+            session = DraftSession(message, sampler, growth, self._calibrations, self._bonus)
             session.ahead = not isinstance(growth, InTurn | Sequential)
             self._drafter.open(message.session_id, message.token_ids, sampler, message.cache_salt)
         except Exception as error:
@@ -418,7 +422,7 @@ class DraftEngine:
             self._check_length(context_len + len(token_ids))
             self._check_tokens("a commit", token_ids)
             session.hinted = {}
-            self._observe(session, token_ids)
+            session.observe(token_ids)
             session.sampler.append(token_ids)
             walk = tree.walk(token_ids)
             node_ids = list(walk.node_ids)
@@ -438,9 +442,11 @@ class DraftEngine:
                 session.frontier.reach.observe(session.num_proposed)
             session.num_proposed = 0
         session.announced_at = self._clock() if in_flight else None
-        if in_flight:
-            deepest = max([node.position for node in in_flight])
-            session.num_proposed = max(session.num_proposed, deepest - tree.anchor.position)
+        deepest = max(in_flight, key=lambda node: node.position, default=None)
+        if deepest is not None:
+            session.num_proposed = max(session.num_proposed, deepest.position - tree.anchor.position)
+        if session.rule is Rule.REJECTION:
+            session.aim(deepest)
         session.frontier.commit(session.in_flight)
         if token_ids:
             session.begin_round(self._clock(), node_ids, hit=not walk.unresolved)
@@ -448,17 +454,6 @@ class DraftEngine:
             if walk.unresolved:
                 session.frontier.push(tree.anchor)
         session.idle, session.changed = False, True
-
-    def _observe(self, session: DraftSession, token_ids: Sequence[int]) -> None:
-        node = session.tree.anchor
-        for token_id in token_ids:
-            child = node.children.get(token_id)
-            if node.gaps:
-                tried = session.rule is not Rule.REJECTION or session.in_flight_below(node)
-                session.calibration.observe(node.gaps, child.rank if child else None, 0 if tried else 1)
-            if child is None:
-                return
-            node = child
 
     def _prefill(self) -> bool:
         try:
@@ -622,15 +617,18 @@ class DraftEngine:
 
         Returns the child of the token ``follow``, if it is worth expanding: its own children are published next.
         """
-        parent.expanded, parent.gaps = True, ranking.evidence.gaps
+        parent.expanded, parent.gaps, parent.bonus = True, ranking.evidence.gaps, ranking.bonus
         session.changed = True
         probs = session.calibration.probabilities(ranking.evidence)
+        worth = session.bonus_probs(ranking.bonus) if ranking.bonus else probs
         num = len(probs)
-        while num > 1 and probs[num - 1] < _MIN_PROB:  # they do not increase
+        while num > 1 and max(probs[num - 1], worth[num - 1]) < _MIN_PROB:
             num -= 1
         before, followed = len(session.tree), None
         new = session.publish(parent, ranking.token_ids[:num], probs, q=ranking.q)
         self.stats.nodes_published += len(new)
+        if parent is session.end:
+            session.place(parent)
         if follow is not None:
             at = next((i for i, node in enumerate(new) if node.token_id == follow), None)
             if at is not None and before + at + 1 < self._tree_budget and session.frontier.wants(new[at]):

@@ -17,7 +17,7 @@ import torch
 from paceline.core.processors import Row
 from paceline.core.sampling import best_coupled, best_recovered
 from paceline.core.tree import TreeNode
-from paceline.draft.session import DraftSession
+from paceline.draft.session import LEAST_PROB, DraftSession
 from paceline.drafters.calibration import ranked
 from paceline.drafters.ranking import Rule
 from paceline.errors import InvalidRequestError
@@ -25,7 +25,6 @@ from paceline.messages import HINT_BYTES, Hint
 
 Hinted = dict[int, dict[int, float]]
 """Probabilities of tokens, by the node that they follow."""
-_LEAST_PROB = 1e-9
 
 
 def read_hint(session: DraftSession, hint: Hint) -> Hinted:
@@ -64,7 +63,7 @@ def follow(session: DraftSession, parent: TreeNode, *, least_prob: float, most: 
     for token_id, prob in expected(session, parent).items():
         child = parent.children.get(token_id)
         if child is not None:
-            _shift(child, parent.log_path + math.log(prob) - child.log_path)
+            child.shift(parent.log_path + math.log(prob) - child.log_path)
         elif prob >= least_prob and len(new) < most:
             for node in session.publish(parent, (token_id,), (prob,), sampled=session.rule is not Rule.REJECTION):
                 node.rank = session.growth.fan_out + len(new)  # none of the draft's own, by which it is calibrated
@@ -77,10 +76,13 @@ def expected(session: DraftSession, parent: TreeNode) -> dict[int, float]:
 
     They sum to what the draft gave its own. {}: it gave none that may change.
     """
-    weight, fixed = session.hint_weight, parent.best if session.rule is Rule.REJECTION else None
-    own = {t: max(child.prob, _LEAST_PROB) for t, child in parent.children.items() if child is not fixed}
+    weight, fixed = session.hint_weight, None
+    if session.rule is Rule.REJECTION and parent is not session.end:
+        fixed = parent.best
+    outcomes = session.outcomes(parent).items()
+    own = {t: max(prob, LEAST_PROB) for t, prob in outcomes if fixed is None or t != fixed.token_id}
     told = {
-        t: max(prob, _LEAST_PROB)
+        t: max(prob, LEAST_PROB)
         for t, prob in session.hinted[parent.node_id].items()
         if fixed is None or t != fixed.token_id
     }
@@ -90,15 +92,6 @@ def expected(session: DraftSession, parent: TreeNode) -> dict[int, float]:
     mixed = {t: own.get(t, last) ** (1 - weight) * told.get(t, last_told) ** weight for t in own | told}
     scale = sum(own.values()) / sum(mixed.values())
     return {t: scale * mixed[t] for t in sorted(mixed, key=mixed.__getitem__, reverse=True)}
-
-
-def _shift(node: TreeNode, by: float) -> None:
-    """Makes the paths to a node, and to all below it, likelier by a factor, whose logarithm is ``by``."""
-    below = [node]
-    while below:
-        node = below.pop()
-        node.log_path += by
-        below += node.children.values()
 
 
 def _probabilities(token_ids: list[int], scores: list[float]) -> dict[int, float]:

@@ -9,7 +9,7 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.statistics import Ewma
 from paceline.core.tree import Refusal, SpeculationTree, TreeNode
 from paceline.draft.growth import Frontier, Growth
-from paceline.drafters.calibration import Calibration
+from paceline.drafters.calibration import Calibration, guessed
 from paceline.drafters.protocol import Leaf
 from paceline.drafters.ranking import RankingRow, Rule
 from paceline.messages import Node, OpenSession, SparseDistribution
@@ -18,6 +18,8 @@ _ROUND_WEIGHT = 0.2
 _HOLD_ROUNDS = 0.2
 """Share of a round between two messages: each costs its peers a fraction of a millisecond, so a target that verifies
 gets about five."""
+LEAST_PROB = 1e-9
+"""The least probability that an outcome is taken to have."""
 
 
 class DraftSession:
@@ -27,9 +29,11 @@ class DraftSession:
         "_passed",
         "ahead",
         "announced_at",
+        "bonus",
         "calibration",
         "changed",
         "committed_at",
+        "end",
         "epoch",
         "frontier",
         "growth",
@@ -57,6 +61,7 @@ class DraftSession:
         sampler: SamplerState,
         growth: Growth,
         calibrations: dict[Rule, Calibration],
+        bonus: Calibration,
     ) -> None:
         self.session_id, self.epoch = message.session_id, message.epoch
         self.sampler = sampler
@@ -64,9 +69,13 @@ class DraftSession:
         self.growth = growth
         self.saguaro = message.speculation.saguaro if growth.fan_out > 1 else 1.0
         self.calibration = Calibration(growth.fan_out, calibrations[self.rule])
+        self.bonus = Calibration(growth.fan_out, bonus)
+        """Rejection rule: of guesses of a bonus token."""
         self.tree = SpeculationTree(sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION)
         self.frontier = Frontier(self.tree, growth)
         self.in_flight: frozenset[int] = frozenset()
+        self.end: TreeNode | None = None
+        """Rejection rule: the last node of the proposal in flight, which a bonus token follows."""
         self.num_proposed = 0
         """Length of the proposal that is being verified, 0 until it is known."""
         self.next_node_id = 1
@@ -154,6 +163,55 @@ class DraftSession:
         """True if a proposed child of the node is being verified."""
         return node.best is not None and node.best.node_id in self.in_flight
 
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Takes committed tokens, before the tree is walked: which of each node's candidates the target took."""
+        node = self.tree.anchor
+        for token_id in token_ids:
+            child = node.children.get(token_id)
+            if node.gaps:
+                rank = child.rank if child else None
+                if node.bonus and not self.in_flight_below(node):
+                    order = _order(node.bonus)
+                    at = order.index(rank) if rank is not None and rank < len(order) else None
+                    self.bonus.observe(guessed([node.bonus[r] for r in order]).gaps, at)
+                else:
+                    self.calibration.observe(node.gaps, rank)
+            if child is None:
+                return
+            node = child
+
+    def bonus_probs(self, gaps: Sequence[float]) -> list[float]:
+        """Rejection rule: probabilities that the target draws the candidates of an expansion as a bonus token."""
+        order = _order(gaps)
+        probs = [0.0] * len(gaps)
+        for rank, prob in zip(order, self.bonus.probabilities(guessed([gaps[r] for r in order])), strict=True):
+            probs[rank] = prob
+        return probs
+
+    def outcomes(self, parent: TreeNode) -> dict[int, float]:
+        """Probabilities of the tokens below an expanded node: of being accepted, or drawn for one that was not, and at
+        the end of the proposal in flight of being the bonus token."""
+        if parent is not self.end:
+            return {token_id: child.prob for token_id, child in parent.children.items()}
+        probs = self.bonus_probs(parent.bonus)
+        return {t: probs[child.rank] for t, child in parent.children.items() if child.rank < len(probs)}
+
+    def aim(self, end: TreeNode | None) -> None:
+        """Rejection rule: ``end`` is now the last node of the proposal in flight, None if there is none.
+
+        What is below it is reached by a bonus token, and no longer by one that is accepted.
+        """
+        ends, self.end = (self.end, end), end
+        for node in ends:
+            if node is not None and node.alive and node.bonus:
+                self.place(node)
+
+    def place(self, parent: TreeNode) -> None:
+        """Moves what is below an expanded node to where its outcomes are expected now."""
+        for token_id, prob in self.outcomes(parent).items():
+            child = parent.children[token_id]
+            child.shift(parent.log_path + math.log(max(prob, LEAST_PROB)) - child.log_path)
+
     def publish(
         self,
         parent: TreeNode,
@@ -181,3 +239,8 @@ class DraftSession:
                 sampled, q = False, None
         self.changed = self.changed or bool(placed)
         return placed
+
+
+def _order(gaps: Sequence[float]) -> list[int]:
+    """Indices of the candidates of an expansion, the best guess of a bonus token first."""
+    return sorted(range(len(gaps)), key=gaps.__getitem__)

@@ -23,7 +23,8 @@ _EDGES = tuple(0.03 * 2.0**i for i in range(10))
 _NUM_BINS = len(_EDGES) + 1
 
 _RANKED_MASS = 0.95
-_ACCEPTANCE = 0.75
+ACCEPTANCE = 0.75
+"""Share of draft tokens that the target is taken to accept before any was tried."""
 
 
 @record
@@ -57,8 +58,22 @@ def sampled(log_q: Sequence[float], behind: Sequence[float]) -> Evidence:
     """
     gaps = (log_q[0] - log_q[1] if len(log_q) > 1 else math.inf, *behind)
     weights = [math.exp(-gap) for gap in gaps[1:]]
-    scale = (1.0 - _ACCEPTANCE) / max(sum(weights), 1.0)
-    return Evidence(gaps, (_ACCEPTANCE, *(weight * scale for weight in weights)))
+    scale = (1.0 - ACCEPTANCE) / max(sum(weights), 1.0)
+    return Evidence(gaps, (ACCEPTANCE, *(weight * scale for weight in weights)))
+
+
+def guessed(behind: Sequence[float]) -> Evidence:
+    """Evidence on a bonus token, which the target draws with nothing to verify: the sampled token is a guess like any.
+
+    Args:
+        behind: by how much each guess's score is below the best one, in nats, in ascending order.
+    """
+    if not behind:
+        return Evidence((), ())
+    weights = [math.exp(-gap) for gap in behind]
+    scale = _RANKED_MASS / max(sum(weights), 1.0)
+    first = behind[1] - behind[0] if len(behind) > 1 and behind[0] < math.inf else math.inf
+    return Evidence((first, *behind[1:]), tuple([weight * scale for weight in weights]))
 
 
 class Calibration:

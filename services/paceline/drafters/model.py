@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import GREEDY_CANDIDATES, draft_candidates
+from paceline.core.sampling import GREEDY_CANDIDATES, draft_candidates, unlisted
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
@@ -161,7 +161,9 @@ class ModelDrafter:
             m = self._num_candidates(groups)
             if not parts:
                 return self._candidates(leaves, tails, m)
-            ids, scores = draft_candidates(self._logits([part.step for part in parts]), rows, m)
+            logits = self._logits([part.step for part in parts])
+            ids, scores = draft_candidates(logits, rows, m)
+            beyond = unlisted(logits, rows, ids, scores) if self.tokens_per_leaf == 1 else None
         except BaseException:
             for part in parts:
                 part.session.free_rows.extend(part.step.rows)
@@ -170,12 +172,16 @@ class ModelDrafter:
             part.keep()
         ids, scores = download(ids, scores)
         if self.tokens_per_leaf == 1 and order == [(i, 0) for i in range(len(leaves))]:
-            return Candidates(ids, scores)
+            return Candidates(ids, scores, beyond=beyond)
         everyone = self._candidates(leaves, tails, ids.shape[1])
         at, depths = torch.tensor(order).T
         of_leaves = (at,) if self.tokens_per_leaf == 1 else (at, depths)
         everyone.token_ids[of_leaves], everyone.log_q[of_leaves] = ids, scores
-        return everyone
+        if beyond is None:
+            return everyone
+        further = _none((len(leaves), beyond[0].shape[1]))
+        further[0][at], further[1][at] = beyond
+        return Candidates(everyone.token_ids, everyone.log_q, beyond=further)
 
     def chains(self, session_id: str) -> bool:
         """True if ``chain`` may be called for a session: its tokens are drawn from raw logits by native passes."""
@@ -307,8 +313,7 @@ class ModelDrafter:
     def _candidates(self, leaves: Sequence[Leaf], tails: Sequence[Tail], m: int) -> Candidates:
         """No candidates for anything yet."""
         shape = (len(leaves), m) if self.tokens_per_leaf == 1 else (len(leaves), self.tokens_per_leaf, m)
-        none = torch.zeros(shape, dtype=torch.long), torch.full(shape, float("-inf"))
-        return Candidates(*none, tuple(tail.path for tail in tails) if any(tail.path for tail in tails) else ())
+        return Candidates(*_none(shape), tuple(tail.path for tail in tails) if any(tail.path for tail in tails) else ())
 
     def _session(self, session_id: str) -> RowSession:
         try:
@@ -434,3 +439,8 @@ class ModelDrafter:
             digest = page_hash(previous, session.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             session.hashes.append(digest)
             self._cache.publish(session.pages[index], digest)
+
+
+def _none(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Token ids and log q of no candidates."""
+    return torch.zeros(shape, dtype=torch.long), torch.full(shape, float("-inf"))

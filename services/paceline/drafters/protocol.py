@@ -120,6 +120,8 @@ class Candidates:
     guesses: tuple[tuple[int, ...], ...] = ()
     """Per leaf the tokens that its candidates after the first ones follow, at most K - 1; (): none were guessed,
     and those of a depth are the same for whatever token comes before."""
+    beyond: tuple[Tensor, Tensor] | None = None
+    """Rejection rule: tokens that are never drawn here, and that the target may draw itself (``sampling.unlisted``)."""
 
 
 class Drafter(Protocol):

@@ -2,24 +2,28 @@
 
 Coupled and greedy: by log q + g with the target's own noise (none at temperature 0); the first is the draft's
 token. Rejection: one token drawn from q, which may be proposed, then others, which may only be outcomes: guesses of the
-token that the target draws if it rejects the first or has nothing to verify there, by log q + g with the noise of that
-draw. With Saguaro sampling they are the likeliest ones, on which it puts the residual.
+token that the target draws if it rejects the first (a recovered token) or has nothing to verify there (a bonus token),
+by log q + g with the noise of that draw. They may lie beyond the candidates, which hold all of q. With Saguaro sampling
+a recovered token is one of the likeliest, on which it puts the residual.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from paceline.core import rows as native
 from paceline.core.deferred import download
+from paceline.core.noise import Stream
 from paceline.core.processors import Row
-from paceline.core.sampling import RowKeys, best_coupled, best_recovered, row_keys
+from paceline.core.sampling import best_coupled, best_recovered, row_keys
 from paceline.core.verification import sample_draft
-from paceline.drafters.calibration import Evidence, ranked, sampled
+from paceline.drafters.calibration import ACCEPTANCE, Evidence, ranked, sampled
 from paceline.drafters.protocol import Candidates
 from paceline.messages import SparseDistribution, record
 
@@ -56,6 +60,8 @@ class Ranking:
     evidence: Evidence
     q: SparseDistribution | None = None
     """Rejection rule: the distribution that the first was drawn from."""
+    bonus: tuple[float, ...] = ()
+    """Rejection rule: by how much each one's score as a guess of the bonus token is below the best, in nats."""
 
 
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
@@ -65,21 +71,24 @@ def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
     for i, row in enumerate(rows):
         by_rule.setdefault(row.rule, []).append(i)
     if len(by_rule) == 1:
-        return _rank_alike(token_ids, log_q, rows)
+        return _rank_alike(token_ids, log_q, rows, candidates.beyond)
     rankings: dict[int, Ranking] = {}
     for indices in by_rule.values():
         at = torch.tensor(indices, dtype=torch.int64, device=log_q.device)
-        of_rule = _rank_alike(token_ids[at], log_q[at], [rows[i] for i in indices])
+        beyond = None if candidates.beyond is None else (candidates.beyond[0][at], candidates.beyond[1][at])
+        of_rule = _rank_alike(token_ids[at], log_q[at], [rows[i] for i in indices], beyond)
         rankings |= dict(zip(indices, of_rule, strict=True))
     return [rankings[i] for i in range(len(rows))]
 
 
-def _rank_alike(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) -> list[Ranking]:
+def _rank_alike(
+    token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow], beyond: tuple[Tensor, Tensor] | None
+) -> list[Ranking]:
     """Ranks rows of one rule; the tensors are [rows, m]."""
     if rows[0].rule is Rule.REJECTION:
         token_ids, log_q = download(token_ids, log_q)  # every q is sent whole: one wait, and the rest on the host
         log_q = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-        return _by_sampling(token_ids, log_q, row_keys([row.row for row in rows], log_q.device), rows)
+        return _by_sampling(token_ids, log_q, rows, beyond)
     most = max(row.fan_out for row in rows)
     if rows[0].rule is Rule.GREEDY:
         # Without noise the first candidates stay the first; a few more, so that equal ones are put in order.
@@ -99,33 +108,87 @@ def ranking_of(token_ids: Sequence[int], scores: Sequence[float]) -> Ranking:
     return Ranking(tuple(token_ids[:num]), ranked(scores[:num]))
 
 
-def _by_sampling(token_ids: Tensor, log_q: Tensor, keys: RowKeys, rows: Sequence[RankingRow]) -> list[Ranking]:
-    """Draws a token from each row's q; the tensors are [rows, m], the keys [rows]."""
+def _by_sampling(
+    token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow], beyond: tuple[Tensor, Tensor] | None
+) -> list[Ranking]:
+    """Draws a token from each row's q, and guesses the target's; the tensors are [rows, m]."""
     rankings = [Ranking((), ranked(()))] * len(rows)
     with_candidates = log_q.isfinite().any(-1).nonzero().squeeze(-1)
     indices: list[int] = with_candidates.tolist()
     if not indices:
         return rankings
-    nonces = torch.tensor([rows[i].nonce for i in indices], dtype=torch.int64, device=log_q.device)
-    token_ids, log_q = token_ids[with_candidates], log_q[with_candidates]
-    samples = sample_draft(
-        token_ids,
-        log_q,
-        keys.seeds[with_candidates],
-        keys.positions[with_candidates],
-        nonces,
-        [rows[i].saguaro for i in indices],
-        [rows[i].fan_out for i in indices],
-    )
-    top = max(rows[i].fan_out for i in indices) + 1
-    likeliest, values = token_ids[:, :top].tolist(), log_q[:, :top].tolist()
-    guessed, scores = best_recovered(token_ids, log_q, [rows[i].row for i in indices], top)
-    for at, (i, sample) in enumerate(zip(indices, samples, strict=True)):
-        ids, found = (guessed, scores) if rows[i].saguaro == 1.0 else (likeliest, values)
-        score_of = {v: score for v, score in zip(ids[at], found[at], strict=True) if score > -math.inf}
-        best = max(score_of.values(), default=0.0)
-        siblings = [v for v in score_of if v != sample.token_id][: rows[i].fan_out - 1]
-        best_two = [value for value in values[at][:2] if value > -math.inf]
-        evidence = sampled(best_two, [best - score_of[sibling] for sibling in siblings])
-        rankings[i] = Ranking((sample.token_id, *siblings), evidence, sample.q)
+    if len(indices) < len(rows):
+        token_ids, log_q = token_ids[with_candidates], log_q[with_candidates]
+        beyond = None if beyond is None else (beyond[0][with_candidates], beyond[1][with_candidates])
+        rows = [rows[i] for i in indices]
+    keys = row_keys([row.row for row in rows])
+    nonces = torch.tensor([row.nonce for row in rows], dtype=torch.int64)
+    saguaro, fan_outs = [row.saguaro for row in rows], [row.fan_out for row in rows]
+    samples = sample_draft(token_ids, log_q, keys.seeds, keys.positions, nonces, saguaro, fan_outs)
+    best_two: list[list[float]] = log_q[:, :2].tolist()
+    guessed = guess_siblings(token_ids, log_q, [sample.token_id for sample in samples], rows, beyond)
+    for i, sample, top, (siblings, behind, bonus) in zip(indices, samples, best_two, guessed, strict=True):
+        evidence = sampled([value for value in top if value > -math.inf], behind)
+        rankings[i] = Ranking((sample.token_id, *siblings), evidence, sample.q, tuple(bonus))
     return rankings
+
+
+Siblings = tuple[list[int], list[float], list[float]]
+"""Guesses of the target's own token, by how much each is behind the best as a recovered token, and by how much the
+drawn token and each of them is as a bonus token (nats)."""
+
+
+def guess_siblings(
+    token_ids: Tensor,
+    log_q: Tensor,
+    drawn: Sequence[int],
+    rows: Sequence[RankingRow],
+    beyond: tuple[Tensor, Tensor] | None,
+) -> list[Siblings]:
+    """Guesses the recovered and the bonus tokens of each row, ``fan_out`` - 1 of both together.
+
+    A recovered token comes from what the target has above q: of the candidates little, of all others everything. With
+    Saguaro sampling it is one of the likeliest.
+
+    Args:
+        token_ids, log_q: [rows, m] on the CPU, as ``beyond``.
+        drawn: the sampled token of each row.
+    """
+    fan_outs, num_listed = [row.fan_out for row in rows], token_ids.shape[1]
+    if max(fan_outs) == 1:
+        return [([], [], [math.inf])] * len(rows)
+    shift = 0.0
+    if beyond is not None:
+        shift = math.log(1.0 - ACCEPTANCE)
+        token_ids, log_q = torch.cat((token_ids, beyond[0]), -1), torch.cat((log_q, beyond[1]), -1)
+    likeliest = [row.saguaro != 1.0 for row in rows]
+    if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):
+        keys = [part for row in rows for part in (row.row.state.seed_bits, row.row.position, row.row.text_key)]
+        return native.guess(token_ids, log_q, num_listed, shift, keys, Stream.RECOVER, drawn, fan_outs, likeliest)
+    own, most = [row.row for row in rows], 2 * max(fan_outs)
+    moved = torch.cat((log_q[:, :num_listed] + shift, log_q[:, num_listed:]), -1)
+    bonus, recovered = (_scored(*best_recovered(token_ids, x, own, most)) for x in (log_q, moved))
+    listed = _scored(token_ids[:, : min(most, num_listed)].tolist(), log_q[:, : min(most, num_listed)].tolist())
+    recovered = [top if flag else r for flag, top, r in zip(likeliest, listed, recovered, strict=True)]
+    return [_siblings(*row) for row in zip(drawn, recovered, bonus, fan_outs, strict=True)]
+
+
+Scores = list[tuple[int, float]]
+"""Tokens and their scores, best first."""
+
+
+def _scored(token_ids: list[list[int]], scores: list[list[float]]) -> list[Scores]:
+    rows = zip(token_ids, scores, strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] > -math.inf] for row in rows]
+
+
+def _siblings(drawn: int, recovered: Scores, bonus: Scores, fan_out: int) -> Siblings:
+    """The best of both in turn, as many as there are children beside the drawn token."""
+    recovered, bonus = recovered[: 2 * fan_out], bonus[: 2 * fan_out]
+    in_turn = [pair[0] for both in itertools.zip_longest(recovered, bonus) for pair in both if pair is not None]
+    of_recovered, of_bonus = dict(recovered), dict(bonus)
+    chosen = [token for token in dict.fromkeys(in_turn) if token != drawn][: fan_out - 1]
+    chosen.sort(key=lambda token: of_recovered.get(token, -math.inf), reverse=True)
+    best, best_bonus = (next(iter(scores.values()), 0.0) for scores in (of_recovered, of_bonus))
+    behind = [best - of_recovered.get(token, -math.inf) for token in chosen]
+    return chosen, behind, [best_bonus - of_bonus.get(token, -math.inf) for token in (drawn, *chosen)]
