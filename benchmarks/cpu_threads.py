@@ -7,15 +7,22 @@ prompt; one that is not asked sleeps. Every text must be that of plain decoding 
     co-located   the draft model as a head in the target's process, K = 4, on one core and on two
     overlapped   the draft on the second core
 
+The last table is what the controllers of the co-located targets have learned in the end, in ms: their steps by tokens,
+and the depths of the draft by leaves. A depth of one leaf is a token of a path by one call.
+``tests/plan/test_layouts.py`` forecasts with them.
+
     python benchmarks/cpu_threads.py [--rounds 5] [--prompts 4] [--max-tokens 64] [--size 150M] [--temperatures 0 1]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 
 from paceline.checkpoint.files import embedded_paths
 from paceline.cli.table import table
@@ -25,8 +32,10 @@ from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline_bench.grow import parse_size
 from paceline_bench.models import grown
 from paceline_bench.prompts import held_out_prompts
+from paceline_bench.steps import WatchedFactory, learning_target
 
 _K = 4
+_SIZES, _LEAVES = (1, 2, 4, 5, 8, 9, 16), (1, 2, 4)
 
 
 def layouts(target: str, draft: str) -> dict[str, LocalConfig]:
@@ -44,6 +53,24 @@ def layouts(target: str, draft: str) -> dict[str, LocalConfig]:
     }
 
 
+def built(config: LocalConfig, learned: Path) -> LocalPipeline:
+    """A layout; a target with a head writes what it learns to the file."""
+    if not config.target.heads:
+        return LocalPipeline(config)
+    return LocalPipeline(config, target_factory=WatchedFactory(config.target_setup(), learned, learning_target))
+
+
+def show_learned(files: Path) -> None:
+    """Prints the table of what targets that have ended have written to ``files``."""
+    rows = [("learned, ms", *(f"step of {n}" for n in _SIZES), *(f"depth of {n}" for n in _LEAVES))]
+    for file in sorted(files.iterdir()):
+        learned = json.loads(file.read_text(encoding="utf-8"))
+        steps, depths = dict(learned["target_s"]), dict(learned["draft_s"])
+        times = (*(steps[n] for n in _SIZES), *(depths.get(n) for n in _LEAVES))
+        rows.append((file.name, *("-" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in times)))
+    print(*table(rows), sep="\n")
+
+
 def main() -> None:
     """Measures, compares the texts, prints a table for each temperature."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,7 +83,9 @@ def main() -> None:
     target, draft = map(str, embedded_paths())
     with ExitStack() as stack:
         configs = layouts(grown(target, args.size, "bfloat16"), draft)
-        pipelines = {name: stack.enter_context(LocalPipeline(config)) for name, config in configs.items()}
+        files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+        stack.callback(show_learned, files)
+        pipelines = {name: stack.enter_context(built(config, files / name)) for name, config in configs.items()}
         baseline = next(iter(pipelines))
         prompts = held_out_prompts(pipelines[baseline].tokenizer, args.prompts)
         for temperature in args.temperatures:

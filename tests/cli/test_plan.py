@@ -137,6 +137,7 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
         ({"--requests-per-s": "1"}, "one of --sessions and --requests-per-s is needed, and not both"),
         ({"--from": "nothing.json"}, "nothing.json cannot be read as JSON"),
         ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
+        ({"--draft-path-ms": "1", "--rule": "rejection"}, "--draft-path-ms 1 is given beside --rule rejection"),
         ({"--head-acceptance": "0.6"}, "--head-acceptance 0.6 is given without --head-step-ms"),
         ({"--head-step-ms": "1", "--head-tokens": "3"}, "--head-step-ms 1 is given without --head-acceptance"),
     ],
@@ -187,6 +188,31 @@ def test_the_recorded_runs_are_predicted_within_ten_percent() -> None:
                 assert abs(comparison.error) < 0.1, comparison.row.name
                 if comparison.row.mode is Mode.OVERLAPPED:
                     assert 0.85 < comparison.reached < 1.15, comparison.row.name
+
+
+def test_a_path_by_one_call_comes_from_a_run_that_has_any_or_from_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    none: dict[str, str | None] = dict.fromkeys(("--target-step-ms", "--draft-step-ms", "--acceptance"))
+    new, old = str(RESULTS / "sweep" / "light-1.json"), str(RESULTS / "local-light.json")
+
+    def path(changes: dict[str, str | None]) -> Any:
+        assert plan(changes, "--json") == 0
+        found = json.loads(capsys.readouterr().out)["assumptions"].get("path")
+        return found and [(tokens, round(1e3 * seconds, 1)) for tokens, seconds in found["points"]]
+
+    assert path(none | {"--from": new}) == [(1, 1.2), (3, 1.5), (4, 1.8), (6, 1.9)]
+    assert path(none | {"--from": new, "--draft-step-ms": "2"}) is None
+    assert path(none | {"--from": old}) is path({}) is None
+    assert path({"--draft-step-ms": "2", "--draft-path-ms": "0.1"}) == [(1, 2.0), (2, 2.1)]
+    assert plan({"--draft-path-ms": "0.1"}) == 0
+    assert "path of a draft by one call: 2.5 ms of one token, 2.8 ms of four" in capsys.readouterr().out
+
+
+def test_the_recorded_paths_by_one_call_are_predicted() -> None:
+    """Overlapped, what lookups and siblings add is left out."""
+    for name in ("light-1.json", "heavy.json"):
+        for measurements in read(RESULTS / "sweep" / name):
+            for comparison in compare(measurements, seconds=5.0):
+                assert abs(comparison.error) < 0.14, comparison.row.name
 
 
 def test_a_system_is_given_the_hit_rate_that_was_measured() -> None:

@@ -96,6 +96,15 @@ def test_the_forward_of_a_drafter_inside_is_that_of_the_cores_that_share_it() ->
         assert p.round_s == pytest.approx(p.k * share * TARGET.seconds(1) + 0.8 * TARGET.seconds(1 + p.k))
 
 
+def test_a_path_by_one_call_is_shorter_but_for_cores_whose_own_times_are_known() -> None:
+    path = TARGET.times(0.1)
+    where, calls = site(2, 2, sessions=1), draft(0.8, share=0.2, path=path)
+    p = best(where, calls).predicted
+    assert p.round_s == pytest.approx(path.seconds(p.k) + TARGET.seconds(1 + p.k))
+    shared = replace(calls, shared={2: TARGET.times(0.2)})
+    assert best(where, shared).predicted == best(where, draft(0.8, share=0.2)).predicted
+
+
 def test_a_target_that_no_session_needs_is_left_out() -> None:
     found = best(site(8, sessions=3), draft(0.8))
     assert found.targets == 3

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from tests.support.rings import pairs_first
 
+from paceline.draft import engine
 from paceline.plan.closed_form import (
+    LEAST_PATH,
     MOST_LEAVES,
     RANKED,
     Load,
@@ -53,6 +55,45 @@ def test_the_closed_form_is_the_simulation_at_one_session(mode: Mode, k: int, dr
     simulated = simulate(some, ONE, mode, k, seconds=60.0)
     predicted = predict(some, ONE, mode, k)
     assert simulated.tokens_per_s == pytest.approx(predicted.tokens_per_s, rel=0.06)
+
+
+@pytest.mark.parametrize("draft_ms", [0.5, 2.5, 5.0])
+@pytest.mark.parametrize("mode", [Mode.SEQUENTIAL, Mode.OVERLAPPED])
+@pytest.mark.parametrize("k", [2, 4, 8])
+def test_the_closed_form_is_the_simulation_with_paths_by_one_call(mode: Mode, k: int, draft_ms: float) -> None:
+    """Within 6 %; never slower than step by step."""
+    steps = system(draft_ms=draft_ms)
+    some = replace(steps, path=StepTable.affine(draft_ms / 1e3, draft_ms / 5e3))
+    simulated = simulate(some, ONE, mode, k, seconds=60.0)
+    predicted = predict(some, ONE, mode, k)
+    assert simulated.tokens_per_s == pytest.approx(predicted.tokens_per_s, rel=0.06)
+    assert predicted.tokens_per_s >= 0.999 * predict(steps, ONE, mode, k).tokens_per_s
+
+
+@pytest.mark.parametrize(("load", "gain"), [(Load(4, 4, 2), 1.2), (Load(3, 1, 3), 0.99), (Load(64, 4, 4), 0.99)])
+def test_sessions_that_draft_alone_have_paths_by_one_call(load: Load, gain: float) -> None:
+    """Within 4 % where messages take various times, so that the sessions of a draft do not stay in step. Where a target
+    always has sessions to verify faster drafts gain nothing."""
+    steps = system(draft_ms=1.5)
+    some = replace(steps, path=StepTable.affine(0.0015, 0.0003))
+    rates = []
+    for each in (steps, some):
+        rates.append(sequential(each, load, 4).tokens_per_s)
+        simulated = simulate(each, load, Mode.SEQUENTIAL, 4, seconds=4.0, link_spread=0.3)
+        assert simulated.tokens_per_s == pytest.approx(rates[-1], rel=0.04)
+    assert rates[1] > gain * rates[0]
+
+
+def test_a_path_takes_its_time_in_every_mode() -> None:
+    path = StepTable.affine(0.0025, 0.0005)
+    some = replace(system(), path=path)
+    target_s = some.target.seconds(5)
+    assert sequential(some, ONE, 4).round_s == pytest.approx(0.004 + 0.0004 + target_s, rel=1e-3)
+    together = replace(some, colocated=True)
+    assert colocated(together, Load(1, 1), 4).round_s == pytest.approx(0.004 + target_s)
+    steps_s = 4 * some.draft.seconds(8)  # less than eight paths
+    assert colocated(together, Load(8, 1), 4).round_s == pytest.approx(steps_s + some.target.seconds(40))
+    assert replace(some, sharing=2.0).while_both_compute().path == path.times(2.0)
 
 
 @pytest.mark.parametrize("load", [Load(16, 1, 1), Load(64, 2, 2), Load(64, 2, 8)])
@@ -272,6 +313,7 @@ def test_siblings_are_verified_where_they_pay(sessions: int) -> None:
 
 def test_the_ranks_and_leaves_are_the_engines() -> None:
     assert (RANKED, MOST_LEAVES) == (session.FAN_OUT, asking.MOST_LEAVES)
+    assert LEAST_PATH == engine._LEAST_CHAINED
 
 
 def test_co_located_is_lock_step_without_a_link() -> None:

@@ -281,7 +281,7 @@ def _candidate(
     found = Candidate(each.method.name, acceptance.value, step, apart, devices, each.one_pass, most)
     if run is not None and each.method.kind in _OF_RUNS:
         shared = {cores: times.draft for cores, times in run.cores.items()}
-        return replace(found, step=run.system.draft, shared=shared)
+        return replace(found, step=run.system.draft, shared=shared, path=run.system.path)
     if each.method.kind == "plugin":
         return replace(found, step=StepTable.affine(args.plugin.step_s, 0.0))
     if each.method.kind == "head":

@@ -58,7 +58,7 @@ _NOT_OF_CORES = (
     *("target_devices", "draft_devices", "target_cost_per_hour", "draft_cost_per_hour"),
 )
 """Flags that the layouts of CPU cores have no part in."""
-_OTHER_THAN_MEASURED = ("target_step_ms", "draft_step_ms", "link_ms", "acceptance", "hit_rate")
+_OTHER_THAN_MEASURED = ("target_step_ms", "draft_step_ms", "draft_path_ms", "link_ms", "acceptance", "hit_rate")
 """Flags with which the tokens per second of a run are those of something else."""
 
 
@@ -80,6 +80,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-row-ms", type=_number(0), metavar="MS", help=f"each further node (default: 1/{_RIDGE} of a step)"
     )
+    help_ = "each further token of a path by one call, as on a CPU (default: each token takes a step)"
+    group.add_argument("--draft-path-ms", type=_number(0), metavar="MS", help=help_)
     group.add_argument("--link-ms", type=_number(0), metavar="MS", help="target to draft, one way (default 0.2)")
     group = parser.add_argument_group("measured statistics")
     group.add_argument(
@@ -258,6 +260,14 @@ def system_of(args: argparse.Namespace) -> tuple[System, Run]:
             raise ConfigError(f"--at-temperature {args.at_temperature:g} is given without --from")
     target = _steps(args.target_step_ms, args.target_row_ms, known.target if known else None, "--target")
     draft = _steps(args.draft_step_ms, args.draft_row_ms, known.draft if known else None, "--draft")
+    path = known.path if known and args.draft_step_ms is None and args.rule == "coupled" else None
+    if args.draft_path_ms is not None:
+        if args.rule != "coupled":
+            raise ConfigError(
+                f"--draft-path-ms {args.draft_path_ms:g} is given beside --rule {args.rule}, under which no path is "
+                "drafted by one call: leave one of them out"
+            )
+        path = StepTable.affine(draft.seconds(1), args.draft_path_ms / 1e3)
     outcomes = known.outcomes if known else Outcomes.derived(0.0)
     if args.acceptance is not None:
         outcomes = Outcomes.derived(args.acceptance, coupled=args.rule == "coupled")
@@ -269,6 +279,7 @@ def system_of(args: argparse.Namespace) -> tuple[System, Run]:
         target,
         draft,
         outcomes,
+        path=path,
         link_s=link_s,
         gap_s=known.gap_s if known and args.target_step_ms is None else 0.0,
         fan_out=args.fan_out,
@@ -407,7 +418,8 @@ def _check_cores(args: argparse.Namespace) -> None:
 def _plan_cores(args: argparse.Namespace, system: System, wish: Wish, run: Run) -> int:
     """Prints the layouts of the cores and the configuration of the best one. Raises ConfigError for times that are
     given twice."""
-    for flag, value in (("--target-step-ms", args.target_step_ms), ("--draft-step-ms", args.draft_step_ms)):
+    for flag in ("--target-step-ms", "--draft-step-ms", "--draft-path-ms"):
+        value = getattr(args, flag[2:].replace("-", "_"))
         if run.cores and value is not None:
             raise ConfigError(
                 f"{flag} {value:g} is given beside --from {args.source}, which has the times by threads: leave one of "

@@ -265,6 +265,9 @@ def _assumptions(system: System, wish: Wish) -> Iterator[str]:
     for name, steps, unit in (("target", system.target, "token"), ("draft", system.draft, "node")):
         first, further = steps.seconds(1), steps.seconds(65) - steps.seconds(1)
         yield f"{name} step: {first * 1e3:.4g} ms, and {further / 64 * 1e3:.3g} ms for each further {unit}"
+    if system.path is not None:
+        one_s, four_s = system.path.seconds(1), system.path.seconds(4)
+        yield f"path of a draft by one call: {one_s * 1e3:.4g} ms of one token, {four_s * 1e3:.4g} ms of four"
     a, link = system.outcomes.acceptance, system.link_s * 1e3
     hits = system.outcomes.ideal_hit_rate(HIT_K, system.fan_out)
     yield (

@@ -83,6 +83,9 @@ class Candidate:
     """R, the share of a head's accepted tokens that is left where it drafts ahead of its states; None: not known."""
     shared: Mapping[int, StepTable] = field(default_factory=dict)
     """``step`` of a drafter inside a target whose products so many cores share; as ``step`` where it is missing."""
+    path: StepTable | None = None
+    """Seconds of a path of one session by one call, by its tokens, where ``step`` is not from ``shared``; None: each of
+    its tokens takes a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +164,9 @@ def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
     tokens = site.sessions * (1 + k)
     if candidate is None:
         return System(site.target, site.target, Outcomes.derived(0.0), max_step_tokens=max(256, tokens))
-    acceptance, step = candidate.acceptance, candidate.step
-    if not candidate.apart:
-        step = candidate.shared.get(site.target_devices, step)
+    acceptance, step, path = candidate.acceptance, candidate.step, candidate.path
+    if not candidate.apart and site.target_devices in candidate.shared:
+        step, path = candidate.shared[site.target_devices], None
     own = k if candidate.further is None else min(candidate.further[0], k)
     forwards = 1.0 if candidate.one_pass else float(own)
     if candidate.guesses is not None:
@@ -176,6 +179,7 @@ def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
         site.target.of_rows(1 + candidate.riding_rows / (1 + k)) if candidate.riding_rows else site.target,
         step.times(forwards / k),
         Outcomes.derived(acceptance),
+        path=path,
         link_s=site.link_s if candidate.apart else 0.0,
         max_step_tokens=max(256, tokens),
     )

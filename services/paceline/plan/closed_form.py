@@ -1,18 +1,20 @@
 """Tokens per second in closed form: one session's mean round, solved for the times that depend on each other.
 
 - plain:       R = T(B)                                         1 token
-- sequential:  R = k d + 2 l + T(B (1 + k))                     (1 - a^(k+1)) / (1 - a) tokens (2211.17192, eq. 1)
+- sequential:  R = D + 2 l + T(B (1 + k))                       (1 - a^(k+1)) / (1 - a) tokens (2211.17192, eq. 1)
 - overlapped:  R = T(B (1 + mean k)), and what is waited for    the same, averaged over the proposals that were there
-- co-located:  R = k d + T(B (1 + k)), d of B sessions           as sequential: one device does one thing at a time
+- co-located:  R = D + T(B (1 + k)), D of B sessions             as sequential: one device does one thing at a time
                R = d + (k - 1) d(w) + T(B (1 + m))               1 + the path probabilities of the m likeliest nodes
 
-T and d are the steps of target and draft, l the link one way, B the sessions of a target. Where tokens beside a chain's
-may be verified (``System.ranked``), a co-located draft has a tree of k depths, each of which expands w nodes of a
-session, and a step verifies as many of its likeliest nodes as pay (``subtree``). Overlapped, how many tokens
-are there depends on the steps the draft had time for, which depends on R; so the length of the proposal is a Markov
-chain (``tree.prepared``) whose stationary distribution is iterated together with R. What a draft grows for an outcome
-it has not heard of arrives two links late, so there are (R - 2 l) / d steps; where that is less than one, the session
-decodes plain for some rounds, which the tree has to foresee.
+T and d are the steps of target and draft, l the link one way, B the sessions of a target. D is the time of a path of k
+tokens: k d, or less where a draft makes the path of a session by one call (``System.path``). Where tokens beside a
+chain's may be verified (``System.ranked``), a co-located draft has a tree of k depths, each of which expands w nodes of
+a session, and a step verifies as many of its likeliest nodes as pay (``subtree``). Overlapped, how many tokens are
+there depends on the steps the draft had time for, which depends on R; so the length of the proposal is a Markov chain
+(``tree.prepared``) whose stationary distribution is iterated together with R. What a draft grows for an outcome it has
+not heard of arrives two links late, so there are (R - 2 l) / d steps; where that is less than one, the session decodes
+plain for some rounds, which the tree has to foresee. A session that has target and draft to itself and waits after a
+miss waits for one path.
 
 With requests, T has the rows of the prompt chunks that the tokens emitted meanwhile call for, and the keys and values
 that it reads; d likewise, and the draft's own prefill takes its share of the draft's time. Sessions that prefill do not
@@ -39,6 +41,8 @@ _QUEUE_ITERATIONS, _MOST_USE = 12, 0.95
 _TREE_ITERATIONS = 4
 RANKED, MOST_LEAVES = 3, 4
 """``ranked`` and ``most_leaves`` of a draft that the target's process runs token by token."""
+LEAST_PATH = 0.2
+"""A path by one call ends after a token whose path is less likely, where the target may verify meanwhile."""
 _MOST_LAG = 16
 """Rounds without nodes after which none are expected any more."""
 
@@ -52,6 +56,9 @@ class System:
     draft: StepTable
     """Seconds of a tree step by its nodes, all sessions together."""
     outcomes: Outcomes
+    path: StepTable | None = None
+    """Seconds in which a draft drafts the path of one session by one call, by its tokens, where it does: on a CPU, not
+    under the rejection rule. None: each token takes a step."""
     link_s: float = 0.0
     """One way between target and draft."""
     gap_s: float = 0.0
@@ -84,8 +91,11 @@ class System:
         if self.sharing == 1.0:
             return self
         target, draft = self.target.times(self.sharing), self.draft.times(self.sharing)
+        path = None if self.path is None else self.path.times(self.sharing)
         kv_s = (self.target_kv_s * self.sharing, self.draft_kv_s * self.sharing)
-        return replace(self, target=target, draft=draft, target_kv_s=kv_s[0], draft_kv_s=kv_s[1], sharing=1.0)
+        return replace(
+            self, target=target, draft=draft, path=path, target_kv_s=kv_s[0], draft_kv_s=kv_s[1], sharing=1.0
+        )
 
     def prefill_s(self, prompt_tokens: float) -> float:
         """Seconds in which a draft prefills a prompt."""
@@ -250,8 +260,11 @@ def _likeliest(system: System, batch: int, k: int, leaves: int) -> Subtree:
 
 def drafting_s(system: System, sessions: float, k: int, leaves: int) -> float:
     """Seconds in which a co-located draft makes trees of ``k`` depths, which but for the first expand so many nodes of
-    each session."""
-    return draft_step_s(system, sessions) + (k - 1) * draft_step_s(system, sessions * leaves)
+    each session; paths, where they have one leaf each, by calls if that is faster."""
+    steps_s = draft_step_s(system, sessions) + (k - 1) * draft_step_s(system, sessions * leaves)
+    if system.path is None or leaves > 1:
+        return steps_s
+    return min(steps_s, sessions * system.path.seconds(k))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,12 +365,18 @@ def sequential(system: System, load: Load, k: int) -> Prediction:
         tree_s *= max(drafting / system.draft_width, 1.0)
         tree_s /= 1.0 - _prefill_use(system, load, per_draft * tokens / round_s)
         shared = min(1.0, max(drafting - 1.0, 0.0))  # the step of the others that is under way has to end first
-        draft_s = (k + 0.5 * shared) * tree_s
+        draft_s = steps_s = (k + 0.5 * shared) * tree_s
+        if system.path is not None:  # of a session that drafts alone
+            path_s = system.path.seconds(k) + k * system.draft_kv_s * load.context_tokens
+            path_s /= 1.0 - _prefill_use(system, load, per_draft * tokens / round_s)
+            draft_s = shared * steps_s + (1.0 - shared) * path_s
         others = min(1.0, (mix.decoding - 1) * step_s / (batch * round_s)) if mix.decoding > 1 else 0.0
         now_s = draft_s + 2 * system.link_s + others * step_s / 2 + step_s + system.gap_s
+        if mix.decoding > 1:  # in two groups, of which one drafts while the other one is verified
+            now_s = max(now_s, min(2.0, mix.decoding) * (step_s + system.gap_s))
         round_s = 0.5 * (round_s + now_s)
         batch = max(min(1.0, mix.decoding), min(mix.decoding, mix.decoding * (step_s + system.gap_s) / round_s))
-        drafting = min(per_draft, per_draft * draft_s / round_s)
+        drafting = min(per_draft, per_draft * steps_s / (round_s - draft_s + steps_s))  # if all of it were steps
     target_use = min(1.0, mix.decoding / batch * step_s / round_s)
     draft_use = min(1.0, per_draft * draft_s / round_s)
     slow_s = round_s + (step_s / 2 if mix.decoding > 1 else 0.0)
@@ -382,10 +401,12 @@ def overlapped(system: System, load: Load, k: int) -> Prediction:
     if most == 0 or load.drafts == 0:
         return plain(system, load)
     alone = load.batch <= 1
+    calls = alone and system.path is not None and load.sessions <= load.drafts
     lengths = [0.0] * most + [1.0]  # probability of a proposal with so many tokens
     full = prepared(system.outcomes, most, k, system.fan_out, k, system.most_expanded(k))
     step_s = round_s = system.target.seconds(load.batch)
     wait_s, hit, least, tokens, share, period_s = 0.0, 0.9, 0, 1.0, 1.0, 0.0
+    missed, missed_s = 0, 0.0
     batch = _Batch.of(system, load, tokens, 1.0 + most)
     for _ in range(_ITERATIONS):
         mean = sum(i * p for i, p in enumerate(lengths))
@@ -397,17 +418,20 @@ def overlapped(system: System, load: Load, k: int) -> Prediction:
         round_s = 0.5 * (round_s + step_s + system.gap_s + wait_s)
         share, period_s = _draft_share(system, load, per_draft, full.num_outcomes)
         period_s /= 1.0 - _prefill_use(system, load, per_draft * tokens / round_s)
-        least = worth_length(system, period_s, tokens / round_s, most) if alone else 0
+        if alone:
+            least = worth_length(system, period_s, tokens / round_s, most)
+            missed, missed_s = awaited(system, period_s, tokens / round_s, most, k if calls else 0)
         after, waits, hits = [0.0] * (most + 1), 0.0, 0.0
         for in_flight, weight in enumerate(lengths):
-            # A wait delays the outcome that follows; what the draft grows meanwhile serves it as well.
-            reach = _reach(system, in_flight, k, share, period_s, round_s)
+            # A wait delays the outcome that follows; what the draft grows meanwhile serves it as well, but for a path.
+            reach = _reach(system, in_flight, k, share, period_s, round_s - wait_s if calls else round_s)
             hits += weight * (1.0 - reach[0])
-            for length, probability in enumerate(reach):
+            waits += weight * reach[0] * missed_s
+            after[missed] += weight * reach[0]
+            for length, probability in enumerate(reach[1:], 1):
                 cut = min(length, most)
                 if cut < least:
-                    fresh = 1.5 * period_s + 2 * system.link_s if length == 0 else 0.5 * period_s
-                    waits += weight * probability * (fresh + (least - max(cut, 1)) * period_s)
+                    waits += weight * probability * (0.5 + least - cut) * period_s
                 after[max(cut, least)] += weight * probability
         change = max(abs(x - y) for x, y in zip(lengths, after, strict=True)) + abs(waits - wait_s) / round_s
         change += abs(step_s + system.gap_s + wait_s - round_s) / round_s
@@ -419,8 +443,8 @@ def overlapped(system: System, load: Load, k: int) -> Prediction:
     rate = load.targets * batch.decoding * tokens / round_s
     slow_s = system.target.seconds(_slow_rows(system, load, 1.0 + most)) + system.gap_s
     slow_s += system.target_kv_s * load.context_tokens * batch.decoding
-    if least and hit < 0.99:
-        slow_s += 1.5 * period_s + 2 * system.link_s
+    if missed and hit < 0.99:
+        slow_s += missed_s
     use = min(1.0, step_s / round_s)
     wanted = max(k, min(full.num_candidates, system.most_expanded(k)) / share)  # tree steps, until nothing is worth one
     draft_use = min(1.0, wanted * period_s / round_s)
@@ -440,6 +464,29 @@ def worth_length(system: System, period_s: float, tokens_per_s: float, most: int
     while length < most and worth_waiting(a ** (length + 1), period_s + row_s, tokens_per_s):
         length += 1
     return length
+
+
+def awaited(system: System, period_s: float, tokens_per_s: float, most: int, k: int) -> tuple[int, float]:
+    """(draft tokens, seconds) that a session which has its target to itself waits for after a miss; (0, 0): none.
+
+    ``k``: tokens of the path that its draft drafts by one call; 0: it does not. The others as in ``worth_length``.
+    """
+    a = system.outcomes.acceptance
+    if system.path is None or k == 0:
+        length = worth_length(system, period_s, tokens_per_s, most)
+        return length, (0.5 + length) * period_s + 2 * system.link_s if length else 0.0
+    length = path_tokens(system, k)
+    wait_s = 0.5 * period_s + system.path.seconds(length) + 2 * system.link_s
+    length = min(length, most)
+    row_s = system.target.seconds(1 + length) - system.target.seconds(1)
+    pays = worth_waiting(expected_tokens(a, length) - 1.0, wait_s + row_s, tokens_per_s)
+    return (length, wait_s) if pays else (0, 0.0)
+
+
+def path_tokens(system: System, k: int) -> int:
+    """Tokens of a path of at most ``k`` that a draft makes by one call where the target may verify meanwhile."""
+    a = system.outcomes.acceptance
+    return next((length for length in range(1, k) if a**length < LEAST_PATH), k)
 
 
 def _draft_share(system: System, load: Load, per_draft: float, num_outcomes: int) -> tuple[float, float]:

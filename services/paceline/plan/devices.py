@@ -63,7 +63,7 @@ class HeadTimes:
     def alone(self, system: System) -> System:
         """The system in which each target has this head and no draft: it drafts for itself, on its own device."""
         outcomes = Outcomes.derived(self.acceptance)
-        return replace(system, draft=self.depth, outcomes=outcomes, draft_kv_s=0.0, colocated=True)
+        return replace(system, draft=self.depth, path=None, outcomes=outcomes, draft_kv_s=0.0, colocated=True)
 
 
 def ways(

@@ -47,6 +47,8 @@ class CoreTimes:
     """Seconds of a depth of a draft model in its process, whose products the same cores share, by leaves."""
     gap_s: float
     """Between two steps."""
+    path: StepTable | None = None
+    """Seconds of a path by one call, by its tokens. None: ``draft`` is what tokens took, however they were drafted."""
 
     @property
     def period(self) -> StepTable:
@@ -129,7 +131,7 @@ def _all(system: System, wish: Wish, cores: int, run: Run) -> Iterator[Layout]:
     for threads in range(1, min(cores, _MOST_THREADS) + 1):
         times = run.cores.get(threads)
         if times is None and threads == 1:
-            times = CoreTimes(system.target, system.draft, system.gap_s)
+            times = CoreTimes(system.target, system.draft, system.gap_s, system.path)
         for drafting in Drafting:
             loads = list(_loads(wish, drafting, cores, threads))
             if times is None:  # those that leave no core idle
@@ -161,8 +163,8 @@ def system_on(system: System, times: CoreTimes, drafting: Drafting) -> tuple[Sys
     """The system of a layout with such targets, and the mode in which it decodes."""
     system = replace(system, target=times.target, gap_s=times.gap_s)
     if drafting is Drafting.COLOCATED:
-        inside = replace(system, draft=times.draft, colocated=True, ranked=RANKED, most_leaves=MOST_LEAVES)
-        return inside, Mode.SEQUENTIAL
+        inside = replace(system, draft=times.draft, path=times.path, colocated=True)
+        return replace(inside, ranked=RANKED, most_leaves=MOST_LEAVES), Mode.SEQUENTIAL
     return system, Mode.OVERLAPPED if drafting is Drafting.OVERLAPPED else Mode.PLAIN
 
 

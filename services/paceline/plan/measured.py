@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,7 +143,8 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
     if (drafter := data["settings"].get("drafter", "model")) != "model":
         raise ConfigError(f"{path} was measured with --drafter {drafter}: a run with a draft model is needed")
     target = StepTable.measured(_steps(requests, "target_steps"))
-    draft = StepTable.measured(_steps(requests, "draft_steps"))
+    calls = sessions == 1 and any(width > 1 for width, _ in _steps(of[Mode.SEQUENTIAL], "draft_steps"))
+    draft, by_call = _draft_times(of, calls=calls)
     widths = [width for width, _ in _steps(of[Mode.OVERLAPPED], "draft_steps")]
     if target is None or draft is None or not widths or not of[Mode.PLAIN]:
         raise ConfigError(
@@ -163,7 +165,8 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
         link_s=_link_s(of[Mode.SEQUENTIAL], gap_s) if sessions == 1 else 0.0,
         gap_s=gap_s,
         fan_out=_FAN_OUT,
-        draft_width=max(widths),
+        draft_width=statistics.mode(widths) if calls else max(widths),
+        path=by_call,
     )
     rows, shared = tuple(_row(s, sessions) for s in summaries), data.get("cores", ())
     cores = {int(one["cpu_threads"]): core_times(one) for one in shared}
@@ -234,6 +237,19 @@ def _service_row(cell: Mapping[str, Any], draft_tokens: int) -> Row:
 def _steps(requests: Iterable[Mapping[str, Any]], key: str) -> Iterator[tuple[int, float]]:
     for unit in _units(requests):
         yield from ((int(width), float(seconds)) for width, seconds in unit[key] if width > 0)
+
+
+def _draft_times(
+    of: Mapping[Mode, Iterable[Mapping[str, Any]]], *, calls: bool
+) -> tuple[StepTable | None, StepTable | None]:
+    """(steps of the draft by their nodes, paths by their tokens). ``calls``: several tokens in a step of one session in
+    turn are a path by one call; else there are no paths."""
+    in_turn, ahead = (list(_steps(of[mode], "draft_steps")) for mode in (Mode.SEQUENTIAL, Mode.OVERLAPPED))
+    if not calls:
+        return StepTable.measured((*in_turn, *ahead)), None
+    ones = [step for step in in_turn if step[0] == 1]
+    paths = [step for step in in_turn if step[0] > 1]
+    return StepTable.measured((*ones, *ahead)), StepTable.measured((*ones, *(s for s in ahead if s[0] == 1), *paths))
 
 
 def _units(requests: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -5,10 +5,11 @@ step takes all sessions of the target that are ready, each with what its tree ho
 engine's own rule verifies at that load (``model.lookahead``). Drafts step over the trees of all their sessions,
 the width shared evenly, as long as there is anything worth expanding. Outcomes are drawn from ``tree.Outcomes``; what
 was prepared for them is what ``tree.prepared`` says of the draft steps that really ended, and whose nodes really
-arrived, in time. Waiting on a miss is ``model.worth_length``, the engine's criterion.
+arrived, in time. Waiting on a miss is ``model.awaited``, the engine's criterion.
 
 Prompts are prefilled in chunks, in order of arrival, along with the sessions that decode, as far as a step's tokens
-go; by drafts in turn with their tree steps. A new request goes to the replicas with the fewest sessions.
+go; by drafts in turn with their tree steps. A session that waits for its draft after a miss, alone there, gets a path
+by one call where ``System.path`` says so. A new request goes to the replicas with the fewest sessions.
 
 Left out: preemption, prefix caches, and what ``System.sharing`` does not say of replicas on one machine.
 """
@@ -26,9 +27,11 @@ from paceline.plan.closed_form import (
     Load,
     Subtree,
     System,
+    awaited,
     draft_step_s,
     drafting_s,
     lookahead,
+    path_tokens,
     predict,
     subtree,
     worth_length,
@@ -353,8 +356,13 @@ class Simulation:
         active = max(1, draft.size)
         period_s = draft_step_s(self._system, active) + self._system.draft_kv_s * session.context * active
         most = self._most(1)
-        worth = worth_length(self._system, period_s, 1.0 / self._alone_s, most) if most else 0
-        session.need = max(0, worth - session.chain)
+        if not most:
+            return False
+        rate = 1.0 / self._alone_s
+        if session.chain:
+            session.need = max(0, worth_length(self._system, period_s, rate, most) - session.chain)
+        else:
+            session.need, _ = awaited(self._system, period_s, rate, most, self._k if draft.size == 1 else 0)
         return session.need > 0
 
     def _ready(self, what: object) -> None:
@@ -408,10 +416,14 @@ class Simulation:
             draft.next += width
             draft.stepping = active = (active + active)[start : start + width]
         draft.share = 1 if self._mode is Mode.SEQUENTIAL else max(1, min(width // len(active), self._share))
-        draft.began = now
+        draft.began, draft.path = now, 0
         step_s = system.draft.seconds(min(width, len(active) * draft.share))
+        first = active[0]
+        if system.path is not None and len(active) == 1 and first.fresh and first.need and not first.arrivals:
+            draft.path = k if self._mode is Mode.SEQUENTIAL else path_tokens(system, k)
+            step_s = system.path.seconds(draft.path)
         if system.draft_kv_s:
-            step_s += system.draft_kv_s * sum(session.context for session in active)
+            step_s += system.draft_kv_s * sum(session.context for session in active) * max(1, draft.path)
         if now >= self._counted_from:
             self._counts.draft_s += min(step_s, self._seconds - now)
         self._push(now + step_s, _DRAFT_ENDS, draft)
@@ -444,6 +456,10 @@ class Simulation:
             if self._spread:
                 arrives = now + self._link_s()
             session.share = share
+            if what.path and session.need:
+                session.chain, session.need = what.path, 0
+                self._push(arrives, _READY, session)
+                continue
             session.arrivals.append(arrives)
             if session.need and len(session.arrivals) == session.need:
                 session.chain, session.need = session.chain + session.need, 0

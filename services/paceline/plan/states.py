@@ -69,6 +69,7 @@ class Draft:
         "busy",
         "next",
         "number",
+        "path",
         "prefill_next",
         "prefilling",
         "sessions",
@@ -84,3 +85,4 @@ class Draft:
         self.prefilling: list[Session] = []
         self.busy, self.prefill_next = False, True
         self.began, self.share, self.next = 0.0, 1, 0
+        self.path = 0  # tokens of the path that the step under way drafts by one call; 0: it is a step
