@@ -45,6 +45,8 @@ from paceline_bench.prompts import held_out_prompts
 ROWS = 295
 """Rows that cost as much as a step: an H100 in bf16 (``cli/plan.py``)."""
 TREE_STEP_TOKENS = 32
+MIN_PATH_PROB = 0.01
+"""Growth goes further than by default: the draft has a device of its own."""
 TARGET_DEVICES, DRAFT_DEVICES = 4, 1
 PUBLISHED = {"plain": 54.7, "co-located": 161.8, "overlapped": 255.8}
 """Tokens/s of one request at temperature 0."""
@@ -117,7 +119,7 @@ async def measure(options: argparse.Namespace, temperature: float) -> None:
     """All rows of a temperature, with both rules where they differ, at every number of sessions."""
     config = LocalConfig(
         target=TargetModel(path=str(DRAFT_DIR), max_model_len=1024, max_sessions=max(8, *options.sessions)),
-        draft=DraftModel(path=str(DRAFT_DIR), tree_step_tokens=TREE_STEP_TOKENS),
+        draft=DraftModel(path=str(DRAFT_DIR), tree_step_tokens=TREE_STEP_TOKENS, min_path_prob=MIN_PATH_PROB),
     )
     times = [ms * options.scale / 1e3 for ms in (options.target_ms, options.draft_ms)]
     target, draft = (paced.Pace(step_s, step_s / ROWS) for step_s in times)

@@ -77,7 +77,7 @@ TARGET_VALUES = {
     }],
 }  # fmt: skip
 MODEL_VALUES = {name: TARGET_VALUES[name] for name in DraftOptions.model_fields if name in TARGET_VALUES}
-GROWING_VALUES = {"tree_budget": 32, "tree_step_tokens": 4, "fan_out": 2}
+GROWING_VALUES = {"tree_budget": 32, "tree_step_tokens": 4, "fan_out": 2, "min_path_prob": 0.01}
 DRAFT_VALUES = MODEL_VALUES | GROWING_VALUES | {
     "max_sessions": 6, "draft_top_m": 16, "parallel_tokens": 3, "vocabulary": "shared",
 }  # fmt: skip

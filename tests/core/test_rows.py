@@ -408,6 +408,24 @@ def test_unlisted_tokens_are_the_best_by_the_dense_noise(dtype, options):
     assert bool((values > -math.inf).any()), "there are some"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_unlisted_tokens_are_those_that_a_form_allows(kind):
+    grammar = Allowing(3, 500, [kind])
+    params = SamplingParams(temperature=1.0, structured_output=StructuredOutput(json_object=True))
+    state = SamplerState(params, 3, (0,), vocab_size=500, grammar=grammar, num_guessed=8)
+    batch = [Row(state, (i,)) for i in range(6)]
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
+    token_ids, log_q = draft_candidates(logits, batch, 10)
+    found = unlisted(logits, batch, token_ids, log_q)
+    assert found is not None
+    for row, ids, values, listed in zip(batch, *found, token_ids, strict=True):
+        allowed = grammar.allowed(row.suffix).clone()
+        allowed[listed] = False
+        guessed = ids[values > -math.inf]
+        assert len(guessed) == min(8, int(allowed.sum()))
+        assert bool(allowed[guessed].all())
+
+
 def test_there_is_nothing_unlisted_where_no_one_asks_or_all_is_listed():
     logits = torch.randn(3, 100)
     for batch, m in ((sessions(3, 100, num_guessed=0), 10), (sessions(3, 100), 100), (sessions(3, 100, top_k=10), 10)):

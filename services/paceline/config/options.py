@@ -353,6 +353,10 @@ class Growing(Strict):
     little more than the cost of one, measured at start-up."""
     fan_out: int = Field(default=6, ge=1, le=32)
     """F, alternative next tokens prepared at a position."""
+    min_path_prob: float = Field(default=0.02, gt=0, lt=1)
+    """Best-first growth leaves alone what the text goes through with a lower probability before the next outcome. Lower
+    where a step of the draft takes several milliseconds on a device of its own: fewer rounds then begin without a
+    proposal. Every node also costs its target some microseconds."""
 
 
 class DraftOptions(Growing, ModelOptions):

@@ -309,6 +309,7 @@ def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) ->
         vocab_size=target.vocab_size,
         tree_budget=setup.options.tree_budget,
         fan_out=setup.options.fan_out,
+        min_path_prob=setup.options.min_path_prob,
         max_context_len=built.max_context_len,
         grammars=grammars,
         description=built.description,

@@ -114,6 +114,7 @@ class DraftEngine:
         vocab_size: token ids of both models are below it.
         tree_budget: nodes per session beyond the context.
         fan_out: children published below an expanded node.
+        min_path_prob: of a node that best-first growth expands.
         max_sessions: open sessions; more are refused.
         max_context_len: tokens; a session whose context is longer, or grows longer, is ended.
         device: of the candidates and sampler states.
@@ -132,6 +133,7 @@ class DraftEngine:
         vocab_size: int,
         tree_budget: int = 64,
         fan_out: int = 3,
+        min_path_prob: float = 0.02,
         max_sessions: int = 4096,
         max_context_len: int = 1 << 20,
         device: str = "cpu",
@@ -154,6 +156,7 @@ class DraftEngine:
         self._vocab_size = vocab_size
         self._tree_budget = tree_budget
         self._fan_out = fan_out
+        self._min_path_prob = min_path_prob
         self._max_sessions = max_sessions
         self._max_context_len = max_context_len
         self._device = device
@@ -314,12 +317,12 @@ class DraftEngine:
         if params.mode is not Mode.OVERLAPPED or k == 0:
             return Sequential(k)
         if self.overlap is not None and not self.overlap.begin():
-            return InTurn(k, self._fan_out)
+            return InTurn(k, self._fan_out, self._min_path_prob)
         if params.growth == "uniform":
             return uniform(k, self._fan_out)
         if params.growth == "geometric":
             return geometric(k, self._fan_out)
-        return BestFirst(k, self._fan_out)
+        return BestFirst(k, self._fan_out, self._min_path_prob)
 
     def _close(self, session: DraftSession, epoch: int) -> None:
         del self._sessions[session.session_id]
