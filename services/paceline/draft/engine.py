@@ -46,6 +46,8 @@ Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
 _MIN_PROB = 0.01
 """Predicted tokens less likely than this are not worth a node. Never applied to a first choice."""
+_END_SHARE = 0.2
+"""Rejection rule: the share of nodes that are the last one of a proposal, so that a bonus token follows."""
 _LEAST_CHAINED = 0.2
 """A path of one call ends where it is less likely than this: siblings further up may be the better nodes."""
 _LATE_S = 0.25
@@ -623,9 +625,12 @@ class DraftEngine:
         parent.expanded, parent.gaps, parent.bonus = True, ranking.evidence.gaps, ranking.bonus
         session.changed = True
         probs = session.calibration.probabilities(ranking.evidence)
-        worth = session.bonus_probs(ranking.bonus) if ranking.bonus else probs
+        worth = probs
+        if ranking.bonus:
+            share = 1.0 if parent is session.end else _END_SHARE
+            worth = [max(p, share * bonus) for p, bonus in zip(probs, session.bonus_probs(ranking.bonus), strict=True)]
         num = len(probs)
-        while num > 1 and max(probs[num - 1], worth[num - 1]) < _MIN_PROB:
+        while num > 1 and worth[num - 1] < _MIN_PROB:
             num -= 1
         before, followed = len(session.tree), None
         new = session.publish(parent, ranking.token_ids[:num], probs, q=ranking.q)
