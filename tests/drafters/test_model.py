@@ -10,9 +10,9 @@ from tests.support.models import VOCAB, prompt, random_model
 from tests.support.rings import nightly, slow
 
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import draft_candidates
+from paceline.core.sampling import draft_candidates, unlisted
 from paceline.drafters.model import ModelDrafter
-from paceline.drafters.protocol import DrafterSessionError, Leaf
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
 from paceline.errors import ResourceExhaustedError
 from paceline.model.loading import prepare
 from paceline.types import PAGE_SIZE, SamplingParams
@@ -44,8 +44,8 @@ class Twin:
 
         self.runner.forward = counted
 
-    def open(self, name: str, tokens: list[int], salt: str = "") -> None:
-        sampler = SamplerState(self.sampling, 3, tokens, vocab_size=VOCAB)
+    def open(self, name: str, tokens: list[int], salt: str = "", num_guessed: int = 0) -> None:
+        sampler = SamplerState(self.sampling, 3, tokens, vocab_size=VOCAB, num_guessed=num_guessed)
         self.texts[name], self.samplers[name] = list(tokens), sampler
         self.anchors[name], self.paths[name], self.expanded[name] = 0, {}, set()
         self.drafter.open(name, tokens, sampler, salt)
@@ -62,7 +62,7 @@ class Twin:
         self.paths[name][node_id] = ((*ids, node_id), (*tokens, token))
         return node_id
 
-    def expand(self, *leaves: tuple[str, int], room: bool = True) -> None:
+    def expand(self, *leaves: tuple[str, int], room: bool = True) -> Candidates:
         """Expands nodes and compares each row with transformers on the whole path."""
         calls = []
         for name, node in leaves:
@@ -79,10 +79,19 @@ class Twin:
             text = [*self.texts[leaf.session_id], *leaf.path]
             with torch.no_grad():
                 logits = self.model(torch.tensor([text]), use_cache=False).logits[0, -1:]
-            ids, log_q = draft_candidates(logits, [Row(self.samplers[leaf.session_id], leaf.path)], TOP_M)
+            rows = [Row(self.samplers[leaf.session_id], leaf.path)]
+            ids, log_q = draft_candidates(logits, rows, TOP_M)
             assert torch.equal(candidates.token_ids[i], ids[0])
             assert torch.allclose(candidates.log_q[i], log_q[0], atol=2e-5)
+            beyond = unlisted(logits, rows, ids, log_q)
+            if beyond is not None:
+                assert candidates.beyond is not None
+                assert torch.equal(candidates.beyond[0][i], beyond[0][0])
+                assert torch.allclose(candidates.beyond[1][i], beyond[1][0], atol=2e-5)
+            elif candidates.beyond is not None:
+                assert not candidates.beyond[1][i].isfinite().any()
             self.rows_checked += 1
+        return candidates
 
     def commit(self, name: str, *nodes: int) -> None:
         """Moves the anchor along nodes, each the child of the one before."""
@@ -113,6 +122,24 @@ def test_nodes_see_exactly_their_path() -> None:
     twin.expand(*(("a", n) for n in deeper))
     deepest = twin.child("a", deeper[2], 30)
     twin.expand(("a", deepest), ("b", twin.child("b", b, 50)))
+
+
+def test_tokens_beyond_the_candidates_are_those_of_their_own_leaf() -> None:
+    """Leaves of sessions in turn, of which one asks for none: the forward has them session by session."""
+    twin = Twin()
+    twin.open("a", prompt(1, 20), num_guessed=5)
+    twin.open("b", prompt(2, 9))
+    twin.open("c", prompt(3, 14), num_guessed=5)
+    twin.prefill()
+    twin.expand(("a", 0), ("b", 0), ("c", 0))
+    a, b, c = ([twin.child(name, 0, t) for t in (11, 12)] for name in "abc")
+    found = twin.expand(("c", c[0]), ("a", a[0]), ("b", b[0]), ("a", a[1]), ("c", c[1]), ("b", b[1])).beyond
+    assert found is not None
+    assert found[1].isfinite().sum(-1).tolist() == [5, 5, 0, 5, 5, 0]
+    assert len({tuple(row) for row in found[0][[0, 1, 3, 4]].tolist()}) == 4, "they differ, so none is another's"
+    twin.open("d", prompt(4, 6))
+    twin.prefill()
+    assert twin.expand(("d", 0), ("b", twin.child("b", 0, 13))).beyond is None
 
 
 def test_a_hit_costs_nothing_and_a_miss_only_what_was_missed() -> None:
