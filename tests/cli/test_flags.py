@@ -80,7 +80,7 @@ def test_a_docstring_and_a_default_give_the_help():
 
 MODEL = (
     "--target --draft --drafter --head --dtype --compile --no-compile --background-compilation "
-    "--no-background-compilation --tensor-parallel-size --cpu-threads"
+    "--no-background-compilation --tensor-parallel-size --cpu-threads --placement"
 )
 SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port "
 SERVICE += "--no-playground --tls-certificate --tls-key --tls-client-ca --api-keys --chat-template"

@@ -49,6 +49,8 @@ REFUSED = [
         "server.tls.certificate is 'nowhere.pem': it cannot be read",
     ),
     (("--target", "somewhere"), "--target is given without --draft"),
+    (("--placement", "auto", "--drafter", "suffix"), "--placement auto is given with --drafter suffix"),
+    (("--placement", "auto", "--set", "target_config.engine_kwargs.adaptive=false"), "placement is 'auto' while the"),
 ]
 
 

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from tests.config.support import nested, refusal
 
 from paceline.config import (
@@ -14,6 +15,7 @@ from paceline.config import (
     DraftModel,
     DraftOptions,
     DraftSetup,
+    HeadOptions,
     LocalConfig,
     NgramOptions,
     PluginOptions,
@@ -24,6 +26,7 @@ from paceline.config import (
     TargetSetup,
 )
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.errors import ConfigError
 
 
 def test_the_default_is_the_embedded_pair_with_one_replica_of_each():
@@ -79,7 +82,7 @@ TARGET_VALUES = {
 MODEL_VALUES = {name: TARGET_VALUES[name] for name in DraftOptions.model_fields if name in TARGET_VALUES}
 GROWING_VALUES = {"tree_budget": 32, "tree_step_tokens": 4, "fan_out": 2, "min_path_prob": 0.01}
 DRAFT_VALUES = MODEL_VALUES | GROWING_VALUES | {
-    "max_sessions": 6, "draft_top_m": 16, "parallel_tokens": 3, "vocabulary": "shared",
+    "max_sessions": 6, "draft_top_m": 16, "parallel_tokens": 3, "vocabulary": "shared", "placement": "apart",
 }  # fmt: skip
 NGRAM_VALUES = GROWING_VALUES | {"min_match": 2, "max_match": 6}
 SUFFIX_VALUES = GROWING_VALUES | {
@@ -109,7 +112,8 @@ def test_every_option_goes_from_yaml_and_from_a_local_config_to_the_builder(opti
     """By one declaration: a field that is added to the class must be reachable everywhere without another edit."""
     assert values.keys() == options.model_fields.keys(), "each option has a value here that is not its default"
     changed = {name: value for name, value in values.items() if value is not None}
-    others = {name: value for name, value in changed.items() if name != "cpu_threads"}  # refused beside some of them
+    refused_beside_others = ("cpu_threads", "placement")
+    others = {name: value for name, value in changed.items() if name not in refused_beside_others}
     assert all(value != options.model_fields[name].default for name, value in others.items())
     part = "target_config" if options is TargetOptions else "draft_config"
     kind = {"kind": MODELLESS[options]} if options in MODELLESS else {}
@@ -163,6 +167,49 @@ def test_a_local_config_has_the_setups_of_a_service():
     assert LocalConfig(target=TargetModel(path="x")).draft_setup() is None
     with pytest.raises(ValueError, match=r"kv_fraction is 0.5 while kv_pages is 3"):
         TargetModel(path="x", kv_pages=3, kv_fraction=0.5)
+
+
+def test_a_draft_that_may_serve_in_either_place_is_a_head_of_its_target_too():
+    draft = {"path": "d", "placement": "auto"}
+    local = LocalConfig(target=TargetModel(path="t", heads=[HeadOptions(method="suffix")]), draft=draft)
+    service = ServiceConfig.parse(
+        {
+            "target_config": {
+                "model_loading_config": {"model_id": "t"},
+                "engine_kwargs": {"heads": [{"method": "suffix"}]},
+            },
+            "draft_config": {"model_loading_config": {"model_id": "d"}, "engine_kwargs": {"placement": "auto"}},
+        }
+    )
+    for config in (local, service):
+        setup = config.target_setup()
+        assert [(head.method, head.model) for head in setup.options.heads] == [("suffix", None), ("draft_model", "d")]
+        assert (setup.tree_budget, setup.lent_cores) == (256, 0), "what lends cores knows the machine"
+        assert config.draft_setup().source == "d"
+    apart = LocalConfig(target=TargetModel(path="t"), draft={"path": "d"})
+    assert apart.target_setup().options.heads == []
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "sentence"),
+    [
+        ({"adaptive": False}, {}, "is 'auto' while the target's adaptive is false"),
+        ({"heads": [{"method": "draft_model", "model": "m"}]}, {}, "is 'auto' beside a head of method 'draft_model'"),
+        ({}, {"vocabulary": "shared"}, "is 'auto' beside vocabulary 'shared'"),
+    ],
+)
+def test_a_draft_that_cannot_serve_in_either_place_is_refused(target, draft, sentence):
+    with pytest.raises(ConfigError, match=f"draft_config.engine_kwargs.placement {sentence}"):
+        ServiceConfig.parse(
+            {
+                "target_config": {"engine_kwargs": target},
+                "draft_config": {"kind": "model", "engine_kwargs": {"placement": "auto", **draft}},
+            }
+        )
+    with pytest.raises(ValidationError, match=sentence):
+        LocalConfig.model_validate(
+            {"target": {"path": "t", **target}, "draft": {"path": "d", "placement": "auto", **draft}}
+        )
 
 
 # -- refusals ----------------------------------------------------------------------------------------------

@@ -137,6 +137,31 @@ def test_all_modes_give_identical_tokens(threaded, temperature):
     eventually(lambda: nothing_is_held(threaded))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_in_either_place_changes_no_token(checkpoints, threaded, temperature):
+    """Its model drafts in the target while the draft is kept from answering, and the draft where it is not."""
+    run_, path = {"dtype": "float32", "compile": False}, str(checkpoints / "draft")
+    config = LocalConfig(
+        target=TargetModel(path=str(checkpoints / "target"), max_sessions=8, **run_),
+        draft=DraftModel(path=path, placement="auto", **run_),
+        worker="thread",
+        pin_cores=False,
+    )
+    target, draft = (Tapped(EngineSpec(setup).build) for setup in (config.target_setup(), config.draft_setup()))
+    plain = run(threaded, prompt(1, 30), sampled(temperature=temperature, max_tokens=60), Mode.PLAIN)
+    with LocalPipeline(config, target_factory=target, draft_factory=draft) as pipeline:
+        target.pause_s = 0.005
+        draft.refuses = True
+        found = [run(pipeline, prompt(1, 30), sampled(temperature=temperature, max_tokens=60))]
+        draft.refuses = False
+        found += [run(pipeline, prompt(1, 30), sampled(temperature=temperature, max_tokens=60)) for _ in range(2)]
+    assert [result.token_ids for result in found] == [plain.token_ids] * 3
+    (mounted,) = target.engines[0].engine.heads.mounted
+    assert mounted.name == f"draft_model {path}"
+    assert mounted.stats.rows_used > 0, "by the model in the target"
+    assert draft.engines[0].engine.stats.nodes_published > 0, "by the draft"
+
+
 def test_the_parent_reads_tokenizer_and_configuration_without_transformers(threaded):
     assert isinstance(threaded.tokenizer._tokenizer, JsonTokenizer)
     assert threaded.max_model_len == threaded.checkpoint.max_model_len == MAX_LEN

@@ -32,6 +32,7 @@ from paceline.messages import OpenSession, Outcome
 from paceline.model.compiled.graphs import require_graphs
 from paceline.model.parallel import runner as ranks_module
 from paceline.model.parallel.runner import Picks
+from paceline.runtime import ranks
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.process_worker import ProcessWorker
 from paceline.runtime.ranks import RankedWorker, process_ranks
@@ -75,6 +76,44 @@ def config_of(folder: Path, *, target: int = 1, draft: int | None = 1, **options
         draft=drafter,
         **{"pin_cores": False, "worker": "thread"} | options,
     )
+
+
+@pytest.mark.parametrize(
+    ("placement", "threads", "num_cores", "target", "draft"),
+    [
+        ("auto", (1, 1), 2, ([0, 1], 1), [1]),
+        ("auto", (2, 1), 4, ([0, 1, 2], 1), [2]),
+        ("auto", (1, 3), 4, ([0, 1, 2, 3], 3), [1, 2, 3]),
+        ("auto", (1, 2), 2, ([], 0), []),
+        ("auto", (1, 1), 1, ([], 0), []),
+        ("apart", (2, 1), 4, ([0, 2], 0), [1]),
+    ],
+)
+def test_a_draft_in_either_place_lends_its_cores(
+    placement: str,
+    threads: tuple[int, int],
+    num_cores: int,
+    target: tuple[list[int], int],
+    draft: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The target's own come first, as its threads take them in order."""
+    monkeypatch.setattr(ranks, "available_cores", lambda: [*range(num_cores)])
+    config = LocalConfig(
+        target={"path": "t", "cpu_threads": threads[0]},
+        draft={"path": "d", "cpu_threads": threads[1], "placement": placement},
+    )
+    made: dict[str, tuple[EngineSpec, list[int]]] = {}
+
+    def keep(kind, build, on_messages, on_death, cores):
+        made[kind] = build.__self__, cores
+
+    monkeypatch.setattr(ranks, "ProcessWorker", keep)
+    for kind in ("target", "draft"):
+        ranks.local_worker(config, kind, None, print, print)
+    (spec, cores), (_, others) = made["target"], made["draft"]
+    assert (cores, spec.setup.lent_cores) == target
+    assert others == draft
 
 
 def outputs(pipeline: LocalPipeline, modes: list[SpeculationParams]) -> list[list[tuple[int, ...]]]:

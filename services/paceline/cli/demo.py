@@ -117,7 +117,7 @@ def _service(args: argparse.Namespace) -> Iterator[_Source]:
     grpc_port, http_port = free_ports(2)
     command = [sys.executable, "-m", "paceline", "serve", "--host", "127.0.0.1"]
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
-    for name in ("target", "draft", "drafter", "dtype", "tensor_parallel_size", "cpu_threads"):
+    for name in ("target", "draft", "drafter", "dtype", "tensor_parallel_size", "cpu_threads", "placement"):
         if (value := getattr(args, name)) is not None:
             command += ["--" + name.replace("_", "-"), str(value)]
     if args.compile is not None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from paceline.config import HeadOptions, ServiceConfig
+from paceline.config import DraftOptions, HeadOptions, ServiceConfig
 from paceline.config.plugins import plugin_names
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.errors.refusals import explain, explain_parameter
@@ -133,7 +133,15 @@ def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str
     )
     names = ("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads")
     add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in names])
+    add_fields(group, DraftOptions, ["placement"])
     return group
+
+
+def check_placement(args: argparse.Namespace, *, has_model: bool) -> None:
+    """Raises ConfigError for ``--placement`` without a draft model that could be placed."""
+    if args.placement is not None and not has_model:
+        why = "without a draft" if args.drafter in (None, "none") else f"with --drafter {args.drafter}"
+        raise ConfigError(f"--placement {args.placement} is given {why}: it places a draft model")
 
 
 def heads_of(texts: Sequence[str] | None) -> list[HeadOptions]:

@@ -15,6 +15,7 @@ from paceline.cli.flags import (
     add_sampling_flags,
     add_speculation_flags,
     add_tls_flags,
+    check_placement,
     check_positive,
     connection_of,
     draft_config_of,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 _LOCAL_FLAGS = (
     *("local", "target", "draft", "drafter", "head"),
-    *("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads"),
+    *("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads", "placement"),
 )
 _SERVICE_FLAGS = (
     *("timeout", "request_id", "resume"),
@@ -181,8 +182,10 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
     options = given(args, DraftModel)
     for name in ("tensor_parallel_size", "cpu_threads"):  # they are the target's
         options.pop(name, None)
-    heads, modelless = heads_of(args.head), draft_config_of(args.drafter, options)
+    running = {name: value for name, value in options.items() if name != "placement"}
+    heads, modelless = heads_of(args.head), draft_config_of(args.drafter, running)
     without_model = args.drafter == "none" or modelless is not None
+    check_placement(args, has_model=with_draft and not without_model)
     if args.target is not None and args.draft is None and not without_model and with_draft:
         others = "use --drafter ngram, --drafter suffix, --drafter none or --mode plain"
         raise ConfigError(f"--target is given without --draft: name one, or {others}")

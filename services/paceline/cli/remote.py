@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 
 _OF_ENGINES = (
     *("local", "target", "draft", "drafter", "head"),
-    *("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads"),
+    *("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads", "placement"),
     "chat_template",
 )
 _OF_SERVICES = ("api_key", "tls_ca")

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
-from paceline.cli.flags import add_fields, add_model_flags, draft_config_of, field_at, flag_of, heads_of, help_of
+from paceline.cli.flags import (
+    add_fields,
+    add_model_flags,
+    check_placement,
+    draft_config_of,
+    field_at,
+    flag_of,
+    heads_of,
+    help_of,
+)
 from paceline.cli.startup import StartView, next_steps, tell_ready
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
@@ -144,6 +153,8 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS, _PAGE_KEY], config.draft_config
     if isinstance(draft, ModelDraftConfig):
         keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]
+        keys.append("draft_config.engine_kwargs.placement")
+    check_placement(args, has_model=isinstance(draft, ModelDraftConfig))
     values = {key: getattr(args, key.rpartition(".")[2]) for key in keys}
     values |= {key: getattr(args, name) for name, key in _FILE_KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}

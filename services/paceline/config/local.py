@@ -10,10 +10,10 @@ from paceline.config.base import Strict
 from paceline.config.options import (
     DraftOptions,
     DraftSetup,
-    HeadDraftOptions,
     ModellessOptions,
     TargetOptions,
     TargetSetup,
+    require_placement,
 )
 from paceline.errors.refusals import Fault
 
@@ -52,10 +52,14 @@ class LocalConfig(Strict):
             raise Fault("target.hints", "is set while draft is null: hints need a draft")
         return self
 
+    @model_validator(mode="after")
+    def _draft_has_a_place(self) -> Self:
+        require_placement(self.target, self.draft, "draft.placement")
+        return self
+
     def target_setup(self) -> TargetSetup:
         """The slice that the target engine is built from."""
-        link = self.draft if isinstance(self.draft, HeadDraftOptions) else None
-        return TargetSetup(self.target.path, self.target, 0 if self.draft is None else self.draft.tree_budget, link)
+        return TargetSetup.with_draft(self.target.path, self.target, self.draft, getattr(self.draft, "path", None))
 
     def draft_setup(self) -> DraftSetup | None:
         """The slice that the draft engine is built from. None: there is no draft."""

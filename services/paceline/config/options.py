@@ -117,6 +117,8 @@ _WITHOUT_WEIGHTS = ("lookahead", "suffix")
 """Methods without weights; the field of ``HeadOptions`` that has their options is of the same name."""
 _OF_LAYERS = ("eagle3", "peagle", "dflash", "dspark", "jetspec")
 _OF_TARGET_LAYERS = ("early_exit", "speculative_streaming")
+_BESIDE = 8
+"""The most tokens that a draft model proposes at once as a head, where it may serve in either place."""
 """Methods that draft with layers of the target itself."""
 REMOTE_METHODS = ("mtp", "eagle", *_OF_LAYERS)
 """Methods that the states of each position suffice for, wherever they run."""
@@ -374,6 +376,20 @@ class DraftOptions(Growing, ModelOptions):
     vocabulary: Literal["same", "shared"] = "same"
     """``same``: a draft whose tokenizer differs from the target's is refused. ``shared``: such a draft proposes the
     tokens that both have; it is refused where those are too few."""
+    placement: Literal["apart", "auto"] = "apart"
+    """``apart``: replicas of their own, which draft ahead. ``auto``: each target loads the model, too, as a head, and
+    every load is served by what was measured to make more tokens per second: drafts that are apart, or none, with the
+    head where it pays. In ``paceline.local`` a draft's cores share the target's products while it does not draft."""
+
+    @model_validator(mode="after")
+    def _has_the_tokens_of_a_head(self) -> Self:
+        if self.placement == "auto" and self.vocabulary != "same":
+            raise Fault(
+                "placement",
+                f"is 'auto' beside vocabulary {self.vocabulary!r}: a draft model in the target has the target's "
+                "tokenizer, so one must be 'apart' or the other 'same'",
+            )
+        return self
 
 
 class NgramOptions(Growing):
@@ -428,7 +444,7 @@ class CascadeDrafter(Strict):
             raise Fault(
                 "model", f"is {'null' if self.model is None else repr(self.model)}: kind {self.kind!r} {allowed}"
             )
-        for key in (*Growing.model_fields, "max_sessions", "tensor_parallel_size"):
+        for key in (*Growing.model_fields, "max_sessions", "tensor_parallel_size", "placement"):
             if key in self.options:
                 raise Fault("options", f"has {key}: the drafters of a cascade share the cascade's own, in one process")
         return self
@@ -544,11 +560,42 @@ class TargetSetup:
     """Nodes per session that its drafts may send. 0: there is no draft."""
     link: HeadDraftOptions | None = None
     """The head in the draft pool that it sends hidden states to. None: its drafts read none."""
+    lent_cores: int = 0
+    """Cores of drafts beside it that share its products while no session has a draft."""
+
+    @classmethod
+    def with_draft(
+        cls,
+        source: str,
+        options: TargetOptions,
+        draft: DraftOptions | ModellessOptions | None = None,
+        draft_source: str | None = None,
+    ) -> Self:
+        """The setup of a target with this draft, whose model it loads, too, if that may serve in either place."""
+        link = draft if isinstance(draft, HeadDraftOptions) else None
+        if isinstance(draft, DraftOptions) and draft.placement == "auto":
+            head = HeadOptions(method="draft_model", model=draft_source, num_speculative_tokens=_BESIDE)
+            options = options.model_copy(update={"heads": [*options.heads, head]})
+        return cls(source, options, 0 if draft is None else draft.tree_budget, link)
 
     @property
     def speculates(self) -> bool:
         """True if sessions may be given draft tokens, from a draft or from a head."""
         return self.tree_budget > 0 or bool(self.options.heads)
+
+
+def require_placement(target: TargetOptions, draft: object, key: str) -> None:
+    """Refuses a draft that may serve in either place beside a target that cannot choose; ``key``: of its placement.
+
+    Raises:
+        Fault: what is refused, and what is allowed.
+    """
+    if not isinstance(draft, DraftOptions) or draft.placement != "auto":
+        return
+    if not target.adaptive:
+        raise Fault(key, "is 'auto' while the target's adaptive is false: what is not measured is not chosen")
+    if any(head.method == "draft_model" for head in target.heads):
+        raise Fault(key, "is 'auto' beside a head of method 'draft_model': 'auto' makes one of this draft itself")
 
 
 @dataclass(frozen=True, slots=True)

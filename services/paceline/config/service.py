@@ -17,8 +17,8 @@ from paceline.config.deployments import DeploymentConfig
 from paceline.config.environment import settings, variable_of
 from paceline.config.files import args_of_application, first_line, read_yaml, set_key
 from paceline.config.loading import EMBEDDED_TARGET, resolve
-from paceline.config.options import DraftSetup, TargetSetup
-from paceline.config.pools import DraftConfig, HeadDraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
+from paceline.config.options import DraftSetup, TargetSetup, require_placement
+from paceline.config.pools import DraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
 from paceline.config.security import InternalTls, ServerTls
 from paceline.config.tracing import TracingConfig
 from paceline.errors import ConfigError
@@ -94,6 +94,13 @@ class ServiceConfig(Strict):
             raise Fault(
                 "target_config.engine_kwargs.hints", "is set while draft_config is null: hints need a draft pool"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _draft_has_a_place(self) -> Self:
+        if self.draft_config is not None:
+            options = self.draft_config.engine_kwargs
+            require_placement(self.target_config.engine_kwargs, options, "draft_config.engine_kwargs.placement")
         return self
 
     @classmethod
@@ -184,9 +191,9 @@ class ServiceConfig(Strict):
     def target_setup(self) -> TargetSetup:
         """The slice that a target replica builds its engine from."""
         target, draft = self.target_config, self.draft_config
-        tree_budget = 0 if draft is None else draft.engine_kwargs.tree_budget
-        link = draft.engine_kwargs if isinstance(draft, HeadDraftConfig) else None
-        return TargetSetup(target.model_loading_config.source, target.engine_kwargs, tree_budget, link)
+        source, options = target.model_loading_config.source, None if draft is None else draft.engine_kwargs
+        draft_source = draft.model_loading_config.source if isinstance(draft, ModelDraftConfig) else None
+        return TargetSetup.with_draft(source, target.engine_kwargs, options, draft_source)
 
     def draft_setup(self) -> DraftSetup | None:
         """The slice that a draft replica builds its engine from. None: plain decoding."""

@@ -157,28 +157,40 @@ def local_worker(
 ) -> Worker[Any]:
     """An engine of the one-process pipeline and its other ranks, on cores of their own where there are enough.
 
-    ``factory`` defaults to the engine that ``config`` names; one for several ranks is a dataclass with a rendezvous.
+    ``factory`` defaults to the engine that ``config`` names; one for several ranks is a dataclass with a rendezvous,
+    one beside a draft whose placement is ``auto`` has a setup, too.
     """
+    own, others, lent = _cores(config, is_draft=kind == "draft")
+    setup: TargetSetup | DraftSetup | None = config.draft_setup() if kind == "draft" else config.target_setup()
+    rendezvous, followers = process_ranks(setup, others)
+    changes: dict[str, Any] = {} if rendezvous is None else {"rendezvous": rendezvous}
+    if lent:
+        setup = changes["setup"] = replace(config.target_setup(), lent_cores=lent)
+    if factory is None:
+        assert setup is not None
+        factory = EngineSpec(setup, rendezvous).build
+    elif changes:
+        factory = replace(factory, **changes)
+    make: Callable[..., Worker[Any]] = ProcessWorker if config.worker == "process" else ThreadWorker
+    return ranked_worker(lambda died: make(kind, factory, on_messages, died, own), followers, on_death)
+
+
+def _cores(config: LocalConfig, *, is_draft: bool) -> tuple[list[int], list[int], int]:
+    """Cores of an engine's first rank, none if there are too few; those from which its other ranks take theirs; and how
+    many of the first ones a draft lends to its target."""
     cores = available_cores() if config.pin_cores else []
-    is_draft = kind == "draft"
-    # cores: target, draft, the target's other ranks, the draft's other ranks, the target's other threads, the draft's
+    # target, draft, the target's other ranks, the draft's other ranks, the target's other threads, the draft's
     models = [config.target] if config.draft is None else [config.target, config.draft]
     ranks = [getattr(model, "tensor_parallel_size", 1) for model in models]
     threads = [getattr(model, "cpu_threads", 1) - 1 for model in models]
     first_other = len(models) + (ranks[0] - 1 if is_draft else 0)
+    if len(cores) < max(2, len(models) + sum(threads)):
+        return [], cores[first_other:], 0
+    if getattr(config.draft, "placement", "apart") == "auto" and sum(ranks) == len(models):
+        target, draft = (1 + more for more in threads)
+        return (cores[target:][:draft], [], 0) if is_draft else (cores[: target + draft], [], draft)
     first_thread = sum(ranks) + (threads[0] if is_draft else 0)
-    setup = config.draft_setup() if is_draft else config.target_setup()
-    rendezvous, followers = process_ranks(setup, cores[first_other:])
-    if factory is None:
-        assert setup is not None
-        factory = EngineSpec(setup, rendezvous).build
-    elif rendezvous is not None:
-        factory = replace(factory, rendezvous=rendezvous)
-    own: list[int] = []
-    if len(cores) >= max(2, len(models) + sum(threads)):
-        own = [cores[is_draft], *cores[first_thread:][: threads[is_draft]]]
-    make: Callable[..., Worker[Any]] = ProcessWorker if config.worker == "process" else ThreadWorker
-    return ranked_worker(lambda died: make(kind, factory, on_messages, died, own), followers, on_death)
+    return [cores[is_draft], *cores[first_thread:][: threads[is_draft]]], cores[first_other:], 0
 
 
 def _ignore(messages: Sequence[object]) -> None:

@@ -26,6 +26,7 @@ from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.preflight.device import begins_eagerly, left_bytes, require_target
 from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
+from paceline.target.cores import TargetCores
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.hints import Hints
@@ -162,6 +163,7 @@ def _engine(
         hints=hints,
         grammars=_grammars(checkpoint, model),
         compilation=compilation,
+        cores=TargetCores.of(options.cpu_threads, setup.lent_cores, model.device, model.dtype),
     )
     engine.calibrate()
     if compilation is not None:

@@ -36,6 +36,7 @@ from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.step_meter import MeasuredStep, StepMeter
 from paceline.target.control.waiting import WaitPolicy
+from paceline.target.cores import TargetCores
 from paceline.target.heads.driver import Heads
 from paceline.target.heads.feeding import Computed
 from paceline.target.heads.mounted import MountedHead
@@ -81,6 +82,7 @@ class TargetEngine:
         hints: Hints | None = None,
         grammars: Grammars | None = None,
         compilation: Compilation | None = None,
+        cores: TargetCores | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Creates an engine without sessions.
@@ -99,6 +101,7 @@ class TargetEngine:
             hints: tells drafts in the middle of a step what is likely; None: they are told nothing.
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
             compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
+            cores: those that share its products, some of them a draft's; None: their number never changes.
             clock: seconds.
         """
         self.runners = Runners(runner, compilation)
@@ -116,6 +119,8 @@ class TargetEngine:
             clock=clock,
             states=runner.features,
         )
+        self.gate.trials.only_plain = not self.heads and cores is None
+        self.cores = cores
         self.link = link
         self.hints = hints
         self._meter = StepMeter(clock, self.allocation, self.wait_policy, self.gate)
@@ -190,6 +195,8 @@ class TargetEngine:
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
         self._settle()
+        if self.cores is not None:
+            self._use_cores(lent=not any(s.draft_available for s in self._sessions.values()))
         self.runners.retain(session.generation for session in self._sessions.values())
         started = self._clock()
         parts = self.runners.in_order(self._scheduler.schedule(started))
@@ -217,6 +224,21 @@ class TargetEngine:
     def calibrate(self) -> None:
         """Times steps of 1 to 64 tokens, so that the first sessions meet measured costs. Without sessions only."""
         assert not self._sessions
+        if self.cores is None:
+            self._calibrate()
+            return
+        for lent in (False, True):
+            self._use_cores(lent=lent)
+            self._calibrate()
+
+    def _use_cores(self, *, lent: bool) -> None:
+        """Has the steps that follow shared by the target's own cores, or by lent ones, too."""
+        assert self.cores is not None
+        self.cores.use(lent=lent)
+        self.allocation.use_cores(self.cores.num)
+        self.heads.use_cores(self.cores.num)
+
+    def _calibrate(self) -> None:
         cache = self.runner.cache
         pages = cache.allocate(1)
         device = str(cache.keys[0].device)

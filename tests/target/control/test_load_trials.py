@@ -25,10 +25,12 @@ def load_trials(cost: Callable[[int], float] = cpu_cost) -> LoadTrials:
 class Service:
     """Steps whose speed depends on whether there are drafts, which follow what the trials want."""
 
-    def __init__(self, gain: float, *, num_sessions: int = 16, answers: bool = True) -> None:
-        """``gain``: drafting over plain decoding, in tokens per second. ``answers``: drafts come when wanted."""
+    def __init__(self, gain: float, *, without: float = 1.0, num_sessions: int = 16, answers: bool = True) -> None:
+        """``gain``: tokens per second with drafts over those of plain steps; ``without``: those of what decodes without
+        drafts over the same. ``answers``: drafts come when wanted."""
         self.trials = load_trials()
         self.gain, self.num_sessions, self._answers = gain, num_sessions, answers
+        self._without = without
         self.now = 0.0
         self.switches: list[tuple[float, bool]] = [(0.0, self.trials.wanted(num_sessions))]
 
@@ -41,7 +43,7 @@ class Service:
                 self.switches.append((self.now, wanted))
             drafting = wanted and self._answers
             step_s = cpu_cost(self.num_sessions)
-            tokens = self.num_sessions * (self.gain if drafting else 1.0)
+            tokens = self.num_sessions * (self.gain if drafting else self._without)
             self.trials.measure(self.num_sessions, tokens, step_s, drafting=drafting)
             self.now += step_s
             drafted_s += step_s * drafting
@@ -66,6 +68,18 @@ def test_what_is_clearly_faster_needs_no_trial() -> None:
     loaded = Service(0.5, num_sessions=200)
     assert loaded.run(100.0) == 0.0
     assert loaded.trials.num_trials == 0
+
+
+def test_what_is_faster_without_drafts_than_plain_steps_are_is_tried() -> None:
+    """Heads, or the cores of drafts: no bound on their rate follows from the cost of a step."""
+    for gain, without in ((1.6, 2.0), (2.0, 1.6)):
+        service = Service(gain, without=without, num_sessions=1)
+        service.run(8.0)
+        assert service.trials.num_trials == 0, "clearly faster than a plain step"
+        service.trials.only_plain = False
+        service.run(8.0)
+        assert service.trials.num_trials > 0
+        assert service.run(60.0) == pytest.approx(float(gain > without), abs=0.05)
 
 
 def test_trials_become_rare() -> None:

@@ -14,6 +14,7 @@ from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import Node
 from paceline.target.control.allocation import Allocation, allocate_draft_tokens
 from paceline.target.control.compared import Compared, RankCounts, compare, compare_all
+from paceline.target.control.load_trials import LoadTrials
 from paceline.target.control.subtree import MAX_TREE_TOKENS, MergedOffer, SubtreeOffer, missed_below
 from paceline.target.heads.driver import Heads
 
@@ -300,7 +301,8 @@ def test_siblings_never_cost_throughput(cost, branch_s: float, gain: float) -> N
 def test_a_head_beside_a_draft_never_costs_throughput(
     cost, acceptance: float, step_s: float, gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the virtual time line, against the same head as backup on a draft's miss."""
+    """On the virtual time line, against the same head as backup on a draft's miss, while there is a draft."""
+    monkeypatch.setattr(LoadTrials, "_is_open", lambda *_: False)
     rates, options = [], {"acceptance": 0.5, "cost": cost, "trees": True, "branch_s": 0.0002, "calibrate": True}
     for joins in (True, False):
         if not joins:

@@ -256,6 +256,7 @@ class Allocation:
     trees: bool = True
     """Sessions may have siblings verified, where that pays; False: chains only."""
     cost: StepCost = field(default_factory=StepCost)
+    """Seconds of a step on the cores that take it now."""
     overhead_s: Ewma = field(default_factory=lambda: Ewma(0.05))
     """Seconds between two steps while there is something to do."""
     lengths: DecayingHistogram = field(default_factory=DecayingHistogram)
@@ -274,6 +275,12 @@ class Allocation:
     """Tokens per second of the steps."""
     _num_offers: int = 0
     """Steps for which siblings were asked about."""
+    _costs: dict[int, StepCost] = field(default_factory=dict)
+    """``cost`` by the number of these cores, where that changes."""
+
+    def use_cores(self, num_cores: int) -> None:
+        """Takes that so many cores share the steps that follow, whose times are learned apart."""
+        self.cost = self._costs.setdefault(num_cores, StepCost())
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Takes the seconds of a step that only decoded."""

@@ -33,12 +33,14 @@ _DOUBTFUL_PAUSE_S = 6.0
 _TRIAL_SHARE = 0.01
 """Share of a load's time that trials may lose."""
 _LONGEST_REPAY_S = 256.0
-_TRIAL_S = 0.4
-_LEAST_STEPS, _MOST_STEPS, _ENOUGH_TOKENS = 4, 12, 192
+_TRIAL_S = {True: 0.4, False: 2.0}
+"""Seconds of a trial that is not clear before: against plain decoding (True), or against what speculates, too, whose
+steps have one token or several."""
+_LEAST_STEPS, _MOST_STEPS, _ENOUGH_TOKENS = 4, {True: 12, False: 96}, 192
 """Least and most steps of a trial; between them as many as yield 192 tokens by plain decoding."""
 _TRIAL_LIMIT_S = 3.0
 _SETTLE_STEPS = 4
-_HALF_LIFE_S = 1.0
+_HALF_LIFE_S = {True: 1.0, False: 4.0}
 _WORTH, _WORTHLESS = 1.04, 0.99
 """Drafting begins if it is so many times as fast as plain decoding, and ends if plain decoding is so many times as
 fast as drafting, or faster."""
@@ -64,12 +66,10 @@ class _Load:
 
     choice: bool
     """True: drafting, False: plain decoding."""
+    rates: dict[bool, RateEstimate]
+    """Tokens per second without drafts and with them."""
     trial: bool = False
     """The alternative to the choice is being tried."""
-    rates: dict[bool, RateEstimate] = field(
-        default_factory=lambda: {False: RateEstimate(_HALF_LIFE_S), True: RateEstimate(_HALF_LIFE_S)}
-    )
-    """Tokens per second without drafts and with them."""
     seconds: float = 0.0
     """Seconds of steps since the last change that were as wanted."""
     steps: int = 0
@@ -127,6 +127,9 @@ class LoadTrials:
     """The choice between drafting and plain decoding at every load of one engine."""
 
     allocation: Allocation
+    only_plain: bool = True
+    """Without drafts, sessions are decoded one token a step on the same cores: a bound on their rate follows from the
+    cost of a step. False where heads or more cores may make them faster."""
     num_trials: int = 0
     _loads: dict[int, _Load] = field(default_factory=dict)
     _last: tuple[int, bool] | None = None
@@ -160,7 +163,7 @@ class LoadTrials:
         load.rates[drafting].add(yielded, seconds)
         load.seconds += seconds
         load.steps += 1
-        enough = min(max(_ENOUGH_TOKENS // num_sessions, _LEAST_STEPS), _MOST_STEPS)
+        enough = min(max(_ENOUGH_TOKENS // num_sessions, _LEAST_STEPS), _MOST_STEPS[self.only_plain])
         if load.trial:
             load.tried.add(yielded, seconds)
             self._look_at_trial(load, enough)
@@ -168,7 +171,7 @@ class LoadTrials:
             if load.seconds < self._pause_s(num_sessions, load) or not self._is_open(num_sessions, load):
                 return
             load.begin_phase(trial=True)
-            load.rates[load.wanted] = RateEstimate(_HALF_LIFE_S)
+            load.rates[load.wanted] = RateEstimate(_HALF_LIFE_S[self.only_plain])
             self.num_trials += 1
             if load.wanted:  # the record of earlier drafts must not be held against these
                 self.allocation.coupled.forget()
@@ -176,7 +179,7 @@ class LoadTrials:
 
     def standing(self, num_sessions: int) -> Standing:
         """The choice at this concurrency and its reasons. Changes nothing; may be called by other threads."""
-        load = self._loads.get(load_class(num_sessions)) or _Load(self.begins_with_drafts(num_sessions))
+        load = self._loads.get(load_class(num_sessions)) or self._new(num_sessions)
         # Rates are kept for the most sessions of a load; here they are scaled back to these.
         rates = {wanted: rate.per_s() / self.scale(num_sessions) for wanted, rate in load.rates.items()}
         left_s = max(0.0, self._pause_s(num_sessions, load) - load.seconds)
@@ -193,7 +196,7 @@ class LoadTrials:
         tried, before = load.rates[load.wanted].per_s(), load.rates[load.choice].per_s()
         mark = before * (_WORTH if load.wanted else _WORTHLESS)
         certain = load.steps >= _LEAST_STEPS and abs(tried - mark) > certain_margin(load.tried)
-        if certain or (load.seconds >= _TRIAL_S and load.steps >= enough):
+        if certain or (load.seconds >= _TRIAL_S[self.only_plain] and load.steps >= enough):
             self._end_trial(load, won=tried > mark)
 
     def _end_trial(self, load: _Load, *, won: bool) -> None:
@@ -205,8 +208,12 @@ class LoadTrials:
         at = load_class(num_sessions)
         load = self._loads.get(at)
         if load is None:
-            load = self._loads[at] = _Load(self.begins_with_drafts(num_sessions))
+            load = self._loads[at] = self._new(num_sessions)
         return load
+
+    def _new(self, num_sessions: int) -> _Load:
+        rates = {drafting: RateEstimate(_HALF_LIFE_S[self.only_plain]) for drafting in (False, True)}
+        return _Load(self.begins_with_drafts(num_sessions), rates)
 
     def begins_with_drafts(self, num_sessions: int) -> bool:
         """First choice for an unknown load: drafting if it clearly pays by the cost of a step, and at smaller loads."""
@@ -227,6 +234,8 @@ class LoadTrials:
         """True if the alternative could be faster, judged by the cost of a step."""
         if not load.choice:
             return self.allocation.gain(num_sessions, _BEST_ACCEPTANCE, _K) >= _WORTH
+        if not self.only_plain:
+            return True
         most = 1 << load_class(num_sessions)  # the most sessions of this load, for which rates are kept
         plain_s = self.allocation.overhead_s.get(0.0) + self.allocation.cost.least(most)
         return load.rates[True].per_s() < _CLEAR * most / plain_s

@@ -50,7 +50,8 @@ def explain(engine: TargetEngine) -> str:
     if num_sessions == 0:
         idle = f"no session is running; {gate.trials.num_trials} trials of drafting or of plain decoding so far"
         return "; ".join([idle, *_inside(engine)])
-    parts = [_standing(gate.trials.standing(num_sessions), num_sessions)]
+    without = "plain" if gate.trials.only_plain else "without"
+    parts = [_standing(gate.trials.standing(num_sessions), num_sessions, without)]
     lengths = allocation.lengths.shares()
     if lengths:
         listed = ", ".join(f"{k}: {share:.0%}" for k, share in sorted(lengths.items()))
@@ -77,6 +78,8 @@ def explain(engine: TargetEngine) -> str:
 def _inside(engine: TargetEngine) -> list[str]:
     """Clauses about its heads, about the states that it sends to one in the draft pool, and about its hints."""
     parts = [mounted.report(max(engine.stats.rounds, 1)) for mounted in engine.heads.mounted]
+    if (cores := engine.cores) is not None:
+        parts.append(f"{cores.num} of {cores.most} cores share its steps, a draft has the others")
     if (link := engine.link) is not None:
         sent = f"{link.num_sent} states of {STATE_BYTES * link.width} bytes were sent to drafts"
         tokens = engine.stats.tokens_emitted
@@ -87,11 +90,11 @@ def _inside(engine: TargetEngine) -> list[str]:
     return parts
 
 
-def _standing(standing: Standing, num_sessions: int) -> str:
+def _standing(standing: Standing, num_sessions: int, without: str) -> str:
     drafting, plain = (standing.tokens_per_s[wanted] for wanted in (True, False))
     beside = f"drafting is {'on' if standing.drafting else 'off'} at {num_sessions} sessions"
     measured = " against ".join(
-        f"{rate:.0f} tokens/s {how}" for how, rate in (("with drafts", drafting), ("plain", plain)) if rate > 0
+        f"{rate:.0f} tokens/s {how}" for how, rate in (("with drafts", drafting), (without, plain)) if rate > 0
     )
     if standing.on_trial:
         why = f"on trial, {measured}" if measured else "on trial"
@@ -101,7 +104,7 @@ def _standing(standing: Standing, num_sessions: int) -> str:
         why = f"by the cost of a step an ideal draft is expected to make it {standing.ideal_gain:.2f} times as fast"
     trials = f"{standing.num_trials} trials so far"
     if standing.next_trial_s is not None and not standing.on_trial:
-        other = "plain decoding" if standing.drafting else "drafting"
+        other = ("plain decoding" if without == "plain" else "none") if standing.drafting else "drafting"
         trials += f", the next of {other} after {standing.next_trial_s:.0f} s of steps"
     return f"{beside} ({why}; {trials})"
 

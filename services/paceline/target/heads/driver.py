@@ -72,6 +72,11 @@ class Heads:
     def __bool__(self) -> bool:
         return bool(self.mounted)
 
+    def use_cores(self, num_cores: int) -> None:
+        """Takes that so many cores share what follows."""
+        for mounted in self.mounted:
+            mounted.use_cores(num_cores)
+
     def wants_states(self, num_sessions: int) -> bool:
         """True if a head will be fed with the step that comes."""
         now = self._clock()

@@ -59,6 +59,9 @@ class MountedHead:
         self.warning = warning
         self.stats = HeadStats()
         self.gate = HeadGate()
+        """Its decisions on the cores that it has now;"""
+        self._gates: dict[int, HeadGate] = {}
+        """and those of each number of them, where that changes."""
         self.coupled, self.rejection = AcceptanceHistory(), AcceptanceHistory()
         """Acceptance of its tokens in all sessions, by rule."""
         self.share = DecayingRatio(SHARE_KEEP, SHARE_WEIGHT)
@@ -96,6 +99,10 @@ class MountedHead:
         if stats.guesses:
             text += f", {stats.guesses / num_rounds:.3g} guesses a round rode in steps"
         return text + (f"; warning of the probe at start-up: {self.warning}" if self.warning else "")
+
+    def use_cores(self, num_cores: int) -> None:
+        """Takes that so many cores share what follows, whose times are learned apart."""
+        self.gate = self._gates.setdefault(num_cores, HeadGate(self.gate.adaptive))
 
     def spend(self, seconds: float) -> None:
         """Takes time that the head took."""

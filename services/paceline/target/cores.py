@@ -1,0 +1,56 @@
+"""Cores that share a target's products on a CPU: its own, and those of drafts beside it while no session has a draft.
+
+A draft that is not asked sleeps, and its core with it. Where drafts do not pay, a target takes it: no bit depends on
+the number of cores.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from paceline.model.compiled.linear import share_products, why_not_shared
+
+log = logging.getLogger(__name__)
+
+
+class TargetCores:
+    """The cores of the thread that makes it, which steps the target: the first ones are its own, the others lent."""
+
+    def __init__(self, num_own: int, num_lent: int) -> None:
+        self._cores = sorted(os.sched_getaffinity(0))[: num_own + num_lent]
+        self._num_own = num_own
+        self.lent = True
+        """The lent ones are in use."""
+        self.use(lent=False)
+
+    @classmethod
+    def of(cls, num_own: int, num_lent: int, device: torch.device, dtype: torch.dtype) -> TargetCores | None:
+        """The cores of this thread; None, and the log says why, if none are lent or products cannot be shared."""
+        if num_lent == 0:
+            return None
+        if reason := why_not_shared(num_own + num_lent, device, dtype):
+            log.info("the target does not share its products with cores of its draft: %s", reason)
+            return None
+        return cls(num_own, num_lent)
+
+    @property
+    def num(self) -> int:
+        """Cores that share the products now."""
+        return len(self._cores) if self.lent else self._num_own
+
+    @property
+    def most(self) -> int:
+        """Cores that share them while no session has a draft."""
+        return len(self._cores)
+
+    def use(self, *, lent: bool) -> None:
+        """Takes the lent cores, or gives them back; what runs on the others is not disturbed."""
+        if lent is self.lent:
+            return
+        self.lent = lent
+        share_products(1)  # ends the threads of before, with which this one gets back all of its cores
+        os.sched_setaffinity(0, self._cores[: self.num])
+        share_products(self.num)

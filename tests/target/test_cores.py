@@ -1,0 +1,124 @@
+"""Cores that a draft lends its target: taken while no session has a draft, given back before one is asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.support.models import pair, prompt
+from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.target.test_heads import EVERY, known, oracle, pump_with
+
+from paceline.model.compiled import linear
+from paceline.target.control.report import explain
+from paceline.target.cores import TargetCores
+from paceline.types import Mode, SamplingParams, SpeculationParams
+
+CPU = torch.device("cpu")
+needed = pytest.mark.skipif(
+    not linear.usable() or len(os.sched_getaffinity(0)) < 2,
+    reason="needs two cores, AVX512-BF16 without AMX, and a C++ compiler",
+)
+
+
+class Lent:
+    """Two cores, one of them lent; notes what was wanted of them, and if that was right."""
+
+    most = 2
+
+    def __init__(self, pump: Pump) -> None:
+        self._sessions = pump.target._sessions
+        self.lent, self.wanted = False, set()
+
+    @property
+    def num(self) -> int:
+        return 2 if self.lent else 1
+
+    def use(self, *, lent: bool) -> None:
+        self.lent = lent
+        drafted = any(session.draft_available for session in self._sessions.values())
+        self.wanted.add((lent, drafted))
+
+
+def test_cores_are_lent_while_no_session_has_a_draft() -> None:
+    target, draft = pair("llama")
+    requests = {
+        f"s{i}": Request(
+            prompt(i, 12 + i),
+            SamplingParams(temperature=1.0, max_tokens=30, seed=i),
+            SpeculationParams(mode=Mode.PLAIN if i == 0 else Mode.OVERLAPPED),
+        )
+        for i in range(4)
+    }
+    pump = Pump(target, draft, late=0.0, step_s=lambda tokens: 1e-3 * (1 + tokens / 64))
+    pump.target.cores = cores = Lent(pump)
+    pump.target.gate.trials.only_plain = False
+    plain = {"s0": requests["s0"]}
+    assert_same(pump.run(plain), plain_reference(target, plain))
+    assert cores.wanted == {(True, False)}
+    assert_same(pump.run(requests), plain_reference(target, requests))
+    assert cores.wanted == {(True, False), (False, True)}
+    costs = pump.target.allocation._costs
+    assert set(costs) == {1, 2}
+    assert all(cost.known for cost in costs.values()), "learned apart"
+    assert f"{cores.num} of 2 cores share its steps" in explain(pump.target)
+
+
+def test_a_head_decides_apart_by_the_cores_that_it_has() -> None:
+    _, _, texts = known(1.0)
+    mounted, _ = oracle(EVERY, texts)
+    pump = pump_with(EVERY, mounted, adaptive=True)
+    pump.target.heads.use_cores(1)
+    alone = mounted.gate
+    alone.observe_depth(1, 2e-3, first=True)
+    pump.target.heads.use_cores(2)
+    assert mounted.gate.depth_s(1, first=True) is None
+    pump.target.heads.use_cores(1)
+    assert mounted.gate is alone
+    assert alone.adaptive
+    assert not pump.target.gate.trials.only_plain, "a head may make sessions without drafts faster than plain steps"
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@needed
+def test_the_thread_that_takes_steps_stays_on_its_own_cores_and_gets_help_from_lent_ones() -> None:
+    def work() -> None:
+        allowed = sorted(os.sched_getaffinity(0))[:2]
+        os.sched_setaffinity(0, allowed)
+        before = len(os.listdir("/proc/self/task"))
+        cores = TargetCores.of(1, 1, CPU, torch.bfloat16)
+        assert cores is not None
+        for lent in (False, True, True, False):
+            cores.use(lent=lent)
+            assert (cores.num, cores.most) == (1 + lent, 2)
+            assert os.sched_getaffinity(0) == {allowed[0]}, "whoever helps has the other core"
+            assert len(os.listdir("/proc/self/task")) == before + lent
+
+    in_a_thread(work)
+
+
+def test_where_products_cannot_be_shared_no_core_is_lent(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "paceline"):
+        assert TargetCores.of(1, 0, CPU, torch.bfloat16) is None
+        assert not caplog.records
+        assert TargetCores.of(1, 1, CPU, torch.float32) is None
+    assert "does not share its products with cores of its draft: the model is in float32" in caplog.text
