@@ -10,17 +10,18 @@ slow twin, to which ``selftest.check_replay`` compares every recording at start-
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record
 from paceline.model.kv_cache import KVCache
-from paceline.model.step_plan import StepShape, attention_masks, unpack
+from paceline.model.step_plan import StepArrays, StepShape, attention_masks, unpack
 from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ Outputs = tuple[Tensor, Tensor | None]
 """Logits ``[num_logits, vocab]``; states ``[n, width]``, rows of padding behind them, of a step that has them."""
 
 _PROGRESS_S = 10.0
+_ROOMS = 64
+"""Shapes of which the inputs' memory is kept: an engine decodes in fewer."""
 log = logging.getLogger(__name__)
 
 
@@ -89,6 +92,21 @@ class Recorder(Protocol):
         ...
 
 
+class _Room(NamedTuple):
+    """Memory on the device for what a step of one shape reads, and the views of it, which cost more than the copy."""
+
+    buffer: Tensor
+    arrays: StepArrays
+    inputs: tuple[Tensor, ...]
+    """The first arguments of the traced signature, up to the masks."""
+
+    @classmethod
+    def of(cls, shape: StepShape, buffer: Tensor) -> Self:
+        it = unpack(shape, buffer)
+        index = (it.logits_index, it.write_rows, it.write_tokens, it.page_table, it.gather, it.scatter)
+        return cls(buffer, it, (it.tokens.unsqueeze(0), it.positions.unsqueeze(0), *index))
+
+
 class DeviceBackend:
     """Steps in the memory of an accelerator. On the CPU it computes the same, for tests."""
 
@@ -102,6 +120,7 @@ class DeviceBackend:
         self._shapes: list[StepShape] = []
         self._fits = Fits()
         self._replays: dict[StepShape, Replay] = {}
+        self._room = functools.lru_cache(_ROOMS)(self._new_room)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
         self._states: Tensor | None = None
@@ -120,9 +139,14 @@ class DeviceBackend:
         return self.compute(step, plan, shape)
 
     def compute(self, step: StepFunction, plan: StepPlan, shape: StepShape) -> Outputs:
-        """Runs ``plan`` in ``shape``, call by call."""
-        buffer = self._packed(plan, shape).to(self.device, non_blocking=True)
-        logits, states = self._call(step, shape, buffer)
+        """Runs ``plan`` in ``shape``, call by call. Steps of one stream follow each other, so those of one shape share
+        the memory of their inputs."""
+        room = self._room(shape)
+        if self.device.type == "cpu":
+            pack(plan, shape, self._cache.scratch_row, room.buffer)
+        else:
+            room.buffer.copy_(self._packed(plan, shape), non_blocking=True)
+        logits, states = self._call(step, room)
         return logits[: plan.num_logits], None if states is None else states[: plan.shape.tokens]
 
     def replay(self, plan: StepPlan, shape: StepShape) -> Outputs:
@@ -176,20 +200,24 @@ class DeviceBackend:
 
     def _record(self, step: StepFunction, shape: StepShape, recorder: Recorder) -> None:
         self._fill_blank(shape)
+        room = _Room.of(shape, self._buffer)
         if not len(self._logits):  # of the largest shape that there is, in the dtype that the model gives
             most = max(s.wanted for s in self._shapes)
-            logits, states = self._call(step, shape, self._buffer)
+            logits, states = self._call(step, room)
             self._logits = logits.new_empty(most, logits.shape[1])
             if states is not None:
                 self._states = states.new_empty(max(s.tokens for s in self._shapes), states.shape[1])
 
         def function() -> None:
-            logits, states = self._call(step, shape, self._buffer)
+            logits, states = self._call(step, room)
             self._logits[: shape.wanted].copy_(logits)
             if states is not None and self._states is not None:
                 self._states[: len(states)].copy_(states)
 
         self._replays[shape] = recorder.record(function)
+
+    def _new_room(self, shape: StepShape) -> _Room:
+        return _Room.of(shape, torch.empty(shape.num_bytes, dtype=torch.uint8, device=self.device))
 
     def _fill_blank(self, shape: StepShape) -> None:
         """A step that touches nothing but the scratch page."""
@@ -205,22 +233,8 @@ class DeviceBackend:
         pack(plan, shape, self._cache.scratch_row, buffer)
         return buffer
 
-    def _call(self, step: StepFunction, shape: StepShape, buffer: Tensor) -> Outputs:
-        """Logits [shape.wanted, vocab], and states: ``step`` on what ``buffer`` holds."""
-        it = unpack(shape, buffer)
-        masks = attention_masks(it, self._dtype, self._window)
-        cache = self._cache
-        result = step(
-            it.tokens.unsqueeze(0),
-            it.positions.unsqueeze(0),
-            it.logits_index,
-            it.write_rows,
-            it.write_tokens,
-            it.page_table,
-            it.gather,
-            it.scatter,
-            masks,
-            cache.model_keys,
-            cache.model_values,
-        )
+    def _call(self, step: StepFunction, room: _Room) -> Outputs:
+        """Logits [shape.wanted, vocab], and states: ``step`` on what the buffer holds."""
+        masks = attention_masks(room.arrays, self._dtype, self._window)
+        result = step(*room.inputs, masks, self._cache.model_keys, self._cache.model_values)
         return _outputs(result)
