@@ -267,6 +267,9 @@ def test_a_draft_of_one_session_answers_a_miss_by_a_chain(pair, mode: Mode) -> N
         pump = Pump(target, None, drafter=model, adaptive=False, late=0.0, draft_steps=(6, 6))
         found.append(pump.run({"a": request})["a"])
         chains.append(step.num_chains)
+        stats = pump.draft.stats
+        assert stats.paths == step.num_chains
+        assert (stats.path_tokens > stats.paths) == chained, "several tokens by one call"
         pump.draft.check_integrity()
     assert found[0].token_ids == found[1].token_ids
     assert chains[0] > 3

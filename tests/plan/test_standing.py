@@ -47,6 +47,24 @@ def test_a_heavy_draft_is_better_apart_and_a_light_one_beside(draft_step_s: floa
     assert max(predicted, key=lambda name: predicted[name]) == best
 
 
+def test_paths_by_one_call_have_their_own_time() -> None:
+    """Half of 240 steps were paths of 4 tokens: beside its target a light draft makes all of its paths so."""
+    whole = service(0.004)
+    (draft,) = whole.pools["draft"]
+    counted = {"tree_steps": 240.0, "step_s": 0.48, "paths": 120.0, "path_tokens": 480.0, "path_s": 0.24}
+    predicted = layouts_now(replace(whole, pools=whole.pools | {"draft": (replace(draft, counters=counted),)}))
+    steps = StepTable(((1, 0.015), (4, 0.015), (16, 0.03)))
+    system = System(steps, StepTable.affine(0.002, 0.0), Outcomes.derived(0.7), gap_s=0.001)
+    system = replace(system, path=StepTable.affine(0.0005, 0.0005))
+    beside = replace(system, colocated=True, ranked=RANKED, most_leaves=MOST_LEAVES)
+    assert predicted[COLOCATED] == best_k(beside, Load(1, 2), Mode.SEQUENTIAL, 8).tokens_per_s
+    assert predicted[APART] == best_k(system, Load(1, 1, 1), Mode.OVERLAPPED, 8).tokens_per_s
+    few = replace(draft, counters=counted | {"paths": 99.0})
+    assert layouts_now(replace(whole, pools=whole.pools | {"draft": (few,)})) == layouts_now(service(0.002))
+    slower = replace(beside, path=None)
+    assert predicted[COLOCATED] > best_k(slower, Load(1, 2), Mode.SEQUENTIAL, 8).tokens_per_s
+
+
 def test_a_draft_that_guesses_wrong_is_better_left_out() -> None:
     """Two plain replicas for sixteen sessions beat a draft that is right once in twenty times."""
     predicted = layouts_now(replace(service(0.005, acceptance=0.05), sessions_running=16))

@@ -107,6 +107,12 @@ class DraftStats:
     """Nodes published for tokens that only a hint had."""
     states_late: int = 0
     """Anchors that were expanded without the states of their context, which had not come in time."""
+    paths: int = 0
+    """Tree steps that drafted the path of one session by one call,"""
+    path_tokens: int = 0
+    """their nodes expanded,"""
+    path_s: float = 0.0
+    """and their seconds."""
 
 
 class DraftEngine:
@@ -483,10 +489,15 @@ class DraftEngine:
         chosen = self._choose()
         if not chosen:
             return False
-        if not self._chain(chosen):
+        num_leaves, chained = self.stats.leaves, self._chain(chosen)
+        if not chained:
             self._expand_all(chosen)
         self.stats.tree_steps += 1
         self._step_s = self._clock() - started
+        if chained:
+            self.stats.paths += 1
+            self.stats.path_tokens += self.stats.leaves - num_leaves
+            self.stats.path_s += self._step_s
         if self.overlap is not None:
             self.overlap.depth_s.add(self._step_s)
         self.stats.step_s += self._step_s

@@ -15,6 +15,9 @@ ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
     ("draft", "step_s"): counter(
         "paceline_draft_step_seconds_total", "seconds", "Time that drafts have spent inside tree steps."
     ),
+    ("draft", "path_s"): counter(
+        "paceline_draft_path_seconds_total", "seconds", "Part of this in steps that drafted a path by one call."
+    ),
     ("target", "step_s"): counter(
         "paceline_target_step_seconds_total",
         "seconds",
@@ -98,6 +101,8 @@ for _engine, _field, _unit, _help in (
     ("draft", "failed_sessions", "sessions", "Sessions that drafts had to give up."),
     ("draft", "prefill_chunks", "steps", "Prefill steps of drafts."),
     ("draft", "tree_steps", "steps", "Tree steps of drafts."),
+    ("draft", "paths", "steps", "Tree steps that drafted the path of one session by one call."),
+    ("draft", "path_tokens", "nodes", "Nodes expanded by these."),
     ("draft", "forwards", "steps", "Forwards of tree steps, retries included."),
     ("draft", "leaves", "nodes", "Nodes expanded."),
     ("draft", "states", "tokens", "Tokens whose hidden states have come to drafts."),

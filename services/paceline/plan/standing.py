@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -31,12 +31,13 @@ def layouts_now(info: ServerInfo) -> Mapping[str, float]:
     if not info.sessions_running or not sizes or min(num_steps, num_tree_steps) < _LEAST_STEPS:
         return {}
     points = [(size, fmean(_values(targets, f"{_STEP}{size}"))) for size in sizes]
-    draft_s = _sum(drafts, "step_s") / num_tree_steps
+    draft_s, path = _draft_times(drafts, num_tree_steps)
     acceptance = fmean(_values(targets, "acceptance"))
     apart = System(
         StepTable(tuple(points)),
         StepTable.affine(draft_s, 0.0),
         Outcomes.derived(min(acceptance, 0.99)),
+        path=path,
         gap_s=_sum(targets, "bubble_s") / max(1.0, _sum(targets, "bubble_steps")),
     )
     load = Load(info.sessions_running, len(targets), len(drafts))
@@ -47,6 +48,16 @@ def layouts_now(info: ServerInfo) -> Mapping[str, float]:
         COLOCATED: best_k(beside, alone, Mode.SEQUENTIAL, _LONGEST).tokens_per_s,
         PLAIN: plain(apart, alone).tokens_per_s,
     }
+
+
+def _draft_times(drafts: Sequence[ReplicaStatus], num_tree_steps: float) -> tuple[float, StepTable | None]:
+    """Seconds of a tree step, and of paths by one call, by their tokens; None: there were too few of these."""
+    num_paths, path_s, step_s = _sum(drafts, "paths"), _sum(drafts, "path_s"), _sum(drafts, "step_s")
+    if num_paths < _LEAST_STEPS:
+        return step_s / num_tree_steps, None
+    token_s = path_s / max(1.0, _sum(drafts, "path_tokens"))
+    others = num_tree_steps - num_paths
+    return (step_s - path_s) / others if others >= _LEAST_STEPS else token_s, StepTable.affine(token_s, token_s)
 
 
 def _up(statuses: Iterable[ReplicaStatus]) -> list[ReplicaStatus]:
