@@ -56,7 +56,6 @@ def test_cores_are_lent_while_no_session_has_a_draft() -> None:
     }
     pump = Pump(target, draft, late=0.0, step_s=lambda tokens: 1e-3 * (1 + tokens / 64))
     pump.target.cores = cores = Lent(pump)
-    pump.target.gate.trials.only_plain = False
     plain = {"s0": requests["s0"]}
     assert_same(pump.run(plain), plain_reference(target, plain))
     assert cores.wanted == {(True, False)}

@@ -22,7 +22,7 @@ class TargetCores:
     def __init__(self, num_own: int, num_lent: int) -> None:
         self._cores = sorted(os.sched_getaffinity(0))[: num_own + num_lent]
         self._num_own = num_own
-        self.lent = True
+        self.lent = False
         """The lent ones are in use."""
         self.use(lent=False)
 
@@ -47,9 +47,7 @@ class TargetCores:
         return len(self._cores)
 
     def use(self, *, lent: bool) -> None:
-        """Takes the lent cores, or gives them back; what runs on the others is not disturbed."""
-        if lent is self.lent:
-            return
+        """Takes the lent cores, or gives them back."""
         self.lent = lent
         share_products(1)  # ends the threads of before, with which this one gets back all of its cores
         os.sched_setaffinity(0, self._cores[: self.num])

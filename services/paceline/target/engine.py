@@ -120,6 +120,7 @@ class TargetEngine:
             states=runner.features,
         )
         self.gate.trials.only_plain = not self.heads and cores is None
+        self.gate.trials.begins_without = cores is not None
         self.cores = cores
         self.link = link
         self.hints = hints
@@ -196,7 +197,9 @@ class TargetEngine:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
         self._settle()
         if self.cores is not None:
-            self._use_cores(lent=not any(s.draft_available for s in self._sessions.values()))
+            lent = not any(session.draft_available for session in self._sessions.values())
+            if lent is not self.cores.lent:
+                self._use_cores(lent=lent)
         self.runners.retain(session.generation for session in self._sessions.values())
         started = self._clock()
         parts = self.runners.in_order(self._scheduler.schedule(started))

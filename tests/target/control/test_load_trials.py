@@ -82,6 +82,17 @@ def test_what_is_faster_without_drafts_than_plain_steps_are_is_tried() -> None:
         assert service.run(60.0) == pytest.approx(float(gain > without), abs=0.05)
 
 
+@pytest.mark.parametrize("gain", [1.6, 2.4])
+def test_a_load_that_begins_without_drafts_tries_them(gain: float) -> None:
+    service = Service(gain, without=2.0, num_sessions=1)
+    service.trials.only_plain, service.trials.begins_without = False, True
+    service.trials._loads.clear()  # no load is known
+    assert not service.trials.wanted(1)
+    service.run(8.0)
+    assert service.trials.num_trials > 0
+    assert service.run(60.0) == pytest.approx(float(gain > 2.0), abs=0.05)
+
+
 def test_trials_become_rare() -> None:
     """About 6, 6, 16, 39, 64, 64 seconds apart: of drafts that are unlikely to pay the first ones are late."""
     service = Service(0.9)

@@ -130,6 +130,9 @@ class LoadTrials:
     only_plain: bool = True
     """Without drafts, sessions are decoded one token a step on the same cores: a bound on their rate follows from the
     cost of a step. False where heads or more cores may make them faster."""
+    begins_without: bool = False
+    """Unknown loads begin without drafts, though these pay by the cost of a step: their model and their cores serve in
+    the target meanwhile."""
     num_trials: int = 0
     _loads: dict[int, _Load] = field(default_factory=dict)
     _last: tuple[int, bool] | None = None
@@ -221,7 +224,7 @@ class LoadTrials:
         smaller = [other for key, other in list(self._loads.items()) if key < at]
         acceptance = self.allocation.coupled.rate()
         pays = self.allocation.gain(num_sessions, acceptance, _K) >= _CLEAR or not self.allocation.cost.known
-        return pays and all(other.choice for other in smaller)
+        return pays and not self.begins_without and all(other.choice for other in smaller)
 
     def _pause_s(self, num_sessions: int, load: _Load) -> float:
         """Seconds of the choice before the alternative is tried."""
